@@ -21,4 +21,5 @@ then   dapple, autopipe    where to cut a pipeline
        stronghold         the smallest window of layers that hides their transfers
        checkpoint_interval   how often to save: Young, Daly, exactly; to two levels; CheckFreq
        checkpoint_placement  whose memory keeps whose state, and what failures leave: Gemini, REFT
+beside emit/               a plan as configuration of Megatron-LM, DeepSpeed and torchtitan, and back
 """

@@ -14,12 +14,14 @@ from minitrain.annotate.boxing import sent
 from minitrain.annotate.examples import attention, mlp, mlp_step
 from minitrain.annotate.graph import Graph, Op, with_gradients
 from minitrain.annotate.names import dim_names, laid_out
+from minitrain.annotate.plan import Placed
 from minitrain.annotate.propagate import propagate
 from minitrain.annotate.run import box, evaluate, own_part, run, whole
 from minitrain.annotate.sbp import choose
 from minitrain.annotate.signature import BROADCAST as B
 from minitrain.annotate.signature import PARTIAL as P
 from minitrain.annotate.signature import Split as S
+from minitrain.annotate.signature import cut_along
 from minitrain.annotate.tactics import Tactic, apply
 from minitrain.ledger import Ledger
 from minitrain.simulate.events import Issue
@@ -232,6 +234,29 @@ def test_what_is_not_linear_takes_no_terms():
     placed = choose(graph, {"x": 2}, {"u": (S(1),), "v": (S(0),)})
     assert placed.specs == {"u": (S(1),), "v": (S(0),), "z": (P,), "r": (S(0),)}
     assert placed.collectives() == {("reduce_scatter", "x"): 1} and on_ranks(placed)[0] < 1e-12
+
+
+def test_of_equal_costs_fewer_operands_change_and_no_slice_becomes_a_term():
+    """On two ranks one gather costs what two exchanges cost; to call a slice a term of a sum is free, and puts it off."""
+    graph = Graph(
+        {"u": (8, 8), "v": (8, 8)},
+        (Op("y", "product", "db,df->bf", ("u", "v")), Op("s", "add", "ab,ab->ab", ("u", "v"))),
+    )
+    one, other = (
+        choose(graph, {"x": 2}, given)
+        for given in ({"u": (S(1),), "v": (S(1),)}, {"u": (S(0),), "v": (S(1),)})
+    )
+    assert one.chosen["y"][0].letter == "b" and one.collectives() == {("all_gather", "x"): 1}
+    assert other.chosen["s"][0].letter == "a" and other.specs["s"] == (S(0),)
+
+
+def test_what_an_operator_made_is_there_beside_what_is_kept():
+    """h is made by rows and kept by columns; relu asks for rows, and nothing travels back."""
+    graph = Graph(MLP.inputs, MLP.ops[:2])
+    by_rows = {op.name: (cut_along(op, "b"),) for op in graph.ops}
+    specs = {"x": (S(0),), "w1": (B,), "w2": (B,), "h": (S(1),), "a": (S(0),)}
+    placed = Placed(graph, {"x": 2}, specs, by_rows)
+    assert placed.collectives() == {("all_to_all", "x"): 1} and on_ranks(placed)[0] < 1e-12
 
 
 # ---- PartIR

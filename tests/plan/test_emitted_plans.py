@@ -1,0 +1,623 @@
+"""Plans as configuration of Megatron-LM, DeepSpeed and torchtitan, and back: what comes back is the plan, what cannot be
+said is refused or noted, and every option that is written is one that the system has."""
+
+import json
+import random
+import tomllib
+from collections import Counter
+from dataclasses import asdict, fields, replace
+from functools import cache
+
+import pytest
+
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
+from minitrain.plan.emit.job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
+from minitrain.plan.emit.table import BESIDE, Cases, System, check_option, flat, known, nested
+from minitrain.precision.policies import POLICIES, PRODUCTS
+from minitrain.strategy import Strategy
+
+SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
+LLAMA = presets["llama3-8b"]
+
+
+def read(system, written):
+    return system.read(written.text) if system is megatron else system.read(written.text, written.beside)
+
+
+# ---- any plan
+
+CHOICES = {
+    "dp": [1, 2, 4],
+    "pp": [1, 1, 2],
+    "cp": [1, 1, 1, 2, 4],
+    "tp": [1, 2],
+    "ep": [1, 1, 1, 2],
+    "ep_chunks": [1, 1, 1, 1, 2],
+    "zero": [0, 1, 2, 3, "III"],
+    "node": [1, 1, 2],
+    "sequence_parallel": [False, True],
+    "overlap": [False, False, True],
+    "schedule": ["1f1b", "1f1b", "interleaved", "gpipe", "zb_v", "zb_interleaved", "dualpipe_v"],
+    "microbatches": [1, 2, 4],
+    "chunks": [1, 1, 2],
+    "recompute": ["none", "full", "selective", "every:2"],
+    "recompute_partition": [False, False, True],
+    "core": ["ring", "gathered", "ulysses", "usp"],
+    "layout": ["zigzag", "zigzag", "contiguous"],
+    "ulysses": [1, 1, 2],
+    "precision": ["float32", "bfloat16", "bfloat16_main_grads", "float16", "bfloat16_short_moments"],
+    "products": ["plain", "plain", *PRODUCTS],
+    "loss_scale": [0.0, 0.0, 0.0, 65536.0, 1024.0],
+    "loss_scale_window": [2000, 500],
+    "bucket_bytes": [25_000_000, 40_000_000],
+    "offload": ["none", "none", "optimizer", "parameters+optimizer"],
+}
+BASE = dict(d_model=64, num_layers=8, num_heads=8, max_positions=64)
+MODELS = {
+    "plain": GPTConfig(**BASE),
+    "GPT-2": GPTConfig(
+        **BASE, norm="layer", bias=True, positions="learned", activation="gelu", tied=True, dropout=0.1
+    ),
+    "GQA": GPTConfig(**BASE, num_kv_heads=2, d_ff=96, rope_fraction=0.5, rope_theta=5e5, head_dim=16),
+    "RMS with biases": GPTConfig(**BASE, bias=True, activation="gelu_tanh", positions="none"),
+    "latent": GPTConfig(**BASE, kv_latent=16, query_latent=24, rope_head_dim=4),
+    "Mixtral": GPTConfig(**BASE, experts=ExpertsConfig(8, 2, balance_alpha=0.01, z_alpha=1e-3)),
+    "Switch": GPTConfig(**BASE, experts=ExpertsConfig(8, 1, "switch", expert_every=2, capacity_factor=1.5)),
+    "DeepSeek": GPTConfig(
+        **BASE,
+        experts=ExpertsConfig(
+            8,
+            4,
+            "deepseek",
+            expert_width=32,
+            shared_experts=2,
+            dense_first=3,
+            bias_speed=1e-3,
+            route_nodes=4,
+            node_limit=2,
+            route_scale=2.5,
+        ),
+    ),
+}
+
+
+def draw(random_) -> Job:
+    """A strategy of which few things are not the default, as planners return them."""
+    while True:
+        chosen = random_.sample(list(CHOICES), random_.randint(0, 9))
+        try:
+            strategy = Strategy(**{name: random_.choice(CHOICES[name]) for name in chosen})
+            rows = strategy.dp * strategy.microbatches * random_.randint(1, 3) + (random_.random() < 0.05)
+            return Job(strategy, random_.choice(list(MODELS.values())), rows, 64)
+        except ValueError:
+            pass
+
+
+@cache
+def drawn() -> list[Job]:
+    random_ = random.Random(7)
+    return [draw(random_) for _ in range(600)]
+
+
+@pytest.mark.parametrize("key", SYSTEMS)
+def test_what_is_written_is_read_back(key):
+    """Of 600 drawn plans: written ones come back but for what is noted, with options that the system has, and nothing is
+    left over; refused ones name a value. Every choice is written by one system at least (below)."""
+    system = SYSTEMS[key]
+    written, refused, said = 0, 0, Counter()
+    for job in drawn():
+        try:
+            found = system.write(job)
+        except ValueError as error:
+            refused += 1
+            names = {part.split("=")[0].split()[-1] for part in str(error).split(", ") if "=" in part}
+            assert names & DEFAULTS.keys() and "\n" not in str(error)
+            continue
+        written += 1
+        back, left = read(system, found)
+        values, again = job.values(), back.values()
+        lost = {name for name in values if again[name] != values[name]}
+        assert lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.noted.keys()
+        assert not left
+        said.update(
+            (name, value) for name, value in values.items() if value != DEFAULTS[name] and name not in lost
+        )
+    assert min(written, refused) > 40, (written, refused)
+    for name in ("dp", "tp", "pp", "microbatches", "rows", "zero", "precision", "recompute"):
+        assert any(one == name for one, _ in said), f"{name} was never written"
+
+
+def test_each_system_says_what_it_is_known_for():
+    """The same counts over all draws of one choice at a time: which values of each field a system can say."""
+    ways = {key: {name: [] for name in CHOICES} for key in SYSTEMS}
+    least = dict(
+        node=dict(dp=4, zero="III"),
+        schedule=dict(pp=2, microbatches=4),
+        chunks=dict(pp=2, microbatches=2, schedule="interleaved"),
+        core=dict(cp=2, ulysses=1),
+        layout=dict(cp=2),
+        ulysses=dict(cp=4, core="usp"),
+        recompute_partition=dict(tp=2, recompute="full"),
+        overlap=dict(tp=2, sequence_parallel=True),
+        sequence_parallel=dict(tp=2),
+        zero=dict(dp=4),
+        bucket_bytes=dict(dp=2),
+        offload=dict(zero=3, dp=2),
+        loss_scale=dict(precision="float16"),
+        loss_scale_window=dict(precision="float16"),
+        ep=dict(dp=2),
+        ep_chunks=dict(dp=2, ep=2),
+    )
+    for name, values in CHOICES.items():
+        for value in dict.fromkeys([*values, *(POLICIES if name == "precision" else ())]):
+            settings = least.get(name, {}) | {name: value}
+            if name == "zero" and value == "III":
+                settings |= dict(node=2)
+            if name in ("schedule", "core"):
+                settings |= {"chunks": 2} if value in ("interleaved", "zb_interleaved") else {}
+                settings |= {"cp": 4, "ulysses": 2} if value == "usp" else {}
+            try:
+                strategy = Strategy(**settings)
+                model = MODELS["Mixtral"] if strategy.ep > 1 else MODELS["plain"]
+                job = Job(strategy, model, strategy.dp * strategy.microbatches, 64)
+            except ValueError:
+                continue
+            for key, system in SYSTEMS.items():
+                try:
+                    if not any(note.startswith(f"{name}=") for note in system.write(job).notes):
+                        ways[key][name].append(value)
+                except ValueError:
+                    pass
+    told = {name: tuple(ways[key][name] for key in SYSTEMS) for name in CHOICES}
+    assert told["zero"] == ([0, 1, 2, 3, "III"], [0, 1, 2, 3], [0, 2, 3, "III"])
+    assert told["schedule"] == (
+        ["1f1b", "interleaved"],
+        ["1f1b"],
+        ["1f1b", "interleaved", "gpipe", "zb_v", "zb_interleaved", "dualpipe_v"],
+    )
+    assert told["recompute"] == (
+        ["none", "full", "selective", "every:2"],
+        ["none", "full", "selective", "every:2"],
+        ["none", "full"],
+    )
+    assert told["core"] == (["ring", "gathered", "ulysses", "usp"], [], ["ring", "gathered"])
+    assert told["layout"] == (["zigzag"], [], ["zigzag"])
+    assert told["sequence_parallel"] == ([False, True], [False], [True])
+    assert told["overlap"] == ([False, True], [], [False, True])
+    short = ["float32", "bfloat16", "bfloat16_main_grads", "float16"]
+    assert told["precision"] == (
+        [*short, "bfloat16_short_moments"],
+        short,
+        ["float32", "bfloat16_main_grads"],
+    )
+    assert told["products"] == (
+        ["plain", "fp8_tensor", "fp8_delayed", "fp8_e4m3", "fp8_tiles", "mxfp8", "nvfp4"],
+        ["plain"],
+        ["plain", "fp8_tensor", "fp8_rows", "mxfp8"],
+    )
+    assert told["offload"] == (
+        ["none", "optimizer"],
+        ["none", "optimizer", "parameters+optimizer"],
+        ["none", "parameters+optimizer"],
+    )
+    assert told["bucket_bytes"] == ([25_000_000], [25_000_000, 40_000_000], [25_000_000])
+
+
+@pytest.mark.parametrize("key", SYSTEMS)
+def test_every_option_of_a_row_is_one_that_the_system_has(key):
+    system: System = SYSTEMS[key].SYSTEM
+    options = {name for row in system.all_rows for name in row.options if not name.startswith(BESIDE)}
+    assert options | set(system.unlike) <= known(key).kinds.keys()
+    values = {
+        one
+        for row in system.rows
+        if isinstance(row, Cases)
+        for _, theirs in row.pairs
+        for one in theirs.items()
+        if not isinstance(one[1], list)
+    }
+    for name, value in values:
+        check_option(key, name, value)
+    ours = {
+        name for row in system.all_rows for name in ([row.ours] if isinstance(row.ours, str) else row.ours)
+    }
+    assert ours | system.noted.keys() | system.why.keys() <= DEFAULTS.keys()
+
+
+# ---- one plan, in full
+
+JOB = Job(
+    Strategy(
+        dp=2,
+        tp=2,
+        pp=2,
+        cp=2,
+        zero=1,
+        sequence_parallel=True,
+        microbatches=4,
+        recompute="full",
+        precision="bfloat16_main_grads",
+    ),
+    LLAMA,
+    rows=64,
+    length=8192,
+)
+
+
+def test_llama_as_a_command_of_megatron():
+    text, notes, beside = megatron.write(JOB)
+    assert not notes and not beside
+    lines = text.replace(" \\\n", "\n").split("\n")
+    assert lines[0] == "torchrun --nproc-per-node 16 pretrain_gpt.py"
+    said = {line.strip() for line in lines[1:]}
+    assert said >= {
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--cp-comm-type p2p",
+        "--use-distributed-optimizer",
+        "--sequence-parallel",
+        "--micro-batch-size 8",
+        "--global-batch-size 64",
+        "--recompute-granularity full",
+        "--recompute-method uniform",
+        "--bf16",
+        "--hidden-size 4096",
+        "--num-query-groups 8",
+        "--ffn-hidden-size 14336",
+        "--vocab-size 128256",
+        "--rotary-base 500000",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--untie-embeddings-and-output-weights",
+        "--normalization RMSNorm",
+        "--hidden-dropout 0.0",
+    }
+    job, left = megatron.read(text)
+    assert job == JOB and not left
+
+
+def test_llama_as_json_for_deepspeed_and_what_its_code_says():
+    job = replace(
+        JOB,
+        strategy=Strategy(
+            dp=8,
+            tp=2,
+            zero=3,
+            microbatches=2,
+            precision="bfloat16",
+            recompute="full",
+            offload="optimizer+parameters",
+        ),
+        rows=32,
+    )
+    text, notes, beside = deepspeed.write(job)
+    assert not notes
+    assert json.loads(text) == {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 12_500_000,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "tensor_parallel": {"autotp_size": 2},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+    }
+    assert beside.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
+    assert deepspeed.read(text, beside) == (job, {})
+
+
+def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
+    job = replace(
+        JOB, strategy=replace(JOB.strategy, zero="III", dp=4, node=2, schedule="interleaved", chunks=2)
+    )
+    text, notes, beside = torchtitan.write(job)
+    tree = tomllib.loads(text)
+    assert not notes and tree["training"] == {
+        "local_batch_size": 16,
+        "global_batch_size": 64,
+        "seq_len": 8192,
+        "mixed_precision_param": "bfloat16",
+    }
+    assert tree["activation_checkpoint"] == {"mode": "full"}
+    assert tree["parallelism"] == {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 2,
+        "fsdp_reshard_after_forward": "always",
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+        "pipeline_parallel_layers_per_stage": 8,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_microbatch_size": 4,
+        "context_parallel_degree": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }
+    assert beside.keys() <= MODEL.keys() and torchtitan.read(text, beside) == (job, {})
+
+
+@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b"])
+def test_published_models_go_to_megatron_and_back(name):
+    job = Job(Strategy(dp=2, precision="bfloat16_main_grads"), presets[name], rows=2, length=1024)
+    text, _, _ = megatron.write(job)
+    back, left = megatron.read(text)
+    assert back.values() == job.values() and not left
+
+
+# ---- what others wrote
+
+
+def test_a_command_that_somebody_else_wrote():
+    """Defaults of Megatron-LM, not ours, where it says nothing; other words for the same; what is left is handed back."""
+    text = """torchrun --nnodes 2 --nproc_per_node=4 --master-port 1 pretrain_gpt.py --num-layers 24 --hidden-size 1024
+      --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --vocab-size 50257
+      --global-batch-size 64 --tensor-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 6
+      --pipeline-model-parallel-size 2 --lr=0.00015 --bf16 --recompute-activations --save /x --data-path a b --use-flash-attn"""
+    job, left = megatron.read(text.replace("=4", " 4"))
+    strategy = Strategy(
+        dp=2,
+        tp=2,
+        pp=2,
+        microbatches=8,
+        schedule="interleaved",
+        chunks=2,
+        recompute="selective",
+        precision="bfloat16_main_grads",
+    )
+    assert job.strategy == strategy and (job.rows, job.length) == (64, 1024)
+    model = dict(
+        d_model=1024,
+        num_layers=24,
+        num_heads=16,
+        max_positions=1024,
+        vocab_size=50_432,
+        d_ff=4096,
+        dropout=0.1,
+    )
+    assert job.model == GPTConfig(
+        **model, norm="layer", bias=True, positions="learned", activation="gelu", tied=True
+    )
+    assert left == {"--lr": 0.00015, "--save": "/x", "--data-path": ["a", "b"], "--use-flash-attn": True}
+    assert megatron.read(" ".join(text.split("pretrain_gpt.py")[1].split()))[0].strategy.dp == 1, (
+        "no launcher"
+    )
+
+
+def test_a_json_and_a_toml_that_somebody_else_wrote():
+    model = {"d_model": 64, "num_layers": 2, "num_heads": 4, "length": 16}
+    text = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "steps_per_print": 5, "bf16": {"enabled": true}}'
+    job, left = deepspeed.read(text, model)
+    assert job.strategy == Strategy(dp=4, zero=2, precision="bfloat16", bucket_bytes=10**9) and left == {
+        "steps_per_print": 5
+    }
+    toml = '[training]\nlocal_batch_size = 2\nseq_len = 16\n[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = "full"\n[optimizer]\nlr = 0.1\n'
+    job, left = torchtitan.read(toml, {"d_model": 64})
+    assert (
+        job.strategy == Strategy(dp=4, zero=3, precision="bfloat16_main_grads", recompute="full")
+        and job.rows == 8
+    )
+    assert left == {"optimizer.lr": 0.1}
+
+
+COMMAND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --vocab-size 256"
+SIZES_OF = {"d_model": 64, "num_layers": 2, "num_heads": 4}
+SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint]\nmode = 'none'\n"
+
+
+@pytest.mark.parametrize(
+    "words, call",
+    {
+        "Megatron-LM has no option '--tensor-parallel-size'; did you mean '--tensor-model-parallel-size'?": lambda: (
+            megatron.read(f"{COMMAND} --tensor-parallel-size 2")
+        ),
+        "--tensor-model-parallel-size two: it is int": lambda: megatron.read(
+            f"{COMMAND} --tensor-model-parallel-size two"
+        ),
+        "--bf16 yes: it takes no value": lambda: megatron.read(f"{COMMAND} --bf16 yes"),
+        "--lr : it takes one float": lambda: megatron.read(f"{COMMAND} --lr"),
+        "--hidden-size is missing, and Megatron-LM has no default for it": lambda: megatron.read(
+            "--num-layers 2"
+        ),
+        "'2' in front of the first option": lambda: megatron.read("2 --num-layers 2"),
+        "--squared-relu = True, and minitrain has nothing like it": lambda: megatron.read(
+            f"{COMMAND} --squared-relu"
+        ),
+        "6 ranks are no multiple of tp · pp · cp = 4": lambda: megatron.read(
+            f"torchrun --nproc-per-node 6 x.py {COMMAND} --tensor-model-parallel-size 4"
+        ),
+        "--global-batch-size 3 and --micro-batch-size 1 on dp=2 ranks": lambda: megatron.read(
+            f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3"
+        ),
+        "--attention-dropout 0.1, --hidden-dropout 0.0": lambda: megatron.read(
+            f"{COMMAND} --hidden-dropout 0.0"
+        ),
+        "--recompute-modules mlp: of these only core_attn": lambda: megatron.read(
+            f"{COMMAND} --recompute-granularity selective --recompute-modules mlp"
+        ),
+        "--recompute-method block: use uniform": lambda: megatron.read(
+            f"{COMMAND} --recompute-granularity full --recompute-method block"
+        ),
+        "use a list of 0 and 1 in which, from one block on": lambda: megatron.read(
+            f"{COMMAND} --num-experts 4 --moe-layer-freq [1,0]"
+        ),
+        "minitrain's loss is of each row; use seq_aux_loss": lambda: megatron.read(
+            f"{COMMAND} --num-experts 4 --moe-aux-loss-coeff 0.01"
+        ),
+        "100 is no multiple of an expert's 256": lambda: megatron.read(
+            f"{COMMAND} --num-experts 4 --moe-shared-expert-intermediate-size 100"
+        ),
+        "--fp8-format=e4m3, --fp8-recipe=custom: no products is this": lambda: megatron.read(
+            f"{COMMAND} --fp8-format e4m3 --fp8-recipe custom"
+        ),
+        "--cp-comm-type p2p a2a: use one of": lambda: megatron.read(f"{COMMAND} --cp-comm-type p2p a2a"),
+        "minitrain's has keys and values of one width": lambda: megatron.read(
+            f"{COMMAND} --multi-latent-attention"
+        ),
+        "--num-distributed-optimizer-instances 2 without": lambda: megatron.read(
+            f"{COMMAND} --num-distributed-optimizer-instances 2"
+        ),
+        "DeepSpeed has no option 'zero_optimization.stagee'; did you mean 'zero_optimization.stage'?": lambda: (
+            deepspeed.read('{"zero_optimization": {"stagee": 2}}', SIZES_OF)
+        ),
+        "zero_optimization.stage = '2'; it is int": lambda: deepspeed.read(
+            '{"zero_optimization": {"stage": "2"}}', SIZES_OF
+        ),
+        "DeepSpeed: no JSON": lambda: deepspeed.read("{", SIZES_OF),
+        "the JSON is list": lambda: deepspeed.read("[]", SIZES_OF),
+        "beside: 'tp' is no word of code": lambda: deepspeed.read("{}", {"tp": 2}),
+        "the first is the product of the others": lambda: deepspeed.read(
+            '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}', SIZES_OF
+        ),
+        "zero_optimization.zero_hpz_partition_size = 8, and": lambda: deepspeed.read(
+            '{"zero_optimization": {"zero_hpz_partition_size": 8}}', SIZES_OF
+        ),
+        "it does not change; minitrain's does": lambda: deepspeed.read(
+            '{"fp16": {"enabled": true, "loss_scale": 128.0}}', SIZES_OF
+        ),
+        "torchtitan has no option 'parallelism.tensor_parallel_degre'; did you mean": lambda: torchtitan.read(
+            "[parallelism]\ntensor_parallel_degre = 2", SIZES_OF
+        ),
+        "torchtitan: no TOML": lambda: torchtitan.read("[", SIZES_OF),
+        "beside: 'length' is no size of a model": lambda: torchtitan.read("", {"length": 2}),
+        "the rest of the ranks, whose number the TOML does not say": lambda: torchtitan.read("", SIZES_OF),
+        "schedules are 1F1B, GPipe": lambda: torchtitan.read(
+            "[parallelism]\ndata_parallel_shard_degree = 1\npipeline_parallel_degree = 2", SIZES_OF
+        ),
+        "activation_checkpoint.mode=selective: no recompute is this": lambda: torchtitan.read(
+            SHARDED.replace("'none'", "'selective'"), SIZES_OF
+        ),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_read_is_one_line(words, call):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, strategy, words",
+    [
+        (
+            "megatron",
+            dict(cp=2, core="burst", inner=2),
+            "Megatron-LM cannot say core='burst', inner=2; use another",
+        ),
+        (
+            "megatron",
+            dict(pp=2, microbatches=2, schedule="zb_h1"),
+            "cannot say schedule='zb_h1' (it has 1f1b and interleaved); use another value",
+        ),
+        ("megatron", dict(dp=2, zero="NIG"), "zero='NIG'"),
+        (
+            "deepspeed",
+            dict(dp=2, zero="III", node=2),
+            "zero='III' (stages 0 to 3, and with a pipeline 0 and 1)",
+        ),
+        (
+            "deepspeed",
+            dict(dp=2, pp=2, zero=2, microbatches=2),
+            "zero=2 (stages 0 to 3, and with a pipeline 0 and 1)",
+        ),
+        ("torchtitan", dict(dp=2, zero=1), "zero=1 (it has 0, 2, 3 and III)"),
+        ("torchtitan", dict(tp=2), "tp=2 (its tp cuts the sequence as well)"),
+    ],
+)
+def test_what_a_system_cannot_say_is_one_line(key, strategy, words):
+    job = Job(Strategy(**{"precision": "bfloat16_main_grads"} | strategy), MODELS["plain"], 4, 64)
+    with pytest.raises(ValueError) as error:
+        SYSTEMS[key].write(job)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_changes_no_number_is_noted():
+    strategy = Strategy(
+        dp=2, tp=2, overlap=True, ep=2, ep_chunks=2, bucket_bytes=1000, precision="bfloat16_main_grads"
+    )
+    job = Job(strategy, MODELS["Mixtral"], 2, 64)
+    notes = megatron.write(job).notes
+    assert [note.split(":")[0] for note in notes] == ["ep_chunks=2", "overlap=True", "bucket_bytes=1000"]
+    back, _ = megatron.read(megatron.write(job).text)
+    assert back.strategy == replace(strategy, overlap=False, ep_chunks=1, bucket_bytes=25_000_000)
+
+
+# ---- our own file
+
+
+def test_any_plan_is_a_plan_file_and_back():
+    for job in drawn():
+        assert plan_file.read(plan_file.write(job)) == job
+    assert plan_file.read(plan_file.write(JOB)) == JOB
+    tree = json.loads(plan_file.write(Job(Strategy(dp=2), GPTConfig(d_model=128), 4, 16)))
+    assert tree == {"format": 1, "strategy": {"dp": 2}, "model": {"d_model": 128}, "rows": 4, "length": 16}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"strategy": {"zeroo": 2}}, "plan: strategy has no 'zeroo'; did you mean 'zero'?"),
+        ({"model": {"width": 2}}, "plan: model has no 'width'; allowed:"),
+        ({"model": {"experts": {"top": 2}}}, "plan: model.experts has no 'top'; did you mean 'top_k'?"),
+        ({"row": 2}, "plan: unknown 'row'; did you mean 'rows'?"),
+        ({"format": 2}, "plan: format 2; this version reads 1"),
+        ({"strategy": []}, "plan: strategy is []; use an object of its fields"),
+        ({"rows": 0}, "rows=0; use a whole number, 1 or more"),
+        ({"length": "8"}, "length='8'; use a whole number"),
+        ({"strategy": {"dp": 3}}, "a batch of 2 rows for dp=3 x microbatches=1"),
+    ],
+)
+def test_a_plan_file_that_is_none_is_one_line(change, words):
+    tree = {"format": 1, "strategy": {}, "model": {}, "rows": 2, "length": 8}
+    with pytest.raises(ValueError) as error:
+        plan_file.read(json.dumps(tree | change))
+    assert words in str(error.value) and "\n" not in str(error.value)
+    for text, said in (("{", "plan: no JSON"), ("3", "the JSON is int"), ("{}", "plan: 'format' is missing")):
+        with pytest.raises(ValueError, match=said):
+            plan_file.read(text)
+
+
+# ---- values
+
+
+def test_names_are_flat_and_what_has_no_effect_is_the_default():
+    count = sum(len(fields(kind)) for kind in (Strategy, GPTConfig, ExpertsConfig)) - 1 + len(SIZES)
+    assert len(DEFAULTS) == count == len(STRATEGY) + len(MODEL) + len(EXPERTS) + len(SIZES)
+    odd = Strategy(
+        dp=2,
+        layout="striped",
+        core="gathered",
+        schedule="gpipe",
+        loss_scale_window=7,
+        precision="float16",
+        loss_scale=65536.0,
+    )
+    same = Strategy(dp=2, loss_scale_window=7, precision="float16")
+    job = Job(odd, MODELS["Mixtral"], 4, 8)
+    assert (
+        job.values() == Job(same, MODELS["Mixtral"], 4, 8).values()
+        and job.values()["expert_width"] == MODELS["Mixtral"].d_ff
+    )
+    assert from_values(job.values()).values() == job.values()
+    assert from_values({}).strategy == Strategy() and asdict(from_values({}).model) == asdict(GPTConfig())
+    with pytest.raises(ValueError, match="a plan has no 'zeroo'; did you mean 'zero'?"):
+        from_values({"zeroo": 1})
+
+
+def test_options_nest_and_flatten():
+    options = {"a": 1, "b.c": 2, "b.d.e": [3]}
+    assert nested(options) == {"a": 1, "b": {"c": 2, "d": {"e": [3]}}} and flat(nested(options)) == options
+
+
+def test_the_stored_names_say_their_version_and_date():
+    for key, name in (("megatron", "Megatron-LM"), ("deepspeed", "DeepSpeed"), ("torchtitan", "torchtitan")):
+        about = known(key)
+        assert (
+            about.name == name and about.version and about.date.startswith("2026") and len(about.kinds) > 100
+        )
