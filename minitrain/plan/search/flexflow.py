@@ -1,0 +1,130 @@
+"""FlexFlow: a random walk over choices, each simulated, that stays where the simulation is fast.
+
+    sample, parameter      dp cuts the samples, col and row the parameters of an operator
+    simulate(tasks)        forward, backward, conversions and sums of gradients, each on the compute stream or
+                           on a level's link, in list order: they overlap, unlike the sums of problem.py
+    Delta(tasks)           the same, kept: after one layer changed only what moves in time is computed again
+    accept                 min(1, exp(beta·(cost - new cost))), so that the walk (Metropolis) is in the end at
+                           a choice with a probability proportional to exp(-beta·cost)
+
+Jia et al. 2018 (Beyond Data and Model Parallelism), arXiv:1807.05358, sections 4 to 6. Differs: all operators
+on all devices (O of SOAP), tokens are rows (A); ties in time are broken by the list, not by what is ready.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from minitrain.plan.search.problem import Found, Option, Problem
+
+
+class Task(NamedTuple):
+    name: tuple
+    stream: str
+    seconds: float
+    needs: tuple = ()  # names
+
+
+def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
+    """One microbatch. The same names, streams and needs for every choice: only the seconds differ."""
+    tasks, levels, last = [], problem.levels, len(problem.layers) - 1
+    words = [option.words for option in choice]
+
+    def sent(name, sizes, needs):
+        for i in reversed(range(len(levels))):
+            tasks.append(Task((*name, i), f"link{i}", sizes[i] / levels[i].bytes_per_s, needs))
+            needs = ((*name, i),)
+        return needs
+
+    then = lambda j: None if j > last else words[j]
+    edges = [problem.edge_bytes(layer, words[j], then(j + 1), levels) for j, layer in enumerate(problem.layers)]
+    needs = ()
+    for j, layer in enumerate(problem.layers):
+        often, _ = problem.weight_bytes(layer, words[j], levels)
+        ready = sent(("gather", j), [size / 3 for size in often], ())
+        third = problem.compute_seconds(layer, choice[j], levels) / 3
+        tasks.append(Task(("F", j), "compute", third, needs + ready))
+        needs = sent(("to", j), edges[j][0], (("F", j),))
+    for j in range(last, -1, -1):
+        often, once = problem.weight_bytes(problem.layers[j], words[j], levels)
+        needs = sent(("back to", j), edges[j][1], needs)
+        ready = sent(("again", j), [size / 3 for size in often], ())
+        two_thirds = 2 * problem.compute_seconds(problem.layers[j], choice[j], levels) / 3
+        tasks.append(Task(("B", j), "compute", two_thirds, needs + ready))
+        needs = (("B", j),)
+        sent(("sum", j), [a / 3 + b / problem.microbatches for a, b in zip(often, once)], needs)
+    return tasks
+
+
+def ends(tasks: Sequence[Task]) -> dict[tuple, float]:
+    done, free = {}, {}
+    for task in tasks:
+        start = max([free.get(task.stream, 0.0), *(done[name] for name in task.needs)])
+        done[task.name] = free[task.stream] = start + task.seconds
+    return done
+
+
+def simulate(tasks: Sequence[Task]) -> float:
+    return max(ends(tasks).values())
+
+
+class Delta:
+    """A simulation that is kept, and what follows each task: in its stream, and by need."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        self.tasks, self.recomputed, last = list(tasks), 0, {}
+        place = {task.name: at for at, task in enumerate(tasks)}
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = [[] for _ in tasks]
+        for at, task in enumerate(tasks):
+            self.before.append([place[name] for name in task.needs] + last.get(task.stream, []))
+            for other in self.before[at]:
+                self.after[other].append(at)
+            last[task.stream] = [at]
+        done = ends(tasks)
+        self.end = [done[task.name] for task in tasks]
+
+    def change(self, tasks: Sequence[Task]) -> float:
+        """The time with these in place of the old ones."""
+        waiting = [at for at, (old, new) in enumerate(zip(self.tasks, tasks)) if old.seconds != new.seconds]
+        self.tasks, queued = list(tasks), set(waiting)
+        while waiting:
+            at = heappop(waiting)
+            queued.discard(at)
+            end = max([0.0, *(self.end[other] for other in self.before[at])]) + self.tasks[at].seconds
+            self.recomputed += 1
+            if end != self.end[at]:
+                self.end[at] = end
+                for other in self.after[at]:
+                    if other not in queued:
+                        queued.add(other)
+                        heappush(waiting, other)
+        return max(self.end)
+
+
+def acceptance(cost: float, new: float, beta: float) -> float:
+    return 1.0 if new <= cost else math.exp(beta * (cost - new))
+
+
+def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> Found:
+    """The fastest choice on a walk from data parallelism; looked at: different choices on the way. By default
+    beta accepts one in e that is slower by 2 % of the start."""
+    draw, options = random.Random(seed), problem.options(problem.levels)
+    choice = [options[0]] * len(problem.layers)
+    delta = Delta(tasks_of(problem, choice))
+    cost = max(delta.end)
+    beta = 50 / cost if beta is None else beta
+    best, seen = (cost, tuple(choice)), {tuple(choice)}
+    for _ in range(steps):
+        proposal = list(choice)
+        proposal[draw.randrange(len(choice))] = draw.choice(options)
+        new = delta.change(tasks_of(problem, proposal))
+        seen.add(tuple(proposal))
+        if draw.random() < acceptance(cost, new, beta):
+            choice, cost = proposal, new
+            best = min(best, (cost, tuple(choice)))
+        else:
+            delta.change(tasks_of(problem, choice))
+    return Found(best[1], best[0], len(seen))

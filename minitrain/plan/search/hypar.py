@@ -1,0 +1,43 @@
+"""HyPar: level by level, data or model parallelism for each layer, so that least bytes are sent.
+
+    outermost level   dynamic programming over the layers: dp or row for each           2^L choices
+    next level        the same for what each half has to do, given the words so far     2^L choices, and so on
+
+Exact on each level, by the same sums that an enumeration of its 2^L choices would find; level after level is a
+heuristic. Convolutions (few weights, many activations) become data-parallel, wide products model-parallel.
+Song et al. 2019, arXiv:1901.02067, sections 3 and 4. Differs: sums that the next layer wants cut are
+reduce-scattered.
+"""
+
+from minitrain.plan.search.optcnn import eliminate
+from minitrain.plan.search.problem import Found, Graph, Option, Problem, graph_of
+
+WORDS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
+
+
+def hypar(problem: Problem) -> Found:
+    """`cost`: bytes that a device sends, of all levels."""
+    chosen, looked_at, graph = [()] * len(problem.layers), 0, None
+    for level in range(len(problem.levels)):
+        graph = level_graph(problem, chosen, level)
+        found = eliminate(graph)
+        chosen, looked_at = [option.words for option in found.choice], looked_at + found.looked_at
+    return Found(tuple(map(Option, chosen)), sent_bytes(problem, chosen), looked_at)
+
+
+def level_graph(problem: Problem, chosen: list[tuple[str, ...]], level: int) -> Graph:
+    """Two words for each layer on this level, behind those chosen on the ones outside of it."""
+    levels = problem.levels[: level + 1]
+    options = sorted({Option((*words, word)) for words in chosen for word in WORDS})
+    whole = graph_of(problem, range(len(chosen)), levels, options, unit="bytes")
+    own = [[options.index(Option((*words, word))) for word in WORDS] for words in chosen]
+    pick = lambda costs: [[row[a] for a in picks] for row, picks in zip(costs, own)]
+    edges = {(i, j): [[costs[a][b] for b in own[j]] for a in own[i]] for (i, j), costs in whole.edge.items()}
+    named = [[options[a] for a in picks] for picks in own]
+    return Graph(named, pick(whole.node), edges, pick(whole.memory))
+
+
+def sent_bytes(problem: Problem, chosen: list[tuple[str, ...]]) -> float:
+    options = sorted(set(map(Option, chosen)))
+    graph = problem.graph(options=options, unit="bytes")
+    return graph.cost([options.index(Option(words)) for words in chosen])

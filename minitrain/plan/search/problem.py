@@ -1,0 +1,273 @@
+"""The one problem of every search: a chain of layers, devices in levels, and a word for each layer and level.
+
+    word   x is needed   y comes as   W on a device          sent besides, of W
+    dp     rows          rows         whole                  dW: an all-reduce, once a step
+    sdp    rows          rows         1/p, gathered in use   two all-gathers and a reduce-scatter
+    col    whole         cols         its columns            -
+    row    cols          sum          its rows               -
+    tp     whole         sum          its part               -        (a block: columns, then rows: Megatron)
+    all    whole         whole        whole                  -        (every device does the same)
+
+rows and cols: 1/p of a tensor's rows or features; sum: every device has a term of it. Gradients go back in
+the same way: dy is needed as y comes (whole where y is a sum), dx comes as x was needed (a sum where that was
+whole). From layer to layer an activation travels as it must: all-gather, reduce-scatter, all-to-all or both
+of the first two. Levels are independent, the outermost first: level l of a dim is its l-th digit. Sums go
+from the innermost level outwards, gathers back inwards, so that slow links carry shards.
+
+    seconds = FLOPs / rate  +  sum over levels of bytes sent / bandwidth         (nothing overlaps)
+    bytes of memory = states of the stored weights + kept x and inner results of each microbatch in flight
+
+Left out: latency, weights while they are gathered. Sizes and rates that are powers of two make sums exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import inf, prod
+from typing import NamedTuple
+
+from minitrain.checks import amounts, counts, filled, one_of, positive
+
+
+class Word(NamedTuple):
+    x: str
+    y: str
+    dy: str
+    dx: str
+
+
+WORDS = {
+    "dp": Word("rows", "rows", "rows", "rows"),
+    "sdp": Word("rows", "rows", "rows", "rows"),
+    "col": Word("whole", "cols", "cols", "sum"),
+    "row": Word("cols", "sum", "whole", "cols"),
+    "tp": Word("whole", "sum", "whole", "sum"),
+    "all": Word("whole", "whole", "whole", "whole"),
+}
+CUT = ("rows", "cols")  # a tensor of which a device has 1/p
+SHARED = ("col", "row", "tp")  # weights of which a device uses 1/p
+
+
+class Layer(NamedTuple):
+    """y = x·W: elements of a row of x, of y, and kept inside for backward; of W; FLOPs of a row forward."""
+
+    name: str
+    takes: int
+    gives: int
+    weights: int
+    flops: float
+    keeps: int = 0
+
+
+def linear(name: str, takes: int, gives: int) -> Layer:
+    return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
+
+
+def block(name: str, width: int, inner: int) -> Layer:
+    """width -> inner -> width, for the word tp; the inner result is kept."""
+    return Layer(name, width, width, 2 * width * inner, 4 * width * inner, keeps=inner)
+
+
+class Level(NamedTuple):
+    devices: int
+    bytes_per_s: float  # of a device, per direction
+
+
+class Option(NamedTuple):
+    """What a layer does: a word for each level; `again`: its inner results are computed again in backward."""
+
+    words: tuple[str, ...]
+    again: bool = False
+
+    def __str__(self) -> str:
+        return "·".join(self.words) + "'" * self.again
+
+
+class Found(NamedTuple):
+    """What a search returns: its choice, what it costs, and how many partial or whole choices it priced."""
+
+    choice: object
+    cost: float
+    looked_at: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`rows` of a microbatch, `microbatches` of a step; an edge goes from every layer to the next, and to
+    those behind it in `skips`. The output is wanted as `ends`, "rows" or "whole", on every level."""
+
+    layers: tuple[Layer, ...]
+    rows: int
+    levels: tuple[Level, ...]
+    flops_per_s: float
+    memory_bytes: float = inf
+    microbatches: int = 1
+    words: tuple[str, ...] = ("dp", "sdp", "col", "row")
+    skips: tuple[tuple[int, int], ...] = ()
+    ends: str = "rows"
+    element_bytes: int = 4
+    state_bytes: int = 16  # of a weight with its gradient and AdamW's moments
+
+    def __post_init__(self) -> None:
+        filled(layers=self.layers, words=self.words)
+        one_of(WORDS, **{f"words[{i}]": word for i, word in enumerate(self.words)})
+        one_of(("rows", "whole"), ends=self.ends)
+        counts(rows=self.rows, microbatches=self.microbatches, element_bytes=self.element_bytes)
+        counts(**{f"levels[{i}].devices": level.devices for i, level in enumerate(self.levels)})
+        positive(flops_per_s=self.flops_per_s, bytes_per_s=[level.bytes_per_s for level in self.levels])
+        amounts(state_bytes=self.state_bytes)
+        for i, j in self.skips:
+            if not 0 <= i < j - 1 < len(self.layers) - 1:
+                raise ValueError(f"skip {(i, j)} of {len(self.layers)} layers; it goes past at least one")
+
+    @property
+    def devices(self) -> int:
+        return prod(level.devices for level in self.levels)
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        return (*((i, i + 1) for i in range(len(self.layers) - 1)), *self.skips)
+
+    def mesh(self, devices: int) -> tuple[Level, ...]:
+        """The levels of so many devices, the innermost filled first."""
+        levels = []
+        for level in reversed(self.levels):
+            if devices > 1:
+                if devices % (here := min(level.devices, devices)):
+                    raise ValueError(f"{devices} devices do not fill levels of {self.levels}; take a multiple")
+                levels.append(Level(here, level.bytes_per_s))
+                devices //= here
+        if devices > 1:
+            raise ValueError(f"{devices} times the {self.devices} devices there are; take fewer")
+        return tuple(reversed(levels))
+
+    def options(self, levels: Sequence[Level]) -> list[Option]:
+        return [Option(words) for words in product(self.words, repeat=len(levels))]
+
+    # ---- bytes that a device sends on each level ----------------------------------------------------------
+    def weight_bytes(self, layer: Layer, words: Sequence[str], levels: Sequence[Level]):
+        """(in every microbatch, once a step) for the weights and their gradients."""
+        often, once = [0.0] * len(levels), [0.0] * len(levels)
+        shard = layer.weights * self.element_bytes * fraction(words, levels, (*SHARED, "sdp"))
+        whole = shard
+        for i, (word, level) in enumerate(zip(words, levels)):  # gathered from the outermost level inwards
+            if word == "sdp":
+                often[i] = 3 * (level.devices - 1) * whole  # two gathers; the reduce-scatter is one backwards
+                whole *= level.devices
+        for i, (word, level) in reversed(list(enumerate(zip(words, levels)))):
+            if word == "dp":
+                once[i] = 2 * (level.devices - 1) / level.devices * shard
+                shard /= level.devices
+        return often, once
+
+    def edge_bytes(self, source: Layer, words, then, levels: Sequence[Level]) -> tuple[list, list]:
+        """(forward, backward) of the activation from a layer with `words` to one with `then`; None: the end."""
+        size = source.gives * self.rows * self.element_bytes
+        y, dy = [WORDS[word].y for word in words], [WORDS[word].dy for word in words]
+        x = [self.ends] * len(levels) if then is None else [WORDS[word].x for word in then]
+        dx = x if then is None else [WORDS[word].dx for word in then]
+        return moved(y, x, size, levels), moved(dx, dy, size, levels)
+
+    # ---- seconds and memory -------------------------------------------------------------------------------
+    def compute_seconds(self, layer: Layer, option: Option, levels: Sequence[Level]) -> float:
+        """Forward and backward, 1 + 2, of a microbatch; one more forward if `again`."""
+        here = fraction(option.words, levels, [word for word in WORDS if word != "all"])
+        return (3 + option.again) * layer.flops * self.rows * here / self.flops_per_s
+
+    def memory(self, layer: Layer, option: Option, levels: Sequence[Level], in_flight: int = 1) -> float:
+        stored = layer.weights * fraction(option.words, levels, (*SHARED, "sdp"))
+        x = layer.takes * fraction([WORDS[word].x for word in option.words], levels, CUT)
+        inside = layer.keeps * fraction(option.words, levels, [word for word in WORDS if word != "all"])
+        kept = self.rows * self.element_bytes * (in_flight * (x + inside * (not option.again)))
+        once = self.rows * self.element_bytes * inside * option.again
+        return self.state_bytes * stored + kept + once
+
+    def graph(self, layers: range | None = None, devices: int | None = None, **how) -> "Graph":
+        """Costs of these layers on so many devices, by default all: see `graph_of`."""
+        layers = range(len(self.layers)) if layers is None else layers
+        return graph_of(self, layers, self.mesh(self.devices if devices is None else devices), **how)
+
+
+def moved(source: Sequence[str], target: Sequence[str], size: float, levels: Sequence[Level]) -> list[float]:
+    """Bytes that a device sends on each level until a tensor of `size` bytes, placed as `source`, is as
+    `target`."""
+    sent, now = [0.0] * len(levels), size * fraction(source, levels, CUT)
+    each = list(enumerate(zip(source, target, levels)))
+    for _, (a, b, level) in each:
+        if a == "whole" and b in CUT:
+            now /= level.devices  # a slice of what is there
+    for i, (a, b, level) in reversed(each):
+        if a == "sum" or (a in CUT and b in CUT and a != b):  # reduce-scatter, all-to-all
+            sent[i] += (level.devices - 1) / level.devices * now
+            now /= level.devices if a == "sum" else 1
+    for i, (a, b, level) in each:
+        if b == "whole" and a != "whole":  # all-gather
+            sent[i] += (level.devices - 1) * now
+            now *= level.devices
+    return sent
+
+
+def fraction(words: Sequence[str], levels: Sequence[Level], that_cut: Sequence[str]) -> float:
+    return 1 / prod(level.devices for word, level in zip(words, levels) if word in that_cut)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Layers i with `options[i]`; node[i][a], memory[i][a], edge[i, j][a][b] are what picking them costs."""
+
+    options: list[list[Option]]
+    node: list[list[float]]
+    edge: dict[tuple[int, int], list[list[float]]]
+    memory: list[list[float]]
+
+    def cost(self, picks: Sequence[int]) -> float:
+        own = sum(costs[pick] for costs, pick in zip(self.node, picks))
+        return own + sum(costs[picks[i]][picks[j]] for (i, j), costs in self.edge.items())
+
+    def bytes(self, picks: Sequence[int]) -> float:
+        return sum(costs[pick] for costs, pick in zip(self.memory, picks))
+
+    @property
+    def size(self) -> int:
+        return prod(map(len, self.options))
+
+    def choice(self, picks: Sequence[int]) -> tuple[Option, ...]:
+        return tuple(options[pick] for options, pick in zip(self.options, picks))
+
+
+def graph_of(problem: Problem, layers: range, levels, options=None, unit="seconds", in_flight=1) -> Graph:
+    """`unit`: seconds of a microbatch, or bytes that a device sends in a step of one microbatch. `options`: the
+    same for every layer. Edges that leave the layers are not in it; the last one gives rows, or `ends`."""
+    one_of(("seconds", "bytes"), unit=unit)
+    options = problem.options(levels) if options is None else list(options)
+    counted = unit == "bytes"
+
+    def price(often, once=None):
+        sent = [a + (b if counted else b / problem.microbatches) for a, b in zip(often, once or [0] * len(often))]
+        return sum(sent) if counted else sum(size / level.bytes_per_s for size, level in zip(sent, levels))
+
+    def edge(i, a, b):
+        return sum(map(price, problem.edge_bytes(problem.layers[i], a.words, b and b.words, levels)))
+
+    def node(i, option):
+        layer = problem.layers[i]
+        own = 0 if counted else problem.compute_seconds(layer, option, levels)
+        return own + price(*problem.weight_bytes(layer, option.words, levels))
+
+    nodes = [[node(i, option) for option in options] for i in layers]
+    nodes[-1] = [own + edge(layers[-1], option, None) for own, option in zip(nodes[-1], options)]
+    inside = [(i, j) for i, j in problem.edges if i in layers and j in layers]
+    edges = {(i - layers[0], j - layers[0]): [[edge(i, a, b) for b in options] for a in options] for i, j in inside}
+    memory = [[problem.memory(problem.layers[i], o, levels, in_flight) for o in options] for i in layers]
+    return Graph([options] * len(layers), nodes, edges, memory)
+
+
+def example(**changes) -> Problem:
+    """Two MLPs, four products, on two nodes of two devices: the instance of chapter 23."""
+    layers = tuple(linear(f"mlp{i // 2}.{'down' if i % 2 else 'up'}", *shape) for i, shape in enumerate(_SHAPES))
+    levels = Level(2, 2**30), Level(2, 2**34)
+    return Problem(**{**dict(layers=layers, rows=4096, levels=levels, flops_per_s=2.0**44, microbatches=4), **changes})
+
+
+_SHAPES = ((512, 4096), (4096, 512), (512, 4096), (4096, 512))
