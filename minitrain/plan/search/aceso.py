@@ -1,38 +1,52 @@
 """Aceso: find the slowest stage, give it what another has too much of, again and again.
 
-    bottleneck    the stage that has most bytes over the memory, else the slowest
+    bottleneck    the stage that has most bytes, if that is too many, else the slowest
     primitives    of it: a layer to a neighbour; devices of another stage for its own; for one layer, or all
                   of them, another word on a level, or recomputation on or off
     hops          a primitive that does not help alone may with the next one: up to `hops` in a row
 
-From one even plan for each number of stages; a plan is scored by (bytes over the memory, seconds of a step).
-Some hundred plans are priced where an enumeration prices tens of thousands.
+From one even plan for each number of stages. A plan's score is its seconds, twice them times a power of its
+bytes over the memory where it does not fit, so that bytes and seconds may be traded on the way. Some hundred
+plans are priced where an enumeration prices tens of thousands. In memory that hardly any plan fits it may
+end at a plan that takes twice as long as the best.
 Liu et al. 2024 (EuroSys), Aceso, sections 3 and 4. Differs: no ranking of primitives by resource; the next
 hop starts from the best few.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 
 from minitrain.plan.search.problem import Found, Option, Problem
 from minitrain.plan.search.stages import Plan, Stage, all_cuts, peak_bytes, pipelined, stage_seconds
 
-Score = tuple[float, float]
+Score = Callable[[Plan], float]
 
 
-def aceso(problem: Problem, hops: int = 2, width: int = 4) -> Found:
+def aceso(problem: Problem, hops: int = 2, width: int = 10) -> Found:
+    """`choice` fits into memory. Looked at: different plans."""
     time = cache(lambda stage: stage_seconds(problem, stage))
 
     @cache
-    def score(plan: Plan) -> Score:
-        over = sum(max(0.0, size - problem.memory_bytes) for size in peak_bytes(problem, plan))
-        return over, pipelined([time(stage) for stage in plan], problem.microbatches)
+    def measure(plan: Plan) -> tuple[float, float]:
+        """(seconds of a step, bytes as a share of the memory)"""
+        seconds = pipelined([time(stage) for stage in plan], problem.microbatches)
+        return seconds, max(peak_bytes(problem, plan)) / problem.memory_bytes
 
-    plan = min((improved(problem, start, score, time, hops, width) for start in starts(problem)), key=score)
-    over, seconds = score(plan)
-    if over:
+    def score_with(power: int) -> Score:
+        def score(plan: Plan) -> float:
+            seconds, share = measure(plan)
+            return seconds if share <= 1 else 2 * seconds * share**power
+
+        return score
+
+    every = product((2, 4), starts(problem))
+    found = [improved(problem, start, score_with(power), time, hops, width) for power, start in every]
+    fitting = [plan for plan in found if measure(plan)[1] <= 1]
+    if not fitting:
         raise ValueError(f"found no plan in {problem.memory_bytes:,} bytes; give more memory or hops")
-    return Found(plan, seconds, score.cache_info().currsize)
+    plan = min(fitting, key=lambda plan: measure(plan)[0])
+    return Found(plan, measure(plan)[0], measure.cache_info().currsize)
 
 
 def starts(problem: Problem) -> list[Plan]:
@@ -40,18 +54,23 @@ def starts(problem: Problem) -> list[Plan]:
     work = lambda layers, devices: sum(problem.layers[i].flops for i in layers) / devices
     found, every = [], all_cuts(problem)
     for stages in sorted({len(cut) for cut in every}):
-        cut = min((cut for cut in every if len(cut) == stages), key=lambda cut: max(work(*stage) for stage in cut))
+        of_them = [cut for cut in every if len(cut) == stages]
+        cut = min(of_them, key=lambda cut: max(work(*stage) for stage in cut))
         found.append(tuple(resized(problem, (), layers, devices) for layers, devices in cut))
     return found
 
 
-def improved(problem: Problem, plan: Plan, score, time, hops: int, width: int) -> Plan:
+def improved(problem: Problem, plan: Plan, score: Score, time, hops: int, width: int) -> Plan:
     """Until no row of primitives helps, neither of the bottleneck nor of the stages behind it in order."""
     while True:
         for place in range(len(plan)):
             tried = [plan]
             for _ in range(hops):
-                tried = [new for old in tried for new in primitives(problem, old, slowest(problem, old, time)[place])]
+                tried = [
+                    new
+                    for old in tried
+                    for new in primitives(problem, old, slowest(problem, old, time)[place])
+                ]
                 tried = sorted(dict.fromkeys(tried), key=score)[:width]
                 if not tried or score(tried[0]) < score(plan):
                     break
@@ -86,10 +105,19 @@ def primitives(problem: Problem, plan: Plan, at: int) -> list[Plan]:
     for beside in (at - 1, at + 1):
         if 0 <= beside < len(plan) and len(stage.layers) > 1:
             first, other = beside < at, plan[beside]
-            run = range(other.layers.start, other.layers.stop + 1) if first else range(other.layers.start - 1, other.layers.stop)
-            own, layers = (stage.options[1:], stage.layers[1:]) if first else (stage.options[:-1], stage.layers[:-1])
+            run = (
+                range(other.layers.start, other.layers.stop + 1)
+                if first
+                else range(other.layers.start - 1, other.layers.stop)
+            )
+            own, layers = (
+                (stage.options[1:], stage.layers[1:]) if first else (stage.options[:-1], stage.layers[:-1])
+            )
             theirs = other.options if first else (other.options[0], *other.options)
-            here, there = resized(problem, own, layers, stage.devices), resized(problem, theirs, run, other.devices)
+            here, there = (
+                resized(problem, own, layers, stage.devices),
+                resized(problem, theirs, run, other.devices),
+            )
             found.append(with_stages(**{f"s{at}": here, f"s{beside}": there}))
     for i, other in enumerate(plan):
         if other.devices > stage.devices:

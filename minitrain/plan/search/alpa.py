@@ -38,7 +38,10 @@ def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ..
         right.append(1)
     for (i, j), edge in graph.edge.items():
         pairs[i, j] = len(costs)
-        at = {(a, b): len(costs) + a * len(edge[0]) + b for a, b in product(range(len(edge)), range(len(edge[0])))}
+        at = {
+            (a, b): len(costs) + a * len(edge[0]) + b
+            for a, b in product(range(len(edge)), range(len(edge[0])))
+        }
         costs += [cost for row in edge for cost in row]
         rows += [{first[i] + a: -1, **{at[a, b]: 1 for b in range(len(edge[0]))}} for a in range(len(edge))]
         rows += [{first[j] + b: -1, **{at[a, b]: 1 for a in range(len(edge))}} for b in range(len(edge[0]))]
@@ -57,7 +60,8 @@ def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ..
     if solved.x is None:
         return None
     picks = tuple(
-        max(range(len(options)), key=lambda a: solved.x[first[layer] + a]) for layer, options in enumerate(graph.options)
+        max(range(len(options)), key=lambda a: solved.x[first[layer] + a])
+        for layer, options in enumerate(graph.options)
     )
     return graph.cost(picks), picks
 

@@ -74,3 +74,10 @@ def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> 
         raise ValueError(f"no stage fits into {problem.memory_bytes:,} bytes; give more memory or devices")
     best = min(tried, key=tried.__getitem__)
     return Found(best, tried[best], len(tried))
+
+
+def every_config(problem: Problem) -> Found:
+    """The fastest of the whole grid that fits; looked at: the grid."""
+    fitting = [config for config in grid(problem) if memory(problem, config) <= problem.memory_bytes]
+    best = min(fitting, key=lambda config: step_seconds(problem, config))
+    return Found(best, step_seconds(problem, best), len(grid(problem)))

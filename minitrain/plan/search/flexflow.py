@@ -39,7 +39,9 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
         return needs
 
     then = lambda j: None if j > last else words[j]
-    edges = [problem.edge_bytes(layer, words[j], then(j + 1), levels) for j, layer in enumerate(problem.layers)]
+    edges = [
+        problem.edge_bytes(layer, words[j], then(j + 1), levels) for j, layer in enumerate(problem.layers)
+    ]
     needs = ()
     for j, layer in enumerate(problem.layers):
         often, _ = problem.weight_bytes(layer, words[j], levels)

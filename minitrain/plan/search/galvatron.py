@@ -16,7 +16,15 @@ from itertools import groupby, product
 
 from minitrain.pipeline.partition import balanced
 from minitrain.plan.search.problem import Found, Level, Option, Problem
-from minitrain.plan.search.stages import Cut, Stage, message_seconds, pipelined, sizes_of, stage_graph, stage_seconds
+from minitrain.plan.search.stages import (
+    Cut,
+    Stage,
+    message_seconds,
+    pipelined,
+    sizes_of,
+    stage_graph,
+    stage_seconds,
+)
 from minitrain.plan.search.tensoropt import frontier
 
 
@@ -34,10 +42,14 @@ def candidates(devices: int, mixed: bool = False) -> list[tuple]:
     if devices != 1 << depth:
         raise ValueError(f"{devices} devices; the tree halves them: use a power of two")
     ways = range(depth + 1)
-    return [(1 << pp, words) for pp in ways for words in words_of_tree(("dp", "sdp", "tp"), depth - pp, mixed)]
+    return [
+        (1 << pp, words) for pp in ways for words in words_of_tree(("dp", "sdp", "tp"), depth - pp, mixed)
+    ]
 
 
-def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Callable[[Sequence[Level]], list[Option]]:
+def tree_options(
+    problem: Problem, again: Sequence[bool] = (False,)
+) -> Callable[[Sequence[Level]], list[Option]]:
     def options(levels: Sequence[Level]) -> list[Option]:
         return [Option(words, a) for words in words_of_tree(problem.words, len(levels)) for a in again]
 
@@ -81,14 +93,20 @@ def within(problem: Problem, cut: Cut, options) -> Found:
     return Found(tuple(plan), pipelined(times, problem.microbatches), looked_at)
 
 
+def bmw_options(problem: Problem) -> Callable[[Sequence[Level]], list[Option]]:
+    return tree_options(problem, (False, True) if any(layer.keeps for layer in problem.layers) else (False,))
+
+
 def galvatron_bmw(problem: Problem) -> Found:
     """Looks at Galvatron's own cuts too, so it is never slower."""
-    options, looked_at, found = tree_options(problem, (False, True)), 0, []
+    options, found = bmw_options(problem), []
     for start in even_cuts(problem):
         for cut in (start, even_in_memory(problem, start)):
             here = within(problem, cut, options)
             found.append(here)
-            while here.choice and (there := [within(problem, one, options) for one in lighter(problem, here)]):
+            while here.choice and (
+                there := [within(problem, one, options) for one in lighter(problem, here)]
+            ):
                 found += there
                 best = min(there, key=lambda one: one.cost)
                 if best.cost >= here.cost:

@@ -9,18 +9,19 @@ Song et al. 2019, arXiv:1901.02067, sections 3 and 4. Differs: sums that the nex
 reduce-scattered.
 """
 
+from collections.abc import Callable
+
 from minitrain.plan.search.optcnn import eliminate
 from minitrain.plan.search.problem import Found, Graph, Option, Problem, graph_of
 
 WORDS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
 
 
-def hypar(problem: Problem) -> Found:
-    """`cost`: bytes that a device sends, of all levels."""
-    chosen, looked_at, graph = [()] * len(problem.layers), 0, None
+def hypar(problem: Problem, solve: Callable[[Graph], Found] = eliminate) -> Found:
+    """`cost`: bytes that a device sends, of all levels. `solve=every` enumerates each level."""
+    chosen, looked_at = [()] * len(problem.layers), 0
     for level in range(len(problem.levels)):
-        graph = level_graph(problem, chosen, level)
-        found = eliminate(graph)
+        found = solve(level_graph(problem, chosen, level))
         chosen, looked_at = [option.words for option in found.choice], looked_at + found.looked_at
     return Found(tuple(map(Option, chosen)), sent_bytes(problem, chosen), looked_at)
 

@@ -39,7 +39,10 @@ def op_trans(program: Program, name: str, parts: int, aligned: bool = True) -> d
     def matching(part: str, names: Sequence[str]) -> tuple[str, ...]:
         """Of needed parts those with the number of `part`, wherever there are `parts` of one operator."""
         stems = [other.rpartition(".")[0] for other in names]
-        same = [stems.count(stem) != parts or other.endswith(part[part.rindex(".") :]) for other, stem in zip(names, stems)]
+        same = [
+            stems.count(stem) != parts or other.endswith(part[part.rindex(".") :])
+            for other, stem in zip(names, stems)
+        ]
         return tuple(other for other, kept in zip(names, same) if kept or not aligned)
 
     new = {}
@@ -103,7 +106,9 @@ def assignments(program: Program, devices: int, allowed: Constraint) -> Iterator
             yield assigned
 
 
-def orders(program: Program, before: Callable[[str, str], bool], done: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def orders(
+    program: Program, before: Callable[[str, str], bool], done: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Every order in which the needs of all come first, and a before b wherever `before` says so."""
     left = [name for name in program if name not in done]
     if not left:
@@ -114,7 +119,13 @@ def orders(program: Program, before: Callable[[str, str], bool], done: tuple[str
             yield from orders(program, before, (*done, name))
 
 
-def search(program: Program, devices: int, fits: Constraint, allowed: Constraint = lambda _: True, before=lambda a, b: False) -> Found:
+def search(
+    program: Program,
+    devices: int,
+    fits: Constraint,
+    allowed: Constraint = lambda _: True,
+    before=lambda a, b: False,
+) -> Found:
     """The shortest of all plans that fit: `allowed` assignments, one order per device with a `before` b.
     Looked at: plans, fitting or not, that differ in what some device does when."""
     best, seen = (float("inf"), {}), set()
@@ -131,3 +142,24 @@ def search(program: Program, devices: int, fits: Constraint, allowed: Constraint
                     plan = in_row(plan, own)
                 best = min(best, (max(times(plan).values()), plan), key=lambda one: one[0])
     return Found(best[1], best[0], len(seen))
+
+
+def pipeline_program(*forward_s: float, microbatches: int = 2):
+    """(program, devices, what fits, expert's constraints ..): a stage for each time, forward and backward of
+    every microbatch, and as many devices, with room for the weights of one stage each.
+
+    The expert: all of a stage on one device; of the operators of a kind the first microbatch first."""
+    program, needs, stages = {}, (), len(forward_s)
+    for kind, order in (("F", range(stages)), ("B", reversed(range(stages)))):
+        for stage in order:
+            time = forward_s[stage] * (1 if kind == "F" else 2)
+            program[f"{kind}{stage}"] = Operator(time * microbatches, needs=needs)
+            needs = (f"{kind}{stage}",)
+    for name in list(program):
+        program = op_trans(program, name, microbatches)
+    stage_of = lambda name: name[1 : name.index(".")]
+    held = lambda assigned, device: {stage_of(name) for name, place in assigned.items() if place == device}
+    fits = lambda assigned: all(len(held(assigned, device)) <= 1 for device in range(stages))
+    one_place = lambda assigned: len({(stage_of(name), place) for name, place in assigned.items()}) == stages
+    first = lambda a, b: a.split(".")[0] == b.split(".")[0] and a < b
+    return program, stages, fits, one_place, first

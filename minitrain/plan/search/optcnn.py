@@ -25,7 +25,10 @@ def eliminate(graph: Graph) -> Found:
     while (found := next(between_two(edges, left), None)) is not None:
         i, j, k = found
         into, own, out = edges.pop((i, j)), graph.node[j], edges.pop((j, k))
-        sums = [[[x + y + out[b][c] for b, (x, y) in enumerate(zip(row, own))] for c in range(len(out[0]))] for row in into]
+        sums = [
+            [[x + y + out[b][c] for b, (x, y) in enumerate(zip(row, own))] for c in range(len(out[0]))]
+            for row in into
+        ]
         best = [[min(range(len(own)), key=each.__getitem__) for each in row] for row in sums]
         through = [[min(each) for each in row] for row in sums]
         looked_at += len(into) * len(own) * len(out[0])

@@ -2,7 +2,7 @@
 
     A(l, d, s)   the slowest stage of layers l.. on d devices in s stages
                = min over ends e and devices h of  max(inner(l..e, h, s), A(e, d-h, s-1))
-    inner        the fastest (dp, tp) of a stage: for each layer tp or not, recomputed or not, within memory
+    inner        the fastest (dp, tp) of a stage: for each layer tensor-parallel or not, again or not, within memory
 
 A stage with s-1 behind it holds s microbatches, hence the s. A(0, d, s) is the least of any s. Here layers are
 a chain, whose downsets are its beginnings.
@@ -15,23 +15,34 @@ from functools import cache
 from itertools import product
 from math import inf
 
-from minitrain.plan.search.problem import Found, Level, Option, Problem
-from minitrain.plan.search.stages import Cut, Plan, Stage, all_cuts, message_seconds, plans, sizes_of, stage_graph
+from minitrain.plan.search.problem import SHARED, Found, Level, Option, Problem
+from minitrain.plan.search.stages import (
+    Cut,
+    Plan,
+    Stage,
+    all_cuts,
+    message_seconds,
+    plans,
+    sizes_of,
+    stage_graph,
+)
 from minitrain.plan.search.tensoropt import frontier
 
 
-def options_of(words: str, levels: Sequence[Level], replicated: int) -> list[Option]:
-    """Of a stage whose first `replicated` levels are data-parallel: on the others `words`, or all the same."""
-    inside = [(word,) * (len(levels) - replicated) for word in (words, "all")]
-    found = [("dp",) * replicated + rest for rest in dict.fromkeys(inside)]
-    return [Option(words, again) for words in found for again in (False, True)]
+def options_of(problem: Problem, levels: Sequence[Level], replicated: int) -> list[Option]:
+    """Of a stage whose first `replicated` levels are data-parallel: on the others the problem's tensor-parallel
+    words, or all the same."""
+    inside = [*(word for word in problem.words if word in SHARED), "all"]
+    words = dict.fromkeys(("dp",) * replicated + (word,) * (len(levels) - replicated) for word in inside)
+    again = (False, True) if any(layer.keeps for layer in problem.layers) else (False,)
+    return [Option(one, a) for one in words for a in again]
 
 
 def inner(problem: Problem, layers: range, devices: int, behind: int) -> tuple[float, tuple, int]:
     """(seconds, options, sums) of the fastest way to run a stage; infinite if none fits."""
     best, looked_at = (inf, ()), 0
     for replicated in range(len(problem.mesh(devices)) + 1):
-        options = lambda levels: options_of("tp", levels, replicated)
+        options = lambda levels: options_of(problem, levels, replicated)
         graph = stage_graph(problem, layers, devices, behind, options)
         front, looked = frontier(graph, problem.memory_bytes)
         looked_at += looked
@@ -65,7 +76,9 @@ def piper(problem: Problem) -> Found:
         return best
 
     most = min(layers, problem.devices)
-    time, plan = min((slowest(0, problem.devices, stages) for stages in range(1, most + 1)), key=lambda found: found[0])
+    time, plan = min(
+        (slowest(0, problem.devices, stages) for stages in range(1, most + 1)), key=lambda found: found[0]
+    )
     if time == inf:
         raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
     return Found(plan, time, looked_at)
@@ -85,7 +98,7 @@ def every_piper_plan(problem: Problem) -> Found:
 def _slowest_of(problem: Problem, cut: Cut, replicated: Sequence[int]) -> tuple[float, int]:
     slowest, count = 0.0, 1
     for number, (layers, devices) in enumerate(cut):
-        options: Callable = lambda levels: options_of("tp", levels, replicated[number])
+        options: Callable = lambda levels: options_of(problem, levels, replicated[number])
         graph = stage_graph(problem, layers, devices, len(cut) - 1 - number, options)
         every = product(*map(range, map(len, graph.options)))
         fits = [graph.cost(picks) for picks in every if graph.bytes(picks) <= problem.memory_bytes]

@@ -135,7 +135,9 @@ class Problem:
         for level in reversed(self.levels):
             if devices > 1:
                 if devices % (here := min(level.devices, devices)):
-                    raise ValueError(f"{devices} devices do not fill levels of {self.levels}; take a multiple")
+                    raise ValueError(
+                        f"{devices} devices do not fill levels of {self.levels}; take a multiple"
+                    )
                 levels.append(Level(here, level.bytes_per_s))
                 devices //= here
         if devices > 1:
@@ -244,7 +246,9 @@ def graph_of(problem: Problem, layers: range, levels, options=None, unit="second
     counted = unit == "bytes"
 
     def price(often, once=None):
-        sent = [a + (b if counted else b / problem.microbatches) for a, b in zip(often, once or [0] * len(often))]
+        sent = [
+            a + (b if counted else b / problem.microbatches) for a, b in zip(often, once or [0] * len(often))
+        ]
         return sum(sent) if counted else sum(size / level.bytes_per_s for size, level in zip(sent, levels))
 
     def edge(i, a, b):
@@ -258,16 +262,16 @@ def graph_of(problem: Problem, layers: range, levels, options=None, unit="second
     nodes = [[node(i, option) for option in options] for i in layers]
     nodes[-1] = [own + edge(layers[-1], option, None) for own, option in zip(nodes[-1], options)]
     inside = [(i, j) for i, j in problem.edges if i in layers and j in layers]
-    edges = {(i - layers[0], j - layers[0]): [[edge(i, a, b) for b in options] for a in options] for i, j in inside}
+    edges = {
+        (i - layers[0], j - layers[0]): [[edge(i, a, b) for b in options] for a in options] for i, j in inside
+    }
     memory = [[problem.memory(problem.layers[i], o, levels, in_flight) for o in options] for i in layers]
     return Graph([options] * len(layers), nodes, edges, memory)
 
 
 def example(**changes) -> Problem:
-    """Two MLPs, four products, on two nodes of two devices: the instance of chapter 23."""
-    layers = tuple(linear(f"mlp{i // 2}.{'down' if i % 2 else 'up'}", *shape) for i, shape in enumerate(_SHAPES))
-    levels = Level(2, 2**30), Level(2, 2**34)
-    return Problem(**{**dict(layers=layers, rows=4096, levels=levels, flops_per_s=2.0**44, microbatches=4), **changes})
-
-
-_SHAPES = ((512, 4096), (4096, 512), (512, 4096), (4096, 512))
+    """Two MLPs, a wide and a narrow one, on two nodes of two devices: the instance of chapter 23."""
+    shapes = {"up": (512, 4096), "down": (4096, 512), "up2": (512, 2048), "down2": (2048, 512)}
+    layers = tuple(linear(name, *shape) for name, shape in shapes.items())
+    sizes = dict(rows=1024, microbatches=4, memory_bytes=2**26, flops_per_s=2.0**44)
+    return Problem(**dict(layers=layers, levels=(Level(2, 2.0**30), Level(2, 2.0**34)), **sizes) | changes)

@@ -10,6 +10,7 @@ Zheng et al. 2022 (Alpa), arXiv:2201.12023, section 5.1.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
+from math import inf, prod
 from typing import NamedTuple
 
 from minitrain.plan.search.problem import Found, Graph, Level, Option, Problem
@@ -112,8 +113,15 @@ def stage_choices(problem: Problem, layers, devices, behind, options: OptionsOf)
             yield graph.cost(picks) + message, graph.choice(picks)
 
 
+def space(problem: Problem, options: OptionsOf | None = None, among: Iterable[Cut] | None = None) -> int:
+    """How many plans there are, fitting or not."""
+    of = lambda devices: len((options or problem.options)(problem.mesh(devices)))
+    every = all_cuts(problem) if among is None else among
+    return sum(prod(of(devices) ** len(layers) for layers, devices in cut) for cut in every)
+
+
 def plans(problem: Problem, options: OptionsOf | None = None, among: Iterable[Cut] | None = None):
-    """Every (seconds, plan) that fits into memory, stage by stage as `among` says, by default in every cut."""
+    """Every (seconds, plan) that fits into memory, in the order of `among`, by default all cuts."""
     for cut in all_cuts(problem) if among is None else among:
         each = []
         for behind, (layers, devices) in enumerate(reversed(cut)):
@@ -124,14 +132,10 @@ def plans(problem: Problem, options: OptionsOf | None = None, among: Iterable[Cu
             yield pipelined(times, problem.microbatches), plan
 
 
-def every_plan(problem: Problem, options: OptionsOf | None = None, among=None, score=None) -> Found:
-    """The fastest of all plans, of equal ones the first; `score(plan)` in place of the seconds of a step."""
-    best, count = None, 0
-    for time, plan in plans(problem, options, among):
-        count += 1
-        cost = time if score is None else score(plan)
-        if best is None or cost < best[0]:
-            best = cost, plan
-    if best is None:
+def every_plan(problem: Problem, options: OptionsOf | None = None, among=None) -> Found:
+    """The fastest of all plans, of equal ones the first."""
+    among = all_cuts(problem) if among is None else among
+    time, plan = min(plans(problem, options, among), key=lambda found: found[0], default=(inf, ()))
+    if not plan:
         raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
-    return Found(best[1], best[0], count)
+    return Found(plan, time, space(problem, options, among))

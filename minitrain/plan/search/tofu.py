@@ -62,7 +62,11 @@ def sizes_of(problem: Problem) -> list[dict[str, int]]:
 def tofu(problem: Problem) -> Found:
     """`cost`: elements moved by all workers in forward and backward. Of equal cuts the first."""
     layers, looked_at = sizes_of(problem), 0
-    halved = Halved(((),) * (len(layers) + 1), ((),) * len(layers), {(i, op): () for i in range(len(layers)) for op in OPERATORS})
+    halved = Halved(
+        ((),) * (len(layers) + 1),
+        ((),) * len(layers),
+        {(i, op): () for i in range(len(layers)) for op in OPERATORS},
+    )
     for _ in problem.levels:
         halved, elements, looked = step(halved, layers)
         looked_at += looked
@@ -74,8 +78,14 @@ def step(halved: Halved, layers: Sequence[dict[str, int]]) -> tuple[Halved, floa
     looked_at, best = 0, {cut: (0.0, ((*halved.activations[0], cut),), (), {}) for cut in ACTIVATION}
     for i, sizes in enumerate(layers):
         grown = {}
-        for cut, (before, matrix, after) in ((c, (b, m, c)) for b, m, c in product(ACTIVATION, MATRIX, ACTIVATION)):
-            x, y, w = (*halved.activations[i], before), (*halved.activations[i + 1], after), (*halved.matrices[i], matrix)
+        for cut, (before, matrix, after) in (
+            (c, (b, m, c)) for b, m, c in product(ACTIVATION, MATRIX, ACTIVATION)
+        ):
+            x, y, w = (
+                (*halved.activations[i], before),
+                (*halved.activations[i + 1], after),
+                (*halved.matrices[i], matrix),
+            )
             stored, own, along = stored_as(x, w, y), 0.0, {}
             for name, description in OPERATORS.items():
                 ways = [(*halved.operators[i, name], index) for index in "mkn"]

@@ -35,7 +35,10 @@ def problem(degrees, layers=LAYERS, **changes):
 def drawn_words(seed, degrees, layers):
     draw = random.Random(seed)
     words = [[word for word in WORDS if (word == "tp") <= bool(layer.keeps)] for layer in layers]
-    words = [[word for word in some if not layer.keeps or word not in ("col", "row")] for some, layer in zip(words, layers)]
+    words = [
+        [word for word in some if not layer.keeps or word not in ("col", "row")]
+        for some, layer in zip(words, layers)
+    ]
     return [tuple(draw.choice(some) for _ in degrees) for some in words]
 
 
@@ -124,7 +127,11 @@ def whole_tensors(problem):
         inner = layer.keeps
         shapes = [(layer.takes, inner), (inner, layer.gives)] if inner else [(layer.takes, layer.gives)]
         weights.append([integer(*shape) for shape in shapes])
-    return integer(problem.rows, problem.layers[0].takes), weights, integer(problem.rows, problem.layers[-1].gives)
+    return (
+        integer(problem.rows, problem.layers[0].takes),
+        weights,
+        integer(problem.rows, problem.layers[-1].gives),
+    )
 
 
 def one_process(problem):
@@ -146,7 +153,10 @@ def run(problem, words, numbers=True):
     """(worst difference from one process, {what: bytes by level}, bytes of states, bytes kept, ledger)."""
     levels = Levels([level.devices for level in problem.levels])
     x, weights, dy = whole_tensors(problem)
-    stored = [[levels.stored(levels.digits(w), word, part) for part, w in enumerate(some)] for some, word in zip(weights, words)]
+    stored = [
+        [levels.stored(levels.digits(w), word, part) for part, w in enumerate(some)]
+        for some, word in zip(weights, words)
+    ]
     placement = lambda j, what: [getattr(WORDS[word], what) for word in words[j]]
     ends, count, sent = [problem.ends] * levels.n, len(words), {}
     with Ledger() as ledger:
@@ -160,7 +170,11 @@ def run(problem, words, numbers=True):
 
         kept, results, grads = [], [], [[] for _ in words]
         for j in range(count):
-            came = [counted(("forward", i, j), levels.move, results[i], placement(i, "y"), placement(j, "x")) for i, to in problem.edges if to == j]
+            came = [
+                counted(("forward", i, j), levels.move, results[i], placement(i, "y"), placement(j, "x"))
+                for i, to in problem.edges
+                if to == j
+            ]
             y = sum(came[1:], came[0]) if came else levels.placed(levels.digits(x), placement(j, "x"))
             kept.append([])
             for w in stored[j]:
@@ -168,7 +182,17 @@ def run(problem, words, numbers=True):
                 y = levels.product(y, counted(("weights", j), levels.gathered, w, words[j]))
             results.append(y)
         counted(("forward", count - 1, None), levels.move, results[-1], placement(count - 1, "y"), ends)
-        coming = {count - 1: [counted(("backward", count - 1, None), levels.move, levels.placed(levels.digits(dy), ends), ends, placement(count - 1, "dy"))]}
+        coming = {
+            count - 1: [
+                counted(
+                    ("backward", count - 1, None),
+                    levels.move,
+                    levels.placed(levels.digits(dy), ends),
+                    ends,
+                    placement(count - 1, "dy"),
+                )
+            ]
+        }
         for j in reversed(range(count)):
             gradient = sum(coming[j][1:], coming[j][0])
             for part in reversed(range(len(stored[j]))):
@@ -178,7 +202,11 @@ def run(problem, words, numbers=True):
                 gradient = levels.product(gradient, levels.turned(w))
             for i, to in problem.edges:
                 if to == j:
-                    coming.setdefault(i, []).append(counted(("backward", i, j), levels.move, gradient, placement(j, "dx"), placement(i, "dy")))
+                    coming.setdefault(i, []).append(
+                        counted(
+                            ("backward", i, j), levels.move, gradient, placement(j, "dx"), placement(i, "dy")
+                        )
+                    )
     worst = 0.0
     for j, some in enumerate(one_process(problem) if numbers else []):
         for part, (whole, mine) in enumerate(zip(some, grads[j])):
@@ -197,7 +225,9 @@ def formula(problem, words):
         for i, to in (*problem.edges, (j, None)):
             if i == j and (to is not None or j == len(words) - 1):
                 then = None if to is None else words[to]
-                for way, size in zip(("forward", "backward"), problem.edge_bytes(layer, words[j], then, problem.levels)):
+                for way, size in zip(
+                    ("forward", "backward"), problem.edge_bytes(layer, words[j], then, problem.levels)
+                ):
                     found[way, i, to] = size
     return found
 
@@ -238,7 +268,9 @@ def test_every_byte_on_ranks():
     for number, (case, seed) in enumerate(CASES):
         options = [check(case, seed, rows[number]) for rows in by_rank][0]
         shown |= {word for option in options for word in option.words}
-        assert replayed(case, {r: rows[number][4] for r, rows in enumerate(by_rank)}) == pytest.approx(case_seconds(case, options), rel=1e-9)
+        assert replayed(case, {r: rows[number][4] for r, rows in enumerate(by_rank)}) == pytest.approx(
+            case_seconds(case, options), rel=1e-9
+        )
     assert shown == set(WORDS)
 
 
@@ -251,7 +283,14 @@ def replayed(case, events):
     h100 = machine("h100")
     inner, outer = (Link("", 0.0, case.levels[i].bytes_per_s, "") for i in (-1, 0))
     device = replace(h100.device, peak_flops={"float64": case.flops_per_s}, memory_bandwidth_bytes_per_s=1e30)
-    here = replace(h100, device=device, devices_per_node=case.levels[-1].devices, nics_per_node=case.levels[-1].devices, intra=inner, inter=outer)
+    here = replace(
+        h100,
+        device=device,
+        devices_per_node=case.levels[-1].devices,
+        nics_per_node=case.levels[-1].devices,
+        intra=inner,
+        inter=outer,
+    )
     ways = {"all_gather": "ring", "reduce_scatter": "ring", "all_to_all": "pairwise"}
     timeline = replay(events, here, algorithms=ways)
     return timeline.step_s

@@ -1,0 +1,126 @@
+"""Merak's partitioner: a pipeline of any model, traced, with no line of it changed.
+
+    traced = trace(model, tokens)                       one graph of operators, parameters by their names
+    stages = split(traced, 4, flops(traced, tokens))    four modules
+    run(stages, tokens)                                 the same numbers as model(tokens)
+
+The graph may be cut behind every operator where one float tensor crosses: a residual stream has such places
+between and inside blocks. What lies between two is a unit, and units are dealt out so that the slowest stage
+has least FLOPs. What crosses a cut is all that a rank sends on; integers (positions) go along. Parameters are
+the model's own, not copies, so a tied one is in two stages. torch.export traces with tensors that have no
+memory, so the model may be larger than this machine.
+Lai et al. 2022 (Merak), arXiv:2206.04959, section 3. Differs: the partitioner alone, without its schedule
+(shifted critical path) and its tensor parallelism; shapes are fixed by the trace.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitrain.pipeline.partition import balanced
+
+
+class TracedStage(NamedTuple):
+    module: fx.GraphModule
+    takes: tuple[str, ...]  # from the stage before, or the model's inputs
+    gives: tuple[str, ...]
+    flops: int
+
+
+def trace(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
+    return torch.export.export(model, inputs).module()
+
+
+def operators(traced: fx.GraphModule) -> list[fx.Node]:
+    """What computes, in order; checks of the inputs' shapes do not."""
+    return [node for node in traced.graph.nodes if node.op == "call_function"]
+
+
+class _Counting(fx.Interpreter):
+    def __init__(self, traced: fx.GraphModule):
+        super().__init__(traced)
+        self.flops: dict[str, int] = {}
+
+    def run_node(self, node: fx.Node):
+        with FlopCounterMode(display=False) as counter:
+            result = super().run_node(node)
+        self.flops[node.name] = counter.get_total_flops()
+        return result
+
+
+def flops(traced: fx.GraphModule, *inputs: Tensor) -> list[int]:
+    """Of each operator in forward."""
+    counting = _Counting(traced)
+    with torch.no_grad():
+        counting.run(*inputs)
+    return [counting.flops[node.name] for node in operators(traced)]
+
+
+def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[TracedStage]:
+    """Stages whose largest sum of costs is as small as cuts at one tensor allow."""
+    nodes = operators(traced)
+    crossing = [_crossing(traced, nodes[: end + 1]) for end in range(len(nodes) - 1)]
+    ends = [end + 1 for end, values in enumerate(crossing) if sum(map(_is_float, values)) == 1] + [len(nodes)]
+    starts = [0, *ends]
+    units = [sum(costs[start:end]) for start, end in zip(starts, ends)]
+    if stages > len(units):
+        raise ValueError(f"{stages} stages of a graph that can be cut into {len(units)}; use fewer")
+    made, takes = [], _inputs(traced)
+    for run in balanced(units, stages):
+        start, end = starts[run.start], starts[run.stop]
+        gives = crossing[end - 1] if end < len(nodes) else _outputs(traced)
+        module = _module(traced, nodes[start:end], takes, gives)
+        names = tuple(node.name for node in takes), tuple(node.name for node in gives)
+        made.append(TracedStage(module, *names, sum(costs[start:end])))
+        takes = gives
+    return made
+
+
+def run(stages: Sequence[TracedStage], *inputs: Tensor) -> Tensor:
+    """One stage after the other, in one process."""
+    values = inputs
+    for stage in stages:
+        values = stage.module(*values)
+    return values[0]
+
+
+def _inputs(traced: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
+    return list(traced.graph.output_node().all_input_nodes)
+
+
+def _crossing(traced: fx.GraphModule, before: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inputs and results of `before` that others use: those are behind the cut, as their order is kept."""
+    inside = set(before)
+    behind = lambda node: any(
+        user not in inside and user.op in ("call_function", "output") for user in node.users
+    )
+    return [node for node in (*_inputs(traced), *before) if behind(node)]
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point()  # a list of tensors is no place to cut
+
+
+def _module(traced: fx.GraphModule, nodes, takes, gives) -> fx.GraphModule:
+    graph, copies = fx.Graph(), {}
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in copies:
+            copies[node] = graph.get_attr(node.target)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    graph.output(tuple(map(copy_of, gives)))
+    return fx.GraphModule(traced, graph)
