@@ -1,6 +1,6 @@
 """Strategy: how a model is trained on many ranks, as plain frozen values; the command line's flags.
 
-    Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp, tp innermost: its ranks are neighbours
+    Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp; neighbours in the last axis of `order`
 
     dp    rows          different rows of the batch          zero; `node` and `nodes`, of hybrid sharding
     pp    layers        stages, run by `schedule`            microbatches, chunks, slices
@@ -33,6 +33,7 @@ from minitrain.strategy_checks import (
     check_loss_scale,
     check_memory,
     check_nodes,
+    check_order,
     check_sizes,
     check_tensor_parallel,
 )
@@ -49,6 +50,7 @@ class Strategy:
     pp: int = 1  # ranks with different layers
     cp: int = 1  # ranks with different tokens of the same rows
     tp: int = 1  # ranks with different parts of each matrix
+    order: str = "dp-pp-cp-tp"  # of these four, the outermost first: ranks of the last are neighbours
     ep: int = 1  # of the dp x cp ranks, how many share out the experts
     ep_node: int = 1  # of the ep ranks, how many are one node: what crosses to a node does so once
     ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
@@ -81,6 +83,7 @@ class Strategy:
     def __post_init__(self):
         check_sizes(self, AXES)
         texts(offload=self.offload)
+        check_order(self.order, AXES)
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it
         words = ", ".join(PARO_SHARDINGS)
@@ -167,7 +170,8 @@ class Strategy:
     def axes(self) -> dict[str, int]:
         """Of the mesh, outermost first."""
         rows = {"inter": self.dp // self.sharers, "intra": self.sharers} if self.word else {"dp": self.dp}
-        return rows | {"pp": self.pp} | self._context | ({"tp": self.tp} if self.tp > 1 else {})
+        parts = dict(dp=rows, pp={"pp": self.pp}, cp=self._context, tp={"tp": self.tp} if self.tp > 1 else {})
+        return {axis: size for name in self.order.split("-") for axis, size in parts[name].items()}
 
     def build_schedule(self) -> Schedule:
         sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute == "stage")

@@ -34,6 +34,15 @@ def check_sizes(strategy: Any, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{sizes}: a schedule of {cells:,} cells; use fewer, at most {MOST_CELLS:,} in all")
 
 
+def check_order(order: str, axes: tuple[str, ...]) -> None:
+    """Every axis once. Tokens inside rows: nodes of hybrid sharding and experts cut dp x cp into blocks."""
+    names = order.split("-") if isinstance(order, str) else []
+    if sorted(names) != sorted(axes):
+        raise ValueError(f"order={order!r}; name {', '.join(axes)} once each, joined by -, outermost first")
+    if names.index("cp") < names.index("dp"):
+        raise ValueError(f"order={order!r}: ranks with other tokens of a row lie inside dp; put dp before cp")
+
+
 def check_nodes(strategy: Any) -> None:
     """Nodes of hybrid sharding, and how many of them share one copy."""
     for name in ("node", "nodes"):

@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 from pathlib import Path
 
 import torch
@@ -48,7 +48,7 @@ from minitrain.product_passes import multiply_in, roll_scales
 from minitrain.run import Run
 from minitrain.run_states import kept_buffers
 from minitrain.simulate.events import WAYS
-from minitrain.strategy import PARO_SHARDINGS, Strategy
+from minitrain.strategy import AXES, PARO_SHARDINGS, Strategy
 from minitrain.training.optim import AdamW
 from tests.saving import (
     Checkpoint,
@@ -150,17 +150,25 @@ def draw(number: int, seed: int) -> Draw:
     chance = random.Random(f"{seed}/{number}")
     while True:
         try:
-            return attempt(chance)
+            return reordered(attempt(chance), random.Random(f"order of {seed}/{number}"))
         except ValueError:
             pass
 
 
+def reordered(case: Draw, chance: random.Random) -> Draw:
+    """Half of the draws with more than one axis have their ranks numbered in another order."""
+    if chance.random() < 0.5 or sum(getattr(case.strategy, axis) > 1 for axis in AXES) < 2:
+        return case
+    orders = [order for order in permutations(AXES) if order.index("dp") < order.index("cp")]
+    return replace(case, strategy=replace(case.strategy, order="-".join(chance.choice(orders[1:]))))
+
+
 def draw_axes(chance: random.Random) -> dict[str, int]:
-    axes = dict.fromkeys(("dp", "pp", "cp", "tp"), 1)
+    axes = dict.fromkeys(AXES, 1)
     for _ in range(chance.choice((1, 2, 2, 3, 3))):
         axis = chance.choice(tuple(axes))
         axes[axis] *= chance.choice((2, 2, 2, 3)) if axis != "cp" else 2
-    if math.prod(axes[axis] for axis in ("dp", "pp", "cp", "tp")) > 8:
+    if math.prod(axes[axis] for axis in AXES) > 8:
         raise ValueError("more than 8 ranks")
     return axes
 
@@ -593,6 +601,7 @@ FEATURES = {
     "pp": lambda s, c: s.pp > 1 and not s.build_schedule().splits_backward,
     "pp, I and W": lambda s, c: s.pp > 1 and s.build_schedule().splits_backward,
     "pp, slices": lambda s, c: s.slices > 1,
+    "another order": lambda s, c: s.order != Strategy().order,
     "experts": lambda s, c: c.config.experts is not None and s.ep == 1,
     "ep": lambda s, c: s.ep > 1 and s.ep_node in (1, s.ep),
     "ep, two levels": lambda s, c: 1 < s.ep_node < s.ep and s.ep_travel == "tokens",

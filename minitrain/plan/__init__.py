@@ -14,6 +14,7 @@ then   dapple, autopipe    where to cut a pipeline
        tensor_split       operators in parts of the batch, results kept or made again, under a budget
        operator_order, memory_layout     the order that needs least memory; where every tensor lies
        casts              which operators are worth 16 bits, casts counted
+       mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs, grid_choice           what the matrices of a layer cost on a grid; the fastest that fits
        offload, mobius    how much goes to the host or to disks; pipelines whose stages come from the host
        expert_overlap, expert_pair       hiding the all-to-alls of experts: in one layer; of two microbatches

@@ -5,7 +5,8 @@ First  events              what one rank did, in order
        collectives         what a collective costs
        replay              when everything would happen
 then   timeline, intervals, trace               where the time went, and a file for a browser
-beside storage             feeding accelerators from slow disks
+beside traffic_matrix      who sends how much to whom, on a mesh in any order of its axes
+       storage             feeding accelerators from slow disks
        links               work, and copies that share links
        swaps, tiers        whose copies meet; parameters and states on devices, hosts and disks
        device_memory       a device's memory, and the replay of allocations on it
