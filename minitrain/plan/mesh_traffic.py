@@ -31,8 +31,8 @@ def sent_by_axis(
 ) -> dict[str, Fraction]:
     """Bytes by axis of a rank that is number `stage` in pp; "dp" are all sums over ranks with other data.
 
-    `strategy` is a Strategy, `rows` of `length` tokens are the global batch; what does not divide is a dry run's to say, to the byte.
-    Without clipping, whose norm takes a few numbers more."""
+    `strategy` is a Strategy, `rows` of `length` tokens are the global batch. Without clipping, whose norm
+    takes a few numbers more, and for sizes that divide: else a dry run has the bytes."""
     _check(config, strategy)
     layers = stages_of(config, strategy, stage)
     tokens = Fraction(rows * length, strategy.dp * strategy.microbatches * strategy.cp)
@@ -40,10 +40,8 @@ def sent_by_axis(
     sent = {axis: part(config, strategy, tokens, layers) for axis, part in parts.items()}
     sent |= {"dp": _data(config, strategy, layers)}
     if config.tied and strategy.pp > 1 and {0, config.num_layers + 1} & {*chain(*layers)}:
-        holders = strategy.tp * (
-            strategy.dp * strategy.cp if strategy.zero else 1
-        )  # of a piece that is summed
-        table = Fraction(config.vocab_size * config.d_model, holders)
+        pieces = strategy.tp * (strategy.dp * strategy.cp if strategy.zero else 1)  # summed piece by piece
+        table = Fraction(config.vocab_size * config.d_model, pieces)
         sent["pp"] += table * BYTES[strategy.policy.gradients]  # 2 x(2) = 1
     return {axis: sent[axis] for axis in ("dp", "pp", "cp", "tp", "ep") if sent[axis]}
 

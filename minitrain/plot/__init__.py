@@ -18,6 +18,7 @@ First  charts              what each rank does when, what fills its memory when,
        precision           what a format can say, what a narrow sum loses
        low_bits            whom an outlier takes its scale from, which codes are used
        recompute           what is held and what runs again, action by action
+       mesh                groups of a mesh in their nodes, who sends to whom, what an order costs
        memory              copies on links, memory with and without, what bytes cost in time
        address_space       where every block of memory lies, and the holes
        checkpoints         what an interval wastes, a save beside training, who keeps whose state

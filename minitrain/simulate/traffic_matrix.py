@@ -114,7 +114,7 @@ def every_rank(
     events_by_rank: Mapping[int, list[Event]], sizes: Mapping[str, int], alike: Iterable[str]
 ) -> dict[int, list[Event]]:
     """The events of all ranks of a mesh, from those of the ranks at 0 of the axes `alike`, along which all
-    ranks do the same (dp, tp, cp: the stage decides)."""
+    ranks do the same: dp and tp. (Ranks of cp send the same; which scores they compute is the layout's.)"""
     alike, found = set(alike), {}
     for rank in range(prod(sizes.values())):
         place = place_of(rank, sizes)
