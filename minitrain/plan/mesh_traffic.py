@@ -4,7 +4,8 @@ N = rows · T / (dp · m · cp) tokens per microbatch on a rank, m microbatches,
 parameters in the rank's stages; an activation has e bytes, a weight w, a gradient g; x(n) = (n-1)/n:
 
     tp    8 x(t) · N·h·e · l·m    two all-reduces forward, two backward. Sequence parallel 10: inputs are
-                                  gathered again in backward. Embedding 2, head 2 (3), and 3 numbers per token
+                                  gathered again in backward; a block computed again 10: one of its sums.
+                                  Embedding 2, head 2 (3), and 3 numbers per token
     dp    x(d) · (g + w) · P      d = dp · cp; ZeRO-0 x(d)·2g·P, ZeRO-2 m·g + w, ZeRO-3 m·g + 2m·w
     pp    2 · N·h·e · m           4·m·b·s·h bytes in 16 bits; an end half of it, and the sum of a tied table
     cp    6 (c-1) · N·v·e · l·m   a ring: keys and values v numbers each, again backward, and their gradients
@@ -66,6 +67,7 @@ def _blocks(config: GPTConfig, layers: list[range]) -> list[int]:
 def _tensor(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
     ends = {layer for part in layers for layer in part} - set(_blocks(config, layers))
     block, head = (10, 3) if s.sequence_parallel else (8, 2)
+    block += 2 * (s.recompute == "full")  # what the second sum gives, no backward needs
     times = block * len(_blocks(config, layers)) + 2 * (0 in ends) + head * (config.num_layers + 1 in ends)
     sent = times * config.d_model * BYTES[s.policy.activations]
     if config.num_layers + 1 in ends:
@@ -132,7 +134,9 @@ def layer_parameters(config: GPTConfig, layer: int) -> tuple[int, int]:
     behind = D * config.bias  # the bias of a matrix that is cut by rows is added once, behind the sum
     attention = attention_parameters(config) - behind
     if experts := config.experts_in(layer):
-        return attention, 2 * one_norm + behind + D * experts
+        shared = config.experts.shared_experts * config.expert_width
+        shared = mlp_parameters(config, width=shared) if shared else 0  # tp = 1, so nothing of it is cut
+        return attention + shared, 2 * one_norm + behind + D * experts
     return attention + mlp_parameters(config) - behind, 2 * (one_norm + behind)
 
 
@@ -145,7 +149,9 @@ def expert_parameters(config: GPTConfig, layer: int) -> int:
 def _check(config: GPTConfig, s: Any) -> None:
     """Formulas are for what is listed above; everything else is a dry run's to say."""
     known = dict(word=False, slices=1, overlap=False, ep_travel="tokens", ep_node=1, ep_shadow=0)
-    known |= dict(recompute="none", offload="none", products="plain", post_validation=False)
+    known |= dict(offload="none", products="plain", post_validation=False)
+    if s.recompute != "full" or s.cp > 1 or s.ep > 1 or s.sequence_parallel or s.zero == 3:
+        known["recompute"] = "none"
     if config.experts:
         known["tp"] = 1
     if s.cp > 1 and s.core != "ulysses":

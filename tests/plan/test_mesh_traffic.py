@@ -25,6 +25,7 @@ LLAMA = GPTConfig(
 OLD = dict(norm="layer", positions="learned", activation="gelu", bias=True, tied=True, embedding_norm=True)
 GPT2 = GPTConfig(vocab_size=64, d_model=32, num_layers=4, num_heads=8, max_positions=64, **OLD)
 MIXED = replace(LLAMA, experts=ExpertsConfig(8, 2, "balanced", expert_width=16, expert_every=2))
+SHARED = replace(MIXED, experts=replace(MIXED.experts, shared_experts=2, dense_first=1, expert_every=1))
 pipeline = partial(Strategy, pp=2, microbatches=4, precision="bfloat16")
 CASES = [
     (LLAMA, pipeline(dp=2, tp=2)),
@@ -41,6 +42,8 @@ CASES = [
     (MIXED, Strategy(dp=4, ep=4, precision="bfloat16")),
     (MIXED, pipeline(dp=4, ep=2, zero=1)),
     (MIXED, Strategy(dp=4, ep=2, zero=3, precision="bfloat16")),
+    (SHARED, pipeline(dp=4, ep=4)),
+    (GPT2, pipeline(dp=2, tp=2, recompute="full")),
 ]
 
 
@@ -72,7 +75,7 @@ def test_the_formulas_are_the_ledgers_bytes(config, strategy):
 
 
 def test_the_parameters_of_layers_are_all_there_are():
-    for config in (LLAMA, GPT2, MIXED, replace(GPT2, residual="post")):
+    for config in (LLAMA, GPT2, MIXED, SHARED, replace(GPT2, residual="post")):
         layers = range(config.num_layers + 2)
         held = sum(sum(layer_parameters(config, n)) + expert_parameters(config, n) for n in layers)
         again = config.vocab_size * config.d_model * config.tied
@@ -106,7 +109,7 @@ def test_traffic_per_parallelism():
         (dict(zero="III", dp=2, node=2), "word=True has no formula here; use False, or a dry run"),
         (dict(tp=2, overlap=True), "overlap=True has no formula"),
         (dict(cp=2, core="gathered"), "core='gathered' has no formula here; use 'ring'"),
-        (dict(recompute="full"), "recompute='full'"),
+        (dict(recompute="full", zero=3), "recompute='full' has no formula here; use 'none'"),
         (dict(tp=8), "tp=8 ranks share 4 K/V heads: no formula"),
         (dict(pp=2, microbatches=4, schedule="dualpipe"), "schedule='dualpipe' has stages on two ranks"),
     ],
