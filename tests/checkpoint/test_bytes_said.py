@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from minitrain import collectives, launch
-from minitrain.checkpoint.format import File, write_file
+from minitrain.checkpoint.format import File, bytes_of, write_file
 from minitrain.checkpoint.frequency import Frequency
 from minitrain.checkpoint.in_memory import Shares
 from minitrain.checkpoint.just_in_time import JustInTime
 from minitrain.checkpoint.load import Saved, agree
+from minitrain.checkpoint.parity import ParityCopies
 from minitrain.ledger import Ledger
 from minitrain.pieces import Piece, whole_piece
 from minitrain.simulate.events import Issue
@@ -67,6 +68,21 @@ def test_what_is_said_once_and_what_in_each_step(tmp_path):
             (_, none), (_, eight), (gather, shares) = found["a share"]
             assert (none, eight, gather) == (0, 8, "all_gather") and 50 < shares / ranks < 150
             assert found["its commit"] == []
+
+
+def parity_on_a_rank(folder):
+    """Bytes at the peak of an exchange, the share of three stripes included."""
+    group = collectives.world()
+    copies = ParityCopies(Shares(folder / f"machine{group.rank()}", group))
+    piece = whole_piece("parameters/w", torch.arange(90_000.0))
+    with Ledger() as ledger:
+        copies._meet(bytes_of(piece.values), 120_000, lost=None)
+    return ledger.peak_bytes
+
+
+def test_parity_takes_three_stripes(tmp_path):
+    """Beside the share: the sum, the one that leaves and the one that has come."""
+    assert launch.run(parity_on_a_rank, tmp_path, ranks=4) == [360_000 + 3 * 120_000] * 4
 
 
 def measuring():

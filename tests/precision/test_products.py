@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.data.batches import Rows, random_tokens
 from minitrain.ledger import Ledger
 from minitrain.model.experts_config import ExpertsConfig
@@ -23,6 +23,7 @@ from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.linear import LowLinear, multiply
 from minitrain.precision.products import PRODUCTS, Scales
 from minitrain.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
+from minitrain.simulate.events import Issue
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
 from tests.parallel import TOLERANCE, small
@@ -181,6 +182,31 @@ def test_what_is_kept_is_a_byte_a_number_and_the_scales():
         multiply(x, [weight], [Scales()], PRODUCTS["fp8_tiles"])
     sizes = sorted(one.nbytes for one in kept if one.data_ptr() != weight.data_ptr())
     assert sizes == [64 * 2 * 4, 64 * 256]
+
+
+def agreed(name: str) -> dict:
+    """Bytes of the all-reduces of a layer's three products, x [6, 32], W [16, 32], by what ranks share out."""
+    group, found = collectives.world(), {}
+    draw = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(shape, generator=draw) for shape in ((6, 32), (16, 32), (6, 16)))
+    for cut in ("N", "K", "M", ""):
+        kind, scales = PRODUCTS[name], Scales(0, group, cut)
+        with Ledger() as ledger:
+            kept = kind.enter(x, scales)
+            kind.forward(kept, weight, scales)
+            kind.backward(dy, kept, weight, (True, True), scales)
+        found[cut] = [event.payload_bytes for event in ledger.events if isinstance(event, Issue)]
+    return found
+
+
+def test_ranks_agree_on_4_bytes_a_tile_that_they_share():
+    """A tensor is one tile, agreed for x or dy and W, forward and backward; rows along a cut width are a tile each;
+    smaller tiles, and those along a rank's own tokens, lie on one rank."""
+    for found in launch.run(agreed, "fp8_tensor", ranks=2):
+        assert found == {"N": [4, 4, 4], "K": [4, 4, 4], "M": [4, 4], "": []}
+    for found in launch.run(agreed, "fp8_rows", ranks=2):
+        assert found == {"N": [4 * 6, 4 * 32], "K": [4 * 6, 4 * 16], "M": [], "": []}
+    assert launch.run(agreed, "fp8_tiles", ranks=2) == [dict.fromkeys(("N", "K", "M", ""), [])] * 2
 
 
 def test_one_input_is_quantised_once_for_all_matrices_that_read_it(monkeypatch):
