@@ -322,6 +322,24 @@ def test_codes_with_scales_come_back_to_the_bit(tmp_path):
 # ---- from whole tensors ----------------------------------------------------------------------------------
 
 
+def in_order():
+    """Of each layout: the names by which what is kept is sorted, and the pieces with their places."""
+    found = []
+    for strategy in (Strategy(dp=2), Strategy(dp=2, zero=1), Strategy(dp=2, zero=3), Strategy(tp=2)):
+        run = parallelize(small(num_layers=11), strategy, OPTIMIZERS["ours"], seed=3)
+        names = [run.sync.names[kept.params[0]] for kept in run.sync.by_name()]
+        held = [(piece.name, piece.start) for piece in run.pieces() if not piece.name.startswith("random/")]
+        found.append((names, held, strategy.zero or strategy.tp > 1))
+    return found
+
+
+def test_what_is_kept_comes_in_the_order_of_names():
+    """So that ranks which hold the same meet at the same piece: layers.10 before layers.2 on all of them."""
+    for (names, held, cut), (_, others, _) in zip(*launch.run(in_order, ranks=2)):
+        assert names == sorted(names) and len(held) > 20
+        assert cut or held == others
+
+
 def test_what_is_loaded_is_a_copy():
     """Of a state in memory: training on does not change it. And numbers in nests are copied as well."""
 
