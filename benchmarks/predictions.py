@@ -6,7 +6,7 @@ Two constants are fitted, the shares of peak and of network that are reached (`N
 START. Three ways to choose the rows that fix them:
 
     table          the two rows CALIBRATION, named here; all others are held out
-    publications   all rows of the other publications
+    publications   all rows of the other publications; all that are Megatron-LM's of the other publications
     pairs          every pair of rows in turn, the other rows held out: the distribution, not the best pair
 
 `with_factor` gives each row, besides, the factor of another row of its stack but of another publication where
@@ -64,11 +64,12 @@ def close(found: Iterable[float]) -> int:
     return sum(abs(one) <= CLOSE for one in found)
 
 
-def by_publication(rows: Sequence[Published]) -> dict[str, tuple[Rates, list[float]]]:
-    """Each publication predicted with constants from all the others."""
+def by_publication(rows: Sequence[Published], stacks="") -> dict[str, tuple[Rates, list[float]]]:
+    """Each publication predicted with constants from all the others, or from their rows of some stacks."""
     found = {}
     for name in dict.fromkeys(row.publication for row in rows):
-        rates = fit([row for row in rows if row.publication != name], NAMES, work_of, START)
+        known = [row for row in rows if row.publication != name and row.run.stack.name.startswith(stacks)]
+        rates = fit(known, NAMES, work_of, START)
         found[name] = rates, [error(row, rates) for row in rows if row.publication == name]
     return found
 
@@ -140,8 +141,9 @@ def report() -> str:
         table.append((row.name, *cells, note or "FAILS" * (abs(off) > CLOSE)))
     lines += [aligned(table, left=(0, 4)), ""]
     lines += [summary("held out", errors([r for r in rows if r.name not in CALIBRATION], rates)), ""]
-    others = by_publication(rows)
-    lines += [summary("other publications only", {name: found for name, (_, found) in others.items()}), ""]
+    for title, stacks in (("other publications", ""), ("Megatron-LM of other publications", "megatron-20")):
+        others = by_publication(rows, stacks)
+        lines += [summary(title, {name: found for name, (_, found) in others.items()}), ""]
     lines += [summary("one row of the stack gives a factor", with_factor(rows, rates)), ""]
     tried = pairs(rows)
     shares = shares_of_pairs(tried)

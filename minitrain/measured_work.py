@@ -165,17 +165,19 @@ def _work(run, ledger: Ledger, marks: list, later: list[Pass], boundary_bytes: i
         i for i in range(marks[head][2], len(events)) if getattr(events[i], "name", "") == "ones_like"
     )
     ways: dict[tuple[str, int], Pass] = {}
-    kept = {}
+    kept, before = {}, {}  # by layer: bytes left for backward; alive when its forward begins
     for (way, number, start, live), (_, _, end, next_live) in pairwise(marks):
-        if (way, number) == ("forward", head):  # and the loss, whose backward begins with a one
-            kept[number] = max((alive[i] for i in range(start, seed) if i in alive), default=live) - live
-            ways["loss", number] = _pass(events[seed:end])
-            end = seed
-        elif way == "forward":
-            kept[number] = next_live - live
-        high = max((alive[i] for i in range(start, end) if i in alive), default=live)
-        adds = _gradients(run.model.layers[number]) if way == "backward" else frozenset()
-        ways[way, number] = _pass(events[start:end], max(0, high - live), adds)
+        most = lambda start, end: max((alive[i] for i in range(start, end) if i in alive), default=live)
+        if way == "forward":
+            before[number], kept[number] = live, next_live - live
+            if number == head:  # and the loss, whose backward begins with a one
+                kept[number] = most(start, seed) - live
+                ways["loss", number] = _pass(events[seed:end], most(seed, end) - live - kept[number])
+                end = seed
+            ways[way, number] = _pass(events[start:end], max(0, most(start, end) - live))
+        else:
+            high = max(0, most(start, end) - before[number] - kept[number])
+            ways[way, number] = _pass(events[start:end], high, _gradients(run.model.layers[number]))
     ways["backward", head] = ways["loss", head].then(ways["backward", head])
     layers = []
     for number, layer in enumerate(run.model.layers):

@@ -4,6 +4,7 @@ First  step                predict(run, work_of): seconds, their parts, MFU; mem
 a run as plain values, what its software does, and the published ones
        work                what one rank does for a microbatch, layer by layer, as a dry run counted it
        rates               how fast operators and collectives really are: few constants, all named
+       times, update       one layer on its ranks, forward and back; what a step does once
        pipeline            the longest way through a schedule, remembered by structure
        memory              states, activations, buffers
        fit                 constants from rows that are named beforehand
