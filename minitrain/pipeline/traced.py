@@ -14,7 +14,6 @@ Lai et al. 2022 (Merak), arXiv:2206.04959, section 3. Differs: the partitioner a
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch

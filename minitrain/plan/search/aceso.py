@@ -23,7 +23,7 @@ from minitrain.plan.search.stages import Plan, Stage, all_cuts, peak_bytes, pipe
 Score = Callable[[Plan], float]
 
 
-def aceso(problem: Problem, hops: int = 2, width: int = 10) -> Found:
+def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
     """`choice` fits into memory. Looked at: different plans."""
     time = cache(lambda stage: stage_seconds(problem, stage))
 

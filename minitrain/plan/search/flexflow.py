@@ -110,23 +110,28 @@ def acceptance(cost: float, new: float, beta: float) -> float:
     return 1.0 if new <= cost else math.exp(beta * (cost - new))
 
 
-def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> Found:
-    """The fastest choice on a walk from data parallelism; looked at: different choices on the way. By default
-    beta accepts one in e that is slower by 2 % of the start."""
+def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: dict | None = None):
+    """Where the walk is after each step, from data parallelism on; `priced`: the cost of all it looked at."""
     draw, options = random.Random(seed), problem.options(problem.levels)
-    choice = [options[0]] * len(problem.layers)
+    choice, priced = (options[0],) * len(problem.layers), {} if priced is None else priced
     delta = Delta(tasks_of(problem, choice))
-    cost = max(delta.end)
-    beta = 50 / cost if beta is None else beta
-    best, seen = (cost, tuple(choice)), {tuple(choice)}
+    cost = priced[choice] = max(delta.end)
+    beta = 5 / cost if beta is None else beta
     for _ in range(steps):
-        proposal = list(choice)
-        proposal[draw.randrange(len(choice))] = draw.choice(options)
-        new = delta.change(tasks_of(problem, proposal))
-        seen.add(tuple(proposal))
-        if draw.random() < acceptance(cost, new, beta):
-            choice, cost = proposal, new
-            best = min(best, (cost, tuple(choice)))
-        else:
-            delta.change(tasks_of(problem, choice))
-    return Found(best[1], best[0], len(seen))
+        layer, option = draw.randrange(len(choice)), draw.choice(options)
+        proposal = (*choice[:layer], option, *choice[layer + 1 :])
+        if proposal not in priced:
+            priced[proposal] = delta.change(tasks_of(problem, proposal))
+        if draw.random() < acceptance(cost, priced[proposal], beta):
+            choice, cost = proposal, priced[proposal]
+        yield choice
+
+
+def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> Found:
+    """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth of
+    the start."""
+    priced: dict[tuple[Option, ...], float] = {}
+    for _ in walk(problem, steps, beta, seed, priced):
+        pass
+    best = min(priced, key=priced.__getitem__)
+    return Found(best, priced[best], len(priced))

@@ -1,0 +1,179 @@
+"""Searches over graphs and programs, the tuner, and the race of all on one instance."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy
+import pytest
+
+from minitrain.data.batches import Text
+from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
+from minitrain.model.gpt import GPT
+from minitrain.parallelize import parallelize
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plan.search import autotuning, nnscaler, unity
+from minitrain.plan.search.nnscaler import Operator, in_row, op_assign, op_order, op_trans, peak_bytes, times
+from minitrain.plan.search.problem import example
+from minitrain.plan.search.race import race, table
+from minitrain.strategy import Strategy
+from minitrain.training.optim import AdamW
+from tests.parallel import small
+
+X, W = ("input", "x"), lambda name: ("weight", name)
+MLP = ("matmul", ("relu", ("matmul", X, W("a"))), W("c"))
+GATED = ("matmul", ("mul", ("matmul", X, W("a")), ("matmul", X, W("b"))), W("c"))
+
+
+def test_unity():
+    """Every graph that rewrites lead to computes the same, also with odd numbers; a rule that does not is
+    noticed. The joint search costs no more than algebra first, and less where a merger stands in the way.
+    """
+    shapes = {"x": (8, 8), "a": (8, 12), "b": (8, 12), "c": (12, 8)}
+    draw = numpy.random.default_rng(0)
+    arrays = {name: draw.integers(-5, 6, shape).astype(float) for name, shape in shapes.items()}
+    for graph in (MLP, GATED):
+        seen = closure(graph, (unity.algebra, unity.parallel))
+        whole = unity.run(graph, arrays, 1)
+        assert all((unity.run(one, arrays, 4) == whole).all() for one in seen)
+        assert len(seen) == {MLP: 26, GATED: 105}[graph]
+    wrong = lambda g: iter([("reduce", ("relu", g[1][1]))] if g[0] == "relu" and g[1][0] == "reduce" else [])
+    broken = closure(MLP, (unity.parallel, wrong))
+    assert not all((unity.run(one, arrays, 4) == unity.run(MLP, arrays, 1)).all() for one in broken)
+    better = []
+    for rows, width, inner, launch in product((16, 256, 4096), (128, 1024), (128, 1024), (0, 2.0**-17)):
+        shapes = {"x": (rows, width), "a": (width, inner), "b": (width, inner), "c": (inner, width)}
+        rates = unity.Rates(4, 2.0**42, 2.0**34, launch)
+        joint, first = unity.optimize(GATED, shapes, rates), unity.sequential(GATED, shapes, rates)
+        assert joint.cost == unity.every_graph(GATED, shapes, rates).cost <= first.cost
+        assert joint.cost == unity.seconds(joint.choice, shapes, rates) and joint.looked_at <= 105
+        better.append(joint.cost < first.cost)
+    assert any(better) and not all(better)
+
+
+def closure(graph, rules):
+    seen, waiting = {graph}, [graph]
+    while waiting:
+        for new in unity.rewrites(waiting.pop(), rules):
+            if new not in seen:
+                seen.add(new)
+                waiting.append(new)
+    return seen
+
+
+# ---- nnScaler ---------------------------------------------------------------------------------------------
+
+
+def test_nnscaler():
+    """1F1B, an interlaced pipeline and co-shard are written with the three primitives alone, with the times that
+    they have; the expert's constraints leave 34 of 5,136 plans, the fastest among them.
+    """
+    check_1f1b()
+    check_interlaced()
+    check_co_shard()
+    program, devices, fits, *expert = nnscaler.pipeline_program(1, 1)
+    few, every = nnscaler.search(program, devices, fits, *expert), nnscaler.search(program, devices, fits)
+    assert few.cost == every.cost == 9 and (few.looked_at, every.looked_at) == (34, 5136)
+    assert max(times(few.choice).values()) == few.cost
+
+
+def check_1f1b():
+    for p, m in ((2, 3), (3, 4), (4, 8)):
+        program, *_ = nnscaler.pipeline_program(*(range(1, p + 1)), microbatches=m)
+        schedule = one_f_one_b(p, m)
+        for device, actions in enumerate(schedule.ranks):
+            for kind in "FB":
+                program = op_assign(program, f"{kind}{device}", device)
+            program = in_row(program, [str(action) for action in actions])
+        costs = Costs(F=1, B=2, stage={i: i + 1 for i in range(p)})
+        simulated = simulate(schedule, costs)
+        ends = times(program)
+        assert max(ends.values()) == simulated.makespan
+        assert all(ends[str(span.entry)] == span.end for spans in simulated.spans for span in spans)
+
+
+def check_interlaced():
+    """An embedding as long as a stage, of all devices in turn, between microbatches of both."""
+    stages = {"E": Operator(2, bytes=8), "F0": Operator(2, 1, ("E",)), "F1": Operator(2, 1, ("F0",))}
+    for name in stages.copy():
+        stages = op_trans(stages, name, 2)
+    alone, interlaced = dict(stages), dict(stages)
+    for name, device in (("E", 0), ("F0", 0), ("F1", 1)):
+        alone = op_assign(alone, name, device)
+    for microbatch in range(2):
+        interlaced = op_trans(interlaced, f"E.{microbatch}", 2, aligned=False)
+        for part in range(2):
+            interlaced = op_assign(interlaced, f"E.{microbatch}.{part}", part)
+    assert interlaced["F0.0"].needs == ("E.0.0", "E.0.1")
+    interlaced = op_assign(op_assign(interlaced, "F0", 0), "F1", 1)
+    interlaced = in_row(interlaced, ["E.0.0", "F0.0", "E.1.0", "F0.1"])
+    interlaced = in_row(interlaced, ["E.0.1", "E.1.1", "F1.0", "F1.1"])
+    alone = in_row(alone, ["E.0", "F0.0", "E.1", "F0.1"])
+    assert (max(times(alone).values()), max(times(interlaced).values())) == (5, 4)
+    assert (peak_bytes(alone, 0), peak_bytes(interlaced, 0), peak_bytes(interlaced, 1)) == (4, 2, 2)
+
+
+def check_co_shard():
+    """Heads of one layer, one after the other on its device: the same time in a quarter of the bytes."""
+    layer = {"x": Operator(1, 1), "attention": Operator(8, 16, ("x",)), "y": Operator(1, 1, ("attention",))}
+    cut = in_row(op_trans(layer, "attention", 4, aligned=False), [f"attention.{i}" for i in range(4)])
+    for name in ("x", "attention", "y"):
+        layer, cut = op_assign(layer, name, 0), op_assign(cut, name, 0)
+    assert max(times(layer).values()) == max(times(cut).values()) == 10
+    assert (peak_bytes(layer, 0), peak_bytes(cut, 0)) == (16, 4)
+    assert cut["y"].needs == tuple(f"attention.{i}" for i in range(4))
+    with pytest.raises(ValueError, match="circle"):
+        times(op_order(layer, "y", "x"))
+    with pytest.raises(ValueError, match="no device"):
+        times({"x": Operator(1)})
+
+
+# ---- DeepSpeed-Autotuning ---------------------------------------------------------------------------------
+
+
+def test_deepspeed_autotuning():
+    """No configuration runs that is over memory; the best that ran is the best of the whole grid; and the bytes
+    of the simulated step are those of dry runs of every ZeRO stage with 1 and 4 microbatches.
+    """
+    for memory_mib, rows in product((32, 48, 64, 96, 256), (256, 1024)):
+        problem, ran = example(memory_bytes=memory_mib * 2**20, rows=rows), []
+
+        def run(config):
+            ran.append(config)
+            assert autotuning.memory(problem, config) <= problem.memory_bytes, "out of memory"
+            return autotuning.step_seconds(problem, config)
+
+        found, best = autotuning.autotune(problem, run), autotuning.every_config(problem)
+        assert found.cost == best.cost == autotuning.step_seconds(problem, found.choice)
+        assert found.looked_at == len(ran) == len(set(ran)) < best.looked_at / 2
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        autotuning.autotune(replace(problem, memory_bytes=1))
+    config = small(tied=False)
+    parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
+    for zero, microbatches in product(autotuning.STAGES, (1, 4)):
+        strategy = Strategy(dp=4, zero=zero, microbatches=microbatches)
+        loss = 2 * 3 * 4 if zero == 0 else 0
+        sent = dryrun.run(bytes_of_a_step, strategy, config, rank=1, ranks=4)
+        assert abs(sent - autotuning.sent_bytes(parameters, 4, zero, microbatches)) <= 2 * 16 + loss
+
+
+def bytes_of_a_step(strategy, config):
+    """The second step: the first also builds."""
+    run, rows = parallelize(config, strategy, AdamW), Text.found().rows(batch_size=16, length=8)
+    run.step(run.batch(rows, 0))
+    with Ledger() as ledger:
+        run.step(run.batch(rows, 1))
+    return ledger.sent_bytes()
+
+
+# ---- all of them ------------------------------------------------------------------------------------------
+
+
+def test_auto_parallel():
+    """On the 4 layers and 4 devices of the chapter each search returns the best of its own space."""
+    rows = race(example())
+    assert len(rows) == 16 and all(row.cost == row.best for row in rows), table(rows)
+    shares = {row.name: row.share for row in rows}
+    assert shares["Aceso"] < 0.05 and shares["Tofu"] < 0.01 and shares["Alpa"] < 0.1
+    assert table(rows).count("\n") == 16 and "0.0%" in table(rows)

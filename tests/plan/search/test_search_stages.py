@@ -1,0 +1,198 @@
+"""Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plan.search import alpa, galvatron, piper, stages
+from minitrain.plan.search.aceso import aceso
+from minitrain.plan.search.exhaustive import every
+from minitrain.plan.search.problem import Level, Option, Problem, block, example, linear
+from minitrain.plan.search.race import every_run
+from tests.plan.search.drawn import blocks, chain
+
+
+def test_step_of_a_pipeline():
+    """T = sum + (B - 1) max is the makespan of GPipe, whatever its stages' times, and 1F1B needs as long or, with
+    uneven stages, less, but more than four fifths; what a plan costs is the sum of its parts.
+    """
+    for times in ((1, 1, 1), (1, 5, 2), (4, 1, 3, 2), (7,)):
+        for microbatches in (1, 2, 4, 8):
+            costs = Costs(F=1, B=2, stage={i: time for i, time in enumerate(times)})
+            step = stages.pipelined([3 * time for time in times], microbatches)
+            assert simulate(gpipe(len(times), microbatches), costs).makespan == step
+            other = simulate(one_f_one_b(len(times), microbatches), costs).makespan
+            assert 0.8 * step < other <= step and (other == step or len(set(times)) > 1)
+    problem = example()
+    half = [range(0, 2), range(2, 4)]
+    plan = tuple(stages.Stage(run, 2, (Option(("dp",)),) * 2) for run in half)
+    own = [problem.graph(run, 2, options=[Option(("dp",))]).cost((0, 0)) for run in half]
+    message = 2 * 512 * 1024 * 4 / 2 / 2.0**30  # both ways, half at each of two devices
+    assert stages.seconds(problem, plan) == own[0] + own[1] + message + 3 * max(own[0], own[1] + message)
+    held = [16 * 2 * 512 * 4096 + 2 * 4 * 512 * (512 + 4096), 16 * 2 * 512 * 2048 + 4 * 512 * (512 + 2048)]
+    assert stages.peak_bytes(problem, plan) == held  # states; x of two microbatches, and of one
+    assert str(plan[0]) == "0-1 on 2: dp dp"
+
+
+def test_all_cuts():
+    """Layers in runs, devices in groups that fill levels, none left over."""
+    cuts = stages.all_cuts(example())
+    assert (
+        len(cuts) == len(set(cuts)) == 1 + 3 + 3 * 3 + 1
+    )  # stages of 4; 2, 2; 2, 1, 1 in any order; 1, 1, 1, 1
+    assert all(sum(devices for _, devices in cut) == 4 for cut in cuts)
+    assert all([i for run, _ in cut for i in run] == [0, 1, 2, 3] for cut in cuts)
+    assert stages.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
+    assert (
+        stages.every_plan(example()).looked_at
+        == stages.space(example())
+        == 16**4 + 3 * 4**4 + 2 * 12 + 4 * 9 + 12 + 1
+    )
+
+
+def capped(search, problem):
+    """The problem in 8, 6 and 4 tenths of the memory of its fastest plan, as far as any plan fits."""
+    fastest, cases = search(replace(problem, memory_bytes=inf)).choice, []
+    for share in (0.8, 0.6, 0.4):
+        cases.append(replace(problem, memory_bytes=share * max(stages.peak_bytes(problem, fastest))))
+        try:
+            search(cases[-1])
+        except ValueError:
+            return cases[:-1]
+    return cases
+
+
+def test_piper():
+    """Time per sample is that of the best of all plans, for 6 layers on 4 devices within a memory, which at
+    last forces recomputation; the plan takes it and fits.
+    """
+    recomputed = []
+    for seed in range(3):
+        problem = blocks(seed, layers=6, words=("dp", "tp"))
+        for case in [replace(problem, memory_bytes=inf), *capped(piper.piper, problem)]:
+            found, best = piper.piper(case), piper.every_piper_plan(case)
+            assert found.cost == best.cost and found.looked_at < best.looked_at
+            times = [stages.stage_seconds(case, stage) for stage in found.choice]
+            assert (
+                max(times) == found.cost and max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            )
+            recomputed.append(any(option.again for stage in found.choice for option in stage.options))
+    assert any(recomputed) and not recomputed[0]
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        piper.piper(replace(problem, memory_bytes=1))
+
+
+def test_alpa():
+    """The integer program is exact, and takes Megatron's cut for a wide MLP, data parallelism for a wide batch;
+    stages and words are the best of all plans within memory; for equal blocks no plan is faster than the
+    best that a person would try, uniform in all of them.
+    """
+    fast = (Level(4, 2.0**34),)
+    words = lambda rows, width: [
+        o.words[0]
+        for o in program(
+            Problem(
+                (linear("up", 512, width), linear("down", width, 512)),
+                rows,
+                fast,
+                2.0**44,
+                words=("dp", "col", "row"),
+            )
+        )
+    ]
+    assert words(64, 8192) == ["col", "row"] and words(65536, 512) == ["dp", "dp"]
+    for seed in range(2):
+        problem = chain(seed, words=("dp", "col", "row"))
+        graph = problem.graph()
+        free = alpa.intra(graph)
+        assert free[0] == every(graph).cost == graph.cost(free[1])
+        cap = 0.9 * graph.bytes(free[1])
+        assert alpa.intra(graph, cap)[0] == every(graph, cap).cost and alpa.intra(graph, 1) is None
+        for case in (problem, *capped(alpa.alpa, problem)[:1]):
+            found = alpa.alpa(case)
+            assert found.cost == stages.every_plan(case).cost == stages.seconds(case, found.choice)
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        alpa.alpa(replace(problem, memory_bytes=1))
+    check_megatron()
+
+
+def program(problem):
+    graph = problem.graph()
+    return graph.choice(alpa.intra(graph)[1])
+
+
+def check_megatron():
+    """A GPT of equal blocks: pipeline, data and tensor degrees that are the same everywhere."""
+    for microbatches, rate in ((4, 2.0**32), (16, 2.0**33)):
+        gpt = Problem(
+            (block("block", 1024, 4096),) * 4,
+            512,
+            (Level(2, rate), Level(2, 2.0**35)),
+            2.0**44,
+            microbatches=microbatches,
+            words=("dp", "tp"),
+        )
+        manual = []
+        for cut in galvatron.even_cuts(gpt):
+            for words in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
+                plan = tuple(stages.Stage(run, devices, (Option(words),) * len(run)) for run, devices in cut)
+                manual.append(stages.seconds(gpt, plan))
+        assert alpa.alpa(gpt).cost == min(manual) < max(manual) / 1.4
+
+
+def test_aceso():
+    """On 4 layers and 4 devices it prices under 5 % of the plans there are, and ends within 5 % of the best."""
+    shares = []
+    for case in (example(), example(rows=512), *(chain(seed) for seed in (0, 4))):
+        found, best = aceso(case), stages.every_plan(case)
+        assert best.cost <= found.cost <= 1.05 * best.cost and found.cost == stages.seconds(
+            case, found.choice
+        )
+        assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+        shares.append(found.looked_at / best.looked_at)
+    assert max(shares) < 0.05
+    with pytest.raises(ValueError, match="found no plan in 1 bytes"):
+        aceso(replace(case, memory_bytes=1))
+
+
+def test_galvatron():
+    """22 candidates for 8 GPUs, of 34 before dp and sdp may not mix; on 4 layers the best of all plans that the
+    tree allows, within memory.
+    """
+    found = galvatron.candidates(8)
+    assert len(found) == len(set(found)) == 22 and len(galvatron.candidates(8, mixed=True)) == 34
+    assert [sum(pp == degree for pp, _ in found) for degree in (1, 2, 4, 8)] == [11, 7, 3, 1]
+    assert (1, ("dp", "tp", "dp")) not in found and (1, ("dp", "sdp", "tp")) not in found
+    with pytest.raises(ValueError, match="power of two"):
+        galvatron.candidates(6)
+    for seed in range(3):
+        problem = blocks(seed, levels=2 + (seed == 0))
+        for case in [problem, *capped(galvatron.galvatron, problem)]:
+            found = galvatron.galvatron(case)
+            best = stages.every_plan(case, galvatron.tree_options(case), galvatron.even_cuts(case))
+            assert found.cost == best.cost == stages.seconds(case, found.choice)
+            assert found.looked_at < best.looked_at
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+
+
+def test_galvatron_bmw():
+    """Within a memory never slower than Galvatron's plan, faster where it recomputes or cuts unevenly, and never
+    faster than the best of all plans with stages of equal devices.
+    """
+    faster = 0
+    for seed in range(3):
+        problem = blocks(seed, words=("sdp", "tp"))
+        for case in [problem, *capped(galvatron.galvatron, problem)]:
+            found, before = galvatron.galvatron_bmw(case), galvatron.galvatron(case)
+            best = stages.every_plan(case, galvatron.bmw_options(case), every_run(case))
+            assert best.cost <= found.cost <= before.cost and found.cost == stages.seconds(case, found.choice)
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            faster += found.cost < before.cost
+    assert faster >= 3
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        galvatron.galvatron_bmw(replace(problem, memory_bytes=1))
