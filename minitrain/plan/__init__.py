@@ -13,6 +13,7 @@ then   dapple, autopipe    where to cut a pipeline
        recompute_front, recompute_windows   what a layer keeps, bytes against time; behind messages (Lynx)
        tensor_split       operators in parts of the batch, results kept or made again, under a budget
        operator_order, memory_layout     the order that needs least memory; where every tensor lies
+       search/            searches of automatic parallelism, all on one problem
        casts              which operators are worth 16 bits, casts counted
        mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs, grid_choice           what the matrices of a layer cost on a grid; the fastest that fits

@@ -21,6 +21,7 @@ First  charts              what each rank does when, what fills its memory when,
        mesh                groups of a mesh in their nodes, who sends to whom, what an order costs
        memory              copies on links, memory with and without, what bytes cost in time
        address_space       where every block of memory lies, and the holes
+       searches            how much of its space each planner looked at
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them

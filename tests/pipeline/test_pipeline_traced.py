@@ -11,7 +11,7 @@ from minitrain.model.gpt import GPT
 from minitrain.pipeline.traced import flops, run, split, trace
 from tests.parallel import TOLERANCE, small
 
-CONFIG = small(num_layers=3, tied=False)
+CONFIG = small(num_layers=2, tied=False)
 
 
 def tokens_and_gradient():
@@ -53,21 +53,16 @@ def test_merak():
     assert sorted(name for some in grads for name in some) == sorted(wanted)  # each on one rank
     for name, found in (pair for some in grads for pair in some.items()):
         assert (found - wanted[name]).abs().max() <= TOLERANCE, name
-    check_balance(model, tokens)
+    traced = trace(model, tokens)
+    check_balance(model, tokens, traced)
     check_tied()
     with torch.device("meta"):
-        assert flopless(GPT(CONFIG), tokens) == flopless(model, tokens)
+        nothing = trace(GPT(CONFIG), tokens.to("meta"))
+    assert products(nothing) == products(traced)
 
 
-def flopless(model, tokens):
-    """The operators, but for what a meta tensor is asked."""
-    place = next(model.parameters()).device
-    graph = trace(model, tokens.to(place)).graph
-    return [
-        str(node.target)
-        for node in graph.nodes
-        if "assert" not in str(node.target) and node.op == "call_function"
-    ]
+def products(traced):
+    return [node.name for node in traced.graph.nodes if "linear" in str(node.target)]
 
 
 def stage_on_rank():
@@ -99,25 +94,24 @@ def stage_on_rank():
     return output, {names[id(parameter)]: parameter.grad for parameter in mine.parameters()}
 
 
-def check_balance(model, tokens):
-    traced = trace(model, tokens)
+def check_balance(model, tokens, traced):
     costs = flops(traced, tokens)
-    for count in (1, 2, 3, 4):
+    for count in (1, 2, 3):
         stages = split(traced, count, costs)
         assert len(stages) == count and sum(stage.flops for stage in stages) == sum(costs)
         assert (run(stages, tokens) == model(tokens)).all()
         assert all(before.gives == after.takes for before, after in zip(stages, stages[1:]))
         assert max(stage.flops for stage in stages) <= best_by_blocks(model, costs, count)
-    assert max(stage.flops for stage in split(traced, 2, costs)) < 1.2 * sum(costs) / 2
+    assert max(stage.flops for stage in split(traced, 2, costs)) < 1.1 * sum(costs) / 2
     with pytest.raises(ValueError, match="can be cut into"):
         split(traced, 1000, costs)
 
 
 def best_by_blocks(model, costs, stages):
-    """The slowest stage where whole blocks are dealt out: three alike, and a head."""
+    """The slowest stage where whole blocks are dealt out: two alike, and a head."""
     head = 2 * 16 * CONFIG.vocab_size * CONFIG.d_model
-    units = [(sum(costs) - head) // 3] * 3 + [head]
-    cuts = ([0, *cut, 4] for cut in combinations(range(1, 4), stages - 1))
+    units = [(sum(costs) - head) // 2] * 2 + [head]
+    cuts = ([0, *cut, 3] for cut in combinations(range(1, 3), stages - 1))
     return min(max(sum(units[a:b]) for a, b in zip(cut, cut[1:])) for cut in cuts)
 
 

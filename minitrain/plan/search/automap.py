@@ -2,13 +2,13 @@
 
     decide         cut a tensor along one of its dims over all devices           ("x1", "f1")
     propagate      y[m, g] = x[m, f] · W[f, g]: what shares the dim and is not decided yet is cut alike
-    sum            an operator whose f is cut: every device has a term of y, an all-reduce for who needs it whole
+    sum            an operator whose f is cut: every device has a term of y, summed for who needs it
 
-So one decision, the hidden units of an MLP, gives both its matrices their cuts, by columns and by rows. The
-tree's nodes are sets of decisions; Monte Carlo tree search (UCT) plays each to a drawn end, prices the layers'
-words with problem.py, and goes on where the mean is good.
-Alabed et al. 2022, arXiv:2210.06352; Schaarschmidt et al. 2021, arXiv:2112.02958, sections 3 and 4. Differs:
-they rank the tensors by a learned model; here those with most bytes come first, and one axis is searched.
+So one decision, the hidden units of an MLP, cuts both its matrices, by columns and by rows. The tree's nodes
+are sets of decisions; Monte Carlo tree search (UCT) plays each to a drawn end, prices the layers' words with
+problem.py, and goes on where the mean is good. Alabed et al. 2022, arXiv:2210.06352; Schaarschmidt et al.
+2021, arXiv:2112.02958, sections 3 and 4. Differs: they rank the tensors by a learned model; here those with
+most bytes come first, and one axis is searched.
 """
 
 import math
@@ -99,7 +99,7 @@ def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float
 
 
 def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) -> tuple[dict, bool]:
-    """One node further: the first that is new, else by upper confidence bound (UCT). To stop is a move too."""
+    """One node further: the first that is new, else by upper confidence bound. To stop is a move too."""
     ways = [propagate({**cuts, name: dim}, len(problem.layers)) for name, dim in decisions(cuts, problem)]
     nodes = [(frozenset(way.items()), False) for way in ways] + [(frozenset(cuts.items()), True)]
     log_visits = math.log(tree[path[-1]][0])

@@ -1,13 +1,13 @@
-"""DeepSpeed-Autotuning: what a memory model says will not fit is never run; of the rest few are, for each stage.
+"""DeepSpeed-Autotuning: what a memory model says will not fit is never run, and of the rest few are.
 
-    memory     ZeRO's bytes of states at this stage  +  kept activations of a microbatch      must be <= memory
+    memory     ZeRO's bytes of states at this stage  +  kept activations of a microbatch
     tuning     for each ZeRO stage the microbatch size halves, from the largest that fits, until it is slower
     run        a step of the job, timed; here simulated: launches, FLOPs and bytes, one after the other
 
     bytes sent by each of n devices in a step of m microbatches, in units of (n-1)/n of the parameters
     stage 0, 1: 2          2: m + 1          3: 3·m           (proved against dry runs of data_parallel/)
 
-Microsoft 2021, DeepSpeed tutorial "Autotuning". Differs: its third tuner, a model learned from runs, is left out.
+Microsoft 2021, DeepSpeed tutorial "Autotuning". Differs: its tuner by a learned model is left out.
 """
 
 from collections.abc import Callable

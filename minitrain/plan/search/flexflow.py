@@ -49,14 +49,18 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
         third = problem.compute_seconds(layer, choice[j], levels) / 3
         tasks.append(Task(("F", j), "compute", third, needs + ready))
         needs = sent(("to", j), edges[j][0], (("F", j),))
+    sums = ()
     for j in range(last, -1, -1):
         often, once = problem.weight_bytes(problem.layers[j], words[j], levels)
         needs = sent(("back to", j), edges[j][1], needs)
         ready = sent(("again", j), [size / 3 for size in often], ())
+        if sums:
+            sent(*sums)  # behind what the next backward waits for
         two_thirds = 2 * problem.compute_seconds(problem.layers[j], choice[j], levels) / 3
         tasks.append(Task(("B", j), "compute", two_thirds, needs + ready))
         needs = (("B", j),)
-        sent(("sum", j), [a / 3 + b / problem.microbatches for a, b in zip(often, once)], needs)
+        sums = ("sum", j), [a / 3 + b / problem.microbatches for a, b in zip(often, once)], needs
+    sent(*sums)
     return tasks
 
 
@@ -128,8 +132,8 @@ def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: di
 
 
 def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> Found:
-    """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth of
-    the start."""
+    """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth
+    of the start."""
     priced: dict[tuple[Option, ...], float] = {}
     for _ in walk(problem, steps, beta, seed, priced):
         pass

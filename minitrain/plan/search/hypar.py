@@ -3,8 +3,8 @@
     outermost level   dynamic programming over the layers: dp or row for each           2^L choices
     next level        the same for what each half has to do, given the words so far     2^L choices, and so on
 
-Exact on each level, by the same sums that an enumeration of its 2^L choices would find; level after level is a
-heuristic. Convolutions (few weights, many activations) become data-parallel, wide products model-parallel.
+Exact on each level, as an enumeration of its 2^L choices would be; level after level is a heuristic.
+Convolutions (few weights, many activations) become data-parallel, wide products model-parallel.
 Song et al. 2019, arXiv:1901.02067, sections 3 and 4. Differs: sums that the next layer wants cut are
 reduce-scattered.
 """

@@ -1,6 +1,6 @@
 """nnScaler: three primitives build every plan, and constraints of an expert leave few of them to search.
 
-    op_trans(program, name, parts)      an operator becomes parts of it: microbatches, or shards of what it has
+    op_trans(program, name, parts)      an operator becomes parts of it: microbatches, or shards
     op_assign(program, name, device)    who computes it
     op_order(program, first, then)      what a device does first
 
@@ -77,8 +77,8 @@ def in_row(program: Program, names: Sequence[str]) -> dict[str, Operator]:
 
 
 def times(program: Program) -> dict[str, float]:
-    """When each operator ends; a device does what is ready in the order of the program. ValueError: no device,
-    or orders and needs in a circle."""
+    """When each operator ends; a device does what is ready in the program's order. ValueError: no device, or
+    orders and needs in a circle."""
     if lost := [name for name, operator in program.items() if operator.device is None]:
         raise ValueError(f"{lost[0]} has no device; assign it")
     ends, free, left = {}, {}, dict(program)

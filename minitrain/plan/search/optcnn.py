@@ -1,6 +1,6 @@
 """OptCNN: a graph of layers is made smaller, without loss, until what is left can be tried out.
 
-    node elimination    i -> j -> k, nothing else at j    becomes an edge  i -> k:  for every (a, c) the best b
+    node elimination    i -> j -> k, nothing else at j    becomes an edge i -> k: for every (a, c) the best b
     edge elimination    two edges i -> k                  become one:      their sum
 
 A chain shrinks to two layers, and so does every graph of branches that part and join again; O(L·C³) sums for

@@ -2,10 +2,10 @@
 
     A(l, d, s)   the slowest stage of layers l.. on d devices in s stages
                = min over ends e and devices h of  max(inner(l..e, h, s), A(e, d-h, s-1))
-    inner        the fastest (dp, tp) of a stage: for each layer tensor-parallel or not, again or not, within memory
+    inner        the fastest (dp, tp) of a stage: for each layer tp or not, again or not, within memory
 
-A stage with s-1 behind it holds s microbatches, hence the s. A(0, d, s) is the least of any s. Here layers are
-a chain, whose downsets are its beginnings.
+A stage with s-1 behind it holds s microbatches, hence the s. The plan is the best of any s. Here layers are a
+chain, whose downsets are its beginnings.
 Tarnawski, Narayanan, Phanishayee 2021, arXiv:2106.06590 (NeurIPS), section 4. Differs: the inner problem is
 solved exactly, by fronts of (seconds, bytes); the paper's knapsack is a heuristic.
 """
@@ -16,22 +16,13 @@ from itertools import product
 from math import inf
 
 from minitrain.plan.search.problem import SHARED, Found, Level, Option, Problem
-from minitrain.plan.search.stages import (
-    Cut,
-    Plan,
-    Stage,
-    all_cuts,
-    message_seconds,
-    plans,
-    sizes_of,
-    stage_graph,
-)
+from minitrain.plan.search.stages import Cut, Plan, Stage, all_cuts, message_seconds, sizes_of, stage_graph
 from minitrain.plan.search.tensoropt import frontier
 
 
 def options_of(problem: Problem, levels: Sequence[Level], replicated: int) -> list[Option]:
-    """Of a stage whose first `replicated` levels are data-parallel: on the others the problem's tensor-parallel
-    words, or all the same."""
+    """Of a stage whose first `replicated` levels are data-parallel: on the others a tensor-parallel word, or
+    all the same."""
     inside = [*(word for word in problem.words if word in SHARED), "all"]
     words = dict.fromkeys(("dp",) * replicated + (word,) * (len(levels) - replicated) for word in inside)
     again = (False, True) if any(layer.keeps for layer in problem.layers) else (False,)

@@ -164,7 +164,7 @@ class Problem:
         return often, once
 
     def edge_bytes(self, source: Layer, words, then, levels: Sequence[Level]) -> tuple[list, list]:
-        """(forward, backward) of the activation from a layer with `words` to one with `then`; None: the end."""
+        """(forward, backward) of the activation from a layer with `words` to one with `then` or the end."""
         size = source.gives * self.rows * self.element_bytes
         y, dy = [WORDS[word].y for word in words], [WORDS[word].dy for word in words]
         x = [self.ends] * len(levels) if then is None else [WORDS[word].x for word in then]
@@ -239,8 +239,8 @@ class Graph:
 
 
 def graph_of(problem: Problem, layers: range, levels, options=None, unit="seconds", in_flight=1) -> Graph:
-    """`unit`: seconds of a microbatch, or bytes that a device sends in a step of one microbatch. `options`: the
-    same for every layer. Edges that leave the layers are not in it; the last one gives rows, or `ends`."""
+    """`unit`: seconds of a microbatch, or bytes that a device sends in a step of one. `options`: the same for
+    every layer. Edges that leave the layers are not in it; the last one gives rows, or `ends`."""
     one_of(("seconds", "bytes"), unit=unit)
     options = problem.options(levels) if options is None else list(options)
     counted = unit == "bytes"

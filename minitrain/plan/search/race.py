@@ -1,9 +1,11 @@
 """All searches on one instance, each beside every choice of its own space, priced one by one.
 
-    print(table(race(example())))        name, unit, cost, gap to the best there is, looked at, share of the space
+    print(table(race(example())))        cost, gap to the best there is, looked at, share of the space
 
 Spaces differ: a layer's words (with memory or without), placements of whole layers, cuts of tensors, stages.
 So costs compare where the unit does and the space is the same; gap and share say how good a search is.
+Dynamic programming prices partial choices: where the space is small they may be more than there are whole
+ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,28 +67,30 @@ def entrants(problem: Problem) -> Iterator[tuple[str, str, Callable[[], Found], 
     slowest = min(level.bytes_per_s for level in problem.levels)
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
     tree, even = galvatron.tree_options(problem), galvatron.even_cuts(problem)
-    again, of_layers = galvatron.bmw_options(problem), every_run(problem)
-    shapes, rates, graph = as_products(flat)
-    two = two_stages(problem)
-    for name, unit, search, truth in [
-        ("OptCNN", "microbatch", lambda: optcnn(free), lambda: exhaustive(free)),
-        ("TensorOpt", "microbatch", lambda: tensoropt(problem), lambda: exhaustive(problem)),
-        ("FlexFlow", "simulated", lambda: flexflow.flexflow(soap), lambda: every_simulated(soap)),
-        ("HyPar", "bytes", lambda: hypar.hypar(free), lambda: hypar.hypar(free, every)),
-        ("AutoDDL", "bytes", lambda: autoddl(free), lambda: exhaustive(free, "bytes")),
-        ("Tofu", "elements", lambda: tofu.tofu(problem), lambda: tofu.every_halving(problem)),
-        ("RL placement", "simulated", lambda: placement.reinforce(problem), lambda: every_placement(problem)),
-        ("Automap", "microbatch", lambda: automap.automap(flat), lambda: every_cut(flat)),
-        ("Unity", "microbatch", lambda: unity.optimize(graph, shapes, rates), lambda: unity.every_graph(graph, shapes, rates)),
-        ("Piper", "slowest", lambda: piper.piper(problem), lambda: piper.every_piper_plan(problem)),
-        ("Alpa", "step", lambda: alpa.alpa(problem), lambda: stages.every_plan(problem)),
-        ("Aceso", "step", lambda: aceso.aceso(problem), lambda: stages.every_plan(problem)),
-        ("Galvatron", "step", lambda: galvatron.galvatron(problem), lambda: stages.every_plan(problem, tree, even)),
-        ("Galvatron-BMW", "step", lambda: galvatron.galvatron_bmw(problem), lambda: stages.every_plan(problem, again, of_layers)),
-        ("nnScaler", "simulated", lambda: nnscaler.search(*two), lambda: nnscaler.search(*two[:3])),
-        ("DeepSpeed-Autotuning", "simulated", lambda: autotuning.autotune(problem), lambda: autotuning.every_config(problem)),
-    ]:  # fmt: skip
-        yield name, unit, search, truth
+    again, products, two = galvatron.bmw_options(problem), as_products(flat), two_stages(problem)
+    all_plans = lambda *space: lambda: stages.every_plan(problem, *space)
+    yield "OptCNN", "microbatch", lambda: optcnn(free), lambda: exhaustive(free)
+    yield "TensorOpt", "microbatch", lambda: tensoropt(problem), lambda: exhaustive(problem)
+    yield "FlexFlow", "simulated", lambda: flexflow.flexflow(soap), lambda: every_simulated(soap)
+    yield "HyPar", "bytes", lambda: hypar.hypar(free), lambda: hypar.hypar(free, every)
+    yield "AutoDDL", "bytes", lambda: autoddl(free), lambda: exhaustive(free, "bytes")
+    yield "Tofu", "elements", lambda: tofu.tofu(problem), lambda: tofu.every_halving(problem)
+    yield "RL placement", "simulated", lambda: placement.reinforce(problem), lambda: every_placement(problem)
+    yield "Automap", "microbatch", lambda: automap.automap(flat), lambda: every_cut(flat)
+    yield "Unity", "microbatch", lambda: unity.optimize(*products), lambda: unity.every_graph(*products)
+    yield "Piper", "slowest", lambda: piper.piper(problem), lambda: piper.every_piper_plan(problem)
+    yield "Alpa", "step", lambda: alpa.alpa(problem), all_plans()
+    yield "Aceso", "step", lambda: aceso.aceso(problem), all_plans()
+    yield "Galvatron", "step", lambda: galvatron.galvatron(problem), all_plans(tree, even)
+    yield (
+        "Galvatron-BMW",
+        "step",
+        lambda: galvatron.galvatron_bmw(problem),
+        all_plans(again, every_run(problem)),
+    )
+    yield "nnScaler", "simulated", lambda: nnscaler.search(*two), lambda: nnscaler.search(*two[:3])
+    tuned = lambda: autotuning.autotune(problem)
+    yield "DeepSpeed-Autotuning", "simulated", tuned, lambda: autotuning.every_config(problem)
 
 
 def every_simulated(problem: Problem) -> Found:
@@ -115,23 +119,21 @@ def every_run(problem: Problem) -> list[stages.Cut]:
 
 
 def as_products(problem: Problem):
-    """The chain as Unity's graph: shapes, rates and x·W0·W1.."""
+    """The chain for Unity: x·W0·W1.., shapes and rates."""
     graph, shapes = ("input", "x"), {"x": (problem.rows, problem.layers[0].takes)}
     for i, layer in enumerate(problem.layers):
         graph, shapes[f"W{i}"] = ("matmul", graph, ("weight", f"W{i}")), (layer.takes, layer.gives)
     rates = unity.Rates(problem.devices, problem.flops_per_s, problem.levels[0].bytes_per_s)
-    return shapes, rates, graph
+    return graph, shapes, rates
 
 
 def two_stages(problem: Problem):
     """nnScaler's program, two devices and what fits, then the constraints: the layers in two halves, forward
     and backward of two microbatches. A device has room for the weights of one half."""
-    half, third = len(problem.layers) // 2, problem.rows / problem.flops_per_s
-    flops = [
-        sum(layer.flops for layer in problem.layers[:half]),
-        sum(layer.flops for layer in problem.layers[half:]),
-    ]
-    return nnscaler.pipeline_program(flops[0] * third, flops[1] * third)
+    half, times = len(problem.layers) // 2, [layer.flops * problem.rows for layer in problem.layers]
+    return nnscaler.pipeline_program(
+        *(sum(some) / problem.flops_per_s for some in (times[:half], times[half:]))
+    )
 
 
 def table(rows: list[Row]) -> str:

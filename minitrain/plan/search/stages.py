@@ -3,9 +3,9 @@
     T = sum of t_i + (B - 1) · max of t_i        B microbatches, t_i forward and backward of one in stage i
 
 Exact for GPipe where all backwards are as many times their forwards, messages included in t_i (proved against
-pipeline/simulate.py); 1F1B with uneven stages takes up to a fifth less. Stage i of S holds min(B, S - i) microbatches, as in 1F1B. Its input arrives over the
-outermost links, 1/d at each of its d devices, and a gradient leaves likewise.
-Zheng et al. 2022 (Alpa), arXiv:2201.12023, section 5.1.
+pipeline/simulate.py); 1F1B with uneven stages takes up to a fifth less. Stage i of S holds min(B, S - i)
+microbatches, as in 1F1B. Its input arrives over the outermost links, 1/d at each of its d devices, and a
+gradient leaves likewise. Zheng et al. 2022 (Alpa), arXiv:2201.12023, section 5.1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

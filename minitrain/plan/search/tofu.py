@@ -1,12 +1,12 @@
-"""Tofu: every tensor is cut in halves, step after step, and every operator along one index of its description.
+"""Tofu: every tensor is halved, step after step, and every operator along one index of its description.
 
     y = x·W      "mk,kn->mn"        dx = dy·Wᵀ   "mn,kn->mk"        dW = xᵀ·dy   "mk,mn->kn"
 
-From such descriptions alone follows what a worker must fetch. Cut along an index, an operator needs half of an
-input that has the index, all of another; an output without it is a sum of two terms. Of what it needs a
+From such descriptions alone follows what a worker must fetch. Cut along an index, an operator needs half of
+an input that has the index, all of another; an output without it is a sum of two terms. Of what it needs a
 worker has a part: the half it stores, or a quarter where the two halves are of different indices. Hence
 
-    elements moved by a worker = sum over tensors of  T·product over steps of needed share  -  stored part of it
+    elements moved by a worker = sum over tensors of (what it needs - what it stores of that)
 
 Coarsened: a gradient is cut like its tensor, so a step has one choice per activation and matrix, and dynamic
 programming from the first layer to the last. k steps for 2^k workers, each with the former ones fixed.
@@ -27,7 +27,7 @@ Cuts = tuple[str, ...]  # a letter for each step, the first outermost
 
 
 class Halved(NamedTuple):
-    """How each is cut, step by step: the L + 1 activations, the L matrices, and {(layer, operator): indices}."""
+    """How each is cut, step by step: L + 1 activations, L matrices, and {(layer, operator): indices}."""
 
     activations: tuple[Cuts, ...]
     matrices: tuple[Cuts, ...]

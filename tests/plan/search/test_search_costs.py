@@ -13,9 +13,6 @@ from minitrain import collectives, launch
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
-from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.search import stages
 from minitrain.plan.search.problem import CUT, WORDS, Level, Option, Problem, block, linear
 from minitrain.simulate.machines import Link, machine
 from minitrain.simulate.replay import replay
@@ -300,7 +297,7 @@ def test_levels_of_other_sizes():
     """The same account of one rank of 8 on 2 x 4, 4 x 2 and 2 x 2 x 2, in a dry run."""
     for degrees in ((2, 4), (4, 2), (2, 2, 2)):
         case = problem(degrees)
-        for seed in range(2):
+        for seed in range(1):
             words = drawn_words(seed, degrees, case.layers)
             worst, sent, *held, ledger = dryrun.run(run, case, words, False, rank=5, ranks=8)
             check(case, seed, (worst, sent, *held, None))
