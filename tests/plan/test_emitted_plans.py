@@ -360,7 +360,7 @@ def test_a_command_that_somebody_else_wrote():
       --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --vocab-size 50257
       --global-batch-size 64 --tensor-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 6
       --pipeline-model-parallel-size 2 --lr=0.00015 --bf16 --recompute-activations --save /x --data-path a b --use-flash-attn"""
-    job, left = megatron.read(text.replace("=4", " 4"))
+    job, left = megatron.read(text)
     strategy = Strategy(
         dp=2,
         tp=2,
@@ -432,6 +432,9 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
         "6 ranks are no multiple of tp · pp · cp = 4": lambda: megatron.read(
             f"torchrun --nproc-per-node 6 x.py {COMMAND} --tensor-model-parallel-size 4"
         ),
+        "--nproc-per-node gpu: say how many, dp follows": lambda: megatron.read(
+            f"torchrun --nproc-per-node gpu x.py {COMMAND}"
+        ),
         "--global-batch-size 3 and --micro-batch-size 1 on dp=2 ranks": lambda: megatron.read(
             f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3"
         ),
@@ -468,6 +471,9 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
         ),
         "zero_optimization.stage = '2'; it is int": lambda: deepspeed.read(
             '{"zero_optimization": {"stage": "2"}}', SIZES_OF
+        ),
+        "zero_optimization.stage = True; it is int": lambda: deepspeed.read(
+            '{"zero_optimization": {"stage": true}}', SIZES_OF
         ),
         "DeepSpeed: no JSON": lambda: deepspeed.read("{", SIZES_OF),
         "the JSON is list": lambda: deepspeed.read("[]", SIZES_OF),
@@ -604,6 +610,7 @@ def test_names_are_flat_and_what_has_no_effect_is_the_default():
         job.values() == Job(same, MODELS["Mixtral"], 4, 8).values()
         and job.values()["expert_width"] == MODELS["Mixtral"].d_ff
     )
+    assert job.values()["loss_scale_window"] == 7, "it has an effect"
     assert from_values(job.values()).values() == job.values()
     assert from_values({}).strategy == Strategy() and asdict(from_values({}).model) == asdict(GPTConfig())
     with pytest.raises(ValueError, match="a plan has no 'zeroo'; did you mean 'zero'?"):

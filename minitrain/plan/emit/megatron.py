@@ -32,7 +32,7 @@ from minitrain.precision.policies import FIRST_SCALE
 
 PAD = "--make-vocab-size-divisible-by"
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher
-LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}
+LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}  # of torchrun, whose product it is
 
 
 def _dp(options: Options, values: Values) -> Values:
@@ -282,7 +282,10 @@ def read(text: str) -> tuple[Job, Options]:
     """Of a command line; without a launcher in front it is for as many ranks as its sizes ask for."""
     words, ranks, options, name = shlex.split(text.replace("\\\n", " ")), 1, {}, None
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
-    for word, after in zip(words[:script], words[1:]) if script > 0 else ():
+    before = [part for word in words[: max(script, 0)] for part in word.split("=")]
+    for word, after in zip(before, before[1:]):
+        if word in LAUNCHER and not after.isdigit():
+            raise ValueError(f"{word} {after}: say how many, dp follows from it")
         ranks *= int(after) if word in LAUNCHER else 1
     for word in words[script + 1 :]:
         if word.startswith("--"):
