@@ -174,10 +174,8 @@ def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Cal
         case "exp":
             return new(called, "product", pair, (dy, op.name))
         case "reciprocal":  # -y² · dy
-            square = new(
-                f"{called}.square", "product", f"{pair[: -len(term) - 2]},{alone}", (dy, op.name, op.name)
-            )
-            return new(called, "negate", alone, (square,))
+            plain = new(f"{called}.plain", "product", f"{term},{pair}", (dy, op.name, op.name))
+            return new(called, "negate", alone, (plain,))
     raise AssertionError(op.function)
 
 

@@ -12,7 +12,8 @@ Each word changes one module of one model, by a hook, a parameter or an attribut
 their source stay as they are, and so does every other model made of them. `schedule.done` lists the words.
 `step` runs stages over ranks with one batch (gradients of a stage stay where it is).
 
-Sends what is said: an all-reduce in forward or backward for each `sync`, x and dx for each `cut`.
+Sends what is said: an all-reduce in forward or backward for each `sync`, x and dx for each `cut`; what is
+computed again sends its forward's again, but for the last product's, which the second pass does not reach.
 Chen et al. 2024, Slapo, arXiv:2302.08005, section 3. Differs: nothing is traced, so fuse() is for modules
 that hand their matrices to `project`, and a stage ends behind a layer of a list.
 """

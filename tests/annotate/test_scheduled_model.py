@@ -84,7 +84,7 @@ def without_ledger(outcome):
     loss, grads, ledger, done, classes = outcome
     calls = [(event.op, event.axis) for event in ledger.events if isinstance(event, Issue)]
     products = sum(isinstance(event, Compute) and event.name == "mm" for event in ledger.events)
-    sent = {axis: ledger.sent_bytes("all_reduce", axis) for axis in ("tp", "pp")}
+    sent = {"tp": ledger.sent_bytes("all_reduce", "tp"), "pp": ledger.sent_bytes("send", "pp")}
     return loss, grads, calls, products, sent, ledger.peak_by_kind["activations"], done, classes
 
 
@@ -116,6 +116,12 @@ def test_slapo():
     outcomes = launch.run(rank, ranks=4)
     assert farthest(outcomes) < 1e-12
     kinds = [type(module) for module in fresh().modules()]
+    x_bytes = Problem().batch_sizes[0] * Problem().length * CONFIG.d_model * 8
+    for _, _, calls, _, sent, *_ in outcomes:
+        assert sent["pp"] == x_bytes, "x one way, dx the other"
+        assert calls.count(("all_reduce", "tp")) == 2 + 2 + 1, (
+            "a block on each stage; attention's sum is sent again"
+        )
     for *_, done, classes, after, again in outcomes:
         assert classes == kinds and again == reference
         assert after == [(source, own.keys()) for source, own in before]

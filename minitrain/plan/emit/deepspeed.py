@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 
-from minitrain.plan.emit.job import MODEL, Job, Values
+from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
     Made,
@@ -37,9 +37,6 @@ STAGE, BUCKET = "zero_optimization.stage", "zero_optimization.reduce_bucket_size
 OPTIMIZER, PARAMETERS = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
 GRADIENTS = "data_types.grad_accum_dtype"
 POWER, WINDOW = "fp16.initial_scale_power", "fp16.loss_scale_window"
-EXPERTS = (
-    "num_experts top_k router expert_width shared_experts expert_every dense_first capacity_factor".split()
-)
 
 
 def _write_batch(values: Values) -> Options:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import tomllib
 
-from minitrain.plan.emit.job import MODEL, Job, Values
+from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
     Made,
@@ -31,11 +31,8 @@ from minitrain.plan.emit.table import (
 )
 
 P, T = "parallelism.", "training."
-REPLICAS, SHARDS, RESHARD = (
-    f"{P}data_parallel_replicate_degree",
-    f"{P}data_parallel_shard_degree",
-    f"{P}fsdp_reshard_after_forward",
-)
+REPLICAS, SHARDS = (f"{P}data_parallel_{what}_degree" for what in ("replicate", "shard"))
+RESHARD = f"{P}fsdp_reshard_after_forward"
 STAGES, PER_STAGE = f"{P}pipeline_parallel_degree", f"{P}pipeline_parallel_layers_per_stage"
 FIRST, LAST = (f"{P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
 NAME, MICRO = f"{P}pipeline_parallel_schedule", f"{P}pipeline_parallel_microbatch_size"
@@ -45,10 +42,6 @@ SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 SCHEDULES |= {"zb_interleaved": "InterleavedZeroBubble", "zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
 TWO = ("zb_v", "dualpipe_v")  # stages per rank
 CORES = {"gathered": "allgather", "ring": "alltoall"}
-EXPERTS = (
-    "num_experts top_k router expert_width shared_experts expert_every dense_first balance_alpha".split()
-)
-EXPERTS += "z_alpha bias_speed route_nodes node_limit route_scale capacity_factor".split()
 
 
 def _write_data(values: Values) -> Options:
