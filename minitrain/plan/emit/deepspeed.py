@@ -27,6 +27,7 @@ from minitrain.plan.emit.table import (
     joined,
     nested,
     power_of_two,
+    ranks_in,
     rows_of_microbatch,
     split,
 )
@@ -109,6 +110,7 @@ BESIDE |= {"recompute": "deepspeed.checkpointing.checkpoint around each block"}
 SYSTEM = System(
     "deepspeed",
     rows=[
+        ranks_in("pp-dp-cp-tp"),
         Made(("dp", "rows", "microbatches"), (ROWS, MICRO, STEPS), _write_batch, _batch),
         Made(("zero",), (STAGE,), _write_stage, lambda options, values: {"zero": options.get(STAGE, 0)}),
         Same("tp", "tensor_parallel.autotp_size", 1),
@@ -137,6 +139,7 @@ SYSTEM = System(
         flag("recompute_partition", "activation_checkpointing.partition_activations"),
     ],
     noted={
+        "order": "its ranks are in the order pp-dp-cp-tp",
         "ep_node": "its dispatcher does not cross to a node first",
         "ep_chunks": "rows travel to experts at once",
         "ep_travel": "tokens travel to experts, never experts to tokens",

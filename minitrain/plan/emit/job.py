@@ -53,7 +53,7 @@ class Job:
         found["offload"] = "+".join(sorted(self.strategy.offloads)) or "none"
         if found["loss_scale"] == FIRST_SCALE and self.strategy.policy.scales:
             found["loss_scale"] = 0.0
-        return found | {name: DEFAULTS[name] for name in without_effect(self)}
+        return settled(found | {name: DEFAULTS[name] for name in without_effect(self)})
 
 
 def without_effect(job: Job) -> set[str]:
@@ -66,6 +66,16 @@ def without_effect(job: Job) -> set[str]:
         ("bucket_bytes",) if strategy.dp * strategy.cp == 1 else (),
         ("rope_theta", "rope_fraction") if model.positions != "rope" else (),
     )
+
+
+def settled(values: Values) -> Values:
+    """An order of ranks that only moves axes of one rank is the default."""
+
+    def real(order: str) -> list[str]:
+        return [axis for axis in order.split("-") if values[axis] > 1]
+
+    same = real(values["order"]) == real(DEFAULTS["order"])
+    return values | {"order": DEFAULTS["order"]} if same else values
 
 
 def from_values(values: Mapping[str, object]) -> Job:

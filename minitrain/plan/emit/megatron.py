@@ -189,6 +189,7 @@ SYSTEM = System(
             _write_context,
             _context,
         ),
+        Cases(("order",), [(("dp-pp-cp-tp",), {"--use-tp-pp-dp-mapping": True}), (("pp-dp-cp-tp",), {})]),
         Made(("dp",), (RANKS,), lambda v: {RANKS: v["dp"] * v["tp"] * v["pp"] * v["cp"]}, _dp),
         Made(("rows", "microbatches"), ("--micro-batch-size", "--global-batch-size"), _write_batch, _batch),
         Made(("zero", "node"), (*ZERO[3], COPIES), _write_zero, _zero),
@@ -244,6 +245,7 @@ SYSTEM = System(
         ),
     ],
     noted={
+        "order": "its ranks are in one of two orders, dp-pp-cp-tp or pp-dp-cp-tp",
         "bucket_bytes": "its buckets are counted in parameters (--ddp-bucket-size)",
         "overlap": "--tp-comm-overlap goes with --sequence-parallel only",
         "ep_node": "its dispatcher does not cross to a node first",
@@ -263,7 +265,7 @@ SYSTEM = System(
     --add-qkv-bias --fp32-residual-connection --apply-query-key-layer-scaling --use-torch-fsdp2
     --rampup-batch-size --softmax-type
     --pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
-    --moe-input-jitter-eps --expert-tensor-parallel-size --use-tp-pp-dp-mapping""".split(),
+    --moe-input-jitter-eps --expert-tensor-parallel-size""".split(),
 )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minitrain.model.fields import meant
-from minitrain.plan.emit.job import DEFAULTS, Job, Values, from_values
+from minitrain.plan.emit.job import DEFAULTS, Job, Values, from_values, settled
 
 Options = dict[str, object]
 BESIDE = "beside."  # before the name of a value that is said in code, not in an option
@@ -131,7 +131,7 @@ class System:
         found = dict(DEFAULTS)
         for row in self.all_rows:
             found |= row.read(options, found)
-        return found
+        return settled(found)
 
     @property
     def name(self) -> str:
@@ -199,6 +199,11 @@ def split(options: Options) -> tuple[Options, Values]:
 
 def joined(options: Options, beside: Values) -> Options:
     return options | {f"{BESIDE}{name}": value for name, value in beside.items()}
+
+
+def ranks_in(order: str) -> Made:
+    """Of a system whose ranks stand in one order."""
+    return Made(("order",), (), lambda values: {}, lambda options, values: {"order": order})
 
 
 def flag(ours: str, theirs: str) -> Cases:

@@ -26,6 +26,7 @@ from minitrain.plan.emit.table import (
     check_stages,
     flat,
     joined,
+    ranks_in,
     rows_of_microbatch,
     split,
 )
@@ -148,6 +149,7 @@ BESIDE = dict.fromkeys((*MODEL, *EXPERTS), "model.flavor")
 SYSTEM = System(
     "torchtitan",
     rows=[
+        ranks_in("pp-dp-cp-tp"),
         Made(("dp", "zero", "node"), (REPLICAS, SHARDS, RESHARD), _write_data, _data),
         Made(
             ("tp", "ep", "sequence_parallel"),
@@ -186,6 +188,7 @@ SYSTEM = System(
         Cases(("offload",), [(("none",), {}), (("optimizer+parameters",), {f"{T}enable_cpu_offload": True})]),
     ],
     noted={
+        "order": "its ranks are in the order pp-dp-cp-tp",
         "bucket_bytes": "its unit of communication is a block",
         "ep_node": "its dispatcher does not cross to a node first",
         "ep_chunks": "rows travel to experts at once",
