@@ -60,9 +60,9 @@ def flash_2(fast_elements=A100_ELEMENTS, memory=UNCOUNTED, order: Sequence[int] 
 
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """Tokens of an outer and an inner tile for heads of this width: ceil(M/4d) and min(that, d)."""
-    counts(width=width)
     if not 1 <= fast_elements <= 1 << 60:
         raise ValueError(f"a fast memory of {fast_elements} elements; an A100 has {A100_ELEMENTS} of 2 bytes")
+    counts(width=width)
     outer = -(-fast_elements // (4 * width))
     return outer, min(outer, width)
 

@@ -24,9 +24,9 @@ def wide(x: Tensor) -> torch.dtype:
 
 def pieces(length: int, size: int) -> list[slice]:
     """0 .. length in runs of `size`, the last one perhaps shorter."""
-    whole(0, MOST, length=length)
     if size < 1:
         raise ValueError(f"tiles of {size} tokens; a tile has 1 or more")
+    whole(0, MOST, length=length)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

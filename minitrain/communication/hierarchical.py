@@ -35,9 +35,9 @@ from minitrain.communication.schedule import Schedule, in_parallel, mirror, plac
 
 def nodes_of(n: int, per_node: int) -> list[range]:
     """[node] -> its ranks, numbered node by node."""
-    counts(n=n)
     if per_node < 1 or n % per_node:
         raise ValueError(f"n={n} ranks do not fill nodes of {per_node}; choose a divisor of {n}")
+    counts(n=n)
     return [range(first, first + per_node) for first in range(0, n, per_node)]
 
 

@@ -55,16 +55,16 @@ def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, t
 
 def steps(algorithm: str, n: int, pieces: int = 1) -> int:
     """Messages that follow one another, at any n; `pieces` concerns the double tree."""
-    counts(pieces=pieces)
     _check(algorithm, n)
+    counts(pieces=pieces)
     return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
+    _check(algorithm, n)
     amounts(size_bytes=size_bytes)
     counts(pieces=pieces)
-    _check(algorithm, n)
     messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 

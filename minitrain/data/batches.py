@@ -192,9 +192,9 @@ def random_tokens(
     """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
     hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
     valid tokens."""
-    counts(batch_size=batch_size, length=length, vocab=vocab)
     if length < 1 or vocab < 1:
         raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
+    counts(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.
     seeds = [torch.Generator().manual_seed(_hash(f"{seed}/{step}/{row}")) for row in rows]

@@ -24,9 +24,9 @@ def keep_first_of_each(
     documents: Sequence[str], threshold: float = 0.7, words: int = 5, bands: int = 16, rows: int = 4
 ) -> list[int]:
     """Numbers of the documents to keep, in order: each that is no near-duplicate of one kept before it."""
-    counts(words=words, bands=bands, rows=rows)
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold}: a share of common shingles, in (0, 1]")
+    counts(words=words, bands=bands, rows=rows)
     kept: list[int] = []
     sets: dict[int, set[str]] = {}
     in_band: dict[tuple, list[int]] = defaultdict(list)  # (band, its minima) -> kept documents that have them

@@ -177,7 +177,7 @@ def checkfreq_steps(
 
     A snapshot hides behind the forward and backward that follow, all of a step but its update.
     """
-    if not 0 < budget or not 0 <= update_s < step_s or not 0 <= snapshot_s + persist_s < inf:
+    if not 0 < budget or not 0 <= update_s < step_s or min(snapshot_s, persist_s) < 0 or persist_s == inf:
         given = f"{step_s=}, {update_s=}, {snapshot_s=}, {persist_s=}, {budget=}"
         raise ValueError(f"{given}: need an update shorter than the step, and a budget above 0, as 0.035")
     stall_s = max(0, snapshot_s - (step_s - update_s))

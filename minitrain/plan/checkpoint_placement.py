@@ -34,8 +34,8 @@ Ways = list[int]  # at k: the sets of k failed machines that lose nothing
 
 def groups(machines: int, replicas: int) -> list[range]:
     """Gemini's rings: of `replicas` machines each; what is left over joins the last."""
-    counts(machines=machines)
     _check(machines, replicas)
+    counts(machines=machines)
     count = machines // replicas
     starts = [replicas * i for i in range(count)]
     return [range(a, b) for a, b in zip(starts, [*starts[1:], machines])]
@@ -98,11 +98,11 @@ def reliability(ways: Ways, failing: Number) -> Number:
 
 def group_bound(machines: int, replicas: int, failures: int) -> Fraction:
     """At least: each of N/m groups is lost in C(N-m, k-m) sets, counted as if no two groups were."""
-    counts(machines=machines)
-    whole(0, machines, failures=failures)
     _check(machines, replicas)
     if machines % replicas:
         raise ValueError(f"{machines} machines in groups of {replicas}: the bound is for whole groups")
+    counts(machines=machines)
+    whole(0, machines, failures=failures)
     if failures < replicas:
         return Fraction(1)
     lost = machines // replicas * comb(machines - replicas, failures - replicas)
@@ -152,17 +152,17 @@ class Protection(NamedTuple):
 
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
     """Of whole copies on `replicas` - 1 other machines."""
-    amounts(state_bytes=state_bytes)
     _check(replicas, replicas)
+    amounts(state_bytes=state_bytes)
     return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)
 
 
 def parity_cost(state_bytes: Number, machines: int) -> Protection:
     """Of RAIM5 in a group of so many, exact; n - 2 pieces and their parity make a lost piece."""
-    amounts(state_bytes=state_bytes)
-    counts(machines=machines)
     if machines < 2:
         raise ValueError(f"{machines} machines: a parity needs 2 machines or more")
+    amounts(state_bytes=state_bytes)
+    counts(machines=machines)
     return Protection(divided(state_bytes, machines - 1), state_bytes, (machines - 1) * state_bytes)
 
 
@@ -195,8 +195,6 @@ def interleave(
     A chunk is at most one of the `parts` of the receiver's buffer, so that one can move on to the host while
     the next arrives; it takes latency_s + bytes / bytes_per_s.
     """
-    positive(bytes_per_s=bytes_per_s, used=used)
-    amounts(latency_s=latency_s)
     if (
         min(bytes_per_s, parts) <= 0
         or buffer_bytes < parts
@@ -207,6 +205,8 @@ def interleave(
         raise ValueError(
             f"{given}: need 0 < used <= 1, a byte or more a part, nothing below 0, a speed above"
         )
+    positive(bytes_per_s=bytes_per_s, used=used)
+    amounts(latency_s=latency_s)
     chunks: list[list[int]] = []
     for span_s in idle_s:
         left_s = used * span_s

@@ -147,10 +147,10 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     "share": each at half the rate while both are there. "priority": an all-to-all waits only for the
     operation under way, a micro-op of `micro_s` seconds (None: the whole all-reduce), and nothing beside it.
     """
-    if micro_s is not None:
-        positive(micro_s=micro_s)
     if policy not in ("share", "priority"):
         raise ValueError(f"policy {policy!r}; use 'share' or 'priority'")
+    if micro_s is not None:
+        positive(micro_s=micro_s)
     queue: deque[float] = deque()  # what is left of each all-reduce or micro-op
     now, reduced, took, under_way = 0, 0, [], 0
 

@@ -65,8 +65,8 @@ def depth(stages: int, edges: Edges) -> int:
 
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
-    counts(stages=stages, m=m)
     check_sizes("one_f_one_b", stages=stages, m=m)
+    counts(stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):
         lists.append(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1))

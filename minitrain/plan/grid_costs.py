@@ -80,9 +80,9 @@ class Grid:
 
 def grids(ranks: int) -> list[Grid]:
     """All of so many ranks: 2-D for squares, 3-D for cubes, 2.5-D for q·q·d with 1 < d <= q."""
-    counts(ranks=ranks)
     if ranks < 1:
         raise ValueError(f"{ranks} ranks; need at least 1")
+    counts(ranks=ranks)
     square, cube = math.isqrt(ranks), round(ranks ** (1 / 3))
     deep = [Grid("2.5-D", q, ranks // q**2) for q in range(2, square + 1) if 1 < ranks // q**2 <= q]
     candidates = [Grid("1-D", ranks), Grid("RTP", ranks), Grid("2-D", square), *deep, Grid("3-D", cube)]

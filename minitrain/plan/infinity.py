@@ -92,9 +92,9 @@ def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: 
 
 def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -> float:
     """Bytes per second that an efficiency asks for."""
-    positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency={efficiency}: without overlap it is between 0 and 1, and is neither")
+    positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
 
 
@@ -103,10 +103,10 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
 
     `links`: bytes per second of a rank's own "slow" link (PCIe, disk) and of "network" between ranks. One
     owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
-    whole(bytes=bytes)
-    counts(ranks=ranks)
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: use at least 1")
+    whole(bytes=bytes)
+    counts(ranks=ranks)
     read = bytes / ranks if partitioned else bytes
     sent = bytes * (ranks - 1) / ranks if partitioned else bytes * (ranks > 1)
     return read / links["slow"] + sent / links["network"]

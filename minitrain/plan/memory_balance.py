@@ -27,9 +27,9 @@ Cut = tuple[range, ...]
 
 def profiled(layers: int, stages: int) -> list[Cut]:
     """The cuts to measure: single layers in the middle, the rest in front and behind."""
-    counts(layers=layers, stages=stages)
     if stages < 2 or layers < 2 * stages - 1:
         raise ValueError(f"mCAP: {layers=}, {stages=}; use 2 stages or more and at least 2·stages - 1 layers")
+    counts(layers=layers, stages=stages)
     ends = [[0, *range(first, first + stages - 1), layers] for first in range(1, layers - stages + 2)]
     return [tuple(range(a, b) for a, b in zip(cut, cut[1:])) for cut in ends]
 

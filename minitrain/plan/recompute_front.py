@@ -68,9 +68,9 @@ def front(units: Sequence[Unit]) -> list[Choice]:
 
 def over_layers(choices: Sequence[Choice], layers: int) -> list[tuple[Number, Number, str]]:
     """(bytes, time, words) of so many equal layers, each of which chooses: what no other beats."""
-    counts(layers=layers)
     if layers < 1 or not choices:
         raise ValueError(f"over_layers: {len(choices)} choices for {layers} layers; give 1 or more of both")
+    counts(layers=layers)
     unbeaten = [((0, 0), (0,) * len(choices))]
     for _ in range(layers):
         unbeaten = undominated(
@@ -108,10 +108,10 @@ def offloaded(actions: Sequence[tuple], size: Number, rate: Number, away=None) -
     `away` on the host meanwhile (of all that have two actions or more between their F and B). A link each
     way, `rate` bytes a time unit. They leave behind their F and are fetched from the start of the action in
     front of their B. A forward waits until all but the last of those in front of it have left."""
-    amounts(size=size)
-    positive(rate=rate)
     if rate <= 0 or size < 0:
         raise ValueError(f"offloaded: {size} bytes at {rate}; use 0 bytes or more, and a rate above 0")
+    amounts(size=size)
+    positive(rate=rate)
     names = [action[:2] for action in actions]
     between = {m: names.index(("B", m)) - names.index(("F", m)) - 1 for kind, m in names if kind == "F"}
     away = {m for m, others in between.items() if others >= 2} if away is None else set(away)

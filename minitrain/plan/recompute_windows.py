@@ -127,10 +127,10 @@ def _unbeaten(tasks: Sequence[Task], windows: Sequence[Number], room: Number) ->
 def backward_of(layer: Sequence[Task], windows: Sequence[Number], layers: int) -> tuple[list, list]:
     """(tasks, windows) of equal layers in the order of backward. The windows of a layer's tasks are those in
     the backward of the layer in front, so the first layer's tasks have none."""
-    counts(layers=layers)
-    amounts(windows=windows)
     if layers < 1:
         raise ValueError(f"Lynx: {layers} layers; give 1 or more")
+    counts(layers=layers)
+    amounts(windows=windows)
     tasks = []
     for number in range(layers):
         shift = (number - 1) * len(windows)

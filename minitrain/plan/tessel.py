@@ -92,9 +92,9 @@ def held(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
 
 def unroll(pattern: Repetend, m: int) -> Schedule:
     """m microbatches at their times, read off rank by rank."""
-    counts(m=m)
     if m < 1:
         raise ValueError(f"unroll: m={m}; use 1 or more microbatches")
+    counts(m=m)
     ranks = [[] for _ in range(1 + max(pattern.place))]
     for (letter, stage, rank, *_), start in zip(pattern.kinds, pattern.starts):
         ranks[rank] += [(start + n * pattern.period, Action(letter, stage, n)) for n in range(m)]

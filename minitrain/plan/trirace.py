@@ -102,9 +102,9 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
-    counts(1 << 10, p=p, ahead=ahead)
     check_least(1, p=p, ahead=ahead)
     check_least(0, forward=forward, backward=backward, message=message)
+    counts(1 << 10, p=p, ahead=ahead)
     m = 12 * p * ahead
     schedule = one_f_one_b_ahead(p, m, ahead)
     if paired:
@@ -123,9 +123,9 @@ class Delayed(NamedTuple):
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
-    counts(steps=steps)
     check_least(1, steps=steps)
     check_least(0, compute=compute, reduce=reduce, bound=bound)
+    counts(steps=steps)
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
         if t - applied > bound:

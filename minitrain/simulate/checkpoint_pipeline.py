@@ -113,11 +113,11 @@ def train(work: Work, state: State, way: Way, steps: int, every: int = 1, move_s
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
     chunk j of save s, "move s" to the cold storage.
     """
-    counts(steps=steps, every=every)
     if min(steps, every, way.chunks, way.buffers) < 1 or way.hot < 0:
         raise ValueError(f"{steps=}, {every=}, {way}: give 1 or more of each, and hot=0 for one storage")
     if way.until not in ("copy", "write") or way.by not in ("forward", "update"):
         raise ValueError(f"{way}: wait until 'copy' or 'write', by 'forward' or 'update'")
+    counts(steps=steps, every=every)
     layers = way.chunks if way.by_layer else 1
     tasks: list[Task] = []
     saves = 0
@@ -211,8 +211,8 @@ def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
 
 def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
     """The same in closed form: the fullest node is the last."""
-    amounts(nbytes=nbytes)
     _check_writers(writers, storage)
+    amounts(nbytes=nbytes)
     together = ceil(writers / storage.nodes)
     rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
     return writers * storage.setup_s + divided(divided(nbytes, writers), rate)
@@ -220,15 +220,15 @@ def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
 
 def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Sequence[Number] = ()) -> int:
     """Of 1 to `ranks` writers, the number that takes least time, modelled or measured (for 1, 2, ..)."""
-    counts(ranks=ranks)
     if ranks < 1 or (measured_s and len(measured_s) != ranks):
         given = f"{ranks} ranks, {len(measured_s)} measured times"
         raise ValueError(f"{given}; give 1 rank or more, and a time for each number of them or none")
+    counts(ranks=ranks)
     seconds = list(measured_s) or [writing_s(writers, nbytes, storage) for writers in range(1, ranks + 1)]
     return seconds.index(min(seconds)) + 1
 
 
 def _check_writers(writers: int, storage: Storage) -> None:
-    counts(writers=writers)
     if writers < 1 or storage.nodes < 1:
         raise ValueError(f"{writers} writers on {storage.nodes} nodes: give 1 or more of each")
+    counts(writers=writers)

@@ -157,9 +157,9 @@ ALGORITHMS: dict[str, dict[str, Callable]] = {
 
 def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[str, float]:
     """Seconds of every algorithm which this placement allows."""
-    amounts(payload_bytes=payload_bytes)
     if op not in ALGORITHMS:
         raise ValueError(f"no cost is known for {op!r}; choose from {', '.join(ALGORITHMS)}")
+    amounts(payload_bytes=payload_bytes)
     if placement.n == 1:
         return {name: 0.0 for name in ALGORITHMS[op]}
     costs = {name: cost(payload_bytes, placement) for name, cost in ALGORITHMS[op].items()}

@@ -36,11 +36,11 @@ def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tu
 
     With `every`, a static plan: of the forward only x_0, x_every, .. are kept, and the results between two of
     them are made once more, all at once, when the backward comes there."""
-    counts(layers=layers)
-    whole(bytes=bytes, cost=cost)
     if layers < 1 or every < 0:
         cure = "use at least 1 layer, and 0 (keep all) or more"
         raise ValueError(f"layers = {layers}, every = {every}; {cure}")
+    counts(layers=layers)
+    whole(bytes=bytes, cost=cost)
     trace: list[tuple] = [("constant", 0, bytes)]
     numbers = count(1)
 

@@ -103,10 +103,10 @@ def simulate(
 
     Without a disk, what memory does not survive is lost from the start.
     """
-    positive(work_s=work_s, interval_s=interval_s)
-    counts(every=every)
     if work_s <= 0:
         raise ValueError(f"work_s={work_s}: give the seconds of training that the job needs, above 0")
+    positive(work_s=work_s, interval_s=interval_s)
+    counts(every=every)
     saves = _Saves(interval_s, memory, disk, every)
     inside = ceil(work_s / interval_s) - 1  # saves; nothing is saved at the very end
     end = saves.ends(inside) + work_s - inside * interval_s

@@ -71,11 +71,11 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
     reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
     entry is the time to fill, which no depth can hide."""
-    if streams is not None:
-        counts(streams=streams)
     if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
         given = f"depth={depth}, step_time={step_time}, streams={streams}"
         raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
+    if streams is not None:
+        counts(streams=streams)
     free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
     starts: list[Time] = []
     waits: list[Time] = []

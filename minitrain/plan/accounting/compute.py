@@ -21,9 +21,9 @@ DAY_S = 86_400
 
 def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "triangle") -> int:
     """2·N + 2·L·H·K·(T+1), with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
-    counts(length=length)
     if causal not in ("triangle", "square"):
         raise ValueError(f"causal = {causal!r}; use 'triangle' (masked scores left out) or 'square' (all)")
+    counts(length=length)
     widths = 2 * config.head_dim + bool(config.kv_latent) * config.rope_head_dim  # of scores and of values
     twice_the_keys = 2 * length if causal == "square" else length + 1
     return 2 * matmul_parameters(config) + config.num_layers * config.num_heads * widths * twice_the_keys
