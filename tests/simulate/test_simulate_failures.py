@@ -210,3 +210,8 @@ def test_bad_input_is_one_line(call, words):
     with pytest.raises(ValueError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_a_failure_at_the_end_is_after_it():
+    failures = [Failure(at, (0,)) for at in (1.0, 2.0, 3.0)]
+    assert until(failures, 2.0) == failures[:1]

@@ -120,3 +120,9 @@ def test_no_torch_is_imported():
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("cards, share", [(1, 0.5), (2, 1), (4, 2)])
+def test_a_device_s_share_of_the_cards_may_be_more_than_one(cards, share):
+    made = dataclasses.replace(machine("h100"), devices_per_node=2, nics_per_node=cards)
+    assert made.inter_bytes_per_s == share * made.nic_bytes_per_s

@@ -3,6 +3,7 @@ refusals.
 """
 
 import copy
+import types
 
 import pytest
 import torch
@@ -283,3 +284,9 @@ def test_refuses_in_one_line():
         "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
         "up: out_features = 10 is not a multiple of l² = 4; pad to 12",
     ]
+
+
+def test_64_ranks_are_a_cube_whatever_a_root_is_rounded_to():
+    groups = [types.SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (2, 4, 8)]
+    with pytest.raises(ValueError, match=r"a mesh l·l·l has l=4$"):
+        cube.check_cube(*groups)
