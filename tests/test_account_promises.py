@@ -14,6 +14,7 @@ from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.sharding import numbers, shard
+from minitrain.tensor_parallel.grids.optimus import norm_forward
 from minitrain.tensor_parallel.vocabulary import owned
 
 
@@ -231,3 +232,16 @@ def test_an_id_on_either_side_of_the_vocabulary_is_told():
     assert launch.run(ids_outside, ranks=1)[0] == [
         f"token {wrong}; the vocabulary is 8 (0..7)" for wrong in (-3, 9)
     ]
+
+
+def normed():
+    x, generator = torch.empty(8, 512, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    x.normal_(generator=generator)
+    y, mean, scale = norm_forward(x, torch.ones(512, dtype=x.dtype), 1e-5, True, collectives.world())
+    exact = nn.functional.layer_norm(x.float(), (512,), eps=1e-5).bfloat16()
+    return y.dtype, mean.dtype, scale.dtype, (y == exact).float().mean().item()
+
+
+def test_norms_on_a_grid_are_added_up_in_float32():
+    *dtypes, equal = launch.run(normed, ranks=1)[0]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32] and equal > 0.99

@@ -108,7 +108,7 @@ def flash_traffic(version: int, tokens: int, width: int, outer: int, inner: int,
     rows = keys = tokens * len(starts)  # that outer tiles see, in all: T · ceil(T/outer) without a mask
     if causal:
         rows = sum(tokens - start // inner * inner for start in starts)
-        keys = sum(min(tokens, -(-min(start + outer, tokens) // inner) * inner) for start in starts)
+        keys = sum(min(tokens, -(-(start + outer) // inner) * inner) for start in starts)
     both = 2 * tokens * width  # K and V, or dK and dV
     if version == 1:
         forward = Traffic(both + rows * (2 * width + 2) + 2 * tokens, rows * (width + 2) + tokens, rows)
