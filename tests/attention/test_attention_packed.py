@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain.attention.alibi import Alibi
 from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.lazy import lazy_attention
 from minitrain.attention.packed import Padding, flop_shares, packed_attention, positions, sequence_lengths
@@ -144,13 +143,3 @@ def test_padding_is_checked():
         Padding(torch.tensor([[True], [False]]))
     with pytest.raises(ValueError, match="2 rows"):
         packed_attention(*(x.expand(2, -1, -1, -1) for x in row()), cu_seqlens=[0, 12])
-
-
-def test_every_sequence_has_its_own_positions():
-    """Where those of the second do not run as those of the first do."""
-    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    bias = Alibi(torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1, 2, 0, 2, 5]))
-    packed = packed_attention(q, k, v, cu_seqlens=[0, 3, 6], bias=bias)
-    own = bias._replace(positions=bias.positions[3:])
-    alone = flash_attention(*(x[:, :, 3:] for x in (q, k, v)), causal=True, bias=own)
-    torch.testing.assert_close(packed[:, :, 3:], alone, rtol=0, atol=1e-12)
