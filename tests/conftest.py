@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 from minitrain.course import atlas  # noqa: E402
 from tests.proved import Proved  # noqa: E402
@@ -28,6 +29,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--atlas"):
         config.pluginmanager.register(Proved(config, atlas.rows), "proved")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") == "loadscope":
+        from tests.turns import Turns
+
+        return Turns(config, log)
 
 
 def pytest_collection_finish():
