@@ -22,7 +22,7 @@ Pairs = Mapping[tuple[int, int], float]
 @style.styled
 def groups(by_axis: Mapping[str, Sequence[Sequence[int]]], devices_per_node: int, *, title: str) -> Figure:
     """{axis: its groups of ranks}. A row is a node; ranks of one colour are a group, a line joins them."""
-    ranks = sum(map(len, next(iter(by_axis.values()))))
+    ranks, colours = sum(map(len, next(iter(by_axis.values())))), [*CYCLE, GREY]
     nodes = -(-ranks // devices_per_node)
     figure, axes = style.grid_of_panels(1, len(by_axis), height=0.75 + 0.42 * nodes)
     for ax, (axis, found) in zip(axes, by_axis.items()):
@@ -42,9 +42,13 @@ def groups(by_axis: Mapping[str, Sequence[Sequence[int]]], devices_per_node: int
             ax.add_patch(Rectangle((-0.5, node - 0.45), devices_per_node, 0.9, **frame))
             ax.text(-0.62, node, f"{node}", ha="right", va="center", fontsize=7, color="#666666")
         for number, group in enumerate(found):
-            colour = CYCLE[number % len(CYCLE)]
+            colour = colours[number % len(colours)]
             at = [(rank % devices_per_node, rank // devices_per_node) for rank in group]
-            ax.plot(*zip(*at), color=colour, linewidth=2.5, alpha=0.5, zorder=1)
+            for start, end in zip(at, at[1:]):
+                far = start[0] == end[0] and end[1] - start[1] > 1  # past ranks of other groups
+                line = dict(arrowstyle="-", color=colour, linewidth=2.2, shrinkA=0, shrinkB=0, zorder=1)
+                line |= dict(connectionstyle=f"arc3,rad={far * (0.5 if start[1] % 2 else -0.5)}")
+                ax.annotate("", end, start, arrowprops=line, zorder=1)
             for rank, (x, y) in zip(group, at):
                 look = dict(facecolor=colour, edgecolor="white", linewidth=0.6, zorder=2)
                 ax.add_patch(Rectangle((x - 0.36, y - 0.32), 0.72, 0.64, **look))
@@ -77,7 +81,7 @@ def matrix(panels: Mapping[str, Mapping[str, Pairs]], ranks: int, every: int, *,
 
 @style.styled
 def times(parts: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "s") -> Figure:
-    """{label: {part: seconds}}, stacked to the right; parts that are axes have their colours."""
+    """{label: {part: seconds}}, stacked to the right; "waits for tp" has the colour of tp."""
     scale = max(sum(of.values()) for of in parts.values())
     name, size = style.unit_for(scale, unit)
     figure, ax = style.canvas(height=0.9 + 0.34 * len(parts))
@@ -95,4 +99,4 @@ def times(parts: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "
 
 
 def _colour(part: str) -> str:
-    return AXES.get(part) or style.colour_of(part)
+    return AXES.get(part.split()[-1]) or style.colour_of(part)
