@@ -47,6 +47,7 @@ FLOORS = [
         "course",
         "trainer",
         "measured_work",
+        "dry_steps",
     },
     {"train_command", "checkpoint_command", "replay_command", "cli", "__main__"},
 ]
@@ -79,6 +80,8 @@ NEIGHBOURS = {
     ("run", "run_states"),
     ("run_states", "product_passes"),
     ("trainer", "run"),
+    ("dry_steps", "parallelize"),
+    ("dry_steps", "run"),
     ("cli", "train_command"),
     ("cli", "checkpoint_command"),
     ("cli", "replay_command"),

@@ -192,8 +192,11 @@ def test_the_tab_key_offers_names(line, offered):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("replay tiny --bucket-mb inf", "bucket_mb=inf: use more than 0"),
-        ("replay tiny --bucket-mb nan", "bucket_mb=nan: use more than 0"),
+        ("replay tiny --ranks 6 --tp 4", "ranks=6 is no multiple of pp x cp x tp = 4; use 4, 8, .."),
+        ("replay tiny --ranks 6 --dp 4", "ranks=6, and dp x pp x cp x tp is 4; leave one of them out"),
+        ("replay tiny --tp 3", "tp=3"),
+        ("replay tiny --batch 0", "batch=0: use a whole number from 1"),
+        ("replay tiny --compute-efficiency nan", "compute_efficiency=nan of machine h100: give a fraction"),
         ("replay tiny --ranks 99999999999999999999999", "ranks=99999999999999999999999: use a whole number"),
         ("replay tiny --length 0", "length=0: use a whole number from 1"),
         ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),

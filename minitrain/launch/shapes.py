@@ -97,6 +97,8 @@ class ShapesMode(FakeTensorMode):
             layout = tuple(result.shape), result.stride(), result.dtype, result.fake_device
             on_first = Result(None, None, (*layout, result.storage_offset()), 0)
             self.recipes[key] = Recipe((on_first,), alone=True)
+        elif (recipe := recipe_of(self.cache.get(key))) is not None:
+            self.recipes[key] = recipe
         return result
 
     def _cache_key(self, state, func, args, kwargs):
@@ -125,7 +127,7 @@ class ShapesMode(FakeTensorMode):
                     value.shape,
                     value.stride(),
                     value.dtype,
-                    value._fake_device,
+                    value.fake_device,
                     value.storage_offset(),
                     value.untyped_storage().nbytes(),
                     value.requires_grad,

@@ -11,9 +11,11 @@ destination), and are on it a latency after both sides are there: one issued whi
 follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
 bandwidth of the machine's `host` or `disk` link.
 
-Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024. A
+Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024, and
+for all of a ring. Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. A
 faster device or network never makes a step slower (a scheduler that reorders work gives no such guarantee:
-Graham 1969). Not modelled: streams slowing each other down; small messages that do not wait for a receiver.
+Graham 1969). Not modelled: streams slowing each other down, so two groups that
+send over one network card at once have all of it each; small messages that do not wait for a receiver.
 """
 
 from collections import deque
@@ -84,6 +86,7 @@ class _Player:
             raise ValueError("nothing to replay: give the events of at least one rank, {rank: events}")
         self.machine, self.dtype, self.algorithms, self.launch_s = machine, dtype, algorithms, launch_s
         self.ranks = {rank: _Rank(events) for rank, events in sorted(events_by_rank.items())}
+        self.refuse_half_a_pipeline()
         self.streams: dict[tuple, _Stream] = {}
         self.by_identity: dict[tuple, _Stream] = {}
         self.runnable = deque(self.ranks)
@@ -97,6 +100,20 @@ class _Player:
         for state in self.ranks.values():
             state.spans.sort(key=lambda span: (span.start_s, span.end_s))
         return Timeline(self.machine, {rank: state.spans for rank, state in self.ranks.items()})
+
+    def refuse_half_a_pipeline(self) -> None:
+        missing: dict[int, tuple[int, Issue]] = {}  # a rank without events -> who speaks to it, and how
+        for rank, state in self.ranks.items():
+            for event in state.events:
+                if isinstance(event, Issue) and event.op in _MESSAGE and "pp" in event.axis.split("_"):
+                    for other in event.members:
+                        if other not in self.ranks:
+                            missing.setdefault(other, (rank, event))
+        if missing:
+            rank, event = next(iter(missing.values()))
+            others = ", ".join(map(str, sorted(missing)))
+            cure = f"give the events of ranks {others} too, and of all stages beyond (dry_steps.py does)"
+            raise ValueError(f"rank {rank} issues {_call(event)} and stages are not in step; {cure}")
 
     def advance(self, rank: int) -> None:
         """Run one rank until its events end or it waits for a transfer whose end is not known yet."""
