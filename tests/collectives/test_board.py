@@ -148,3 +148,16 @@ def test_a_large_group_sends_headers(tmp_path, monkeypatch):
     for size, has_one in ((MOST_MEMBERS, True), (MOST_MEMBERS + 1, False)):
         ch = SimpleNamespace(board=None, size=size, rank=0, members=tuple(range(size)), group=group)
         assert (checked.board_of(ch) is not None) == has_one
+
+
+def test_a_board_is_that_of_a_name_and_its_members(tmp_path, monkeypatch):
+    monkeypatch.setattr(checked, "_folder", str(tmp_path))
+
+    def board_of(name, members):
+        group = SimpleNamespace(group_name=name)
+        return checked.board_of(SimpleNamespace(board=None, size=2, rank=0, members=members, group=group))
+
+    board_of("1", (0, 1)).put(COLLECTIVE, 0, 0, b"x" * checked.HEADER_BYTES)
+    at = board_of("1", (0, 1))._slot(COLLECTIVE, 0, 0, 0)
+    others = [board_of("1", (0, 1)), board_of("2", (0, 1)), board_of("1", (2, 3))]
+    assert [WORDS.unpack_from(other.memory, at)[0] for other in others] == [1, 0, 0]
