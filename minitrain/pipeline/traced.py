@@ -9,7 +9,7 @@ between and inside blocks. What lies between two is a unit, and units are dealt 
 has least FLOPs. What crosses a cut is all that a rank sends on; integers (positions) go along. Parameters are
 the model's own, not copies, so a tied one is in two stages. torch.export traces with tensors that have no
 memory, so the model may be larger than this machine.
-Lai et al. 2022 (Merak), arXiv:2206.04959, section 3. Differs: the partitioner alone, without its schedule
+Lai et al. 2022 (Merak), arXiv:2206.04959. Differs: the partitioner alone, without its schedule
 (shifted critical path) and its tensor parallelism; shapes are fixed by the trace.
 """
 

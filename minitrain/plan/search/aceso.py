@@ -9,7 +9,7 @@ From one even plan for each number of stages. A plan's score is its seconds, twi
 bytes over the memory where it does not fit, so that bytes and seconds may be traded on the way. Some hundred
 plans are priced where an enumeration prices tens of thousands. In memory that hardly any plan fits it may
 end at a plan that takes twice as long as the best.
-Liu et al. 2024 (EuroSys), Aceso, sections 3 and 4. Differs: no ranking of primitives by resource; the next
+Liu et al. 2024 (EuroSys), Aceso. Differs: no ranking of primitives by resource; the next
 hop starts from the best few.
 """
 

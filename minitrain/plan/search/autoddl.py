@@ -4,7 +4,7 @@
     stop      when a sweep changed nothing; then once more from a drawn start: the best of all is kept
 
 A sweep prices L·C choices, and few are needed; what is reached is a local optimum, hence the restarts.
-Chen et al. 2023, arXiv:2301.06813, section 4. Differs: bytes that a device sends, without latency; words on
+Chen et al. 2023, arXiv:2301.06813. Differs: bytes that a device sends, without latency; words on
 levels are its distributions (split, broadcast, partial).
 """
 

@@ -6,9 +6,9 @@
 
 So one decision, the hidden units of an MLP, cuts both its matrices, by columns and by rows. The tree's nodes
 are sets of decisions; Monte Carlo tree search (UCT) plays each to a drawn end, prices the layers' words with
-problem.py, and goes on where the mean is good. Alabed et al. 2022, arXiv:2210.06352; Schaarschmidt et al.
-2021, arXiv:2112.02958, sections 3 and 4. Differs: they rank the tensors by a learned model; here those with
-most bytes come first, and one axis is searched.
+problem.py, and goes on where the mean is good.
+Alabed et al. 2022, arXiv:2210.06352; Schaarschmidt et al. 2021, arXiv:2112.02958. Differs: they rank the
+tensors by a learned model; here those with most bytes come first, and one axis is searched.
 """
 
 import math

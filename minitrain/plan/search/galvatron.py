@@ -7,7 +7,7 @@
 On 8 GPUs, three levels of two, 22 candidates are left of 34 with mixtures of dp and sdp. `galvatron` cuts the
 layers evenly. `galvatron_bmw` adds recomputation, and looks for the cut: from the one that is even in memory,
 layers move off the slowest stage while that helps (two objectives: bytes and seconds).
-Miao et al. 2022, arXiv:2211.13878, section 3; Wang et al. 2023 (BMW), arXiv:2307.02031, sections 3 and 4.
+Miao et al. 2022, arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031.
 Differs: costs are problem.py's, without overlap; memory is not rounded to a grid.
 """
 

@@ -5,7 +5,7 @@
 
 Exact on each level, as an enumeration of its 2^L choices would be; level after level is a heuristic.
 Convolutions (few weights, many activations) become data-parallel, wide products model-parallel.
-Song et al. 2019, arXiv:1901.02067, sections 3 and 4. Differs: sums that the next layer wants cut are
+Song et al. 2019, arXiv:1901.02067. Differs: sums that the next layer wants cut are
 reduce-scattered.
 """
 

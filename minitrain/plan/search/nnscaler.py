@@ -8,7 +8,7 @@ A program is a dict of operators: seconds, bytes while at work, the names it nee
 microbatches, stages assigned to devices, and its order; interlaced pipelines have an operator of all devices
 (a huge embedding) between those of stages; co-shard is op_trans on one device, part after part, which needs
 1/parts of the bytes. `search` tries all assignments and orders that the constraints leave.
-Lin et al. 2024 (OSDI), nnScaler, sections 3 and 4. Differs: operators of given times, no tensors.
+Lin et al. 2024 (OSDI), nnScaler. Differs: operators of given times, no tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@
 
 A chain shrinks to two layers, and so does every graph of branches that part and join again; O(L·C³) sums for
 C options. What does not shrink further is enumerated.
-Jia et al. 2018, arXiv:1802.04924, sections 5.2 and 6. Differs: options are words on levels, not degrees of
+Jia et al. 2018, arXiv:1802.04924. Differs: options are words on levels, not degrees of
 the dims of an image.
 """
 

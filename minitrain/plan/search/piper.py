@@ -6,7 +6,7 @@
 
 A stage with s-1 behind it holds s microbatches, hence the s. The plan is the best of any s. Here layers are a
 chain, whose downsets are its beginnings.
-Tarnawski, Narayanan, Phanishayee 2021, arXiv:2106.06590 (NeurIPS), section 4. Differs: the inner problem is
+Tarnawski, Narayanan, Phanishayee 2021, NeurIPS 2021. Differs: the inner problem is
 solved exactly, by fronts of (seconds, bytes); the paper's knapsack is a heuristic.
 """
 

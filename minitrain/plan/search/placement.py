@@ -7,7 +7,7 @@
 The step time is simulated (pipeline/simulate.py): operators in a row, microbatches one after the other, an
 operator at a time on a device, and a message wherever the device changes. A placement of L operators on d
 devices: d^L. No gradient of the time is needed, but many runs are.
-Mirhoseini et al. 2017, arXiv:1706.04972, section 3. Differs: their policy is a recurrent network that reads
+Mirhoseini et al. 2017, arXiv:1706.04972. Differs: their policy is a recurrent network that reads
 the graph, ours a table.
 """
 

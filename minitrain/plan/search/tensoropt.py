@@ -5,7 +5,7 @@
 
 As in OptCNN, with a front where that has a number, so the front of the whole graph comes out. From it one
 reads the least memory, the fastest choice for a cap, and what a gigabyte more would buy.
-Cai et al. 2020, arXiv:2004.10856, section 4 (frontier tracking). Differs: chains only, which LDP, its faster
+Cai et al. 2020, arXiv:2004.10856. Differs: chains only, which LDP, its faster
 algorithm, handles from one end to the other.
 """
 

@@ -10,7 +10,7 @@ worker has a part: the half it stores, or a quarter where the two halves are of 
 
 Coarsened: a gradient is cut like its tensor, so a step has one choice per activation and matrix, and dynamic
 programming from the first layer to the last. k steps for 2^k workers, each with the former ones fixed.
-Wang, Huang, Li 2019, arXiv:1807.08887, sections 4 and 5. Differs: the language is that of einsum.
+Wang, Huang, Li 2019, arXiv:1807.08887. Differs: the language is that of einsum.
 """
 
 from collections.abc import Sequence

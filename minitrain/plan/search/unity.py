@@ -11,7 +11,7 @@
 A graph is a nested tuple, ("matmul", ("input", "x"), ("weight", "A")). `optimize` rewrites anywhere, cheapest
 first; `sequential` does the algebra first and then the parallel part, which is too late to undo a merger that
 is better on one device and in the way of cutting columns.
-Unger et al. 2022 (OSDI), Unity, sections 4 and 6. Differs: a few handwritten substitutions, not generated and
+Unger et al. 2022 (OSDI), Unity. Differs: a few handwritten substitutions, not generated and
 verified ones; trees; one axis of devices.
 """
 
