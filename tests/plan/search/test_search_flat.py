@@ -15,7 +15,7 @@ from minitrain.plan.search.exhaustive import every, exhaustive
 from minitrain.plan.search.optcnn import eliminate, optcnn
 from minitrain.plan.search.problem import Graph, Layer, Level, Option, Problem, example, linear
 from minitrain.plan.search.race import every_placement, every_simulated
-from minitrain.plan.search.tensoropt import every_point, fastest, frontier, tensoropt
+from minitrain.plan.search.tensoropt import every_point, fastest, frontier, tensoropt, unbeaten
 from tests.plan.search.drawn import blocks, chain
 
 
@@ -100,6 +100,7 @@ def test_tensoropt():
         )
         with pytest.raises(ValueError, match="the least is"):
             tensoropt(replace(problem, memory_bytes=found.choice[-1][1] - 1))
+    assert unbeaten([(2, 5, (0,)), (1, 5, (2,)), (1, 5, (1,)), (3, 4, (0,))]) == [(1, 5, (1,)), (3, 4, (0,))]
     with pytest.raises(ValueError, match="no chain"):
         frontier(drawn_graph(0, 3, 2, [(0, 1), (1, 2), (0, 2)]))
 
