@@ -358,6 +358,12 @@ def test_published_models_go_to_megatron_and_back(name):
     assert back.values() == job.values() and not left
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_can_say_every_kind_of_model_that_is_drawn(name):
+    job = Job(Strategy(precision="bfloat16_main_grads"), MODELS[name], rows=2, length=64)
+    assert megatron.read(megatron.write(job).text)[0].values() == job.values()
+
+
 # ---- what others wrote
 
 
