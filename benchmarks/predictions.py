@@ -3,16 +3,17 @@
     python -m benchmarks.predictions            the report; about ten minutes, most of it the pairs
 
 Two constants are fitted, the shares of peak and of network that are reached (`NAMES`); all others stay at
-START. Three ways to choose the rows that fix them:
+START, and these two near it where rows hardly know them (fit's `hold`). Three ways to choose the rows that
+fix them:
 
     table          the two rows CALIBRATION, named here; all others are held out
     publications   all rows of the other publications; all that are Megatron-LM's of the other publications
     pairs          every pair of rows in turn, the other rows held out: the distribution, not the best pair
 
-`with_factor` gives each row, besides, the factor of another row of its stack but of another publication where
-there is one: what one calibration run of a stack is worth. A row within `CLOSE` counts as predicted. Calculon
-(Isaev et al. 2023, SC'23) reports a mean error of 3.65 % over eight rows of the kind of "Kor22" here; ours
-beside it. Predictions per second: distinct layouts of one model once the dry runs are there.
+`with_factor` gives each row, besides, the factor of another row of its stack but of another publication
+where there is one: what one calibration run of a stack is worth. A row within `CLOSE` counts as predicted.
+Calculon (Isaev et al. 2023, SC'23) reports a mean error of 3.65 % over eight rows of the kind of "Kor22"
+here; ours beside it. Predictions per second: distinct layouts of one model once the dry runs are there.
 """
 
 from __future__ import annotations

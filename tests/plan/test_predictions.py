@@ -245,9 +245,11 @@ def test_known_rows_are_within_a_tenth_and_each_term_matters():
 def test_constants_that_made_the_steps_are_found_again():
     known, planted = rows("Kor22 22B full", "MegaScale base 12288"), replace(START, products=0.7, network=0.3)
     made = [replace(row, step_s=predict(row.run, work_of, planted).step_s) for row in known]
-    found = fit(made, ("products", "network"), work_of)
+    found = fit(made, ("products", "network"), work_of, hold=0)
     assert (found.products, found.network) == pytest.approx((0.7, 0.3), abs=0.011)
     assert squared_error(made, work_of, found) < 1e-4 < squared_error(made, work_of, START)
+    held = fit(made, ("products", "network"), work_of, hold=1e6)
+    assert held == START
     assert replace(found, products=START.products, network=START.network) == START
     assert stack_factor(replace(made[0], step_s=2 * made[0].step_s), work_of, planted) == pytest.approx(2)
 

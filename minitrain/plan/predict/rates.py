@@ -51,7 +51,8 @@ class Rates:
 
 PLAIN = Rates()
 START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128)
-RATES = replace(START, products=0.76, network=0.3)  # fit on Nar21 145.6B and MegaScale base 1024
+# fit on Nar21 145.6B and MegaScale base 1024, hold=0
+RATES = replace(START, products=0.76, network=0.3)
 NAMES = ("products", "attention", "passes")
 
 
