@@ -24,7 +24,7 @@ from minitrain.context import names as cores
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GPTConfig, divisors
 from minitrain.pipeline.lower import lower, pause
-from minitrain.pipeline.named import named
+from minitrain.pipeline.named import named, stages_of
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
@@ -107,8 +107,10 @@ class Strategy:
         if self.post_validation and self.pp == 1:
             raise ValueError("post_validation=True is about the norm of several stages, and pp=1; use pp > 1")
         if self.pipelined:
+            stages_of(**self._schedule)
+        if self.post_validation:
             schedule = self.build_schedule()
-            for rank, program in enumerate(lower(schedule) if self.post_validation else ()):
+            for rank, program in enumerate(lower(schedule)):
                 pause(program, rank, schedule)
 
     # ---- what follows from it -----------------------------------------------------------------------------
@@ -174,8 +176,12 @@ class Strategy:
         return {axis: size for name in self.order.split("-") for axis, size in parts[name].items()}
 
     def build_schedule(self) -> Schedule:
-        sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.recompute == "stage")
-        return named(self.schedule, self.pp, self.microbatches, **sizes)
+        return named(**self._schedule)
+
+    @property
+    def _schedule(self) -> dict:
+        sizes = dict(p=self.pp, m=self.microbatches, chunks=self.chunks, slices=self.slices)
+        return sizes | dict(name=self.schedule, recompute=self.recompute == "stage")
 
     def hides_transfers(self, schedule: Schedule | None) -> bool:
         """Whether halves of a pair take turns while rows travel to experts and back (pipeline/halves.py)."""
@@ -256,14 +262,12 @@ class Strategy:
             if getattr(self, name) not in table:
                 raise ValueError(f"{name}={getattr(self, name)!r}; use {', '.join(table)}")
         axes = cores.CORES[self.core].axes
-        used = dict(
-            ulysses=axes[-1] == "ulysses" and len(axes) > 1, inner={"inside", "inner", "team"} & set(axes)
-        )
+        both = axes[-1] == "ulysses" and len(axes) > 1
+        used = dict(ulysses=both, inner={"inside", "inner", "team"} & set(axes))
         for name, has in used.items():
             if getattr(self, name) > 1 and not has:
-                raise ValueError(
-                    f"{self._said((name, 'core'), ' with ')}, which has no such group; use {name}=1"
-                )
+                said = self._said((name, "core"), " with ")
+                raise ValueError(f"{said}, which has no such group; use {name}=1")
         if self.cp % (self.inner * self.ulysses):
             sizes = self._said(("inner", "ulysses"), " x ")
             raise ValueError(f"{sizes} does not divide cp={self.cp}; their product must")
@@ -293,7 +297,7 @@ class Strategy:
             why = "the ends of the pipeline would deal the tied table out to different ranks"
             raise ValueError(f"{self._said(('precision', 'zero', 'pp'))} and a tied table: {why}; use zero=0")
         if self.pipelined:
-            even(config.num_layers, self.build_schedule().stages)
+            even(config.num_layers, stages_of(**self._schedule))
         return self
 
     def check_batch(self, config: GPTConfig, rows: int, length: int) -> None:
@@ -309,10 +313,8 @@ class Strategy:
             raise ValueError(f"sequence {length} > max_positions {config.max_positions}; {cure}")
         if length % self.pieces:
             sizes = self._said((name for name in ("cp", "tp", "slices") if getattr(self, name) > 1), " · ")
-            pieces, longer = (
-                f"{self.pieces} pieces ({sizes}, layout={self.layout!r})",
-                length + -length % self.pieces,
-            )
+            pieces = f"{self.pieces} pieces ({sizes}, layout={self.layout!r})"
+            longer = length + -length % self.pieces
             raise ValueError(f"T={length} is not a multiple of {pieces}; pad the sequence to {longer}")
         if self.slices > length:
             raise ValueError(f"slices={self.slices} of {length} tokens; use at most {length}")

@@ -4,6 +4,7 @@ named("1f1b", p=4, m=8)   named("interleaved", p=4, m=8, chunks=2)   named("seq1
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.bpipe import bpipe
@@ -44,3 +45,21 @@ def named(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> 
     number = [given for given, table in ((chunks, CHUNKED), (slices, SLICED)) if name in table]
     schedule = (PLAIN | CHUNKED | SLICED)[name](p, m, *number)
     return recomputed(schedule) if recompute and not schedule.recomputes else schedule
+
+
+def stages_of(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> int:
+    """How many stages that schedule has; ValueError as from `named`, if it is not for these sizes.
+
+    Planners ask thousands of times, and a schedule of many microbatches is long: rules look at m modulo p and
+    2p and whether it is at least 2p, so one of 2p to 4p microbatches answers for all that are alike."""
+    few = m if m < 4 * p else 2 * p + m % (2 * p)
+    stages = _stages(name, p, few, chunks, slices, recompute)
+    return stages or named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages
+
+
+@lru_cache(maxsize=1 << 12)
+def _stages(name: str, p: int, m: int, chunks: int, slices: int, recompute: bool) -> int | None:
+    try:
+        return named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages
+    except ValueError:
+        return None
