@@ -2,6 +2,7 @@
 
 First  accounting/         formulas: parameters, FLOPs, memory, bytes
        predict/            step time, its parts and memory, from a dry run's counts, held to published runs
+       planner, fleet      the fastest layout of a model on a machine; of several fleets the first
 then   dapple, autopipe    where to cut a pipeline
        memory_balance, adapipe, mpress   by memory: mCAP; what to recompute; where each tensor waits
        dynapipe, graphpipe, trirace      unequal samples; models with branches; old weights

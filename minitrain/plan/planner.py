@@ -1,0 +1,223 @@
+"""The fastest way to train a model on so many devices: every layout that could be, and the best that fit.
+
+    task = Task(presets["llama3-70b"], machine("h100"), ranks=512, batch=1024, length=8192)
+    best, second, *_ = search(task, work_of).best     Predictions: .run.strategy .step_s .mfu .memory .parts
+    why(best, second)                                 where the second loses its time
+
+`layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
+of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
+bytes are at most `room` of the device's memory: the rest is for what no account of tensors sees (a CUDA
+context, NCCL's buffers, holes). More rows in a microbatch take more memory, so where one number of them does
+not fit, larger ones are not looked at. Exhaustive but for that: the best is the best of this space, at
+`predict`'s cost for each. The searches of plan/search look at less, of spaces too large for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from minitrain.checks import counts, one_of, shares
+from minitrain.model.config import GPTConfig, divisors
+from minitrain.plan.predict.rates import RATES, Rates
+from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
+from minitrain.plan.predict.step import Prediction, predict
+from minitrain.plan.predict.work import WorkOf
+from minitrain.precision.policies import POLICIES
+from minitrain.simulate.machines import Machine
+from minitrain.strategy import Strategy
+
+LEAST_TOKENS = (
+    2048  # of a row on a rank of cp: with fewer, what travels is not hidden behind what is computed
+)
+MOST_ROWS = 8  # of a microbatch
+MOST_CHUNKS = 8  # stages of a rank
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, on what; `batch` rows of `length` tokens a step."""
+
+    model: GPTConfig
+    machine: Machine
+    ranks: int
+    batch: int
+    length: int
+    stack: Stack = STACKS["megatron-2023"]
+    precision: str = "bfloat16_main_grads"
+    room: float = 0.9  # of a device's memory
+
+    def __post_init__(self) -> None:
+        counts(ranks=self.ranks, batch=self.batch, length=self.length)
+        shares(room=self.room)
+        one_of(POLICIES, precision=self.precision)
+        if self.length > self.model.max_positions:
+            most = f"max_positions={self.model.max_positions}"
+            raise ValueError(f"length={self.length} > {most}; shorten the sequence, or use another model")
+
+    def run(self, strategy: Strategy) -> TrainingRun:
+        return TrainingRun(self.model, strategy, self.machine, self.batch, self.length, self.stack)
+
+    @property
+    def room_bytes(self) -> float:
+        return self.room * self.machine.device.memory_bytes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    task: Task
+    best: list[Prediction]  # the fastest first
+    looked_at: int  # predictions made
+    fitted: int
+    least: Prediction  # of all that were looked at, the one that needs least memory
+    front: list[Prediction] = field(default_factory=list)  # nothing that is faster needs less memory
+
+
+# ---- which layouts there are -----------------------------------------------------------------------------
+
+
+def layouts(task: Task) -> Iterator[list[Strategy]]:
+    """Lists of strategies that differ in the rows of a microbatch alone, fewest first.
+
+    tp stays inside a node, cuts sequences too and divides what it must; a rank of cp keeps LEAST_TOKENS of a
+    row; all ranks have equally many rows. ZeRO-2 is for one stage: a pipeline would scatter the gradients of
+    every microbatch. Interleaving is for stages of equally many blocks and microbatches that pp divides."""
+    model, ranks = task.model, task.ranks
+    for tp in divisors(ranks):
+        for cp in divisors(ranks // tp):
+            for pp in divisors(ranks // (tp * cp)):
+                dp = ranks // (tp * cp * pp)
+                if tp > task.machine.devices_per_node or pp > model.num_layers or task.batch % dp:
+                    continue
+                if cp > 1 and (task.length % (2 * cp) or task.length // cp < LEAST_TOKENS):
+                    continue
+                sizes = dict(dp=dp, pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1)
+                sizes |= dict(core="gathered") if cp > 1 else {}
+                try:
+                    Strategy(**sizes).check(model, ranks)
+                except ValueError:  # heads, hidden units, latents that tp does not divide
+                    continue
+                yield from _with_settings(task, sizes)
+
+
+def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
+    pp, shared = sizes["pp"], sizes["dp"] * sizes["cp"]
+    rows = task.batch // sizes["dp"]
+    of_rows = [b for b in divisors(rows) if b <= MOST_ROWS]
+    stages = [0] if shared == 1 else [0, 1, 3] if pp > 1 else [0, 1, 2, 3]
+    for ep in experts_over(task.model, shared):
+        for recompute in RECOMPUTE:
+            if recompute == "selective" and task.stack.flash:
+                continue  # a fused kernel keeps no scores, and computes them again anyway
+            for zero in stages:
+                for schedule, chunks in schedules(task.model, pp):
+                    more = dict(zero=zero, recompute=recompute, schedule=schedule, chunks=chunks, ep=ep)
+                    more |= dict(precision=task.precision)
+                    found = []
+                    for b in of_rows:
+                        m = rows // b
+                        if schedule == "interleaved" and m % pp:
+                            continue
+                        found.append(Strategy(**sizes, **more, microbatches=m))
+                    if found:
+                        yield found
+
+
+def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
+    """(schedule, stages of a rank) worth a look for so many ranks of a pipeline."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    per_rank, rest = divmod(model.num_layers, pp)
+    chunks = [v for v in divisors(per_rank) if 1 < v <= MOST_CHUNKS] if not rest else []
+    return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks)]
+
+
+def experts_over(model: GPTConfig, shared: int) -> list[int]:
+    """Over how many of the dp · cp ranks the experts can be dealt out."""
+    if not model.experts:
+        return [1]
+    return [n for n in divisors(shared) if model.experts.num_experts % n == 0]
+
+
+# ---- the best of them ------------------------------------------------------------------------------------
+
+
+def search(
+    task: Task,
+    work_of: WorkOf,
+    rates: Rates = RATES,
+    keep: int = 5,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> Ranking:
+    """The `keep` fastest that fit. ValueError if no layout divides, or none fits: by how much."""
+    counts(keep=keep)
+    families = list(layouts(task))
+    if not families:
+        raise ValueError(nothing_divides(task))
+    fitting: list[Prediction] = []
+    least, looked_at = None, 0
+    for family in progress(families):
+        for strategy in family:
+            prediction = predict(task.run(strategy), work_of, rates)
+            looked_at += 1
+            if least is None or needs(prediction) < needs(least):
+                least = prediction
+            if needs(prediction) > task.room_bytes:
+                break  # and with more rows it needs more
+            fitting.append(prediction)
+    if not fitting:
+        raise ValueError(too_large(task, least, work_of))
+    best = nsmallest(keep, fitting, key=lambda one: (one.step_s, needs(one)))
+    return Ranking(task, best, looked_at, len(fitting), least, pareto(fitting))
+
+
+def needs(prediction: Prediction) -> int:
+    """Bytes of the rank that has most."""
+    return sum(prediction.memory.values())
+
+
+def pareto(found: Iterable[Prediction]) -> list[Prediction]:
+    """Those than which no other is both faster and smaller, the fastest first."""
+    front: list[Prediction] = []
+    for one in sorted(found, key=lambda one: (one.step_s, needs(one))):
+        if not front or needs(one) < needs(front[-1]):
+            front.append(one)
+    return front
+
+
+def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, float]]:
+    """Where another loses the time, in seconds by part, most first; negative where it is ahead."""
+    differences = {part: other.parts[part] - best.parts[part] for part in best.parts}
+    ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
+    return [(part, seconds) for part, seconds in ordered[:most] if seconds]
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------
+
+
+def nothing_divides(task: Task) -> str:
+    """No layout at all: it is the batch, or what tp must divide, that fits none."""
+    near = [
+        n for n in range(max(1, task.batch - task.ranks), task.batch + task.ranks + 1) if n % task.ranks == 0
+    ]
+    cure = f"use a batch of {' or '.join(map(str, near[:2]))}, or fewer ranks"
+    said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
+    return f"{said}: no sizes of tp, pp, cp and dp divide both batch and ranks; {cure}"
+
+
+def too_large(task: Task, least: Prediction, work_of: WorkOf) -> str:
+    """By how much the smallest layout misses, and how many ranks would do."""
+    from dataclasses import replace
+
+    short = needs(least) - task.room_bytes
+    said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
+    room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = replace(task, ranks=task.ranks * factor, batch=task.batch * factor)
+        for strategy in (family[0] for family in layouts(larger)):
+            if needs(predict(larger.run(strategy), work_of)) <= task.room_bytes:
+                cure = f"{larger.ranks} ranks with a batch of {larger.batch} would do"
+                return f"does not fit: {said}, {room}, {short / 1e9:.1f} GB too little; {cure}"
+    return f"does not fit: {said}, {room}, {short / 1e9:.1f} GB too little; use a machine with more memory"

@@ -1,0 +1,168 @@
+"""The planner: all layouts there are, the best of them, what fits, and what it says where nothing does."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from minitrain.measured_work import work_of
+from minitrain.model.config import GPTConfig
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.pipeline.named import CHUNKED, NAMES, SLICED, named, stages_of
+from minitrain.plan.accounting.memory import zero_bytes
+from minitrain.plan.fleet import least_ranks, race
+from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, needs, pareto, search, why
+from minitrain.plan.predict.rates import RATES
+from minitrain.plan.predict.step import predict
+from minitrain.simulate.machines import V100, machine
+
+MODEL = GPTConfig(d_model=256, num_layers=4, num_heads=4, vocab_size=512, max_positions=8192)
+NODE = replace(machine("a100"), devices_per_node=2, nics_per_node=2)
+
+
+def small(**changes) -> Task:
+    return Task(**dict(model=MODEL, machine=NODE, ranks=4, batch=8, length=512) | changes)
+
+
+def memory_of(size: float, at=NODE):
+    """The machine with devices of so many bytes."""
+    return replace(at, device=replace(at.device, memory_bytes=size))
+
+
+def test_the_layouts_are_those_of_four_loops():
+    task = small(ranks=8, batch=12, length=2 * LEAST_TOKENS)
+    found = {(s.dp, s.pp, s.cp, s.tp) for family in layouts(task) for s in family}
+    expected = set()
+    for dp, pp, cp, tp in itertools.product(range(1, 9), repeat=4):
+        fits = tp <= 2 and pp <= 4 and cp <= 2 and 12 % dp == 0
+        if dp * pp * cp * tp == 8 and fits:
+            expected.add((dp, pp, cp, tp))
+    assert found == expected and any(cp == 2 for _, _, cp, _ in found)
+
+
+def test_each_layout_is_there_once_and_families_differ_in_rows_alone():
+    families = list(layouts(small()))
+    every = [s for family in families for s in family]
+    assert len(every) == len(set(every))
+    for family in families:
+        rows = [8 // (s.dp * s.microbatches) for s in family]
+        assert (
+            rows == sorted(set(rows))
+            and len({replace(s, microbatches=family[0].microbatches) for s in family}) == 1
+        )
+    assert {s.zero for s in every if s.pp == 1 and s.dp > 1} == {0, 1, 2, 3}
+    assert {s.zero for s in every if s.pp > 1 and s.dp > 1} == {0, 1, 3}
+    assert {s.zero for s in every if s.dp == 1} == {0}
+    assert {s.schedule for s in every if s.pp == 2} == {"1f1b", "zb_h1", "interleaved"}
+    assert all(s.sequence_parallel == (s.tp > 1) for s in every)
+
+
+def test_experts_are_dealt_out_over_what_divides_them():
+    model = replace(MODEL, experts=ExpertsConfig(4, 2))
+    found = {(s.dp, s.ep) for family in layouts(small(model=model, ranks=8, batch=8)) for s in family}
+    assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """All predictions of the small task, none left out."""
+    return [predict(small().run(s), work_of, RATES) for family in layouts(small()) for s in family]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_are_those_of_brute_force_whatever_fits(everything, seed):
+    sizes = sorted(map(needs, everything))
+    limit = sizes[random.Random(seed).randrange(len(sizes) // 4, len(sizes))]
+    ranking = search(small(machine=memory_of(limit + 1), room=1.0), work_of, keep=4)
+    fitting = sorted((one.step_s, needs(one)) for one in everything if needs(one) <= limit)
+    assert [(one.step_s, needs(one)) for one in ranking.best] == fitting[:4]
+    assert ranking.fitted == len(fitting) <= ranking.looked_at <= len(everything)
+    assert needs(ranking.least) == sizes[0]
+
+
+def test_the_front_has_what_nothing_else_beats(everything):
+    front = pareto(everything)
+    for one in everything:
+        beaten = any(f.step_s <= one.step_s and needs(f) <= needs(one) for f in front)
+        assert beaten
+    for a, b in itertools.pairwise(front):
+        assert a.step_s < b.step_s and needs(a) > needs(b)
+
+
+def test_why_a_runner_up_lost_adds_up(everything):
+    best, *_, worst = sorted(everything, key=lambda one: one.step_s)
+    found = why(best, worst, most=100)
+    assert sum(seconds for _, seconds in found) == pytest.approx(worst.step_s - best.step_s)
+    sizes = [abs(seconds) for _, seconds in found]
+    assert sizes == sorted(sizes, reverse=True) and why(best, best) == []
+    assert len(why(best, worst, most=2)) == 2
+
+
+def test_what_fits_nowhere_says_by_how_much_and_what_would_do(everything):
+    least = min(map(needs, everything))
+    with pytest.raises(ValueError) as error:
+        search(small(machine=memory_of(least * 0.8), room=1.0), work_of)
+    said = str(error.value)
+    assert f"{least / 1e9:.1f} GB on a rank at least" in said and "\n" not in said
+    assert "8 ranks with a batch of 16 would do" in said
+    with pytest.raises(ValueError, match="use a machine with more memory"):
+        search(small(machine=memory_of(1000), room=1.0), work_of)
+
+
+def test_a_batch_that_nothing_divides():
+    with pytest.raises(ValueError, match="batch=3 on 64 ranks .* no sizes of tp, pp, cp and dp divide"):
+        search(small(ranks=64, batch=3), work_of)
+    with pytest.raises(ValueError, match="max_positions=8192"):
+        small(length=10_000)
+
+
+def test_few_microbatches_tell_whether_there_is_a_schedule_of_many():
+    """The rules of every schedule depend on m as `stages_of` takes it."""
+    refused = 0
+    for name, p, chunks in itertools.product(NAMES, (1, 2, 3, 4), (1, 2)):
+        if chunks > 1 and name not in CHUNKED:
+            continue
+        slices = 2 if name in SLICED else 1
+        for m in (*range(1, 2 * p + 1), *range(4 * p - 1, 6 * p + 2)):
+            found = []
+            for ask in (lambda *a, **k: named(*a, **k).stages, stages_of):
+                try:
+                    found.append(ask(name, p, m, chunks=chunks, slices=slices))
+                except ValueError as error:
+                    found.append(str(error))
+            assert found[0] == found[1], (name, p, m)
+            refused += isinstance(found[0], str)
+    assert refused > 50
+
+
+# ---- fleets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory_bytes", [16e9, 32e9, 80e9, 200e9])
+def test_cluster_choice_7b(memory_bytes):
+    """Seven billion parameters: 112 GB of states; the fewest ranks are those of brute force over (stage, degree)."""
+    P = 7 * 10**9
+    assert 16 * P == 112e9
+    for stage in (0, 1, 2, 3):
+        fits = (n for n in range(1, 200) if zero_bytes(P, n, stage) <= memory_bytes)
+        assert least_ranks(P, memory_bytes, stage) == next(fits, None)
+    assert least_ranks(P, 32e9) == 4 and zero_bytes(P, 4, 3) == 28e9
+    assert least_ranks(P, 80e9) == 2 and zero_bytes(P, 2, 3) == 56e9
+    assert least_ranks(P, 14e9, 2) is None  # its weights alone fill the device
+
+    v100s = replace(machine("v100-ethernet"), device=V100)
+    fleets = [
+        Task(MODEL, machine("h100"), 2, 8, 512, precision="float16"),
+        Task(MODEL, v100s, 4, 8, 512, precision="float16"),
+        Task(MODEL, memory_of(1000), 4, 8, 512, precision="float16"),
+    ]
+    first, second, third = race(fleets, tokens=1e9, work_of=work_of)
+    assert (first.task, second.task, third.best) == (fleets[0], fleets[1], None)
+    for one in (first, second):
+        every = [predict(one.task.run(s), work_of) for family in layouts(one.task) for s in family]
+        fitting = [p for p in every if needs(p) <= one.task.room_bytes]
+        best = min(fitting, key=lambda p: (p.step_s, needs(p)))
+        assert (best.step_s, best.run.strategy.zero) == (one.best.step_s, one.best.run.strategy.zero)
+        assert one.seconds == pytest.approx(best.step_s * 1e9 / (8 * 512))
+    assert third.seconds == float("inf")
