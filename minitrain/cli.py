@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option, echo
 from typer.core import TyperGroup
 
-from minitrain import checkpoint_command, replay_command, train_command
+from minitrain import checkpoint_command, plan_command, replay_command, train_command
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
 
@@ -109,6 +109,7 @@ def installed(name: str) -> str:
 
 
 app.command()(train_command.train)
+app.command()(plan_command.plan)
 app.command()(replay_command.replay)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from typer import Option
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.plan.accounting.parameters import mlp_parameters, parameters
+from minitrain.plan.emit.plan_file import read
 from minitrain.strategy import Strategy
 from minitrain.training.flags import flags, options, taken
 from minitrain.training.hyperparameters import Hyperparameters
@@ -55,6 +56,7 @@ def train(
     keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
     beside: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
+    plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
     sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
     **values,
 ) -> None:
@@ -66,8 +68,11 @@ def train(
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     torchrun --nproc-per-node 4 -m minitrain.cli train --dp 4 --zero 3
     """
-    strategy, hyper = Strategy(**taken(Strategy, values)), Hyperparameters(**taken(Hyperparameters, values))
-    config = configure(preset, values)
+    if plan:
+        config, strategy, hyper = planned(plan, preset, values)
+    else:
+        strategy = Strategy(**taken(Strategy, values))
+        config, hyper = configure(preset, values), Hyperparameters(**taken(Hyperparameters, values))
     saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
         if value < least:
@@ -132,6 +137,20 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     return replace(presets[preset], vocab_size=BYTES, **changes)
 
 
+def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig, Strategy, Hyperparameters]:
+    """What a plan says, for bytes of text; flags may say the rest, and nothing that the plan says."""
+    if not path.is_file():
+        raise ValueError(f"plan={path}: no such file; minitrain plan --emit minitrain --out {path} makes one")
+    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**taken(Hyperparameters, values))
+    changed = lambda one: [f.name for f in fields(one) if getattr(one, f.name) != f.default]
+    said = [name for name in changed(hyper) if name in ("batch_size", "length")]
+    said += changed(Strategy(**taken(Strategy, values))) + ["preset"] * (preset != "tiny")
+    if said := [*said, *taken(GPTConfig, values), *taken(ExpertsConfig, values)]:
+        raise ValueError(f"{said[0]} beside --plan: {path} says it; leave it out, or change it there")
+    hyper = replace(hyper, batch_size=job.rows, length=job.length)
+    return replace(job.model, vocab_size=BYTES), job.strategy, hyper
+
+
 def check(
     config: GPTConfig,
     strategy: Strategy,
@@ -141,7 +160,6 @@ def check(
     saving: Saving,
     ranks: int,
 ) -> None:
-
     strategy.check(config, ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     check_frozen(config, hyper)

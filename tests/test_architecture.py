@@ -49,7 +49,7 @@ FLOORS = [
         "measured_work",
         "dry_steps",
     },
-    {"train_command", "checkpoint_command", "replay_command", "cli", "__main__"},
+    {"train_command", "checkpoint_command", "replay_command", "plan_command", "cli", "__main__"},
 ]
 TECHNIQUES = FLOORS[3] - {"model"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -85,6 +85,8 @@ NEIGHBOURS = {
     ("cli", "train_command"),
     ("cli", "checkpoint_command"),
     ("cli", "replay_command"),
+    ("cli", "plan_command"),
+    ("plan_command", "replay_command"),
     ("__main__", "cli"),
 }  # on one floor, one way
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
