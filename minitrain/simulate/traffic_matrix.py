@@ -2,7 +2,7 @@
 
     matrix = traffic({rank: ledger.events, ...}, ranks=128)     matrix.by_axis["tp"][0, 1]: bytes from 0 to 1
 
-An event says how many bytes a rank hands to the network and who takes part; the algorithm says to whom:
+An event says how much a rank hands to the network and who takes part; the algorithm says to whom:
 
                  ring (NCCL, one channel)     direct (ours, over gloo)
     all-gather   to the next member           to the next member
