@@ -92,9 +92,9 @@ def region_of(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple, tuple]]:
     """Elements first .. last of an array, counted along its rows: (start, shape) of rectangles, in order."""
-    whole(first=first, last=last)
     if first >= last:
         return []
+    whole(first=first, last=last)
     if not shape:
         return [((), ())]
     row = math.prod(shape[1:])
