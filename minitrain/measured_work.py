@@ -106,23 +106,25 @@ class _Marks:
         self.ledger, self.found, self.layers = ledger, [], len(layers)
         self.forward = True
         for number, layer in enumerate(layers):
-            layer.forward = partial(self.call, layer.forward, number)
+            layer.register_forward_pre_hook(partial(self.begin_forward, number))
+            layer.register_forward_hook(partial(self.end_forward, number))
 
     def add(self, way: str, number: int) -> None:
         live = self.ledger.live_by_kind
         self.found.append((way, number, len(self.ledger.events), live["activations"] + live["buffers"]))
 
-    def call(self, forward, number: int, x, positions):
-        if not self.forward and number == 0:  # the next microbatch
+    def begin_forward(self, number: int, layer, inputs) -> None:
+        if number == 0:  # of the next microbatch
             self.forward = True
+        if self.forward:  # else it runs again for a backward: part of that
+            self.add("forward", number)
+
+    def end_forward(self, number: int, layer, inputs, y) -> None:
         if not self.forward:
-            return forward(x, positions)  # run again for a backward: part of it
-        self.add("forward", number)
-        y = forward(x, positions)
+            return
         if number == 0:
             self.boundary_bytes = y.nbytes
         y.register_hook(partial(self.begin_backward, number))
-        return y
 
     def begin_backward(self, number: int, gradient) -> None:
         self.forward = False

@@ -78,9 +78,8 @@ def plan(
         keep=max(2, top) if writer is None else MOST_TRIED,
         progress=lambda each: tqdm(each, leave=False),
     )
-    echo(
-        f"{model} on {ranks} x {task.machine.device.name}, {batch} x {length} tokens a step, stack {stack}\n"
-    )
+    said = f"{batch} x {length} tokens per step, stack {stack}"
+    echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
     echo(table(ranking.best[:top]))
     echo(f"\n{ranking.looked_at:,} predicted, {ranking.fitted:,} fit into {task.room_bytes / 1e9:.0f} GB")
     echo(f"\n{memory(ranking.best[0])}\n")

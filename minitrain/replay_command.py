@@ -44,7 +44,7 @@ def replay(
     """What a training step of a published model takes on a described machine: dry run, then replay.
 
     The flags of a strategy are those of `minitrain train`. Where nothing else is said: bfloat16, ZeRO-3, or
-    with a pipeline ZeRO-1 and four microbatches a stage. The efficiencies are assumptions: of the network,
+    with a pipeline ZeRO-1 and four microbatches per stage. The efficiencies are assumptions: of the network,
     0.8 is what NCCL counts on; products and memory passes of good kernels come near 0.7 and 0.9.
 
     \b
@@ -73,7 +73,7 @@ def replay(
     dtype = rate_for(target, strategy)
     timeline = play({rank: ledger.events for rank, ledger in ledgers.items()}, target, dtype=dtype)
     name = target.device.name
-    step = f"{hyper.batch_size} x {hyper.length} tokens a step"
+    step = f"{hyper.batch_size} x {hyper.length} tokens per step"
     echo(f"{model} on {strategy.ranks} ranks of {name}, {step}\n{strategy}\n")
     echo(timeline.table())
     echo(f"\n{memory(ledgers, target)}")

@@ -1,6 +1,6 @@
 """Which of several fleets finishes a training first, and the fewest devices that hold its model. No torch.
 
-    least_ranks(7 * 10**9, 32e9, stage=3)     4: 16 bytes a parameter are 112 GB, 28 on each of four
+    least_ranks(7 * 10**9, 32e9, stage=3)     4: 16 bytes per parameter are 112 GB, 28 on each of four
     race([Task(.., machine("h100"), 16, ..), Task(.., v100s, 64, ..)], tokens=1e9, work_of=work_of)
 
 What ZeRO leaves on each of n ranks (accounting/memory.py) falls with n to a part that it does not cut, so a

@@ -38,7 +38,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, on what; `batch` rows of `length` tokens a step."""
+    """What is to be trained, on what; `batch` rows of `length` tokens per step."""
 
     model: GPTConfig
     machine: Machine

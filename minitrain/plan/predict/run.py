@@ -64,7 +64,7 @@ STACKS = {
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """`batch` rows of `length` tokens a step, in the strategy's microbatches."""
+    """`batch` rows of `length` tokens per step, in the strategy's microbatches."""
 
     model: GPTConfig
     strategy: Strategy
