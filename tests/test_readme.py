@@ -9,6 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from minitrain import cli
+from minitrain.model.config import presets
+from minitrain.plan.emit import plan_file
+from minitrain.plan.emit.job import Job
+from minitrain.strategy import Strategy
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -27,8 +31,10 @@ def test_an_example_is_ten_lines_and_prints_what_the_readme_says(number, tmp_pat
     assert capsys.readouterr().out.strip() == re.search(r"# (.*?):", code).group(1)
 
 
-def test_commands_that_train_are_what_the_command_takes(monkeypatch):
+def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     """Every `minitrain train` line, also behind torchrun: its flags exist and its layout can be."""
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(plan_file.write(Job(Strategy(dp=2), presets["small"], 8, 256)))
     lines = [
         shlex.split(line, comments=True)
         for line in re.findall(r"^(?:torchrun .*-m minitrain\.cli|minitrain) (train .*)$", TEXT, re.M)
