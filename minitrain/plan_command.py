@@ -54,8 +54,8 @@ def plan(
     minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json
     """
     counts(top=top)
-    writer = known(EMIT, system=emit) if emit else None
-    if out and (not emit or out.is_dir() or not out.parent.is_dir()):
+    writer = None if emit is None else known(EMIT, system=emit)
+    if out and (not writer or out.is_dir() or not out.parent.is_dir()):
         raise ValueError(f"out={out}: give a file in a folder that is there, and a system with --emit")
     task = Task(
         known(presets, model=model),
@@ -76,7 +76,7 @@ def plan(
         task,
         work_of,
         keep=max(2, top) if writer is None else MOST_TRIED,
-        progress=lambda each: tqdm(each, leave=False),
+        progress=lambda each: tqdm(each, leave=False, disable=None),
     )
     said = f"{batch} x {length} tokens per step, stack {stack}"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")

@@ -72,7 +72,7 @@ def train(
         config, strategy, hyper = planned(plan, preset, values)
     else:
         strategy = Strategy(**taken(Strategy, values))
-        config, hyper = configure(preset, values), Hyperparameters(**taken(Hyperparameters, values))
+        hyper, config = Hyperparameters(**taken(Hyperparameters, values)), configure(preset, values)
     saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
         if value < least:

@@ -49,7 +49,7 @@ from minitrain.plan.grid_costs import Sent
 from minitrain.precision.formats import Format
 
 CALLS = Path(__file__).with_suffix(".tsv")
-ELSEWHERE = "cli course launch plot collectives train_command checkpoint_command replay_command torch_private"
+ELSEWHERE = "cli course launch plot collectives train_command checkpoint_command replay_command plan_command torch_private"
 ON_RANKS = ("ProcessGroup", "Channel", "Mesh", ".Job")
 WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
 REAL = [1e30 if value == 10**30 else value for value in WHOLE]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
-from minitrain.checks import counts, one_of, shares
+from minitrain.checks import counts, one_of, positive, shares
 from minitrain.model.config import GPTConfig, divisors
 from minitrain.plan.predict.rates import RATES, Rates
 from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
@@ -52,6 +52,7 @@ class Task:
     def __post_init__(self) -> None:
         counts(ranks=self.ranks, batch=self.batch, length=self.length)
         shares(room=self.room)
+        positive(room=self.room)
         one_of(POLICIES, precision=self.precision)
         if self.length > self.model.max_positions:
             most = f"max_positions={self.model.max_positions}"

@@ -181,11 +181,11 @@ def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
         (lambda: blueconnect_all_reduce(1, ()), "factors \\(\\)"),
         (lambda: blueconnect_all_reduce(4, (-2, -2)), "factors \\(-2, -2\\)"),
         (lambda: accl_all_reduce(10, 4), "n=10 ranks do not fill nodes of 4; choose a divisor of 10"),
-        (lambda: nodes_of(4, 0), "per_node=0: use"),
+        (lambda: nodes_of(4, 0), "n=4 ranks do not fill nodes of 0"),
         (lambda: two_level([[0, 1], [1, 2]]), "must hold every rank of 0..3 exactly once"),
         (lambda: two_level([[0], []]), "every node of \\[\\[0\\], \\[\\]\\] needs a rank"),
         (lambda: two_level([]), "needs a rank"),
-        (lambda: torus2d_all_reduce(0, 2), "per_node=0: use"),
+        (lambda: torus2d_all_reduce(0, 2), "x=0: use"),
     ],
 )
 def test_bad_input_is_one_line(wrong, message):

@@ -410,5 +410,5 @@ def test_bad_input_is_one_line(expected, make):
 def test_needs_no_torch():
     tree = ast.parse(inspect.getsource(choices))
     taken = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert taken == {"collections.abc", "dataclasses", "fractions", "itertools"}
+    assert taken == {"collections.abc", "dataclasses", "fractions", "itertools", "minitrain.checks"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
