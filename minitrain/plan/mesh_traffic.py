@@ -21,6 +21,7 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any
 
+from minitrain.checks import counts
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
 from minitrain.plan.accounting.parameters import attention_parameters, mlp_parameters
@@ -57,6 +58,7 @@ def stages_of(config: GPTConfig, strategy: Any, stage: int) -> list[range]:
 
 
 def share(n: int) -> Fraction:
+    counts(n=n)
     return Fraction(n - 1, n)
 
 

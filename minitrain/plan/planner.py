@@ -128,6 +128,7 @@ def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
 
 def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
     """(schedule, stages of a rank) worth a look for so many ranks of a pipeline."""
+    counts(pp=pp)
     if pp == 1:
         return [("1f1b", 1)]
     per_rank, rest = divmod(model.num_layers, pp)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from minitrain.checks import whole
 from minitrain.pipeline.schedule import parts
 from minitrain.plan.predict.pipeline import Layout, layout_of
 from minitrain.plan.predict.run import TrainingRun
@@ -59,9 +60,10 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
 
 def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
     """Parameters of a rank with so many of LAYERS; a tied table counts once where both ends are."""
+    whole(numbers=numbers)
     layers = layers_of(work)
-    whole = sum(number * layer.parameters for number, layer in zip(numbers, layers))
-    return whole - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
+    every = sum(number * layer.parameters for number, layer in zip(numbers, layers))
+    return every - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
 
 
 def layers_of(work: Work) -> tuple[Layer, ...]:

@@ -13,6 +13,7 @@ Microsoft 2021, DeepSpeed tutorial "Autotuning". Differs: its tuner by a learned
 from collections.abc import Callable
 from typing import NamedTuple
 
+from minitrain.checks import amounts, counts, one_of
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.search.problem import Found, Problem
 
@@ -33,6 +34,9 @@ def memory(problem: Problem, config: Config) -> float:
 
 
 def sent_bytes(parameters: int, devices: int, zero: int, microbatches: int, element_bytes: int = 4) -> float:
+    amounts(parameters=parameters, microbatches=microbatches, element_bytes=element_bytes)
+    counts(devices=devices)
+    one_of(STAGES, zero=zero)
     times = (2, 2, microbatches + 1, 3 * microbatches)[zero]
     return times * parameters * element_bytes * (devices - 1) / devices
 

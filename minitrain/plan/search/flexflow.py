@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from minitrain.checks import amounts
 from minitrain.plan.search.problem import Found, Option, Problem
 
 
@@ -111,6 +112,7 @@ class Delta:
 
 
 def acceptance(cost: float, new: float, beta: float) -> float:
+    amounts(cost=cost, new=new, beta=beta)
     return 1.0 if new <= cost else math.exp(beta * (cost - new))
 
 

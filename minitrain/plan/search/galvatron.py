@@ -14,6 +14,7 @@ Differs: costs are problem.py's, without overlap; memory is not rounded to a gri
 from collections.abc import Callable, Sequence
 from itertools import groupby, product
 
+from minitrain.checks import counts
 from minitrain.pipeline.partition import balanced
 from minitrain.plan.search.problem import Found, Level, Option, Problem
 from minitrain.plan.search.stages import (
@@ -38,6 +39,7 @@ def words_of_tree(words: Sequence[str], levels: int, mixed: bool = False) -> lis
 
 def candidates(devices: int, mixed: bool = False) -> list[tuple]:
     """(pipeline degree, words) on a power of two of devices."""
+    counts(1 << 12, devices=devices)
     depth = devices.bit_length() - 1
     if devices != 1 << depth:
         raise ValueError(f"{devices} devices; the tree halves them: use a power of two")

@@ -12,6 +12,7 @@ algorithm, handles from one end to the other.
 from collections.abc import Iterable
 from itertools import product
 
+from minitrain.checks import filled
 from minitrain.plan.search.problem import Found, Graph, Problem
 
 Point = tuple[float, float, tuple[int, ...]]  # seconds, bytes, the pick of each layer
@@ -52,10 +53,10 @@ def unbeaten(points: Iterable[Point]) -> list[Point]:
 
 def fastest(front: list[Point], memory_bytes: float) -> Point:
     """Read off a front: of those that fit into so many bytes."""
+    filled(front=front)
     if fitting := [point for point in front if point[1] <= memory_bytes]:
         return fitting[0]
-    least = f"the least is {front[-1][1]:,.0f}" if front else "nothing does"
-    raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; {least}")
+    raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")
 
 
 def every_point(graph: Graph) -> list[Point]:
