@@ -270,7 +270,7 @@ def graph_of(problem: Problem, layers: range, levels, options=None, unit="second
 
 
 def example(**changes) -> Problem:
-    """Two MLPs, a wide and a narrow one, on two nodes of two devices: for chapter 23 (planned)."""
+    """Two MLPs, a wide and a narrow one, on two nodes of two devices: for chapter 23."""
     shapes = {"up": (512, 4096), "down": (4096, 512), "up2": (512, 2048), "down2": (2048, 512)}
     layers = tuple(linear(name, *shape) for name, shape in shapes.items())
     sizes = dict(rows=1024, microbatches=4, memory_bytes=2**26, flops_per_s=2.0**44)
