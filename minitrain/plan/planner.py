@@ -15,7 +15,7 @@ not fit, larger ones are not looked at. Exhaustive but for that: the best is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
 from minitrain.checks import counts, one_of, positive, shares
@@ -211,8 +211,6 @@ def nothing_divides(task: Task) -> str:
 
 def too_large(task: Task, least: Prediction, work_of: WorkOf) -> str:
     """By how much the smallest layout misses, and how many ranks would do."""
-    from dataclasses import replace
-
     short = needs(least) - task.room_bytes
     said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
     room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
