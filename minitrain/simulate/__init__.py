@@ -3,7 +3,7 @@
 First  events              what one rank did, in order
        machines            devices and links, from datasheets
        collectives         what a collective costs
-       replay              when everything would happen
+       replay, wires       when everything would happen; transfers that meet on a link or a card share it
 then   timeline, intervals, trace               where the time went, and a file for a browser
 beside traffic_matrix      who sends how much to whom, on a mesh in any order of its axes
        storage             feeding accelerators from slow disks

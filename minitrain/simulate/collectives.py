@@ -16,7 +16,7 @@ both runs at B = min(B_in, m B_out): the m ranks of a node feed m rings (NCCL's 
     send, receive, barrier     alpha + S/B of the link between the two; ceil(log2 n) alpha (dissemination)
 
 S is the ledger's `payload_bytes`: the tensor, or the whole output (all-gather), or the whole input. Not
-modelled: congestion, other groups on the same cards, the start-up of a kernel, switches that add.
+modelled: congestion, other groups on the same cards (replay.py has them), start-up, switches that add.
 """
 
 from collections import Counter
@@ -166,15 +166,21 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
     return {name: seconds for name, seconds in costs.items() if seconds is not None}
 
 
-def seconds(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> float:
-    """From the last arrival until every member has its result; "auto" is the cheapest, as in NCCL."""
+def chosen(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> str:
+    """The algorithm that is taken: the one asked for, which the placement must allow; "auto" is the cheapest,
+    as in NCCL."""
     costs = by_algorithm(op, payload_bytes, placement)
     if algorithm == "auto":
-        return min(costs.values())
+        return min(costs, key=costs.get)
     if algorithm not in costs:
         case = f"{op} cannot run as {algorithm!r} with {placement.n} ranks on {placement.nodes} nodes"
         raise ValueError(f"{case}; choose from auto, {', '.join(costs)}")
-    return costs[algorithm]
+    return algorithm
+
+
+def seconds(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> float:
+    """From the last arrival until every member has its result."""
+    return by_algorithm(op, payload_bytes, placement)[chosen(op, payload_bytes, placement, algorithm)]
 
 
 def _ceil_log2(n: int) -> int:

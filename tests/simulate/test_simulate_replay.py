@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minitrain.simulate import collectives
 from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.simulate.intervals import join, length, outside
+from minitrain.simulate.links import Task, play
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
 
@@ -119,18 +120,60 @@ def test_a_transfer_takes_what_its_largest_payload_takes(sizes):
     assert [timeline.transfers(rank)[0].end_s for rank in PAIR] == [close(3)] * 2
 
 
-def test_one_group_is_served_in_order_and_two_groups_at_once():
-    # Two transfers of 2 s: one after the other on one axis, side by side on two.
+def test_one_group_is_served_in_order_and_two_groups_share_wires():
+    # Two transfers of 2 s: one after the other on one axis; side by side on two, at half the speed.
     steps = []
-    for second in ("dp", "tp"):
+    for second, sharing in (("dp", True), ("tp", True), ("tp", False)):
         program = Program()
         ids = (
             program.issue("all_gather", "dp", PAIR, 4 * 10**9),
             program.issue("all_gather", second, PAIR, 4 * 10**9),
         )
         program.wait(ids[1]).wait(ids[0])
-        steps.append(replay({0: program.events, 1: program.events}, UNIT).step_s)
-    assert steps == [close(4), close(2)]
+        steps.append(replay({0: program.events, 1: program.events}, UNIT, sharing=sharing).step_s)
+    assert steps == [close(4), close(4), close(2)]
+
+
+def messages(sends, latency=0.0, devices=64):
+    """{name: when it ends} of messages of (source, destination, gigabytes, issued at second)."""
+    programs = {rank: Program() for send in sends for rank in send[:2]}
+    for seq, (source, destination, gigabytes, at) in enumerate(sorted(sends, key=lambda send: send[3])):
+        for rank, op in ((source, "send"), (destination, "receive")):
+            program = programs[rank]
+            now = sum(event.flops for event in program.events if isinstance(event, Compute)) / 1e12
+            program.compute(at - now)
+            program.issue(op, "pp", (source, destination), gigabytes * 10**9, seq)
+    here = changed(UNIT, devices_per_node=devices, nics_per_node=devices, intra=Link("in", latency, 1e9, ""))
+    timeline = replay({rank: program.events for rank, program in programs.items()}, here)
+    return {s.event.members: round(s.end_s, 9) for rank in programs for s in timeline.transfers(rank)}
+
+
+def test_who_shares_a_wire():
+    """Messages of one rank share its way out, those to one rank its way in; both ways of a rank do not meet."""
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 1)]) == {(0, 1): 3, (0, 2): 4}
+    assert messages([(1, 0, 2, 0), (2, 0, 2, 1)]) == {(1, 0): 3, (2, 0): 4}
+    assert messages([(0, 1, 2, 0), (1, 0, 2, 0), (1, 2, 2, 5)]) == {(0, 1): 2, (1, 0): 2, (1, 2): 7}
+    # three leave rank 0 at a third each, so that the fourth has two thirds of rank 3's way in
+    sends = [(0, 1, 1, 0), (0, 2, 1, 0), (0, 3, 1, 0), (4, 3, 3, 0)]
+    assert messages(sends) == {(0, 1): 3, (0, 2): 3, (0, 3): 3, (4, 3): 4}
+    # a latency takes no wire: it passes while others send
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 1)], latency=1.0) == {(0, 1): 4, (0, 2): 5}
+    # rank 0's links and its share of the cards are two wires
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 0)], devices=2) == {(0, 1): 2, (0, 2): 2}
+    assert messages([(0, 2, 2, 0), (0, 4, 2, 0)], devices=2) == {(0, 2): 4, (0, 4): 4}
+
+
+def test_two_sums_over_one_card():
+    """1 GB each over 64 A100: together as long as in turn. The second starts later: the first is done sooner."""
+    a100, ends = machine("a100"), {}
+    for late, sharing in ((0, True), (0, False), (1, True)):
+        program = Program()
+        program.issue("all_reduce", "dp", tuple(range(0, 64, 8)), 10**9)
+        program.events.append(Compute("add", 0, int(late * 0.03 * 2039e9)))
+        program.issue("all_reduce", "ep", tuple(range(0, 64, 8)), 10**9)
+        timeline = replay({0: program.events}, a100, algorithms={"all_reduce": "ring"}, sharing=sharing)
+        ends[late, sharing] = [round(span.end_s, 3) for span in timeline.transfers(0)]
+    assert ends == {(0, True): [0.14, 0.14], (0, False): [0.07, 0.07], (1, True): [0.11, 0.14]}
 
 
 def test_roofline():
@@ -376,10 +419,90 @@ def everything_in_turn(events):
 @given(programs)
 def test_between_the_critical_path_and_everything_in_turn(program):
     events = written(program)
-    step = replay(events, GRID).step_s
+    apart, step = (replay(events, GRID, sharing=sharing).step_s for sharing in (False, True))
+    assert longest_path(events, in_order=False) <= apart + 1e-9
+    assert apart == close(longest_path(events, in_order=True))
     assert longest_path(events, in_order=False) <= step + 1e-9
-    assert step == close(longest_path(events, in_order=True))
     assert step <= everything_in_turn(events) + 1e-9
+
+
+def as_tasks(events):
+    """The program for the other player, that of links.py, which knows work and copies only: a task for each
+    event of a rank, and two for a transfer, whose latency takes no wire."""
+    ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring"}
+    ways |= {"broadcast": "ring", "all_to_all": "pairwise", "send": "direct", "receive": "direct"}
+    tasks, transfers = [], {}
+    for rank, mine in events.items():
+        keys = {}
+        for at, event in enumerate(mine):
+            name, lane = f"{rank}.{at}", f"rank {rank}"
+            if isinstance(event, Compute):
+                tasks.append(Task(name, lane, compute_s(event)))
+            elif isinstance(event, Wait):
+                tasks.append(Task(name, lane, 0.0, after=(keys[event.id],)))
+            else:
+                key = keys[event.id] = f"{event.axis} {event.members} {event.seq}"
+                tasks.append(Task(name, lane, 0.0))
+                transfers.setdefault(key, []).append((event, name))
+    bytes_per_s = {}
+    for key, came in sorted(transfers.items(), key=lambda item: item[1][0][0].seq):
+        event, stream = came[0][0], f"{came[0][0].axis} {came[0][0].members}"
+        place = collectives.place(event.members, GRID)
+        latency, all_of_it = (
+            collectives.seconds(event.op, n, place, ways[event.op]) for n in (0, event.payload_bytes)
+        )
+        message, level = event.op in ("send", "receive"), place.nodes
+        wires = [f"alone {key}"]
+        for away in (True, False):
+            wires += [f"{rank} {level} {away}" for rank in event.members if passes(event, rank, away)]
+        bytes_per_s |= dict.fromkeys(wires, 1.0)
+        lane = f"latency {key}" if message else stream
+        tasks.append(Task(f"latency {key}", lane, latency, after=tuple(name for _, name in came)))
+        passed = tuple(wires) if all_of_it > latency else ()
+        tasks.append(Task(key, stream, all_of_it - latency, passed, after=(f"latency {key}",)))
+    return tasks, bytes_per_s, ways
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs)
+def test_the_player_of_links_agrees(program):
+    """Two engines that share the rule of fairness and nothing else."""
+    events = written(program)
+    tasks, bytes_per_s, ways = as_tasks(events)
+    timeline = replay(events, GRID, algorithms=ways)
+    run = play(tasks, bytes_per_s)
+    assert timeline.step_s == close(float(run.end_s))
+    for rank in events:
+        for span in timeline.transfers(rank):
+            assert span.end_s == close(run.end(f"{span.event.axis} {span.event.members} {span.event.seq}"))
+
+
+@settings(max_examples=40)
+@given(programs)
+def test_no_wire_carries_more_than_it_can(program):
+    """Of all that begins and ends within a time, the seconds that it needs alone fit in."""
+    ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "ring"}
+    timeline = replay(written(program), GRID, algorithms=ways | {"all_to_all": "pairwise"})
+    for rank in range(4):
+        carried = {}
+        for span in timeline.transfers(rank):
+            event, place = span.event, collectives.place(span.event.members, GRID)
+            way = ways.get(event.op, "auto")
+            latency, whole = (collectives.seconds(event.op, n, place, way) for n in (0, event.payload_bytes))
+            begin = span.start_s + latency * (event.op not in ("send", "receive"))
+            assert span.end_s - begin >= whole - latency - 1e-9
+            carried.setdefault(place.nodes, []).append((begin, span.end_s, whole - latency, event))
+        for mine in carried.values():
+            for away in (True, False):
+                here = [one for one in mine if passes(one[3], rank, away)]
+                for begin, *_ in here:
+                    for _, end, *_ in here:
+                        inside = sum(needed for a, b, needed, _ in here if a >= begin and b <= end)
+                        assert inside <= max(0.0, end - begin) + 1e-9
+
+
+def passes(event, rank, away):
+    return event.op not in ("send", "receive") or event.members[0 if away else 1] == rank
 
 
 @settings(max_examples=60)
@@ -405,9 +528,10 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
 @settings(max_examples=60)
 @given(programs)
 def test_overlap_never_makes_a_step_longer(program):
-    assert (
-        replay(written(program), GRID).step_s <= replay(written(program, blocking=True), GRID).step_s + 1e-9
+    beside, in_turn = (
+        replay(written(program, blocking=blocking), GRID, sharing=False).step_s for blocking in (False, True)
     )
+    assert beside <= in_turn + 1e-9
 
 
 @settings(max_examples=60)
@@ -420,7 +544,7 @@ def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, comp
         inter=Link("out", 4e-3 / latency, 2 * GB * rate, ""),
     )
     events = written(program)
-    assert replay(events, fast).step_s <= replay(events, GRID).step_s + 1e-9
+    assert replay(events, fast, sharing=False).step_s <= replay(events, GRID, sharing=False).step_s + 1e-9
 
 
 @settings(max_examples=40)
