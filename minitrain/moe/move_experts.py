@@ -120,7 +120,6 @@ def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tup
                     t, i = rounds[number + 1]
                     entering = start(of(i, matrices), own, way.across, *way.between_nodes(t, i))
             yield (s, q, j), way.expert(s, q, j), present
-            present = None
 
 
 class Homeward:

@@ -1,6 +1,6 @@
 """Where to cut a model into stages: evenly, by the slowest stage, or with replicas (PipeDream). No torch.
 
-    even(6, 4)                       ->  [range(0, 3), range(3, 5), range(5, 6), range(6, 8)]   of 8 layers
+    even(6, 4)                       ->  [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]   of 8 layers
     balanced([1, 3, 3, 3, 3, 5], 3)  ->  [range(0, 3), range(3, 5), range(5, 6)]                costs 7 6 5
     pipedream([4, 8, 4], 4)          ->  slowest stage 4 with layers 0..2 on 4 workers          data parallel
 

@@ -166,6 +166,8 @@ def test_what_leaves_dims_as_they_are_goes_first_and_the_cheaper_letter_wins():
     assert placed.collectives() == {("all_to_all", "x"): 1}
     small = propagate(mlp(2, 8, 2), {"x": 2}, {"x": {"x": S(0)}, "w1": {"x": S(0)}, "h": {"x": B}})
     assert small.chosen["h"][0].letter == "d", "x is smaller than w1, so x changes"
+    late = propagate(MLP, {"x": 2}, {"x": {"x": S(0)}, "a": {"x": S(1)}})
+    assert late.specs["h"] == (S(1),), "relu says so before the product, which stands in front of it"
 
 
 # ---- OneFlow

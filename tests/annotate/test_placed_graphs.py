@@ -77,6 +77,14 @@ def test_gradients_of_what_nobody_asked_for_are_not_made():
     assert [op.name for op in full.ops] == ["h", "a", "y", "d_w2"] and gradients == {"w2": "d_w2"}
 
 
+def test_a_step_function_passes_no_gradient():
+    on, gated = Op("on", "step", "bd->bd", ("x",)), Op("y", "product", "bd,bd->bd", ("x", "on"))
+    full, gradients = with_gradients(Graph({"x": (4, 6)}, (on, gated)), "y", ["x"])
+    assert gradients == {"x": "d_x"} and full.ops[-1].inputs == ("d_y", "on") and len(full.ops) == 3
+    with pytest.raises(ValueError, match="gradient of 'on' by 'x': it does not depend on that"):
+        with_gradients(Graph({"x": (4, 6)}, (on,)), "on", ["x"])
+
+
 # ---- signatures
 
 

@@ -137,9 +137,24 @@ def of_two_snapshots(folder):
     saver.close()
 
 
+def waits_for(folder):
+    """Whose copies an update of one layer waits for, where the way knows layers, and where all change."""
+    saver, asked = Saver(Store(folder), way=replace(SLOW, by_layer=True)), []
+    hold, real = Hold(saver.snapshots[0]), saver.snapshots[0].wait
+    saver.save(1, shared(16, 16), {}, {})
+    saver.snapshots[0].wait = asked.append  # nothing is copied, and nobody waits
+    saver.before_update(iter([f"p{saver.rank}"]))
+    saver.before_update()
+    saver.snapshots[0].wait = real
+    hold.allow()
+    saver.close()
+    return asked
+
+
 def test_the_update_waits_once_and_for_all(tmp_path):
     def rank(folder):
         of_two_snapshots(f"{folder}/two")
+        assert waits_for(f"{folder}/layers") == [[f"p{collectives.world().rank()}"], None]
         return waits_before_update(f"{folder}/one")
 
     for waits, typed in launch.run(rank, str(tmp_path), ranks=2):
@@ -162,6 +177,10 @@ def one_is_slow(folder):
     disk.allow()
     saver.close()
     Store(folder).verify(1)
+    if rank == 0:
+        after = Store(folder)
+        after.begin(2)  # a saver that is closed has no lock
+        after.unlock()
     return before, saver.store.steps()
 
 

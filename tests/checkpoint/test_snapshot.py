@@ -121,6 +121,19 @@ def test_what_is_copied_is_not_kept_alive():
     assert snapshot._values == [] and alive() is None
 
 
+def test_what_is_copied_goes_while_others_are_copied():
+    pieces, snapshot = some_pieces(8, 8), Snapshot("cpu")
+    hold, alive = Hold(snapshot, allowed=1), [weakref.ref(piece.values) for piece in pieces]
+    snapshot.begin(pieces)
+    del pieces
+    with Threads() as threads:
+        threads.start(snapshot.copy)
+        snapshot.wait(["p0"])
+        found = [values() is not None for values in alive]
+        hold.allow()
+    assert found == [False, True]
+
+
 def test_training_waits_for_what_it_asks_for_alone():
     pieces, snapshot = some_pieces(8, 8, 8), Snapshot("cpu")
     hold, passed = Hold(snapshot), threading.Event()

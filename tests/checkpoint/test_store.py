@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,6 +229,9 @@ def test_a_rank_that_wrote_elsewhere_is_named(store):
     there = write_file(store.disk, store.folder / file_name(1), [], {})
     with pytest.raises(ValueError, match=rf"{file_name(1)} is not there as it was written: .* all ranks see"):
         store.commit(1, [here, there], {})
+    longer = replace(here, size=here.size + 1)
+    with pytest.raises(ValueError, match=rf"{file_name(0)} is not there as it was written"):
+        store.commit(1, [longer], {})
     assert store.steps() == []
 
 

@@ -369,6 +369,24 @@ def test_a_named_result_inside_another_and_one_that_reads_its_input_as_bits(keep
     assert torch.equal(torch.autograd.grad(loss, x)[0], plain[0])
 
 
+def test_where_all_that_is_saved_is_kept_anyway_nothing_runs_again():
+    """Inputs, a module's own parameters, and kept results."""
+    results, calls, linear = Results(), [], torch.nn.Linear(3, 2)
+    linear.register_forward_pre_hook(lambda *_: calls.append("linear"))
+
+    def sine(x):
+        calls.append("sine")
+        return results("sine", torch.sin, x).square()
+
+    for run, keep in ((linear, ()), (sine, {"sine"})):
+        x = torch.randn(4, 3, requires_grad=True)
+        recompute(run, x, results=results, keep=keep).sum().backward()
+        assert x.grad is not None
+    assert calls == ["linear", "sine"]
+    recompute(sine, x, results=results).sum().backward()
+    assert calls == ["linear", "sine", "sine", "sine"]
+
+
 def test_what_the_second_pass_finds_has_no_graph():
     """Of a saved tensor and of a view of a result: the second pass is over, and nothing of it is held."""
     inputs = []

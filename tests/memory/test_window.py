@@ -195,6 +195,26 @@ def test_layers_come_while_others_compute():
     assert through._engine.late == 1
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_next_layers_of_the_window_are_here_or_coming_and_no_other(window):
+    """Where the room is that of the last two layers, which are large, no more are looked ahead for."""
+    layers = [*uniform(6), *(Plus(nn.Sequential(nn.Linear(50, 400), nn.Linear(400, 50))) for _ in range(2))]
+    through, found = LayerWindow(layers, window), []
+    use = through._engine.use
+
+    def watched(number):
+        value = use(number)
+        found.append((number, set(through._engine.here)))
+        return value
+
+    through._engine.use = watched
+    through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+    order = [number for number, _ in found]
+    for place, (_, here) in enumerate(found):
+        assert here >= set(order[place : place + window + 1])
+        assert max(here) <= max(order[: place + window + 1])
+
+
 def test_the_largest_run_of_layers_counts_and_layers_without_parameters_pass():
     layers = [*uniform(2), Plus(nn.Identity()), *uniform(2, 50)]
     layers[1].inner = nn.Sequential(nn.Linear(50, 90), nn.Linear(90, 50))

@@ -45,6 +45,14 @@ def timed(schedule: Schedule, stages) -> Measured:
 # ---- cuts ------------------------------------------------------------------------------------------------
 
 
+def test_the_examples_of_the_module():
+    assert even(6, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert even(6, 5) == [range(0, 2), range(2, 4), range(4, 5), range(5, 6), range(6, 8)], "not to the first"
+    assert even(2, 3) == [range(0, 1), range(1, 2), range(2, 4)]
+    assert balanced([1, 3, 3, 3, 3, 5], 3) == [range(0, 3), range(3, 5), range(5, 6)]
+    assert pipedream([4, 8, 4], 4) == (4, ((range(0, 3), 4),))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_balanced_has_the_smallest_largest_stage(seed):
     draw = random.Random(seed)

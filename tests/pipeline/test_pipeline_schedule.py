@@ -251,6 +251,21 @@ def test_links_agree_and_nothing_is_lost():
         assert sent == received == crossing
 
 
+def test_a_sent_tensor_is_freed_as_soon_as_an_answer_says_that_it_has_arrived():
+    """Right behind the first entry with an input that was made from it, or after it, where it went."""
+    schedule = one_f_one_b(2, 3)
+    first, last = (
+        [
+            f"{step.what} sent" if isinstance(step, Sent) else str(step)
+            for step in program
+            if isinstance(step, (Action, Sent))
+        ]
+        for program in lower(schedule)
+    )
+    assert first == ["F0.0", "F0.1", "B0.0", "F0.0 sent", "F0.2", "B0.1", "F0.1 sent", "B0.2", "F0.2 sent"]
+    assert last == ["F1.0", "B1.0", "F1.1", "B1.1", "F1.2", "B1.0 sent", "B1.2"]
+
+
 def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
     for schedule in (gpipe(4, 8), one_f_one_b(4, 8)):
         for entries, program in zip(schedule.ranks, lower(schedule)):

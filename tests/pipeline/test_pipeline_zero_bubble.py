@@ -3,6 +3,7 @@ real ranks.
 """
 
 import random
+import weakref
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import Stages
 from minitrain.pipeline.deferred import Deferred
@@ -19,14 +21,15 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
-from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.schedules.greedy import greedy, urgency
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.schedules.v_shape import rank_of, v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import bubble, zb_h1, zb_h2, zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.training.optim import AdamW, clip_grad_norm
+from minitrain.training.step import Batch, NoReducer
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
-from tests.pipeline.test_pipeline_runtime import account
+from tests.pipeline.test_pipeline_runtime import account, split
 
 PROBLEM = Problem(
     config=small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
@@ -207,6 +210,12 @@ def test_greedy_finds_known_schedules():
     )
 
 
+def test_what_is_urgent():
+    """Backwards, forwards, gradients of weights; older microbatches; of one what is nearer to its end."""
+    wanted = [I(0, 0), B(0, 1), I(1, 1), F(2, 0), F(1, 0), F(0, 1), W(0, 0), W(1, 0)]
+    assert sorted(reversed(wanted), key=urgency) == [wanted[1], wanted[0], *wanted[2:]]
+
+
 def test_every_list_is_valid_and_holds_what_its_module_says():
     for p, m in GRID:
         made = [
@@ -338,6 +347,34 @@ def test_between_i_and_w_the_operands_of_the_products_stay():
     )  # 2 rows of 8 tokens
     assert after_i - after_w == sum(held.values()) and after_i < after_f
     assert all(linear.weight.grad is not None for linear in linears)
+
+
+def test_between_i_and_w_a_stage_without_products_keeps_nothing():
+    """Not what arrived: neither the runner nor the graph, which ends there."""
+    arrived, alive = [], []
+
+    def on_rank():
+        schedule, stage = split(one_f_one_b(2, 3)), torch.nn.LayerNorm(4, dtype=torch.float64)
+        runner = Runner(
+            {1: stage}, schedule, collectives.world(), lambda y, _: y.square().sum(), NoReducer(), width=4
+        )
+        take, weights = runner.take, runner.weights
+
+        def watched(what):
+            x = take(what)
+            arrived.append(weakref.ref(x))
+            return x
+
+        def then(action):
+            alive.append(sum(x() is not None for x in arrived))
+            weights(action)
+
+        runner.take, runner.weights = watched, then
+        tokens = torch.zeros(3, 2, dtype=torch.int64)
+        runner(Batch(tokens, tokens, torch.tensor(6)))
+
+    dryrun.run(on_rank, rank=1, ranks=2)
+    assert len(arrived) == 3 and alive == [0, 0, 0]
 
 
 # ---- the step that is checked afterwards -----------------------------------------------------------------

@@ -16,12 +16,14 @@ from minitrain.pipeline.simulate import simulate
 from minitrain.plan.accounting.memory import activation_bytes
 from minitrain.plan.predict import pipeline
 from minitrain.plan.predict.fit import fit, squared_error, stack_factor
-from minitrain.plan.predict.memory import by_rank
-from minitrain.plan.predict.pipeline import Costs, Timed, layout_of, makespan
+from minitrain.plan.predict.memory import by_rank, elements_of
+from minitrain.plan.predict.pipeline import Costs, Layout, Timed, layout_of, makespan
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Rates, seconds
 from minitrain.plan.predict.run import STACKS, TrainingRun, named_stack, published
 from minitrain.plan.predict.step import PARTS, predict
-from minitrain.plan.predict.work import Operator
+from minitrain.plan.predict.times import Place
+from minitrain.plan.predict.update import update_s
+from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy
@@ -103,6 +105,69 @@ def test_memory_is_the_ledgers(case):
         assert sum(memory.values()) == pytest.approx(sum(real.values()), rel=0.10)
     worst = max(sum(memory.values()) for memory in predicted)
     assert sum(predict(run, work_of, PLAIN).memory.values()) == worst
+
+
+# Of 100 parameters in a block 60 are its experts', and a table of 10 is at both ends.
+SOME = Work(
+    Layer(Pass(), Pass(), parameters=11, shared_parameters=10),
+    Layer(Pass(), Pass(), parameters=100),
+    Layer(Pass(), Pass(), parameters=12, shared_parameters=10),
+    boundary_bytes=0,
+    expert_parameters=60,
+)
+
+
+def test_a_tied_table_counts_once_where_both_ends_are():
+    found = [elements_of(SOME, numbers, True) for numbers in ((1, 1, 0, 1), (1, 1, 0, 0), (0, 1, 0, 1))]
+    assert found == [11 + 100 + 12 - 10, 11 + 100, 100 + 12]
+    assert elements_of(SOME, (1, 1, 0, 1), False) == 11 + 100 + 12
+
+
+def updated(zero, stack="megatron-2021", tied=False, pp=1, ep=1, microbatches=4):
+    """Seconds, and (operation, bytes, members) of all that travels; dp=4, tp=2."""
+    sent = []
+
+    class Watched(Place):
+        def travel_s(self, op, payload_bytes, members):
+            sent.append((op, payload_bytes, members))
+            return 1.0
+
+    at = Watched(machine("a100"), STACKS[stack], PLAIN, dp=4, pp=pp, cp=1, tp=2, ep=ep)
+    own = (1, 1, 0, 1) if pp == 1 else (1, 1, 0, 0)
+    layout = Layout("1f1b", pp, microbatches, 1, 1, False, (), (own,))
+    return update_s(SOME, layout, at, zero, (2, 4, 12), tied, False), sent
+
+
+def test_who_sends_what_in_an_update():
+    """Of layers on tp=2 every second rank; experts over every ep-th of those."""
+    _, sent = updated(0)
+    assert sent == [("all_reduce", 63 * 4, (0, 2, 4, 6)), ("all_reduce", 60 * 4, (0, 2, 4, 6))]
+    _, sent = updated(0, ep=2)
+    assert [members for *_, members in sent] == [(0, 2, 4, 6), (0, 4)]
+    parts, sent = updated(0, tied=True, pp=4)
+    assert sent[-1] == ("all_reduce", 10 * 4, (0, 3 * 4 * 2)), "the first stage and the last"
+    assert parts["tied table"] == 1
+
+
+@pytest.mark.parametrize(
+    "zero, stack, seconds", [(1, "megatron-2021", 2), (3, "megatron-2021", 9), (2, "llama3", 2)]
+)
+def test_how_often_an_update_sends(zero, stack, seconds):
+    """ZeRO-3 gathers weights for both ways of each of 4 microbatches."""
+    stack = replace(STACKS[stack], dp_overlapped=False)
+    STACKS["plainly"] = stack
+    try:
+        assert updated(zero, "plainly")[0]["dp"] == 2 * seconds, "and so for experts"
+    finally:
+        del STACKS["plainly"]
+
+
+def test_what_an_update_reads_and_writes():
+    """States once each way, gradients three times, weights once; ZeRO deals it out to 4."""
+    rate = machine("a100").device.memory_bandwidth_bytes_per_s * machine("a100").memory_efficiency
+    for zero, shards in ((0, 1), (1, 4)):
+        parts, _ = updated(zero)
+        assert parts["optimizer"] == pytest.approx(123 * (2 * 12 + 3 * 4 + 2) / shards / rate)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,28 @@ def test_products_of_copies_can_be_put_off():
         assert torch.equal(grad, other) and other.dtype == torch.bfloat16
 
 
+def test_a_part_of_a_copy_comes_back_from_its_place_and_hooks_around_see_what_else_is_saved():
+    class Lower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x):
+            return (x @ self.weight[2:].T).sin()
+
+    layer, seen = Lower(), []
+    plain = torch.randn(5, 3, dtype=torch.bfloat16, requires_grad=True)
+    (plain @ layer.weight.detach().bfloat16()[2:].T).sin().sum().backward()
+    make_copies([layer], lambda param: param.detach().bfloat16())
+    layer.weight.grad_dtype = torch.bfloat16
+    x = plain.detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(list(t.shape)), t)[1], lambda t: t):
+        y = layer(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+    assert [5, 2] in seen and [3, 2] not in seen, "what sin saves, and nothing of the copy"
+
+
 def test_a_layer_that_fails_shows_its_own_parameters_again():
     layer = torch.nn.Linear(4, 4)
     make_copies([layer], lambda param: param.detach().bfloat16())

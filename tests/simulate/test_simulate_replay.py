@@ -625,6 +625,7 @@ def test_intervals_joined_for_a_picture():
     assert join([(4, 5), (0, 1), (1, 2)]) == [(0, 2), (4, 5)]
     assert join([(0, 1), (2, 3)], gap=1) == [(0, 3)]
     assert join([(0, 1), (1, 2)], keep=0.5) == [(0, 1), (1, 2)]  # two long ones stay two
+    assert join([(0, 1), (1, 1.25), (2, 3)], gap=1, keep=0.5) == [(0, 1.25), (2, 3)]  # a short one does not
 
 
 span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))

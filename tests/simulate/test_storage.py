@@ -121,6 +121,10 @@ def test_fluid_stays_at_the_most_when_nothing_is_enough():
     assert list(islice(autoscale(lambda capacity: 5, 60, 1), 20)) == [60] * 20
 
 
+def test_fluid_needs_no_cache_when_nothing_stalls():
+    assert list(islice(autoscale(lambda capacity: 0, 3, 1, trial_every=2), 9)) == [3, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     "call, words",
     [

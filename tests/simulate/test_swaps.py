@@ -147,6 +147,7 @@ def test_bound_late_a_layer_goes_where_it_is_done_first():
     assert end_s(late) < end_s([0, 1] * 3) == 9
     best = min(end_s(binding) for binding in product((0, 1), repeat=6))
     assert end_s(late) <= best * 1.05
+    assert swaps.late_binding([4, 1, 3, 2], [1, 1, 1]) == [0, 1, 2, 1], "of several the first"
 
 
 # ---- static and dynamic ------------------------------------------------------------------------------------
