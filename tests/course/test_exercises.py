@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from minitrain.course import exercises
-from minitrain.course.grading import assignment, book
+from minitrain.course.grading import assignment, book, checks
 from minitrain.course.grading.checks import Draw, Failure, expect_equal
-from minitrain.course.grading.judge import EXERCISES
+from minitrain.course.grading.judge import EXERCISES, Code
+from minitrain.course.grading.trial import Outcome
 
 CHAPTERS = {number: book.chapter(number) for number in book.chapters()}
 FIRST = CHAPTERS["00"]
@@ -175,6 +176,11 @@ def test_a_rank_imports_of_the_package_what_it_has(tmp_path, line, module):
             book.read_cells(path)
 
 
+def test_what_a_cell_defines():
+    cells = "class Layer:\n    width = 4", "def forward(x):\n    y = x", "p = 2\na, b = 1, 2\np.rest = a"
+    assert book.defined_by(*cells) == {"Layer", "forward", "p"}
+
+
 # ---- grading ---------------------------------------------------------------------------------------------
 
 
@@ -243,6 +249,20 @@ def test_equality_names_what_differs_but_not_the_value():
             expect_equal(actual, wanted, "the sum", "all alike")
         assert "42" not in str(caught.value)
     expect_equal(wanted, wanted, "the sum", "all alike")
+
+
+def test_a_check_runs_no_longer_than_the_judge_was_told():
+    given = []
+
+    class Fake:
+        def run(self, code, calls, **rules):
+            given.append(rules["time_limit_s"])
+            return Outcome([[1]])
+
+    with checks.judging(Fake(), Code(names=["f"]), 5.0):
+        for rules in ({}, {"time_limit_s": 2.0}, {"time_limit_s": 100.0}):
+            assert checks.ask(checks.Answer("f"), **rules) == 1
+    assert given == [5.0, 2.0, 5.0]
 
 
 def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():

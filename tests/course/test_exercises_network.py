@@ -16,7 +16,7 @@ from minitrain import collectives, launch
 from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code
-from minitrain.course.grading.network import Network
+from minitrain.course.grading.network import Mismatch, Network
 from minitrain.course.grading.trial import Failure
 from minitrain.ledger import Ledger
 
@@ -54,6 +54,12 @@ def test_tensors_survive_bit_by_bit(dtype, shape):
     tensor = (torch.rand(shape) * 4).to(dtype)
     first, (second,) = unpack(*through_json(pack((tensor, [tensor.flatten()[1:]]))))
     assert first.dtype == dtype and torch.equal(first, tensor) and torch.equal(second, tensor.flatten()[1:])
+
+
+def test_a_boolean_is_0_or_1_whatever_a_stranger_sends():
+    """A byte of 2 would be a boolean that equals neither."""
+    given = unpack({"tensor": ["bool", [4]]}, bytes((0, 1, 2, 255)))
+    assert given.view(torch.uint8).tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,34 @@ def test_steps_count_what_had_to_follow_one_another():
     )  # rank 0 has received nothing: this one follows nobody
     network.post(2, message("receive", 0, op=21), b"")
     assert [m.step for m in network.messages] == [1, 2, 1]
+    network.wait(
+        2, {"op": 21, "alone": True}
+    )  # what came later and was sent earlier makes rank 2 forget nothing
+    network.post(2, message("send", 0, op=22), bytes(8))
+    network.post(0, message("receive", 2, op=12), b"")
+    assert network.messages[-1].step == 3
+
+
+def test_as_many_bytes_as_like_pass_but_few_at_once():
+    network = Network(3, [{}] * 3, held=20)
+    for op in range(10):
+        network.post(0, message("send", 1, op=op), bytes(8))
+        network.post(1, message("receive", 0, op=op), b"")
+        network.wait(0, {"op": op})
+        network.wait(1, {"op": op})
+    for op in (10, 11):
+        network.post(0, message("send", 1, op=op), bytes(8))
+    with pytest.raises(BadFrame, match="too many bytes are under way at once"):
+        network.post(0, message("send", 1, op=12), bytes(8))
+
+
+def test_a_message_is_received_as_what_it_was_sent():
+    """As many bytes are not enough."""
+    network = Network(3, [{}] * 3)
+    network.post(0, message("send", 1, op=1), bytes(8))
+    said = r"rank 0 sends float32\[2\] and rank 1 receives int64\[1\]"
+    with pytest.raises(Mismatch, match=said):
+        network.post(1, message("receive", 0, op=1, shape=(1,), dtype="int64"), b"")
 
 
 def test_a_send_is_over_when_somebody_asks_and_data_comes_when_somebody_waits():
@@ -167,6 +201,9 @@ def collective_calls(x, group):
 
 def in_trees(x, group):
     """What the package sends through a tree, and the kit from one rank: all ranks together send the same."""
+    given = x.clone()
+    collectives.broadcast(x, 1, group).add_(1)  # memory of its own, also where x is
+    assert x.equal(given)
     return collectives.broadcast(x, 1, group), collectives.all_reduce(x[1:2], group)
 
 
@@ -200,7 +237,7 @@ def test_the_kits_collectives_give_and_send_what_the_packages_do(judge):
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
     outcome = judge.run(code_of(in_trees, collectives="broadcast all_reduce"), calls)
     assert all(x.equal(inputs[1]) and total.item() == 10 for ((x, total),) in outcome.results)
-    assert sum(outcome.sent_bytes) == sum(sent for _, _, sent in on_gloo) == 3 * 96 + 6 * 8
+    assert sum(outcome.sent_bytes) == sum(sent for _, _, sent in on_gloo) == 2 * 3 * 96 + 6 * 8
 
 
 def sums_by_row_and_column(x, group):

@@ -55,6 +55,11 @@ def test_the_system_s_own_signals_and_limits_are_told_apart():
     told = {number: report.crash_record(-number, "", [], {})["message"] for number in (11, 24, 15, 40)}
     assert told[11].startswith("crashed in native code (SIGSEGV)")
     assert "ulimit -t" in told[signal.SIGXCPU] and "real-time signal 40" in told[40]
+    first = signal.SIGRTMIN  # which Python has a name for
+    assert [report.signal_name(number) for number in (15, first)] == [
+        "SIGTERM",
+        f"real-time signal {first:d}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_who_is_waited_for_is_a_member():
     assert blamed(STANDS, waits(1, "tp", "1-3"), STANDS, waits(1, "tp", "1-3")) == (2,)
     assert blamed(STANDS, waits(1, "tp", "1,3"), STANDS, waits(2, "tp", "1,3")) == (1,)
     assert blamed(STANDS, waits(1, "", "1,3"), STANDS, report.Stuck("wait{s} in barrier", True)) == (0, 2)
+    assert blamed(report.RETURNED, STANDS, report.RETURNED, STANDS) == (1, 3), "nobody waits: those not done"
 
 
 def call(order, done=True, **more):
@@ -208,6 +209,22 @@ def test_where_a_rank_with_several_calls_is_stuck(frames, calls, text):
 def test_a_rank_that_died_without_a_stack_is_told_with_its_last_call():
     said = report.crash_record(-signal.SIGKILL, "", [call(3), call(4, op="send"), call(5, False)], {})
     assert said["message"].endswith("; last collective: all_reduce #5 (train.py:7)")
+
+
+@pytest.mark.parametrize("count, rest", [(3, ""), (4, "; and 1 other error"), (5, "; and 2 other errors")])
+def test_three_errors_are_told_and_the_others_counted(count, rest):
+    told = dict(type="ValueError", frames=[], traceback="")
+    error = report.failure({rank: told | {"message": f"text {rank}"} for rank in range(count)}, {})
+    assert str(error).endswith(f"rank 2 raised ValueError: text 2{rest}")
+
+
+def test_the_end_of_a_long_stderr_is_told():
+    """What a library said last is why it died."""
+    said = report.crash_record(-signal.SIGABRT, "", [], {})
+    error = report.failure(
+        {1: said | {"traceback": "here"}}, {}, {1: "x" * report.NOISE_LETTERS + "the end\n"}
+    )
+    assert error.traceback.endswith("xthe end") and len(error.traceback) < report.NOISE_LETTERS + 100
 
 
 def test_groups_whose_names_are_cut_stay_apart():

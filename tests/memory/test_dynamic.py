@@ -339,8 +339,10 @@ def test_what_came_from_outside_must_not_change():
 
 def test_after_the_block_results_may_be_read():
     x = torch.ones(4, requires_grad=True)
-    with Dynamic(evictor := Evictor(), operator_cost):
+    with Dynamic(evictor := Evictor(), operator_cost, [x]):
         loss = (x * 3).sum()
+        assert x._backward_hooks
+    assert not x._backward_hooks, "nothing of ours stays on a leaf"
     evictor.evict(loss.hold.value.block)
     assert isinstance(loss, Evictable) and loss.item() == 12 and evictor.recomputed == 2
 

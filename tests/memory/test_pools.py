@@ -229,3 +229,12 @@ def test_every_machine_has_a_link_to_its_host_and_a_disk_is_optional():
     assert here.host is None and replay({0: [Copy(0, "from_disk", 8)]}, here).step_s == 4.0
     with pytest.raises(ValueError, match="host_bytes_per_s=0"):
         this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, host_bytes_per_s=0)
+
+
+def test_what_the_host_computes_does_not_stand_behind_copies():
+    """Nor copies behind each other's way: a thread for each."""
+    names = [pools.work(threading.current_thread, torch.ones(1)).result().name]
+    names += [
+        pools._worker(way).submit(threading.current_thread).result().name for way in ("to_host", "to_device")
+    ]
+    assert len(set(names)) == 3

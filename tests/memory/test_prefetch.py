@@ -131,6 +131,14 @@ def test_never_more_than_the_room_and_nothing_is_brought_twice(order, room, ahea
     run.run()
 
 
+def test_after_clear_a_pass_begins_anew():
+    run = Recorded("abc", room=2)
+    run.engine.use("a"), run.engine.use("b")
+    run.engine.clear()
+    run.log.clear()
+    assert run.run().startswith("+a +b a") and not run.engine.late > 2
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="policy='fifo'; use belady or lru"):
         Recorded("a", 1, policy="fifo")

@@ -235,6 +235,7 @@ def test_the_bias_moves_against_the_load():
     assert moved.tolist() == pytest.approx([-0.001, 0.001, -0.001, 0.001])
     halfway = router.moved_bias(torch.zeros(2), torch.tensor([5, 6]), 0.001)
     assert halfway.tolist() == pytest.approx([0.001, -0.001]), "the mean is 5.5"
+    assert router.moved_bias(torch.ones(2), torch.tensor([5, 5]), 0.001).tolist() == [1, 1], "even: it stays"
     pull, start = torch.tensor([2.0, 1.0, 0.0, 0.0]), torch.zeros(4)
     noise = torch.randn(512, 4, generator=torch.Generator().manual_seed(4))
     loads = []

@@ -71,6 +71,7 @@ def test_parts_come_over_all_links_at_once(ranks):
     assert owned == 10**9 / 12e9 and partitioned == owned / ranks
     links = {"slow": float("inf"), "network": 100e9}
     assert fetch_s(10**9, links, ranks, partitioned=True) == pytest.approx((ranks - 1) / ranks / 100)
+    assert fetch_s(10**9, links, ranks, partitioned=False) == (0.01 if ranks > 1 else 0), "alone, to nobody"
 
 
 def test_wrong_input_is_refused():

@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from minitrain.measured_work import work_of
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.pipeline.named import CHUNKED, NAMES, SLICED, named, stages_of
+from minitrain.plan import planner
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.fleet import least_ranks, race
 from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, needs, pareto, search, why
@@ -62,6 +64,24 @@ def test_experts_are_dealt_out_over_what_divides_them():
     model = replace(MODEL, experts=ExpertsConfig(4, 2))
     found = {(s.dp, s.ep) for family in layouts(small(model=model, ranks=8, batch=8)) for s in family}
     assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
+
+
+def test_of_equally_fast_layouts_the_smallest_and_more_rows_are_not_looked_at_where_few_do_not_fit(
+    monkeypatch,
+):
+    """All take a second; a row of a microbatch takes a third of a device, the rest depends on the layout."""
+    task, third = small(room=1.0), NODE.device.memory_bytes // 3
+
+    def instead(run, work_of, rates):
+        rows = 8 // (run.strategy.dp * run.strategy.microbatches)
+        memory = {"activations": rows * third - run.strategy.tp - run.strategy.zero}
+        return SimpleNamespace(run=run, step_s=1.0, memory=memory)
+
+    monkeypatch.setattr(planner, "predict", instead)
+    found = search(task, work_of, keep=99)
+    assert [needs(one) for one in found.best] == sorted(needs(one) for one in found.best)
+    of_rows = [[8 // (s.dp * s.microbatches) for s in family] for family in layouts(task)]
+    assert found.looked_at == sum(1 + sum(rows <= 3 for rows in family[:-1]) for family in of_rows)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.search import alpa, galvatron, piper, stages
 from minitrain.plan.search.aceso import aceso
 from minitrain.plan.search.exhaustive import every
-from minitrain.plan.search.problem import Level, Option, Problem, block, example, linear
+from minitrain.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
 from minitrain.plan.search.race import every_run
 from tests.plan.search.drawn import blocks, chain
 
@@ -84,6 +84,16 @@ def test_piper():
     assert any(recomputed) and not recomputed[0]
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         piper.piper(replace(problem, memory_bytes=1))
+
+
+def test_of_equal_plans_piper_takes_that_with_fewest_stages():
+    """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
+    layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
+    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, words=("dp",))
+    found = piper.piper(problem)
+    alone = stages.Stage(range(0, 1), 1, (Option(()),))
+    assert found.cost == stages.stage_seconds(problem, alone)
+    assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
 
 
 def test_alpa():
