@@ -17,7 +17,7 @@ from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Mismatch, Network
-from minitrain.course.grading.trial import Failure
+from minitrain.course.grading.trial import Failure, Trial
 from minitrain.ledger import Ledger
 
 # ---- frames -----------------------------------------------------------------------------------------------
@@ -176,6 +176,15 @@ def test_nobody_can_go_on_only_when_all_that_run_wait_in_vain():
         "rank 0 waits to receive float32[2] from rank 1; "
         "rank 1 waits to receive float32[2] from rank 0; rank 2 has returned"
     )
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_of_ranks_that_fail_alike_the_first_speaks(order):
+    with Trial(Network(3, [{}] * 3), time_limit_s=9) as trial:
+        trial.network.running.clear()
+        trial.failures = {rank: Failure("a result", f"rank {rank} ended") for rank in order}
+        with pytest.raises(Failure, match="rank 1 ended"):
+            trial._end_what_cannot_go_on()
 
 
 # ---- the whole way ---------------------------------------------------------------------------------------

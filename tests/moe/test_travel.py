@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
@@ -225,6 +226,15 @@ def test_a_table_is_eight_bytes_an_expert_to_each_and_a_sum_beside():
     rows = [[sum(counts[e] for _, r, counts, _ in found if r == rank) for e in range(E)] for rank in range(2)]
     for table, _, _, sent in found:
         assert table == rows and sent == [8 * E * (2 - 1), 16 * E * (2 - 1) // 2]
+
+
+def test_a_dry_table_has_the_rows_of_all_ranks_beside():
+    def on_rank():
+        mesh, positions = Mesh(ep=2, tp=2), torch.arange(6).view(1, 6)
+        routing = router.balanced(torch.zeros(6, E), 2, positions)
+        return module.table_of(routing, mesh.group("ep"), [mesh.group("tp")])
+
+    assert dryrun.run(on_rank, rank=1, ranks=4) == [[4, 4, 4, 4, 2, 2, 2, 2]] * 2
 
 
 def test_the_busiest_come_first_and_of_equal_ones_the_first():
