@@ -1,6 +1,8 @@
 """Messages name the right rank and the right stage: here stage 0 stands on rank 1 and stage 1 on rank 0, so that a
 mix-up shows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
+from minitrain.random_state import random_state
 
 FIRST, LAST = one_f_one_b(2, 3).ranks
 WIDTH = 4
@@ -113,3 +116,41 @@ def test_a_runner_tells_ranks_from_stages(rank):
     assert "three is for 3 ranks, the group world has 2; make it fit" in size
     assert failed.startswith(f"RuntimeError: turned, rank {rank}: F{own}.1 failed, ")
     assert "stage 0 gives [2, 3, 5] torch.float32, stage 1 expects [2, 3, 4] torch.float64; cut" in shape
+
+
+def test_what_routers_have_counted_is_forgotten_when_forwards_run_again():
+    """And when a step begins: the one before may have failed. What is kept for backwards goes as well."""
+
+    def on_rank():
+        routers = SimpleNamespace(forget=lambda: forgotten.append(len(runner.kept)))
+        own = stages(1)
+        runner = Runner(
+            own,
+            check(turned()),
+            collectives.world(),
+            None,
+            None,
+            width=WIDTH,
+            check=False,
+            router_losses=routers,
+        )
+        runner.begin()
+        runner.kept[1, 0] = None
+        runner.start_again((), random_state(runner.device))
+
+    forgotten = []
+    dryrun.run(on_rank, rank=0, ranks=2)
+    assert forgotten == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype, wide", [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
+)
+def test_the_losses_of_microbatches_add_up_in_float32_at_least(dtype, wide):
+    def on_rank():
+        how = dict(width=WIDTH, check=False, dtype=getattr(torch, dtype))
+        runner = Runner(stages(1), check(turned()), collectives.world(), None, None, **how)
+        runner.begin()
+        return runner.loss.dtype
+
+    assert dryrun.run(on_rank, rank=0, ranks=2) is getattr(torch, wide)
