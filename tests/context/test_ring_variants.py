@@ -461,3 +461,20 @@ def test_bfloat16_stays_near():
     alone = furthest(whole(dtype=torch.bfloat16), whole())
     for found in launch.run(rank, ranks=4):
         assert all(1e-4 < apart < 2 * alone for apart in found), (found, alone)
+
+
+def test_a_checkpoint_inside_a_checkpoint_ends_itself_alone():
+    computed = []
+
+    def forward(q, k, v):
+        computed.append(q)
+        return q, q[..., 0]
+
+    core, q = Sparing(forward, None), torch.ones(1, 1, 2, 3)
+    outer, inner = core.contexts(), core.contexts()
+    for way in (0, 1):
+        with outer[way]:
+            with inner[way]:
+                core.attend(q, q, q)
+            core.attend(q, q, q)
+    assert len(computed) == 2, "in the second pass both come back"
