@@ -254,7 +254,7 @@ def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def moved_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
-    """The bias of `deepseek` after a step: up by `speed` where a load was below the mean, else down."""
+    """The bias of `deepseek` after a step: up by `speed` where a load is below the mean, down where above."""
     return bias + speed * torch.sign(counts.to(bias.dtype).mean() - counts)
 
 
