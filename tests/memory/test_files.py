@@ -337,6 +337,23 @@ def test_a_flip_in_the_padding_harms_nobody(tmp_path):
 # ---- folders ---------------------------------------------------------------------------------------------
 
 
+def test_no_buffer_is_lost_with_what_nobody_wants(tmp_path):
+    """Read ahead and then given anew, or damaged: more often than there are buffers."""
+    with FileStore(tmp_path, buffer_bytes=BLOCK, buffers=2, direct=False) as store:
+        for number in range(4):
+            store.give("a", numbers(10, number))
+            store.ahead("a")
+        store.give("a", numbers(10, 9))
+        assert torch.equal(store.take("a"), numbers(10, 9))
+        store.put_back("a")
+        os.pwrite(store._file, b"\xff" * 8, 0)
+        for _ in range(4):
+            with pytest.raises(OSError, match="is not what was written"):
+                store.take("a")
+        store.give("b", numbers(3))
+        assert torch.equal(store.take("b"), numbers(3))
+
+
 def test_two_runs_in_one_folder_do_not_meet(tmp_path):
     with FileStore(tmp_path, **SMALL) as one, FileStore(tmp_path, **SMALL) as other:
         one.give("a", numbers())
