@@ -209,6 +209,37 @@ def test_the_report_of_a_notebook(judge, tmp_path):
     ]
 
 
+def test_to_a_check_an_answer_is_a_name_whatever_a_read_only_cell_defines():
+    given, check = book.Cell("given", "setup", "f = 1"), "assert type(f).__name__ == 'Answer'"
+    of = book.Chapter("99", Path("99.py"), [given, book.Cell("check", "f-is", check, {"points": "1"})])
+    assert exercises.failure_in(of, of.cells[1], None, Code(names=["f"]), 1.0, "a seed") is None
+
+
+def test_each_check_draws_for_itself_and_again_the_same_with_the_same_seed():
+    def drawn(name, seed):
+        check = book.Cell("check", name, "raise ValueError(draw.integer(0, 10**9))", {"points": "1"})
+        of = book.Chapter("99", Path("99.py"), [check])
+        return str(exercises.failure_in(of, check, None, Code(), 1.0, seed))
+
+    found = [drawn(name, seed) for name in ("one", "two") for seed in ("a", "b")]
+    assert len(set(found)) == 4 and found[0] == drawn("one", "a")
+
+
+@pytest.mark.parametrize("property", ["time limit", "memory limit", "no error"])
+def test_after_a_limit_the_other_checks_of_a_task_are_not_run(monkeypatch, property):
+    """They would run into it too, each for as long."""
+    ran, task = [], next(task for task in FIRST.tasks if len(task.checks) > 1)
+
+    def fails(of, check, *_):
+        ran.append(check)
+        return Failure(property, "too much")
+
+    monkeypatch.setattr(exercises, "failure_in", fails)
+    results = list(exercises.results_of(FIRST, task, "x = 1", None, "a seed"))
+    assert ran == (task.checks if property == "no error" else task.checks[:1])
+    assert [result.property for result in results] == [property] * len(task.checks)
+
+
 def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
     lost = json.loads(with_answers(tmp_path / "lost.ipynb", {}).read_text())
     lost["cells"] = [
