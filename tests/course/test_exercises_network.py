@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.course.grading import kit
+from minitrain.course.grading.inside import rank
 from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Mismatch, Network
@@ -176,6 +177,12 @@ def test_nobody_can_go_on_only_when_all_that_run_wait_in_vain():
         "rank 0 waits to receive float32[2] from rank 1; "
         "rank 1 waits to receive float32[2] from rank 0; rank 2 has returned"
     )
+
+
+def test_a_driver_finds_the_answers_names_whatever_given_cells_define():
+    cells = ["f = 1", "def call():\n    return f"]
+    assert rank.run_cells(cells, {"f": 2})["call"]() == 2
+    assert rank.run_cells(cells)["call"]() == 1
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from minitrain import collectives, launch
 from minitrain.collectives import CollectiveMismatch, call_log
 from minitrain.collectives.call_log import LoggedCall
-from minitrain.launch import report
+from minitrain.launch import local, report
 
 LONG = "layers.11.attention.projections.of.queries.and.of.keys"
 
@@ -209,6 +209,25 @@ def test_where_a_rank_with_several_calls_is_stuck(frames, calls, text):
 def test_a_rank_that_died_without_a_stack_is_told_with_its_last_call():
     said = report.crash_record(-signal.SIGKILL, "", [call(3), call(4, op="send"), call(5, False)], {})
     assert said["message"].endswith("; last collective: all_reduce #5 (train.py:7)")
+
+
+@pytest.mark.parametrize(
+    "states, said, late",
+    [(("there", "start", "there"), "2 of 3", (1,)), (("ready", "ready", "there"), "2 of 3", (2,))],
+)
+def test_who_has_not_come_is_missing_not_those_that_wait_for_it(states, said, late):
+    class Begun(local.Launch):
+        def __init__(self):
+            self.ranks, self.states = len(states), dict(enumerate(states))
+
+        def wait_until(self, wanted, seconds):
+            return False
+
+    with pytest.raises(
+        launch.LaunchTimeout, match=f"{said} ranks arrived .* missing: rank {late[0]};"
+    ) as error:
+        Begun().wait(1, 2)
+    assert error.value.ranks == late
 
 
 @pytest.mark.parametrize("count, rest", [(3, ""), (4, "; and 1 other error"), (5, "; and 2 other errors")])
