@@ -426,6 +426,7 @@ def test_saved_tensors_that_are_read_twice_are_refused():
 
 def test_words():
     assert [policy.again for policy in parse("full*2,none")] == [True, True, False]
+    assert parse("full*2, none") == parse("full*2,none")
     assert of_block(parse("full*2,selective"), 7).inside == {"core"}
     assert parse("keep:core+act")[0].keep == {"core", "act"} and parse("drop:up")[0].drop == {"up"}
     assert [list(part) for part, _ in segments(parse("every:2"), range(2, 7))] == [[2, 3], [4, 5], [6]]
