@@ -42,10 +42,21 @@ def work_of(
     config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
 ) -> Work:
     """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
-    key = config, _what_matters(strategy), splits(strategy.schedule), microbatch, length, fused_attention
+    key = _key(config, strategy, microbatch, length, fused_attention)
     if key not in _measured:
         _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
     return _measured[key]
+
+
+def known(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
+) -> bool:
+    """Whether `work_of` was asked before, and answers at once."""
+    return _key(config, strategy, microbatch, length, fused_attention) in _measured
+
+
+def _key(config: GPTConfig, strategy: Strategy, *sizes: int) -> tuple:
+    return config, _what_matters(strategy), splits(strategy.schedule), *sizes
 
 
 @cache

@@ -103,6 +103,7 @@ NO_TORCH = (
     "annotate.examples",
     "plot.charts",
     "plot.pipeline",
+    "plot.plan_widget",
     "plot.style",
     "strategy",
     "model.config",

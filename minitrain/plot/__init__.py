@@ -25,6 +25,9 @@ First  charts              what each rank does when, what fills its memory when,
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them
+       svg                 words, axes and legends of the pictures that widgets draw at every drag
+       plan_svg            a predicted step as SVG: memory of every stage, time by part
        pipeline_widget     drag a schedule's sizes and costs
        recompute_widget    drag a chain's length and what may be held
+       plan_widget         drag a layout: what fits, and what a step of it takes
 """

@@ -22,10 +22,20 @@ def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
     return ipywidgets.IntSlider(min=low, value=value, max=high, description=name, **words)
 
 
+def steps(name: str, values: Sequence, value) -> ipywidgets.SelectionSlider:
+    """One of some values in order, which follows the mouse."""
+    words = {"style": {"description_width": "150px"}, "layout": {"width": "420px"}}
+    return ipywidgets.SelectionSlider(options=list(values), value=value, description=name, **words)
+
+
+def menu(name: str, options: Iterable[str], value: str) -> ipywidgets.Dropdown:
+    return ipywidgets.Dropdown(options=list(options), value=value, description=name)
+
+
 def menus(options: Iterable[str], first: str, second: str) -> list[ipywidgets.Dropdown]:
     """Two menus of the same names, for the picture above and the one below."""
     chosen = {"above": first, "below": second}
-    return [ipywidgets.Dropdown(options=list(options), value=v, description=w) for w, v in chosen.items()]
+    return [menu(place, options, value) for place, value in chosen.items()]
 
 
 class Followed(ipywidgets.VBox):
