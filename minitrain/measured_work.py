@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from math import gcd
 from operator import attrgetter
 
 from minitrain.data.batches import Rows, random_tokens
@@ -73,22 +74,19 @@ def measure(
     settings = {name: getattr(strategy, name) for name in MATTERS}
     if settings["recompute"] in ("stage", "sqrt"):
         settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
-    dp = strategy.ep // _common(strategy.ep, strategy.cp)
-    one_rank = Strategy(**settings, dp=dp, microbatches=3)
+    dp = strategy.ep // gcd(strategy.ep, strategy.cp)
     found = []
     for routed in sorted(kinds, reverse=True):
+        own = settings | dict(dp=dp)
+        if not routed:  # a dense block knows no ep
+            own = {name: value for name, value in settings.items() if not name.startswith("ep")}
+        one_rank = Strategy(**own, microbatches=3)
         experts = replace(config.experts, dense_first=0, expert_every=1, pyramid_layers=0) if routed else None
         alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
         deferred = splits(strategy.schedule)
         ask = alone, one_rank, microbatch, length, config.dropout, fused_attention, deferred
         found.append(dryrun.run(_three_microbatches, *ask, ranks=one_rank.ranks))
     return replace(found[0], dense=found[1].block if len(found) > 1 else None)
-
-
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def _three_microbatches(config, strategy, microbatch, length, dropout, fused_attention, deferred) -> Work:

@@ -3,7 +3,8 @@
     memory = memory_of(run, work)        {"parameters": .., "gradients": .., "optimizer state": ..,
                                           "activations": .., "buffers": ..} of the rank with most
 
-    states        elements of its layers times the policy's bytes, what ZeRO shards / (dp · cp)
+    states        elements of its layers times the policy's bytes, what ZeRO shards / (dp · cp), and of
+                  experts, which ep ranks share out already, / (dp · cp / ep)
     activations   largest sum, over the actions of its schedule, of what forwards have kept, and of what
                   lives only while the action runs (a layer's own peak above what it found)
     buffers       buckets of gradients on their way, messages received ahead; of ZeRO-3 the gathered layer
@@ -21,7 +22,7 @@ from functools import lru_cache
 
 from minitrain.checks import whole
 from minitrain.pipeline.schedule import parts
-from minitrain.plan.predict.pipeline import Layout, layout_of
+from minitrain.plan.predict.pipeline import LAYERS, Layout, layout_of
 from minitrain.plan.predict.run import TrainingRun
 from minitrain.plan.predict.work import Layer, Work
 
@@ -38,15 +39,15 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
     """Of each rank of the pipeline."""
     strategy, policy = run.strategy, run.strategy.policy
     layout, again = layout_of(run.model, strategy), strategy.recompute == "stage"
-    kept = kept_by_rank(layout, work, again)
+    activations_of = kept_by_rank(layout, work, again)
     weight, gradient, optimizer = policy.state_bytes
     shards, found = strategy.dp * strategy.cp, []
-    for numbers, activations in zip(layout.ranks, kept):
-        elements = elements_of(work, numbers, run.model.tied)
-        share = lambda stage: 1 / shards if strategy.zero >= stage else 1
+    for numbers, activations in zip(layout.ranks, activations_of):
+        elements, dealt = elements_of(work, numbers, run.model.tied), dealt_of(work, numbers)
+        own = (elements - dealt + dealt * strategy.ep) / shards  # of those that ZeRO shards
+        kept = lambda stage: own if strategy.zero >= stage else elements
         twice = 2 if run.stack.buckets_apart and strategy.zero == 0 and strategy.microbatches > 1 else 1
-        gradients = elements * gradient * share(2) * twice
-        states = elements * weight * share(3), gradients, elements * optimizer * share(1)
+        states = kept(3) * weight, kept(2) * gradient * twice, kept(1) * optimizer
         buffers = 0
         if shards > 1:
             buffers = min(2 * strategy.bucket_bytes, elements * gradient) if strategy.zero == 2 else 0
@@ -64,6 +65,11 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
     layers = layers_of(work)
     every = sum(number * layer.parameters for number, layer in zip(numbers, layers))
     return every - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
+
+
+def dealt_of(work: Work, numbers: tuple[int, ...]) -> int:
+    """Of these, routed experts: ranks of ep have others."""
+    return numbers[LAYERS.index("block")] * work.expert_parameters
 
 
 def layers_of(work: Work) -> tuple[Layer, ...]:
@@ -114,9 +120,8 @@ class _Stage:
     """What its layers keep in all, and the most alive during a forward and a backward beyond what was."""
 
     def __init__(self, work: Work, numbers: tuple[int, ...]) -> None:
-        layers = [
-            layer for layer, number in zip(layers_of(work), numbers) for _ in range(number)
-        ]  # embedding, blocks, head
+        embedding, routed, dense, head = ([l] * n for l, n in zip(layers_of(work), numbers))
+        layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
         self.kept = sum(layer.kept_bytes for layer in layers)
         self.forward, self.backward, below = 0, 0, 0
         for layer in layers:

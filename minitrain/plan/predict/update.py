@@ -5,14 +5,17 @@
 
 Overlapped transfers go layer by layer beside the passes of the rank that ends last (`beyond`): with
 interleaving a rank's later stages are done long before its first. The optimizer reads and writes its states
-once, gradients three times (norm, update, zeroing), weights once; ZeRO deals all that out.
+once, gradients three times (norm, update, zeroing), weights once; ZeRO deals all that out. Experts' gradients
+are summed over dp · cp / ep, beside the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from operator import mul
 
-from minitrain.plan.predict.memory import elements_of, layers_of
+from minitrain.plan.predict.memory import dealt_of, elements_of, layers_of
 from minitrain.plan.predict.pipeline import LAYERS, Layout, edges
 from minitrain.plan.predict.times import Place, Times, layers_s
 from minitrain.plan.predict.work import Work
@@ -25,58 +28,75 @@ def update_s(
     if isinstance(zero, str):
         raise ValueError(f"zero={zero!r}: predictions know replicas and ZeRO; use 0, 1, 2 or 3")
     weight, gradient, optimizer = state
-    block = LAYERS.index("block")
-    elements, dealt = max(
-        (elements_of(work, own, tied), own[block] * work.expert_parameters) for own in layout.ranks
-    )
-    everywhere = elements - dealt
+    elements, dealt = max((elements_of(work, own, tied), dealt_of(work, own)) for own in layout.ranks)
     group = tuple(at.ranks_of(tuple(range(0, at.dp * at.cp * at.tp, at.tp))))
     some = group[:: at.ep]  # the ranks with the same experts
-    dp_s = _sums_s(everywhere, group, at, zero, layout, work, again, weight, gradient)
-    dp_s += _sums_s(dealt, some, at, zero, layout, work, again, weight, gradient) if dealt else 0.0
+    sums = (elements - dealt, group, _everywhere(work)), (dealt, some, _dealt(work))
+    dp_s = _sums_s(sums, at, zero, layout, work, again, weight, gradient)
     tied_s = 0.0
     if tied and at.pp > 1:
         ends = tuple(sorted({0, (at.pp - 1) * at.pp_stride}))
         tied_s = at.travel_s("all_reduce", work.head.shared_parameters * gradient, ends)
-    shards = len(group) if zero else 1
-    moved = elements * (2 * optimizer + 3 * gradient + weight) / shards
+    own = (elements - dealt) / len(group) + dealt / len(some) if zero else elements
+    moved = own * (2 * optimizer + 3 * gradient + weight)
     device, rates = at.machine.device, at.rates
     bandwidth = device.memory_bandwidth_bytes_per_s * at.machine.memory_efficiency * rates.memory
     return {"dp": dp_s, "tied table": tied_s, "optimizer": moved / bandwidth}
 
 
-def _sums_s(parameters, group, at: Place, zero, layout, work, again, weight, gradient) -> float:
-    """What is waited for while gradients are added up over the group, and weights gathered."""
-    if len(group) == 1:
-        return 0.0
+Sums = tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]  # parameters, their ranks, of each of LAYERS
+
+
+def _everywhere(work: Work) -> tuple[int, ...]:
+    """Parameters by LAYERS that all ranks of dp · cp have."""
+    return tuple(layer.parameters - dealt for layer, dealt in zip(layers_of(work), _dealt(work)))
+
+
+def _dealt(work: Work) -> tuple[int, ...]:
+    """Those that are dealt out over ep."""
+    return tuple(work.expert_parameters * (name == "block") for name in LAYERS)
+
+
+def _sums_s(sums: Sums, at: Place, zero, layout, work, again, weight, gradient) -> float:
+    """What is waited for while gradients are added up over their ranks, and weights gathered."""
+    sums = [one for one in sums if one[0] and len(one[1]) > 1]
     times = layers_s(work, at, again)
 
-    def waited(op: str, payload_bytes: float, before: bool) -> float:
-        time = at.travel_s(op, payload_bytes, group)
-        return beyond(layout, work, times, time, before) if at.stack.dp_overlapped else time
+    def waited(op: str, bytes_each: int, before: bool) -> float:
+        transfers = [(at.travel_s(op, n * bytes_each, members), own) for n, members, own in sums]
+        if at.stack.dp_overlapped:
+            return beyond(layout, times, transfers, before)
+        return sum(time for time, _ in transfers)
 
+    if not sums:
+        return 0.0
     if zero == 0:
-        return waited("all_reduce", parameters * gradient, False)
-    sums = layout.microbatches if zero >= 2 and at.stack.each_microbatch else 1
+        return waited("all_reduce", gradient, False)
+    scatters = layout.microbatches if zero >= 2 and at.stack.each_microbatch else 1
     gathers = 2 * layout.microbatches if zero == 3 else 1
-    scattered = sums * waited("reduce_scatter", parameters * gradient, False)
-    return scattered + gathers * waited("all_gather", parameters * weight, True)
+    return scatters * waited("reduce_scatter", gradient, False) + gathers * waited("all_gather", weight, True)
 
 
-def beyond(layout: Layout, work: Work, times: tuple[Times, ...], time: float, before: bool) -> float:
-    """How much longer than the passes beside it a transfer takes, of the rank that ends last, a layer after
+def beyond(
+    layout: Layout, times: tuple[Times, ...], transfers: Iterable[tuple[float, tuple[int, ...]]], before: bool
+) -> float:
+    """How much longer than the passes beside them transfers take, of the rank that ends last, a layer after
     the other: gradients travel when the last microbatch has left a layer, weights (`before`) until the first
-    comes. In the worst case all that is left from some layer on is in nobody's shadow."""
+    comes. In the worst case all that is left from some layer on is in nobody's shadow. A transfer is its
+    seconds, and the parameters of each of LAYERS of which they are."""
     edge, kind = edges(layout, before), 0 if before else 1
-    weights = [layer.parameters for layer in layers_of(work)]
-    whole = sum(n * weight for numbers, *_ in edge for n, weight in zip(numbers, weights))
-    done, most = 0, 0.0
+    held = [sum(numbers) for numbers in zip(*(numbers for numbers, *_ in edge))]
+    each = [0.0] * len(LAYERS)
+    for time, parameters in transfers:
+        if whole := sum(map(mul, held, parameters)):
+            each = [all_s + time * own / whole for all_s, own in zip(each, parameters)]
+    done, most = 0.0, 0.0
     for numbers, forwards, backwards in edge:
         shadow = sum(n * t.passes[0] for n, t in zip(forwards, times))
         shadow += sum(n * t.passes[1] for n, t in zip(backwards, times))
-        for number, layer, weight in zip(numbers, times, weights):
+        for number, layer, time in zip(numbers, times, each):
             for _ in range(number):
-                done += weight
-                most = max(most, time * done / whole - shadow)
+                done += time
+                most = max(most, done - shadow)
                 shadow += layer.passes[kind]
     return most
