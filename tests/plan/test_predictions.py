@@ -10,13 +10,14 @@ from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.measured_work import work_of
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.named import NAMES
 from minitrain.pipeline.simulate import simulate
 from minitrain.plan.accounting.memory import activation_bytes
 from minitrain.plan.predict import pipeline
 from minitrain.plan.predict.fit import fit, squared_error, stack_factor
-from minitrain.plan.predict.memory import by_rank, elements_of
+from minitrain.plan.predict.memory import by_rank, dealt_of, elements_of
 from minitrain.plan.predict.pipeline import Costs, Layout, Timed, layout_of, makespan
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Rates, seconds
 from minitrain.plan.predict.run import STACKS, TrainingRun, named_stack, published
@@ -24,6 +25,7 @@ from minitrain.plan.predict.step import PARTS, predict
 from minitrain.plan.predict.times import Place
 from minitrain.plan.predict.update import update_s
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
+from minitrain.simulate.events import Issue
 from minitrain.simulate.machines import machine
 from minitrain.simulate.replay import replay
 from minitrain.strategy import Strategy
@@ -53,15 +55,15 @@ CASES = {
 
 
 @cache
-def dry(strategy: Strategy, batch: int, rank: int):
+def dry(strategy: Strategy, batch: int, rank: int, model: GPTConfig = SMALL):
     """Ledgers of a forward and backward, and of a whole step when states are there."""
-    return dryrun.run(_step, strategy, batch, rank=rank, ranks=strategy.ranks)
+    return dryrun.run(_step, model, strategy, batch, rank=rank, ranks=strategy.ranks)
 
 
-def _step(strategy, batch):
-    run = parallelize(SMALL, strategy, Hyperparameters().make_optimizer)
+def _step(model, strategy, batch):
+    run = parallelize(model, strategy, Hyperparameters().make_optimizer)
     shape = dict(batch_size=batch, length=512)
-    rows = run.batch(Rows(partial(random_tokens, vocab=SMALL.vocab_size, **shape), **shape), step=0)
+    rows = run.batch(Rows(partial(random_tokens, vocab=model.vocab_size, **shape), **shape), step=0)
     run.step(rows)
     with Ledger() as whole:
         run.step(rows)
@@ -72,8 +74,8 @@ def _step(strategy, batch):
     return passes, whole
 
 
-def ours(strategy, batch, on=A100) -> TrainingRun:
-    return TrainingRun(SMALL, strategy, on, batch, 512, STACKS["minitrain"])
+def ours(strategy, batch, on=A100, model=SMALL) -> TrainingRun:
+    return TrainingRun(model, strategy, on, batch, 512, STACKS["minitrain"])
 
 
 def ends(strategy) -> list[int]:
@@ -171,6 +173,61 @@ def test_what_an_update_reads_and_writes():
     for zero, shards in ((0, 1), (1, 4)):
         parts, _ = updated(zero)
         assert parts["optimizer"] == pytest.approx(123 * (2 * 12 + 3 * 4 + 2) / shards / rate)
+
+
+EVERY_SECOND = replace(SMALL, experts=ExpertsConfig(8, 2, expert_every=2, balance_alpha=0.01))
+SHARED = ExpertsConfig(8, 2, "deepseek", expert_width=256, shared_experts=1, dense_first=1)
+SHARED = replace(SMALL, experts=SHARED)
+_EP2 = dict(dp=2, ep=2, precision="bfloat16", bucket_bytes=2_000_000)  # a few buckets, as large models have
+MIXTURES = {
+    "ep is dp": (EVERY_SECOND, Strategy(**_EP2 | dict(dp=4, ep=4), microbatches=2)),
+    "half of dp, ZeRO-1": (EVERY_SECOND, Strategy(**_EP2 | dict(dp=4), zero=1, microbatches=2)),
+    "half of dp, ZeRO-3": (EVERY_SECOND, Strategy(**_EP2 | dict(dp=4), zero=3, microbatches=2)),
+    "pp, recompute": (SHARED, Strategy(**_EP2, pp=2, microbatches=4, recompute="full")),
+    "pp": (EVERY_SECOND, Strategy(**_EP2, pp=2, microbatches=4)),
+    "tp": (EVERY_SECOND, Strategy(**_EP2, tp=2, microbatches=2)),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_with_experts_it_is_the_replay_and_the_ledgers_too(case):
+    """Time of the passes and its parts, bytes to experts and of their gradients, memory: of every rank, or of
+    one of each stage, which the first case shows to be the same."""
+    model, strategy = MIXTURES[case]
+    ranks = range(strategy.ranks) if case == "ep is dp" else ends(strategy)
+    every = {rank: dry(strategy, 8, rank, model) for rank in ranks}
+    timeline = replay({rank: passes.events for rank, (passes, _) in every.items()}, A100)
+    prediction = predict(run := ours(strategy, 8, model=model), work_of, PLAIN)
+    parts, work = prediction.parts, prediction.work
+    assert prediction.step_s - parts["optimizer"] == pytest.approx(timeline.step_s, rel=0.05)
+    computed = sum(account.compute_s for account in timeline.accounts.values()) / len(every)
+    arithmetic = sum(parts[part] for part in ("products", "attention", "passes", "recomputation"))
+    if strategy.zero != 3:  # which copies what it gathers, and a layer's account has no copies
+        assert arithmetic == pytest.approx(computed, rel=0.05)
+    layout, kinds = layout_of(model, strategy), by_rank(run, work)
+    for rank, (passes, step) in every.items():
+        stage = rank // strategy.tp % strategy.pp
+        issued = [event for event in passes.events if isinstance(event, Issue)]
+        travelled = sum(event.payload_bytes for event in issued if event.axis == "ep")
+        ways = (*work.block.forward.collectives, *work.block.backward.collectives)
+        each = sum(collective.payload_bytes for collective in ways if collective.axis == "ep")
+        routed = layout.ranks[stage][pipeline.LAYERS.index("block")]
+        assert travelled == routed * strategy.microbatches * each > 0
+        summed = sum(event.payload_bytes for event in issued if event.axis == "edp" and "reduce" in event.op)
+        times = strategy.microbatches if strategy.zero == 3 else 1
+        assert summed == 2 * times * dealt_of(work, layout.ranks[stage])
+        real = step.peak_by_kind
+        for kind in ("parameters", "optimizer state"):
+            assert kinds[stage][kind] == pytest.approx(real[kind], abs=1000)
+        assert sum(kinds[stage].values()) == pytest.approx(sum(real.values()), rel=0.03)
+
+
+def test_a_dense_block_of_a_mixture_is_that_of_a_dense_model():
+    strategy = MIXTURES["pp, recompute"][1]
+    work, alone = work_of(SHARED, strategy, 1, 512), work_of(SMALL, replace(strategy, ep=1), 1, 512)
+    assert work.dense.forward.operators == alone.block.forward.operators
+    assert work.dense.parameters == alone.block.parameters
+    assert not any("ep" in one.axis for one in work.dense.forward.collectives)
 
 
 @pytest.mark.parametrize(
