@@ -105,7 +105,8 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
     for number, one in enumerate(best, start=1):
         job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
         try:
-            written = writer.write(job)
+            node = (one.run.machine.devices_per_node,) if writer is megatron else ()
+            written = writer.write(job, *node)
         except ValueError as error:
             refused = refused or f"1: {error}"
             continue

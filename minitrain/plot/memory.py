@@ -7,6 +7,7 @@ import numpy
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from minitrain.plot import style
 from minitrain.plot.style import BLACK, CYCLE, DASHES, GREY, ORANGE, PALE, Runs, Series
@@ -89,10 +90,17 @@ def beside(runs: Runs, *, title: str, limit: tuple[float, str] | None = None) ->
 
 @style.styled
 def pareto(
-    points: Sequence[tuple[str, float, float]], *, title: str, ylabel="extra time", unit="s", chosen=""
+    points: Sequence[tuple[str, float, float]],
+    *,
+    title: str,
+    ylabel="extra time",
+    unit="s",
+    chosen="",
+    crowded: bool = False,
 ) -> Figure:
     """(name, bytes, extra time) of each choice; a line through those that no other beats in both, named, with
-    a ring around the one that is `chosen`."""
+    a ring around the one that is `chosen`. Where it is `crowded`, time has a logarithmic axis and names stand
+    in the legend."""
     if not points:
         raise ValueError("no points; give (name, bytes, extra time) of each choice")
     front = []
@@ -102,7 +110,7 @@ def pareto(
     beaten = [point for point in points if point not in front]
     shown, scale = style.unit_for(max(size for _, size, _ in points), "bytes")
     seconds, per = style.unit_for(max(extra for _, _, extra in points), unit)
-    figure, ax = style.canvas(height=3.2)
+    figure, ax = style.canvas(height=4.4 if crowded else 3.2)
     x, y = ([point[i] / by for point in front] for i, by in ((1, scale), (2, per)))
     ax.step(x, y, where="post", color=style.BLUE, linewidth=1.2)
     best = ax.scatter(x, y, s=28, color=style.BLUE, zorder=3, label="no other is better in both")
@@ -110,10 +118,19 @@ def pareto(
     if beaten:
         spots = [point[1] / scale for point in beaten], [point[2] / per for point in beaten]
         handles.append(ax.scatter(*spots, s=18, color=GREY, marker="x", label="beaten"))
+    ring = dict(facecolors="none", edgecolors=BLACK, linewidths=1.5, zorder=4)
     for (name, _, _), a, b in zip(front, x, y):
-        if name == chosen:
-            ax.scatter([a], [b], s=140, facecolors="none", edgecolors=BLACK, linewidths=1.5, zorder=4)
-        ax.annotate(name, (a, b), (3, 4), textcoords="offset points", fontsize=7, rotation=20)
+        marker = "o" if name == chosen else "s"
+        if name and (crowded or name == chosen):
+            spot = ax.scatter([a], [b], s=140, marker=marker, label=name, **ring)
+            handles += [spot] * crowded
+        if not crowded:
+            ax.annotate(name, (a, b), (3, 4), textcoords="offset points", fontsize=7, rotation=20)
+    if crowded:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda time, _: f"{time:g}"))
+        ax.yaxis.set_minor_locator(NullLocator())
     ax.set(xlabel=f"memory ({shown})", ylabel=f"{ylabel} ({seconds})")
     ax.margins(x=0.16, y=0.12)
     return style.finished(figure, title, handles)

@@ -255,6 +255,16 @@ def test_llama_as_a_command_of_megatron():
     assert not notes and not beside
     lines = text.replace(" \\\n", "\n").split("\n")
     assert lines[0] == "torchrun --nproc-per-node 16 pretrain_gpt.py"
+    for node, launcher in {8: "--nnodes 2 --nproc-per-node 8", 6: "--nnodes 4 --nproc-per-node 4"}.items():
+        on_nodes, (note,), _ = megatron.write(JOB, node)
+        assert (
+            on_nodes == text.replace("--nproc-per-node 16", launcher)
+            and f"each of {16 // int(launcher[-1])} " in note
+        )
+        assert megatron.read(on_nodes)[0] == megatron.read(text)[0]
+    assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes, beside)
+    with pytest.raises(ValueError, match="node"):
+        megatron.write(JOB, -8)
     said = {line.strip() for line in lines[1:]}
     assert said >= {
         "--tensor-model-parallel-size 2",

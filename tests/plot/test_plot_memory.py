@@ -54,6 +54,7 @@ PICTURES = {
         {"plain": filling(3e9), "recomputed": filling(6e8)}, limit=(2e9, "the device has 2 GB"), title=LONG
     ),
     "pareto": lambda: memory.pareto(POINTS, title=LONG),
+    "crowded": lambda: memory.pareto(POINTS, title=LONG, chosen="selective", crowded=True),
     "roofs": roofs,
 }
 
@@ -130,6 +131,12 @@ def test_the_front_has_what_no_other_beats():
     assert [text.get_text() for text in ax.texts] == ["full", "selective", "keep all"]
     with pytest.raises(ValueError, match="no points"):
         memory.pareto([], title="")
+    figure = memory.pareto(POINTS, title="crowded", chosen="selective", crowded=True)
+    (ax,), (legend,) = figure.axes, figure.legends
+    assert ax.get_yscale() == "log" and not ax.texts
+    assert [text.get_text() for text in legend.texts][2:] == ["full", "selective", "keep all"]
+    rings = {spots.get_label(): spots.get_offsets().tolist() for spots in ax.collections[2:]}
+    assert rings == {"full": [[1, 330]], "selective": [[3, 20]], "keep all": [[8, 0]]}
 
 
 def test_the_thick_line_is_the_highest():

@@ -1,5 +1,7 @@
 """The picture of a race: every search where its share is, the same bytes each time."""
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
 from minitrain.plan.search.race import Row
 from minitrain.plot.searches import race
 from minitrain.plot.style import BLUE, VERMILLION, png
@@ -17,4 +19,7 @@ def test_race():
         "5 of 1,000: 25.0% above the best",
         "30 of 1,000: the best",
     ]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    inside = ax.get_window_extent(renderer)
+    assert not any(text.get_window_extent(renderer).overlaps(inside) for text in ax.texts), "beside the axes"
     assert "near 0.5%" in figure.alt and png(figure) == png(race(ROWS, title="a race"))

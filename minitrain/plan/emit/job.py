@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from minitrain.model.config import GPTConfig
+from minitrain.checks import counts
+from minitrain.model.config import GPTConfig, divisors
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
 from minitrain.precision.policies import FIRST_SCALE
@@ -87,3 +88,14 @@ def from_values(values: Mapping[str, object]) -> Job:
     experts = ExpertsConfig(**{name: values[name] for name in EXPERTS}) if values["num_experts"] else None
     model = GPTConfig(**{name: values[name] for name in MODEL}, experts=experts)
     return Job(Strategy(**{name: values[name] for name in STRATEGY}), model, values["rows"], values["length"])
+
+
+def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
+    """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
+    node = ranks if node is None else node
+    counts(ranks=ranks, node=node)
+    each = max(n for n in divisors(ranks) if n <= node)
+    if ranks == each:
+        return f"torchrun --nproc-per-node {ranks}", []
+    meet = f"start it on each of {ranks // each} nodes, with torchrun's options by which they meet"
+    return f"torchrun --nnodes {ranks // each} --nproc-per-node {each}", [meet]

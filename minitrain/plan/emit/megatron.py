@@ -1,7 +1,7 @@
 """Megatron-LM: a plan as the arguments of pretrain_gpt.py, and such a command as a plan.
 
-    written = write(job)      torchrun --nproc-per-node 16 pretrain_gpt.py --tensor-model-parallel-size 2 ..
-    job, left = read(text)    left: options that say nothing of a plan (--lr, --save, ..)
+    written = write(job, node=8)    torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --bf16 ..
+    job, left = read(text)          left: options that say nothing of a plan (--lr, --save, ..)
 
 Data parallelism is what is left of the ranks, so the launcher's number of ranks is part of the plan. What
 Megatron-LM has no word for is refused or noted (`SYSTEM`): of its schedules there are 1F1B and interleaved
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 
-from minitrain.plan.emit.job import Job, Values
+from minitrain.plan.emit.job import Job, Values, torchrun
 from minitrain.plan.emit.megatron_model import BLOCKS, NEEDED
 from minitrain.plan.emit.table import (
     Cases,
@@ -269,15 +269,16 @@ SYSTEM = System(
 )
 
 
-def write(job: Job) -> Written:
+def write(job: Job, node: int | None = None) -> Written:
+    """For nodes of so many devices, or for one node of as many as there are ranks."""
     options, notes = SYSTEM.write(job)
     ranks, words = options.pop(RANKS), []
+    launcher, meet = torchrun(ranks, node)
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
         words.append(" ".join((name, *(shlex.quote(str(one)) for one in values))))
-    return Written(
-        " \\\n  ".join((f"torchrun --nproc-per-node {ranks} pretrain_gpt.py", *words)) + "\n", notes, {}
-    )
+    command = " \\\n  ".join((f"{launcher} pretrain_gpt.py", *words))
+    return Written(command + "\n", notes + meet, {})
 
 
 def read(text: str) -> tuple[Job, Options]:
