@@ -4,7 +4,8 @@ N = rows · T / (dp · m · cp) tokens per microbatch on a rank, m microbatches,
 parameters in the rank's stages; an activation has e bytes, a weight w, a gradient g; x(n) = (n-1)/n:
 
     tp    8 x(t) · N·h·e · l·m    two all-reduces forward, two backward. Sequence parallel 10: inputs are
-                                  gathered again in backward; a block computed again 10: one of its sums.
+                                  gathered again in backward; a block computed again 10: one of its sums
+                                  (with dropout 12: both).
                                   Embedding 2, head 2 (3), and 3 numbers per token
     dp    x(d) · (g + w) · P      d = dp · cp; ZeRO-0 x(d)·2g·P, ZeRO-2 m·g + w, ZeRO-3 m·g + 2m·w
     pp    2 · N·h·e · m           4·m·b·s·h bytes in 16 bits; an end half of it, and the sum of a tied table
@@ -69,7 +70,8 @@ def _blocks(config: GPTConfig, layers: list[range]) -> list[int]:
 def _tensor(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
     ends = {layer for part in layers for layer in part} - set(_blocks(config, layers))
     block, head = (10, 3) if s.sequence_parallel else (8, 2)
-    block += 2 * (s.recompute == "full")  # what the second sum gives, no backward needs
+    if s.recompute == "full":  # what the second sum gives, no backward needs, but for the mask of a dropout
+        block += 4 if config.dropout else 2
     times = block * len(_blocks(config, layers)) + 2 * (0 in ends) + head * (config.num_layers + 1 in ends)
     sent = times * config.d_model * BYTES[s.policy.activations]
     if config.num_layers + 1 in ends:

@@ -44,6 +44,7 @@ CASES = [
     (MIXED, Strategy(dp=4, ep=2, zero=3, precision="bfloat16")),
     (SHARED, pipeline(dp=4, ep=4)),
     (GPT2, pipeline(dp=2, tp=2, recompute="full")),
+    (replace(GPT2, dropout=0.1), pipeline(dp=2, tp=2, recompute="full")),
 ]
 
 
