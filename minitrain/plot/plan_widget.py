@@ -156,8 +156,9 @@ def _speed(prediction: Prediction) -> str:
 def _layout(prediction: Prediction) -> str:
     strategy, rows = prediction.run.strategy, prediction.run.microbatch
     sizes = " x ".join(f"{axis} {getattr(strategy, axis)}" for axis in ("dp", "pp", "cp", "tp"))
-    experts = f", ep {strategy.ep}" if strategy.ep > 1 else ""
-    return f"{sizes}{experts}; {strategy.microbatches} microbatches of {rows} row{'s' if rows > 1 else ''}"
+    more = [f"ep {strategy.ep}"] * (strategy.ep > 1) + [strategy.schedule] * (strategy.pp > 1)
+    said = ", ".join([sizes, *more, f"ZeRO-{strategy.zero}"])
+    return f"{said}; {strategy.microbatches} microbatches of {rows} row{'s' if rows > 1 else ''}"
 
 
 def explore(

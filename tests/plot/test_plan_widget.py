@@ -64,7 +64,7 @@ def test_the_bars_and_lines_are_the_predictions():
     )
     words = [one.text for one in ElementTree.fromstring(drawn).iter(f"{AT}text")]
     assert f"Memory {fits}" in words and f"Time: {speed}" in words and drawn.isascii()
-    assert any("dp 4 x pp 4 x cp 1 x tp 2; 16 microbatches of 1 row" in word for word in words)
+    assert any("dp 4 x pp 4 x cp 1 x tp 2, 1f1b, ZeRO-2; 16 microbatches of 1 row" in word for word in words)
 
 
 def test_what_does_not_fit_says_by_how_much():
