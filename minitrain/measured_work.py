@@ -2,11 +2,13 @@
 
     work = work_of(presets["llama3-8b"], Strategy(tp=8, sequence_parallel=True), microbatch=1, length=8192)
 
-One embedding, one block and one head of that width go through `parallelize` and three microbatches as one
-rank of tp · cp · ep ranks; of these the second counts, which adds to gradients that are there and sends
-none of them. Hooks on the layers' outputs say where in the ledger's events a layer begins, forward and
-back. A block is like every other of its kind, so one answers for all; other dp, pp and microbatches change
-nothing in it. About a second each, kept in memory: a few dozen distinct ones serve thousands of candidates.
+One embedding, one block and one head of that width go through `parallelize` and two microbatches as one
+rank of tp · cp · ep ranks, which add to gradients that are there and send none of them: one with whole
+backwards, one with W apart, so a run answers for all schedules. (One more goes before where layers remember
+something of the last: routers their loads, low-bit products their scales.) Hooks on the layers' outputs say
+where in the ledger's events a layer begins, forward and back. A block is like every other of its kind, so one
+answers for all; other dp, pp and microbatches change nothing in it. A quarter of a second each, kept in
+memory: a few dozen distinct ones serve thousands of candidates.
 
 Differs from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with,
 and not by place (attention/dropout.py); `fused_attention=False` writes the scores out (attention of 2021).
@@ -20,7 +22,10 @@ from itertools import pairwise
 from math import gcd
 from operator import attrgetter
 
+import torch
+
 from minitrain.data.batches import Rows, random_tokens
+from minitrain.data_parallel.sync import Sync
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.config import GPTConfig
@@ -36,7 +41,7 @@ MATTERS = "tp cp ep ep_node ep_chunks ep_travel ep_shadow sequence_parallel over
 MATTERS += "recompute_partition core layout inner ulysses precision products".split()
 GRADIENT = ("_to_copy", "add_", "copy_")  # what converts a weight's gradient and adds it to the others
 _what_matters = attrgetter(*MATTERS)
-_measured: dict[tuple, Work] = {}
+_measured: dict[tuple, tuple[Work, Work]] = {}
 
 
 def work_of(
@@ -46,7 +51,7 @@ def work_of(
     key = _key(config, strategy, microbatch, length, fused_attention)
     if key not in _measured:
         _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
-    return _measured[key]
+    return _measured[key][splits(strategy.schedule)]
 
 
 def known(
@@ -57,7 +62,7 @@ def known(
 
 
 def _key(config: GPTConfig, strategy: Strategy, *sizes: int) -> tuple:
-    return config, _what_matters(strategy), splits(strategy.schedule), *sizes
+    return config, _what_matters(strategy), *sizes
 
 
 @cache
@@ -68,28 +73,30 @@ def splits(schedule: str) -> bool:
 
 def measure(
     config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool
-) -> Work:
-    """A dry run of one block of each kind."""
+) -> tuple[Work, Work]:
+    """A dry run of one block of each kind: (with whole backwards, with W apart)."""
     kinds = {bool(config.experts_in(number)) for number in range(1, config.num_layers + 1)}
     settings = {name: getattr(strategy, name) for name in MATTERS}
     if settings["recompute"] in ("stage", "sqrt"):
         settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
     dp = strategy.ep // gcd(strategy.ep, strategy.cp)
+    remembers = config.experts or strategy.products != "plain"
     found = []
     for routed in sorted(kinds, reverse=True):
         own = settings | dict(dp=dp)
         if not routed:  # a dense block knows no ep
             own = {name: value for name, value in settings.items() if not name.startswith("ep")}
-        one_rank = Strategy(**own, microbatches=3)
+        one_rank = Strategy(**own, microbatches=2 if remembers else 1)
         experts = replace(config.experts, dense_first=0, expert_every=1, pyramid_layers=0) if routed else None
         alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
-        deferred = splits(strategy.schedule)
-        ask = alone, one_rank, microbatch, length, config.dropout, fused_attention, deferred
-        found.append(dryrun.run(_three_microbatches, *ask, ranks=one_rank.ranks))
-    return replace(found[0], dense=found[1].block if len(found) > 1 else None)
+        ask = alone, one_rank, microbatch, length, config.dropout, fused_attention
+        found.append(dryrun.run(_two_microbatches, *ask, ranks=one_rank.ranks))
+    whole, apart = ([both[way] for both in found] for way in range(2))
+    with_dense = lambda own: replace(own[0], dense=own[1].block if len(own) > 1 else None)
+    return with_dense(whole), with_dense(apart)
 
 
-def _three_microbatches(config, strategy, microbatch, length, dropout, fused_attention, deferred) -> Work:
+def _two_microbatches(config, strategy, microbatch, length, dropout, fused_attention) -> tuple[Work, Work]:
     run = parallelize(config, strategy)
     for part in run.model.modules():
         if isinstance(part, Dropout):
@@ -97,15 +104,28 @@ def _three_microbatches(config, strategy, microbatch, length, dropout, fused_att
         if hasattr(part, "core") and strategy.cp == 1:  # cores over ranks draw no masks without places
             part.config = replace(config, dropout=dropout)
             part.core = part.core if fused_attention else naive_attention
-    shape = dict(batch_size=3 * microbatch * strategy.dp, length=length)
-    batch = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
+    shape = dict(batch_size=strategy.microbatches * microbatch * strategy.dp, length=length)
+    _add_up(run.sync)
     with Ledger() as ledger:
+        batch = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
         marks = _Marks(ledger, run.model.layers)
         run.forward_backward(batch)
-        later = _weights_later(run, batch, ledger, marks) if deferred else [Pass()] * len(run.model.layers)
+        later = _weights_later(run, batch, microbatch, ledger, marks)
         marks.add("end", 0)
-    found = marks.of_microbatch(3 if deferred else 1)
-    return _work(run, ledger, found, later, marks.boundary_bytes)
+    at_once = [Pass()] * len(run.model.layers)
+    numbers = strategy.microbatches - 1, strategy.microbatches
+    whole, apart = map(marks.of_microbatch, numbers)
+    how = dict(boundary_bytes=marks.boundary_bytes)
+    return _work(run, ledger, whole, at_once, **how), _work(run, ledger, apart, later, **how)
+
+
+def _add_up(sync: Sync) -> None:
+    """Gradients are there already, and none travels at the end."""
+    for reducer in getattr(sync, "reducers", ()):
+        reducer.close()
+    for param in sync.trainable:
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+    sync.arrived(sync.trainable)
 
 
 class _Marks:
@@ -145,9 +165,9 @@ class _Marks:
         return self.found[number * each : (number + 1) * each + 1]
 
 
-def _weights_later(run, batch, ledger: Ledger, marks: _Marks) -> list[Pass]:
-    """A fourth microbatch whose W is apart: the products of each layer's."""
-    tokens, targets = (part[: len(part) // 3] for part in (batch.tokens, batch.targets))
+def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[Pass]:
+    """A microbatch whose W is apart: the products of each layer's."""
+    tokens, targets = batch.tokens[:microbatch], batch.targets[:microbatch]
     with Deferred() as later:
         loss = run.loss_fn(run.model(tokens, batch.positions), targets) / batch.num_valid
     loss.backward()

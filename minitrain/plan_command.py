@@ -17,7 +17,7 @@ from minitrain.checks import counts
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
 from minitrain.plan.emit.job import EXPERTS, MODEL, Job
-from minitrain.plan.planner import Task, needs, why
+from minitrain.plan.planner import Task, front, needs, why
 from minitrain.plan.planner import search as search_all
 from minitrain.plan.predict.run import STACKS
 from minitrain.plan.predict.step import Prediction, predict
@@ -72,16 +72,14 @@ def plan(
 
     from minitrain.measured_work import work_of
 
-    ranking = search_all(
-        task,
-        work_of,
-        keep=max(2, top) if writer is None else MOST_TRIED,
-        progress=lambda each: tqdm(each, leave=False, disable=None),
-    )
+    progress = lambda each: tqdm(each, leave=False, disable=None)
+    keep = max(2, top) if writer is None else MOST_TRIED
+    ranking = search_all(task, work_of, keep=keep, progress=progress)
     said = f"{batch} x {length} tokens per step, stack {stack}"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
     echo(table(ranking.best[:top]))
-    echo(f"\n{ranking.looked_at:,} predicted, {ranking.fitted:,} fit into {task.room_bytes / 1e9:.0f} GB")
+    said = f"{ranking.predicted:,} with their schedules: the others cannot be faster"
+    echo(f"\n{ranking.layouts:,} layouts, {said} and fit into {task.room_bytes / 1e9:.0f} GB")
     echo(f"\n{memory(ranking.best[0])}\n")
     for number, other in enumerate(ranking.best[1 : top if explain else 2], start=2):
         slower = other.step_s / ranking.best[0].step_s - 1
@@ -93,7 +91,7 @@ def plan(
             echo(f"it does not fit: {short / 1e9:.1f} GB more than {room:.0%} of the device")
     if explain:
         echo(f"\nWhere the time of 1 goes:\n{parts(ranking.best[0])}")
-        echo(f"\nFaster ones need more memory:\n{table(ranking.front)}")
+        echo(f"\nFaster ones need more memory:\n{table(front(task, work_of, progress=progress))}")
     if writer:
         echo("")
         write(ranking.best, writer, out)

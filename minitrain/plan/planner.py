@@ -7,22 +7,24 @@
 `layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
 of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
 bytes are at most `room` of the device's memory: the rest is for what no account of tensors sees (a CUDA
-context, NCCL's buffers, holes). More rows in a microbatch take more memory, so where one number of them does
-not fit, larger ones are not looked at. Exhaustive but for that: the best is the best of this space, at
-`predict`'s cost for each. The searches of plan/search look at less, of spaces too large for this.
+context, NCCL's buffers, holes). The search is exact: layouts wait in the order of the time they would take
+without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
+schedule is simulated, then memory asked for. `front` looks at all, but for larger microbatches than one that
+does not fit. The searches of plan/search look at less, of spaces too large for this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from heapq import nsmallest
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from minitrain.checks import counts, one_of, positive, shares
 from minitrain.model.config import GPTConfig, divisors
 from minitrain.plan.predict.rates import RATES, Rates
 from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
-from minitrain.plan.predict.step import Prediction, predict
+from minitrain.plan.predict.step import Prediction, least_s, predict
 from minitrain.plan.predict.work import WorkOf
 from minitrain.precision.policies import POLICIES
 from minitrain.simulate.machines import Machine
@@ -70,10 +72,8 @@ class Task:
 class Ranking:
     task: Task
     best: list[Prediction]  # the fastest first
-    looked_at: int  # predictions made
-    fitted: int
-    least: Prediction  # of all that were looked at, the one that needs least memory
-    front: list[Prediction] = field(default_factory=list)  # nothing that is faster needs less memory
+    layouts: int
+    predicted: int  # of these, with a schedule; the others cannot be faster
 
 
 # ---- which layouts there are -----------------------------------------------------------------------------
@@ -155,24 +155,43 @@ def search(
 ) -> Ranking:
     """The `keep` fastest that fit. ValueError if no layout divides, or none fits: by how much."""
     counts(keep=keep)
-    families = list(layouts(task))
-    if not families:
+    every = list(chain.from_iterable(layouts(task)))
+    if not every:
         raise ValueError(nothing_divides(task))
-    fitting: list[Prediction] = []
-    least, looked_at = None, 0
-    for family in progress(families):
+    waiting: list[tuple] = []  # (seconds at least, bytes if known, number, what is known)
+    for number, strategy in enumerate(progress(every)):
+        waiting.append((least_s(task.run(strategy), work_of, rates), 0, number, strategy))
+    heapify(waiting)
+    best: list[Prediction] = []
+    least, predicted = None, 0
+    while waiting and len(best) < keep:
+        _, size, number, one = heappop(waiting)
+        if isinstance(one, Strategy):
+            one, predicted = predict(task.run(one), work_of, rates), predicted + 1
+            heappush(waiting, (one.step_s, 0, number, one))
+        elif size:  # nothing is faster, nor as fast and smaller
+            best.append(one)
+        else:
+            least = one if least is None or needs(one) < needs(least) else least
+            if needs(one) <= task.room_bytes:
+                heappush(waiting, (one.step_s, needs(one), number, one))
+    if not best:
+        raise ValueError(too_large(task, least, work_of))
+    return Ranking(task, best, len(every), predicted)
+
+
+def front(
+    task: Task, work_of: WorkOf, rates: Rates = RATES, progress: Callable[[Iterable], Iterable] = iter
+) -> list[Prediction]:
+    """The fastest that fit of their size: each that is slower needs less memory. Empty if none fits."""
+    fitting = []
+    for family in progress(list(layouts(task))):
         for strategy in family:
             prediction = predict(task.run(strategy), work_of, rates)
-            looked_at += 1
-            if least is None or needs(prediction) < needs(least):
-                least = prediction
             if needs(prediction) > task.room_bytes:
                 break  # and with more rows it needs more
             fitting.append(prediction)
-    if not fitting:
-        raise ValueError(too_large(task, least, work_of))
-    best = nsmallest(keep, fitting, key=lambda one: (one.step_s, needs(one)))
-    return Ranking(task, best, looked_at, len(fitting), least, pareto(fitting))
+    return pareto(fitting)
 
 
 def needs(prediction: Prediction) -> int:

@@ -14,9 +14,9 @@ from minitrain.pipeline.named import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner
 from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.fleet import least_ranks, race
-from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, needs, pareto, search, why
+from minitrain.plan.planner import LEAST_TOKENS, Task, front, layouts, needs, pareto, search, why
 from minitrain.plan.predict.rates import RATES
-from minitrain.plan.predict.step import predict
+from minitrain.plan.predict.step import least_s, predict
 from minitrain.simulate.machines import V100, machine
 
 MODEL = GPTConfig(d_model=256, num_layers=4, num_heads=4, vocab_size=512, max_positions=8192)
@@ -94,11 +94,21 @@ def everything():
 def test_the_best_are_those_of_brute_force_whatever_fits(everything, seed):
     sizes = sorted(map(needs, everything))
     limit = sizes[random.Random(seed).randrange(len(sizes) // 4, len(sizes))]
-    ranking = search(small(machine=memory_of(limit + 1), room=1.0), work_of, keep=4)
+    task = small(machine=memory_of(limit + 1), room=1.0)
     fitting = sorted((one.step_s, needs(one)) for one in everything if needs(one) <= limit)
-    assert [(one.step_s, needs(one)) for one in ranking.best] == fitting[:4]
-    assert ranking.fitted == len(fitting) <= ranking.looked_at <= len(everything)
-    assert needs(ranking.least) == sizes[0]
+    for keep in (1, 4, len(everything)):
+        ranking = search(task, work_of, keep=keep)
+        assert [(one.step_s, needs(one)) for one in ranking.best] == fitting[:keep]
+        assert len(ranking.best) <= ranking.predicted <= ranking.layouts == len(everything)
+        assert (ranking.predicted < len(everything)) == (keep < len(fitting))
+    found = [(one.step_s, needs(one)) for one in front(task, work_of)]
+    assert found == [one for n, one in enumerate(fitting) if all(one[1] < size for _, size in fitting[:n])]
+
+
+def test_no_prediction_is_below_its_bound(everything):
+    bounds = [least_s(one.run, work_of, RATES) for one in everything]
+    assert all(bound <= one.step_s for bound, one in zip(bounds, everything))
+    assert any(bound > 0.9 * one.step_s for bound, one in zip(bounds, everything) if one.run.strategy.pp > 1)
 
 
 def test_the_front_has_what_nothing_else_beats(everything):

@@ -21,8 +21,7 @@ from operator import mul
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.named import named
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import MOVES, Action, Entry, Schedule, parts
-from minitrain.pipeline.simulate import simulate
+from minitrain.pipeline.schedule import MOVES, Action, Schedule, in_order, parts
 from minitrain.strategy import Strategy
 
 KINDS = "FBIWR"
@@ -145,42 +144,59 @@ def longest(layout: Layout, costs: Costs) -> Counts:
 
 @lru_cache(maxsize=1 << 12)
 def _path(layout: Layout, costs: Costs) -> Counts:
-    timed = Timed(_cast(layout), costs)
-    schedule = timed.cast.schedule
-    spans = simulate(schedule, timed).spans
-    ended = {}
-    for rank, own in enumerate(spans):
-        for place, span in enumerate(own):
-            for action in parts([span.entry]):
-                ended[action] = rank, place
-    rank = max((rank for rank, own in enumerate(spans) if own), key=lambda rank: spans[rank][-1].end)
-    place = len(spans[rank]) - 1
+    cast = _cast(layout)
+    timed = Timed(cast, costs)
+    ends = cast.ends(timed.times, timed.send)
     counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
+    at = max(cast.last, key=ends.__getitem__)
     while True:
-        span = spans[rank][place]
-        for number, own in enumerate(timed.cast.passes[timed.cast.role[span.entry]]):
+        for number, own in enumerate(cast.passes[cast.roles[at]]):
             counts[number] += own if number < len(counts) - 1 or costs.blocking else 0
-        before = [(spans[rank][place - 1].end, 0, rank, place - 1)] if place else []
-        for need in schedule.needs[span.entry]:
-            other, at = ended[need]
-            before.append((spans[other][at].end + timed.send * (other != rank), other != rank, other, at))
-        if not before or span.start <= 0:
+        before = (
+            [(ends[cast.previous[at]], 0, cast.where[cast.previous[at]])] if cast.previous[at] >= 0 else []
+        )
+        before += [(ends[need] + timed.send, 1, cast.where[need]) for need in cast.messages[at]]
+        if not before or max(before)[0] <= 0:
             return tuple(counts)
-        _, sent, rank, place = max(before)
+        _, sent, (_, _, at) = max(before)
         counts[-1] += sent and not costs.blocking
 
 
 class _Cast:
-    """A schedule and what each of its entries is made of: entries alike have one role."""
+    """A schedule and what each of its entries is made of: entries alike have one role. Numbers are places in
+    an order in which each comes after what it needs."""
 
     def __init__(self, layout: Layout) -> None:
         self.schedule, self.layout = layout.build(), layout
         numbers: dict[tuple, int] = {}
-        self.role: dict[Entry, int] = {}
-        for entry in (entry for entries in self.schedule.ranks for entry in entries):
+        self.roles: list[int] = []
+        self.previous: list[int] = []  # of the same rank; -1: none
+        self.messages: list[list[int]] = []  # what other ranks must have done
+        self.where: list[tuple[int, int, int]] = []  # (rank, place in its list, number)
+        newest, done = [-1] * layout.p, {}
+        for number, (rank, entry) in enumerate(in_order(self.schedule, set())):
             own = tuple((action.kind, action.stage, self.leaves(action)) for action in parts([entry]))
-            self.role[entry] = numbers.setdefault(own, len(numbers))
+            self.roles.append(numbers.setdefault(own, len(numbers)))
+            needed = {done[need] for need in self.schedule.needs[entry]}
+            self.messages.append([need for need in needed if self.where[need][0] != rank])
+            place = self.where[newest[rank]][1] + 1 if newest[rank] >= 0 else 0
+            self.previous.append(newest[rank])
+            self.where.append((rank, place, number))
+            newest[rank] = number
+            done |= dict.fromkeys(parts([entry]), number)
         self.passes = [self.of(own) for own in numbers]
+        self.last = [number for number in newest if number >= 0]
+
+    def ends(self, times: list[float], send: float) -> list[float]:
+        """When each entry ends, if those of a role take so long, and a message from rank to rank."""
+        ends: list[float] = []
+        for role, previous, messages in zip(self.roles, self.previous, self.messages):
+            start = ends[previous] if previous >= 0 else 0.0
+            for need in messages:
+                if ends[need] + send > start:
+                    start = ends[need] + send
+            ends.append(start + times[role])
+        return ends
 
     def of(self, actions: tuple) -> Counts:
         """How many passes of KINDS x LAYERS, and how many messages that leave the rank."""
@@ -209,13 +225,9 @@ _cast = lru_cache(maxsize=1 << 8)(_Cast)
 
 
 class Timed:
-    """What `simulate` asks of costs."""
+    """What the roles of a cast take."""
 
     def __init__(self, cast: _Cast, costs: Costs) -> None:
-        self.cast = cast
-        self.send = self.move = 0.0 if costs.blocking else costs.message_s
+        self.send = 0.0 if costs.blocking else costs.message_s
         vector = (*costs.passes, costs.message_s * costs.blocking)
         self.times = [sum(map(mul, passes, vector)) for passes in cast.passes]
-
-    def of(self, entry: Entry) -> float:
-        return self.times[self.cast.role[entry]]

@@ -102,6 +102,17 @@ class Prediction:
 
 def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Prediction:
     """`work_of(config, strategy, microbatch, length, fused_attention)` counts: minitrain/measured_work.py."""
+    work, parts = _parts(run, work_of, rates, _pipeline)
+    return Prediction(run, work, work_of, sum(parts.values()), parts)
+
+
+def least_s(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> float:
+    """What no prediction of the run is below: without a bubble, so no schedule is simulated."""
+    _, parts = _parts(run, work_of, rates, lambda *how: _without_bubble(*how)[0])
+    return sum(parts.values())
+
+
+def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, pipeline) -> tuple[Work, dict[str, float]]:
     strategy, stack = run.strategy, run.stack
     again = strategy.recompute == "stage"
     counted = strategy
@@ -110,9 +121,9 @@ def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Predicti
     work = work_of(run.model, counted, run.microbatch, run.length, stack.flash)
     layout = layout_of(run.model, strategy)
     at = Place(run.machine, stack, rates, strategy.dp, strategy.pp, strategy.cp, strategy.tp, strategy.ep)
-    parts = dict(_pipeline(work, layout, at, again, strategy.sequence_parallel))
+    parts = dict(pipeline(work, layout, at, again, strategy.sequence_parallel))
     parts |= update_s(work, layout, at, strategy.zero, strategy.policy.state_bytes, run.model.tied, again)
-    return Prediction(run, work, work_of, sum(parts.values()), parts)
+    return work, parts
 
 
 @cache
@@ -125,6 +136,15 @@ def _pipeline(
     work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
 ) -> dict[str, float]:
     """What the microbatches of a step take, by PARTS."""
+    parts, costs = _without_bubble(work, layout, at, again, sequence_parallel)
+    return parts | {"bubble": max(0.0, makespan(layout, costs) - sum(parts.values()))}
+
+
+@lru_cache(maxsize=1 << 14)
+def _without_bubble(
+    work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
+) -> tuple[dict[str, float], Costs]:
+    """If no rank ever waited for another: the mean over ranks. And the costs of its passes."""
     layers, blocking = layers_s(work, at, again and not layout.again), not at.stack.p2p_overlapped
     message_s = _message_s(work.boundary_bytes, at, sequence_parallel) if at.pp > 1 else 0.0
     passes = chain.from_iterable(zip(*(times.passes for times in layers)))
@@ -133,10 +153,8 @@ def _pipeline(
         for name, time in times.parts.items():
             parts[name] += number * share * time
         parts["recomputation"] += number * share * times.passes[KINDS.index("R")] * layout.again
-    costs = Costs(tuple(passes), message_s, blocking)
     parts["p2p"] = 2 * (len(layout.stages) - 1) * share * message_s * blocking
-    parts["bubble"] = makespan(layout, costs) - sum(parts.values())
-    return parts
+    return parts, Costs(tuple(passes), message_s, blocking)
 
 
 def _message_s(boundary_bytes: int, at: Place, sequence_parallel: bool) -> float:
