@@ -17,7 +17,7 @@ and not by place (attention/dropout.py); `fused_attention=False` writes the scor
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from operator import attrgetter
@@ -33,6 +33,7 @@ from minitrain.model.layers import Dropout, naive_attention
 from minitrain.model.mixture import mixtures
 from minitrain.parallelize import parallelize
 from minitrain.pipeline.deferred import Deferred
+from minitrain.plan.predict.pipeline import splits
 from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
 from minitrain.simulate.events import Compute, Issue, Wait
 from minitrain.strategy import Strategy
@@ -63,12 +64,6 @@ def known(
 
 def _key(config: GPTConfig, strategy: Strategy, *sizes: int) -> tuple:
     return config, _what_matters(strategy), *sizes
-
-
-@cache
-def splits(schedule: str) -> bool:
-    """Whether a schedule of that name has an action W."""
-    return Strategy(pp=2, microbatches=4, schedule=schedule).build_schedule().splits_backward
 
 
 def measure(

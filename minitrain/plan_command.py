@@ -78,8 +78,8 @@ def plan(
     said = f"{batch} x {length} tokens per step, stack {stack}"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
     echo(table(ranking.best[:top]))
-    said = f"{ranking.predicted:,} with their schedules: the others cannot be faster"
-    echo(f"\n{ranking.layouts:,} layouts, {said} and fit into {task.room_bytes / 1e9:.0f} GB")
+    said = f"{ranking.predicted:,} with their schedules (the others cannot be faster)"
+    echo(f"\n{ranking.layouts:,} layouts, {said}; room for {task.room_bytes / 1e9:.0f} GB")
     echo(f"\n{memory(ranking.best[0])}\n")
     for number, other in enumerate(ranking.best[1 : top if explain else 2], start=2):
         slower = other.step_s / ranking.best[0].step_s - 1

@@ -278,6 +278,8 @@ def test_a_step_is_the_simulation_of_its_whole_schedule(name, blocking):
     costs = replace(COSTS, blocking=blocking)
     whole = simulate(pipeline._cast(layout).schedule, Simulated(layout, costs)).makespan
     assert makespan(layout, costs) == pytest.approx(whole, rel=0.01)
+    bound = pipeline.least(layout, costs)
+    assert bound <= whole * (1 + 1e-12) and (bound > 0.6 * whole) == bool(layout.ahead)
     double = replace(costs, passes=tuple(2 * cost for cost in costs.passes), message_s=0.22)
     assert makespan(layout, double) == pytest.approx(2 * makespan(layout, costs), rel=1e-12)
 

@@ -59,6 +59,7 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
     return found
 
 
+@lru_cache(maxsize=1 << 12)
 def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
     """Parameters of a rank with so many of LAYERS; a tied table counts once where both ends are."""
     whole(numbers=numbers)

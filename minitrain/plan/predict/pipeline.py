@@ -14,7 +14,7 @@ blocks, and the embedding or the head where they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import log2
 from operator import mul
 
@@ -43,6 +43,7 @@ class Layout:
     again: bool  # R before B
     stages: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
+    ahead: tuple[int, ...] = ()  # of LAYERS, in stages before all of the last rank's; (): stages stand on two
 
     def build(self) -> Schedule:
         sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.again)
@@ -77,8 +78,11 @@ def _stages(layout: Layout, config: GPTConfig) -> dict:
         blocks = [number for number in layers if 0 < number < last]
         dense = sum(config.experts is not None and not config.experts_in(number) for number in blocks)
         stages.append((int(0 in layers), len(blocks) - dense, dense, int(last in layers)))
-    own = [[stages[stage] for stage in schedule.stages_of(rank)] for rank in range(layout.p)]
-    return dict(stages=tuple(stages), ranks=tuple(tuple(map(sum, zip(*layers))) for layers in own))
+    own = [schedule.stages_of(rank) for rank in range(layout.p)]
+    ranks = tuple(tuple(map(sum, zip(*(stages[stage] for stage in each)))) for each in own)
+    once = sum(map(len, own)) == len(stages)
+    ahead = tuple(map(sum, zip((0,) * len(LAYERS), *stages[: min(own[-1])]))) if once else ()
+    return dict(stages=tuple(stages), ranks=ranks, ahead=ahead)
 
 
 Edge = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -114,6 +118,11 @@ class Costs:
     message_s: float = 0.0
     blocking: bool = False
 
+    def of(self, kind: str) -> tuple[float, ...]:
+        """By LAYERS."""
+        first = KINDS.index(kind) * len(LAYERS)
+        return self.passes[first : first + len(LAYERS)]
+
     @property
     def vector(self) -> tuple[float, ...]:
         return (*self.passes, self.message_s)
@@ -127,7 +136,26 @@ class Costs:
 
 
 def makespan(layout: Layout, costs: Costs) -> float:
-    return sum(map(mul, longest(layout, costs.rounded()), costs.vector))
+    path = sum(map(mul, longest(layout, costs.rounded()), costs.vector))
+    return max(path, least(layout, costs))
+
+
+def least(layout: Layout, costs: Costs) -> float:
+    """No schedule ends before: the last rank begins when a forward has come through all stages ahead of it,
+    and is busy for all microbatches. Where it ends with a whole backward, that goes on through them."""
+    if not layout.ahead:
+        return 0.0
+    forward, backward, inputs, weights = (costs.of(kind) for kind in "FBIW")
+    whole = not splits(layout.schedule)
+    around = [(f + b * whole) / layout.slices for f, b in zip(forward, backward)]
+    both = [f + (b if whole else i + w) for f, b, i, w in zip(forward, backward, inputs, weights)]
+    return sum(map(mul, layout.ahead, around)) + layout.microbatches * sum(map(mul, layout.ranks[-1], both))
+
+
+@cache
+def splits(schedule: str) -> bool:
+    """Whether a schedule of that name has an action W."""
+    return named(schedule, 2, 4).splits_backward
 
 
 @lru_cache(maxsize=1 << 14)

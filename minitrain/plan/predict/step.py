@@ -25,7 +25,7 @@ from itertools import chain
 
 from minitrain.plan.accounting.compute import flops_per_token
 from minitrain.plan.predict.memory import memory_of
-from minitrain.plan.predict.pipeline import KINDS, Costs, Layout, layout_of, makespan
+from minitrain.plan.predict.pipeline import KINDS, Costs, Layout, layout_of, least, makespan
 from minitrain.plan.predict.rates import NAMES, RATES, Rates
 from minitrain.plan.predict.run import TrainingRun
 from minitrain.plan.predict.times import AXES, Place, layers_s
@@ -107,8 +107,8 @@ def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Predicti
 
 
 def least_s(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> float:
-    """What no prediction of the run is below: without a bubble, so no schedule is simulated."""
-    _, parts = _parts(run, work_of, rates, lambda *how: _without_bubble(*how)[0])
+    """What no prediction of the run is below, found without a simulation of its schedule."""
+    _, parts = _parts(run, work_of, rates, _at_least)
     return sum(parts.values())
 
 
@@ -138,6 +138,13 @@ def _pipeline(
     """What the microbatches of a step take, by PARTS."""
     parts, costs = _without_bubble(work, layout, at, again, sequence_parallel)
     return parts | {"bubble": max(0.0, makespan(layout, costs) - sum(parts.values()))}
+
+
+def _at_least(
+    work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
+) -> dict[str, float]:
+    parts, costs = _without_bubble(work, layout, at, again, sequence_parallel)
+    return parts | {"bubble": max(0.0, least(layout, costs) - sum(parts.values()))}
 
 
 @lru_cache(maxsize=1 << 14)
