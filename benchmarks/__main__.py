@@ -1,5 +1,5 @@
 """`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows()
--> list[Row]`.
+-> list[Row]`, or `report() -> str`, which runs when it is asked for: `python -m benchmarks predictions`.
 """
 
 import importlib
@@ -23,15 +23,20 @@ ALL = (
     "checkpoint",
     "ledger",
 )
+REPORTS = ("predictions",)
 
 
 def main(wanted: list[str]) -> int:
-    unknown = [name for name in wanted if name not in ALL]
+    unknown = [name for name in wanted if name not in (*ALL, *REPORTS)]
     if unknown:
-        print(f"no benchmark {unknown[0]!r}; there are {', '.join(ALL)}", file=sys.stderr)
+        print(f"no benchmark {unknown[0]!r}; there are {', '.join((*ALL, *REPORTS))}", file=sys.stderr)
         return 2
     for name in wanted or ALL:
-        rows = importlib.import_module(f"benchmarks.{name}").rows()
+        module = importlib.import_module(f"benchmarks.{name}")
+        if name in REPORTS:
+            print(module.report())
+            continue
+        rows = module.rows()
         measure.save(rows)
         for r in rows:
             times = f"{r.ours:10.4g} {r.theirs:10.4g} {r.unit:4}"
