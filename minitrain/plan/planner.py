@@ -30,9 +30,7 @@ from minitrain.precision.policies import POLICIES
 from minitrain.simulate.machines import Machine
 from minitrain.strategy import Strategy
 
-LEAST_TOKENS = (
-    2048  # of a row on a rank of cp: with fewer, what travels is not hidden behind what is computed
-)
+LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not hidden
 MOST_ROWS = 8  # of a microbatch
 MOST_CHUNKS = 8  # stages of a rank
 RECOMPUTE = ("none", "selective", "full")

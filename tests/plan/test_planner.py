@@ -66,22 +66,26 @@ def test_experts_are_dealt_out_over_what_divides_them():
     assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
 
 
-def test_of_equally_fast_layouts_the_smallest_and_more_rows_are_not_looked_at_where_few_do_not_fit(
-    monkeypatch,
-):
+def test_of_equally_fast_layouts_the_smallest_and_the_front_skips_more_rows_where_few_do_not_fit(monkeypatch):
     """All take a second; a row of a microbatch takes a third of a device, the rest depends on the layout."""
-    task, third = small(room=1.0), NODE.device.memory_bytes // 3
+    task, third, asked = small(room=1.0), NODE.device.memory_bytes // 3, []
 
     def instead(run, work_of, rates):
+        asked.append(run)
         rows = 8 // (run.strategy.dp * run.strategy.microbatches)
         memory = {"activations": rows * third - run.strategy.tp - run.strategy.zero}
         return SimpleNamespace(run=run, step_s=1.0, memory=memory)
 
     monkeypatch.setattr(planner, "predict", instead)
+    monkeypatch.setattr(planner, "least_s", lambda run, work_of, rates: 1.0)
     found = search(task, work_of, keep=99)
     assert [needs(one) for one in found.best] == sorted(needs(one) for one in found.best)
+    assert found.predicted == len(asked) == found.layouts, "each could be the smallest"
+    asked.clear()
+    (smallest,) = front(task, work_of)
+    assert needs(smallest) == needs(found.best[0])
     of_rows = [[8 // (s.dp * s.microbatches) for s in family] for family in layouts(task)]
-    assert found.looked_at == sum(1 + sum(rows <= 3 for rows in family[:-1]) for family in of_rows)
+    assert len(asked) == sum(1 + sum(rows <= 3 for rows in family[:-1]) for family in of_rows)
 
 
 @pytest.fixture(scope="module")
