@@ -179,6 +179,35 @@ def test_nobody_can_go_on_only_when_all_that_run_wait_in_vain():
     )
 
 
+def library():
+    raise NotImplementedError("not on this device")
+
+
+@pytest.mark.parametrize(
+    "answer, property, said",
+    [
+        ("raise NotImplementedError()", "not attempted yet", ""),
+        (
+            "library()",
+            "no error",
+            "rank 2 raised NotImplementedError: not on this device (line 1: library())",
+        ),
+        (
+            "def outer():\n    inner()\ndef inner():\n    1 / 0\nouter()",
+            "no error",
+            "rank 2 raised ZeroDivisionError: division by zero (line 4: 1 / 0)",
+        ),
+    ],
+)
+def test_an_error_is_told_with_the_innermost_line_of_the_answer(answer, property, said):
+    """One of torch's that something is not implemented is no answer that was not attempted."""
+    rank.remember(rank.CELL, answer)
+    with pytest.raises((NotImplementedError, ZeroDivisionError)) as error:
+        exec(compile(answer, rank.CELL, "exec"), {"library": library})
+    told = rank.described(error.value, 2)
+    assert (told["property"], told["message"]) == (property, said)
+
+
 def test_a_driver_finds_the_answers_names_whatever_given_cells_define():
     cells = ["f = 1", "def call():\n    return f"]
     assert rank.run_cells(cells, {"f": 2})["call"]() == 2

@@ -637,3 +637,15 @@ def test_tensors_of_all_dtypes_travel_both_ways():
     for name, one in back[0].items():
         assert back[1][name] == str(one.dtype) == str(sent[name].dtype)
         assert torch.equal(one.to(torch.complex64), sent[name].to(torch.complex64))
+
+
+@pytest.mark.parametrize(
+    "value, checked", [(None, True), ("1", True), ("yes", True), ("", True), ("0", False)]
+)
+def test_checks_are_on_unless_they_are_switched_off_by_0(monkeypatch, value, checked):
+    monkeypatch.setattr("minitrain.launch.local.run_local", lambda *given: given[4])
+    monkeypatch.delenv("MINITRAIN_CHECKED", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MINITRAIN_CHECKED", value)
+    assert launch.run(int, ranks=1) is checked
+    assert launch.run(int, ranks=1, checked=not checked) is not checked
