@@ -411,3 +411,19 @@ def test_a_ledger_that_comes_back_keeps_nothing_of_the_run():
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
     assert ledger.flops == 2 * 1000**3 and len(ledger.events) == 1 and ledger.peak_bytes == 8_000_000
+
+
+def test_who_runs_the_readers_code_may_repeat_its_error_and_the_readers_line_is_named():
+    outside = torch.ones(2)
+
+    def reads():
+        return outside * torch.ones(2)
+
+    def runs():
+        try:
+            return reads()
+        except Exception as error:
+            raise RuntimeError(f"step 3 failed: {error}") from error
+
+    with pytest.raises(ValueError, match=r"`return outside \* torch.ones\(2\)` uses a tensor from outside"):
+        dryrun.run(runs, ranks=2)
