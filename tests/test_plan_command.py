@@ -2,13 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from minitrain import cli
+from minitrain import cli, plan_command
+from minitrain.measured_work import work_of
+from minitrain.model.config import presets
 from minitrain.plan.emit import megatron, plan_file
-from minitrain.plan.planner import RECOMPUTE
+from minitrain.plan.planner import RECOMPUTE, Task
+from minitrain.plan.predict.step import predict
+from minitrain.simulate.machines import machine
+from minitrain.strategy import Strategy
 
 TASK = "--model small --machine a100 --ranks 2 --batch 4 --length 64".split()
 
@@ -135,3 +141,12 @@ def test_no_torch_before_names_are_known(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("False no model is called 'nope'"), done
+
+
+def test_the_launcher_is_for_the_nodes_of_the_machine(capsys):
+    alone = replace(machine("a100"), devices_per_node=1)
+    run = Task(presets["small"], alone, 2, 4, 64).run(Strategy(dp=2, precision="bfloat16"))
+    plan_command.write([predict(run, work_of)], megatron, None)
+    said = capsys.readouterr()
+    assert said.out.startswith("torchrun --nnodes 2 --nproc-per-node 1 pretrain_gpt.py ")
+    assert "start it on each of 2 nodes" in said.err

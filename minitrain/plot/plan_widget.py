@@ -5,9 +5,9 @@
 
 A `Choice` is what the controls say. What it cannot be (sizes that do not divide, say) is one line, with the
 way out; what does not fit says by how much. All numbers are plan.predict's, so a move asks no torch:
-only a kind of layer that was never dry-run needs about a second, and is measured if `measure` is on. Of a
-layer other tp, cp, ep, rows, length, recomputation, precision and a split backward are another kind; ranks,
-dp, pp, batch, ZeRO and machine are not.
+only a kind of layer that was never dry-run needs up to a second, and is measured if `measure` is on. Of a
+layer other tp, cp, ep, rows, length, recomputation and precision are another kind; ranks, dp, pp, schedule,
+batch, ZeRO and machine are not.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def explore(
 
 def _only(known: Callable[..., bool], work_of: WorkOf, *asked) -> Work:
     if not known(*asked):
-        raise NotMeasured("such a layer was not dry-run yet; press measure (about a second for each kind)")
+        raise NotMeasured("such a layer was not dry-run yet; press measure (up to a second for each kind)")
     return work_of(*asked)
 
 

@@ -150,7 +150,7 @@ def test_known_is_what_answers_at_once():
     apart = replace(other, schedule="zb_h1")
     assert all(known(presets["tiny"], strategy, 1, 32) for strategy in (ask[1], other, apart))
     assert work_of(presets["tiny"], other, 1, 32) is work is not work_of(presets["tiny"], apart, 1, 32)
-    changes = [dict(tp=2), dict(recompute="full")]
+    changes = [dict(tp=2), dict(recompute="full"), dict(precision="float32")]
     assert not any(known(ask[0], replace(ask[1], **change), 1, 32) for change in changes)
     assert not known(*ask[:2], 2, 32) and not known(*ask, False)
 
