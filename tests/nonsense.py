@@ -4,15 +4,21 @@
     python -m tests.nonsense plan.mpress moe     those whose names begin so
 
 A function or class that takes a number, a word or a sequence of these is first called with arguments that make sense:
-those of nonsense.tsv (function, arguments), or ones made from its type hints. Then each such argument in turn becomes
-0, -1, NaN, infinity, 10**30 (1e30 where it is no whole number), 0.5, None, a word or an empty sequence. It
-may answer with
+those of nonsense.tsv (function, arguments), or ones made from its type hints; a class that has a line there is made
+by it wherever a hint asks for one, and a process group is that of a world of one rank. Then each such argument in
+turn becomes 0, -1, NaN, infinity, 10**30 (1e30 where it is no whole number), 0.5, None, a word or an empty sequence.
+It may answer with
 
     a result                without NaN, and negative only if it was negative with arguments that make sense
     ValueError, TypeError   in one line, within a second of the processor (no other load makes it longer)
+    OSError                 likewise, where a word is that of a file or folder
 
-Not called: what needs a process group or a mesh, ELSEWHERE, whose input comes by the command line, which has
-tests of its own, and INSIDE, which says why.
+A generator gives its first items, a context is entered and left. What is not called is counted by its reason:
+
+    nothing to get wrong    it takes no number, word or sequence: tensors, functions, objects of ours
+    a record                holds what it is given; those who compute with it look at it
+    ELSEWHERE, INSIDE       as said there
+    nothing said            an argument has no hint and no default, and nonsense.tsv no line: write one
 """
 
 from __future__ import annotations
@@ -21,36 +27,44 @@ import contextlib
 import copy
 import csv
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
+import itertools
 import math
 import pkgutil
 import resource
 import signal
 import sys
+import tempfile
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401  (an import that a second ends would stay half done)
+import torch.distributed as dist
 
 import minitrain
-from minitrain.attention.kernel import fused_backward, fused_forward
-from minitrain.attention.traffic import Traffic
-from minitrain.context.layout import zigzag
+from minitrain.checkpoint.format import write_file
+from minitrain.checkpoint.store import Store, file_name
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.pipeline.schedule import Action
-from minitrain.plan.grid_costs import Sent
-from minitrain.precision.formats import Format
+from minitrain.pieces import Piece
+from tests.saving import Quick
 
 CALLS = Path(__file__).with_suffix(".tsv")
-ELSEWHERE = "cli course launch plot collectives train_command checkpoint_command replay_command plan_command torch_private"
-ON_RANKS = ("ProcessGroup", "Channel", "Mesh", ".Job")
+ELSEWHERE = {  # rooms of the package, and what asks them
+    "cli course launch plot train_command checkpoint_command replay_command plan_command": (
+        "words of a command line, ranks to start, pictures: tests of their own give them wrong words"
+    ),
+    "collectives": "every call is compared across ranks: tests/collectives gives wrong sizes and types on 2 and 4",
+    "torch_private": "names of torch's, for this package alone",
+}
 WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
 REAL = [1e30 if value == 10**30 else value for value in WHOLE]
 SEQUENCES = [(), (0,), (-1,), (math.nan,), (10**30,), None, "nope", 3]
@@ -62,33 +76,88 @@ VALUES = {
     "words": [(), ("nope",), None, 3],
     "word": WORDS,
 }
-NAMES = {  # what the arguments of nonsense.tsv are written with, beside the names of the function's own module
-    **{one.__name__: one for one in (Action, ExpertsConfig, Format, Fraction, GPTConfig, Sent, Traffic)},
-    **{one.__name__: one for one in (fused_backward, fused_forward, zigzag)},
-    **{"torch": torch, "nan": math.nan, "inf": math.inf},
+ON_RANKS = ("ProcessGroup", "Channel", "Mesh")
+READ_AS = {  # parameters without a hint, by the names that this package gives them
+    **dict.fromkeys(
+        "q k v dout out lse x y dy table p delta dq dk dv rows up down scores".split(), torch.Tensor
+    ),
+    **dict.fromkeys("group inside across inner outer team ring ulysses".split(), dist.ProcessGroup),
+    **dict.fromkeys(
+        "row_group column_group input_group weight_group output_group".split(), dist.ProcessGroup
+    ),
+    **dict.fromkeys(
+        "bias counts weight weights mean scale tokens made rooms dweight ddown down".split(), torch.Tensor
+    ),
+    **dict.fromkeys(
+        "tree args ledger evictor block batch schedule stages place time products".split(), object
+    ),
+    **dict.fromkeys(
+        "saved mixture experts compute merge sharing params before after run replay".split(), object
+    ),
+    **dict.fromkeys("scales matrices dtype linears".split(), object),
+    **dict.fromkeys("make_optimizer core act loss_fn work layout".split(), Callable),
 }
+MEANT = (  # by a name that several modules have
+    "pipeline.schedule.Action attention.traffic.Traffic plan.grid_costs.Sent plan.search.problem.example "
+    "plan.search.problem.graph_of plan.planner.Task simulate.machines.machine measured_work.work_of "
+    "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig strategy.Strategy"
+)
 MOST_BYTES = 8 << 30
 INSIDE = {  # names without a word of this package's reader in their arguments, and who has looked at these before
     "a number made of a seed, a step and places; the seed is a whole number where it is given": (
-        "attention.dropout.keep attention.dropout.shifted attention.dropout.uniform precision.chance.draws "
-        "precision.chance.keep_by_chance precision.int4.bits"
+        "attention.dropout.hashed attention.dropout.keep attention.dropout.shifted "
+        "attention.dropout.uniform precision.chance.draws precision.chance.keep_by_chance "
+        "precision.int4.bits training.optim.bits_of"
     ),
-    "sizes of a GPTConfig, which checks them when it is made": (
-        "attention.kernel.empty_result attention.kernel.sum_kv_copies model.layers model.mixture.Experts "
-        "model.gpt.GPT model.fields.check_choice model.fields.check_least pipeline.sliced_attention.attend"
+    "sizes, names and a device that parallelize or a GPTConfig has looked at": (
+        "attention.kernel.empty_result attention.kernel.sum_kv_copies model.fields.check_choice "
+        "model.fields.check_least model.gpt.Block model.gpt.GPT model.gpt.initialise model.layers.Linear "
+        "model.layers.MLP model.layers.RMSNorm model.layers.causal_attention model.layers.drop "
+        "model.layers.naive_attention model.layers.norm model.mixture.Experts "
+        "model.mixture.MixtureOfExperts model.mixture.Router parallelize.build "
+        "pipeline.sliced_attention.attend strategy_checks.check_sizes"
     ),
     "sizes and places that a layout, a table or a file's manifest has said, in the middle of a step or a load": (
-        "checkpoint.load.runs checkpoint.snapshot checkpoint.ways.stream_s checkpoint.parity.stripe_bytes "
-        "memory.chunks.farthest memory.file_optimizer.piece_of memory.pools moe.dispatch.combined "
-        "moe.experts.places moe.experts.whole_blocks moe.router.counts_of moe.router.z_loss moe.topology.target "
-        "precision.attention.fp8_attention sharding.numbers tensor_parallel.linear.divisors training.optim.tiles pipeline.schedules.dualpipe.steps"
+        "checkpoint.load.read checkpoint.load.runs checkpoint.parity.stripe "
+        "checkpoint.parity.stripe_bytes checkpoint.ways.stream_s context.balanced.exchange_all "
+        "context.hybrid.heads_and_rings memory.chunks.farthest memory.evictable.Value "
+        "memory.file_optimizer.piece_of memory.pools.Transfer memory.pools.new_host "
+        "memory.pools.to_device memory.segment.Segment memory.segment.Slot moe.dispatch.by_expert "
+        "moe.dispatch.combined moe.experts.low moe.experts.places moe.experts.whole_blocks "
+        "moe.parallel.all_tokens moe.router.counts_of moe.router.z_loss moe.topology.target "
+        "moe.turns.in_turns pipeline.halves.elsewhere precision.attention.fp8_attention "
+        "precision.int8.without_filling sharding.numbers tensor_parallel.linear.divisors "
+        "tensor_parallel.overlap.column_backward tensor_parallel.overlap.row_forward training.optim.tiles"
+    ),
+    "the order of a schedule, whose maker has looked at its sizes": (
+        "pipeline.schedules.chimera.in_slots pipeline.schedules.dualpipe.steps "
+        "pipeline.schedules.greedy.limits pipeline.schedules.v_shape.block_order "
+        "pipeline.schedules.v_shape.squeezed"
+    ),
+    "two ranks or more, where its own tests give it wrong sizes": (
+        "checkpoint.peers.PeerCopies data_parallel.parameter_server.Worker "
+        "data_parallel.parameter_server.check data_parallel.parameter_server.serve "
+        "tensor_parallel.block.SharedHead"
+    ),
+    "a base class; those made of it are called": ("data_parallel.flat.WholeParameters"),
+    "a process beside the training, and what a training has left in a folder": (
+        "checkpoint.agent.Agent checkpoint.agent.Connection checkpoint.just_in_time.survivors"
+    ),
+    "the number of an open file, which is closed afterwards": ("checkpoint.agent.serve memory.limits.serve"),
+    "numbers that come back as they were given": (
+        "plan.expert_popularity.settled plan.search.tensoropt.unbeaten simulate.storage.read_epoch "
+        "simulate.storage.read_epoch_substituting"
     ),
     "a step of a search, a million times, of arguments which the search has checked": (
-        "simulate.links.divided pipeline.simulate.divided pipeline.partition simulate.intervals.outside "
-        "plan.adapipe.bytes_of plan.autopipe.step plan.dapple.compute_stage plan.dapple.in_front "
-        "plan.dapple.link_stage plan.expert_placement.packed plan.expert_placement.seconds "
-        "plan.expert_popularity.settled plan.recompute_windows.exposed plan.recompute_windows.options "
-        "plan.search.stages.pipelined plan.search.tensoropt.unbeaten"
+        "pipeline.partition.sending pipeline.partition.stage_time pipeline.simulate.divided "
+        "plan.adapipe.bytes_of plan.chain_search.ways_to_drop plan.dapple.compute_stage "
+        "plan.dapple.in_front plan.dapple.link_stage plan.recompute_windows.exposed "
+        "plan.recompute_windows.options plan.search.aceso.changes plan.search.aceso.improved "
+        "plan.search.aceso.primitives plan.search.aceso.resized plan.search.autoddl.descend "
+        "plan.search.automap.propagate plan.search.automap.words_of plan.search.galvatron.words_of_tree "
+        "plan.search.piper.options_of plan.search.placement.step_seconds plan.search.problem.moved "
+        "plan.search.stages.message_seconds plan.search.stages.pipelined plan.search.tofu.moved "
+        "simulate.intervals.outside simulate.links.divided"
     ),
 }
 NEGATIVE = (
@@ -104,43 +173,94 @@ class NoArguments(Exception):
     """Hints do not tell what to call it with."""
 
 
-def functions(
-    inside: tuple[str, ...] = tuple(" ".join(INSIDE.values()).split()),
-) -> Iterator[tuple[str, Callable]]:
+def functions() -> dict[str, Callable]:
     """Public functions and classes by "room.module.name", in alphabetic order."""
-    skipped = tuple(f"minitrain.{room}" for room in ELSEWHERE.split())
-    for found in pkgutil.walk_packages(minitrain.__path__, "minitrain."):
-        if found.name.startswith(skipped) or found.name.endswith("__main__"):
+    found = {}
+    for at in pkgutil.walk_packages(minitrain.__path__, "minitrain."):
+        if at.name.endswith("__main__"):
             continue
-        module = importlib.import_module(found.name)
+        module = importlib.import_module(at.name)
         for name, value in sorted(vars(module).items()):
-            full = f"{found.name.removeprefix('minitrain.')}.{name}"
-            if (
-                name.startswith("_")
-                or full.startswith(inside)
-                or getattr(value, "__module__", None) != found.name
-            ):
+            if name.startswith("_") or getattr(value, "__module__", None) != at.name:
                 continue
             if inspect.isfunction(value) or inspect.isclass(value) and not issubclass(value, BaseException):
-                yield full, value
-
-
-def plain_parameters(function: Callable) -> dict[str, list]:
-    """For each parameter that takes numbers, words or sequences of them: the nonsense it is given."""
-    try:
-        parameters, hints = inspect.signature(function).parameters, hints_of(function)
-    except (
-        ValueError,
-        NameError,
-    ):  # a class of C without a signature, a hint that is only there for a type checker
-        return {}
-    found = {}
-    for name, parameter in parameters.items():
-        kind = kind_of(hints.get(name))
-        if kind and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            optional = type(None) in typing.get_args(hints[name])
-            found[name] = [value for value in VALUES[kind] if not (optional and value is None)]
+                found[f"{at.name.removeprefix('minitrain.')}.{name}"] = value
     return found
+
+
+def left_out(name: str, function: Callable, written: Collection[str] = ()) -> str | None:
+    """Why it is not called; None: it is."""
+    for rooms, why in ELSEWHERE.items():
+        if name.startswith(tuple(f"{room}." for room in rooms.split())):
+            return f"elsewhere: {why}"
+    for why, names in INSIDE.items():
+        if name in names.split():
+            return f"inside: {why}"
+    if is_record(function):
+        return "a record: it holds what it is given, and those who compute with it look at it"
+    if name not in written and not plain_parameters(function) and all_known(function):
+        return "nothing to get wrong: tensors, functions and objects of ours"
+    return None
+
+
+def is_record(function: Callable) -> bool:
+    """A class whose fields are all there is to making one."""
+    if not inspect.isclass(function):
+        return False
+    data = "__dataclass_params__" in vars(function) and function.__dataclass_params__.init
+    return hasattr(function, "_fields") or data and not hasattr(function, "__post_init__")
+
+
+def all_known(function: Callable) -> bool:
+    """Whether each parameter says by its hint, its default or its name what it is."""
+    hints = hints_of(function)
+    return all(
+        name in hints or name in READ_AS or one.default is not one.empty or one.kind == one.VAR_POSITIONAL
+        for name, one in parameters_of(function).items()
+        if one.kind != one.VAR_KEYWORD
+    )
+
+
+def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except ValueError:  # a class of C without a signature
+        return {}
+
+
+def hints_of(function: Callable) -> dict:
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except NameError:  # a hint that is only there for a type checker
+        return {}
+
+
+def plain_parameters(function: Callable, given: dict | None = None) -> dict[str, list]:
+    """For each parameter that takes numbers, words or sequences of them: the nonsense it is given. Where there
+    is no hint, its kind is that of the value in `given` or of its default."""
+    hints, found = hints_of(function), {}
+    for name, parameter in parameters_of(function).items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in hints:
+            kind = kind_of(hints[name])
+        else:
+            kind = kind_of_value((given or {}).get(name, parameter.default))
+        if kind:
+            optional = parameter.default is None or type(None) in typing.get_args(hints.get(name))
+            found[name] = [value for value in VALUES[kind] if not (optional and value is None)]
+    for name in set(given or {}) - set(parameters_of(function)):  # of a **
+        if kind := kind_of_value(given[name]):
+            found[name] = VALUES[kind]
+    return found
+
+
+def kind_of_value(value) -> str | None:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        kinds = {kind_of_value(one) for one in value}
+        return "sequence" if kinds & {"whole", "real", "sequence"} else "words" if "word" in kinds else None
+    kinds = {int: "whole", float: "real", Fraction: "real", str: "word"}
+    return kinds.get(type(value))
 
 
 def kind_of(hint) -> str | None:
@@ -159,14 +279,12 @@ def kind_of(hint) -> str | None:
     return None
 
 
-def hints_of(function: Callable) -> dict:
-    return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-
-
-def needs_ranks(function: Callable) -> bool:
-    """Or an open file, which is closed afterwards whatever its number is."""
-    hints = hints_of(function)
-    return "fd" in hints or any(word in str(hint) for hint in hints.values() for word in ON_RANKS)
+def needs_ranks(name: str, function: Callable) -> bool:
+    hints = {one: hint for one, hint in READ_AS.items() if one in parameters_of(function)} | hints_of(
+        function
+    )
+    asked = any(word in str(hint) for hint in hints.values() for word in ON_RANKS)
+    return asked or "GROUP" in written().get(name, "")
 
 
 def build(hint, name: str, size: int, depth: int = 0):
@@ -184,6 +302,8 @@ def build(hint, name: str, size: int, depth: int = 0):
         return tuple(build(one, name, size, depth + 1) for one in inner)
     if origin is tuple:
         return tuple(build(inner[0], name, size, depth + 1) for _ in range(size))
+    if inspect.isclass(hint) and (line := written().get(name_of(hint))) is not None:
+        return hint(**evaluated(hint, line))
     if inspect.isclass(hint) and dataclasses.is_dataclass(hint):
         return hint(**made(hint, size, depth + 1))
     ready = {
@@ -199,6 +319,7 @@ def build(hint, name: str, size: int, depth: int = 0):
         torch.device: torch.device("cpu"),
         torch.Tensor: torch.arange(1, size * size + 1, dtype=torch.float64).reshape(size, size) / 7,
         torch.nn.Module: torch.nn.Identity(),
+        dist.ProcessGroup: dist.group.WORLD,
     }
     try:
         return ready[hint]
@@ -207,22 +328,66 @@ def build(hint, name: str, size: int, depth: int = 0):
 
 
 def made(function: Callable, size: int, depth: int = 0) -> dict:
-    hints = hints_of(function)
+    hints = READ_AS | hints_of(function)
     return {
         name: build(hints.get(name), name, size, depth)
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in parameters_of(function).items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
 
 
-def sensible(
-    name: str, function: Callable, written: dict[str, str]
-) -> tuple[Callable[[], dict], object] | None:
+@functools.cache
+def written() -> dict[str, str]:
+    with CALLS.open(newline="") as file:
+        return dict(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@functools.cache
+def names() -> dict:
+    """What a line of nonsense.tsv may name beside its own module: what only one module of the package has."""
+    every = functions()
+    often = Counter(name.rpartition(".")[2] for name in every)
+    alone = {end: one for name, one in every.items() if often[end := name.rpartition(".")[2]] == 1}
+    alone |= {name.rpartition(".")[2]: every[name] for name in MEANT.split()}
+    models = dict(vocab_size=16, d_model=8, num_layers=2, num_heads=2, max_positions=8)
+    small = dict(
+        TINY=GPTConfig(**models),
+        ROUTED=GPTConfig(**models, experts=ExpertsConfig(num_experts=2, top_k=1)),
+        sgd=lambda params: torch.optim.SGD(params, lr=0.1),
+        layers=lambda: torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)),
+        params=lambda: list(torch.nn.Linear(4, 4).parameters()),
+        ones=torch.ones,
+        saved=saved,
+        ids=torch.zeros(2, 4, dtype=torch.int64),
+    )
+    return (
+        alone | small | dict(torch=torch, nan=math.nan, inf=math.inf, Fraction=Fraction, minitrain=minitrain)
+    )
+
+
+def saved() -> Store:
+    """With a step of one tensor."""
+    store = Store(tempfile.mkdtemp(dir="."), disk=Quick())
+    file = write_file(Quick(), store.begin(1) / file_name(0), [Piece("w", (4,), (0,), torch.ones(4))], {})
+    store.commit(1, [file], {})
+    return store
+
+
+def name_of(function: Callable) -> str:
+    return f"{function.__module__}.{function.__qualname__}".removeprefix("minitrain.")
+
+
+def evaluated(function: Callable, line: str) -> dict:
+    return eval(
+        f"dict({line})", names() | {"GROUP": dist.group.WORLD} | vars(sys.modules[function.__module__])
+    )
+
+
+def sensible(name: str, function: Callable) -> tuple[Callable[[], dict], object] | None:
     """How to make arguments that make sense, and what the function answers to them; None if none were found."""
-    if name in written:
-        names = vars(sys.modules[function.__module__]) | NAMES | vars(sys.modules[function.__module__])
-        ways = [lambda: eval(f"dict({written[name]})", dict(names))]
+    if (line := written().get(name)) is not None:
+        ways = [lambda: evaluated(function, line)]
     else:
         ways = [lambda size=size: made(function, size) for size in (4, 2, 1, 8, 3, 16)]
     for way in ways:
@@ -230,8 +395,9 @@ def sensible(
             return way, timed(function, way())
         except NoArguments:
             return None
-        except (Exception, Slow):
-            if name in written:
+        except (Exception, Slow) as error:
+            if line is not None:
+                error.add_note(f"nonsense.tsv: {name}")
                 raise
     return None
 
@@ -245,10 +411,18 @@ def timed(function: Callable, arguments: dict, seconds: float = 1.0):
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        return function(**arguments)
+        return gone_through(function(**arguments))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+def gone_through(answer):
+    """A generator starts when its first item is asked for, a context when it is entered."""
+    if isinstance(answer, contextlib._GeneratorContextManager):
+        with answer:
+            return None
+    return list(itertools.islice(answer, 50)) if isinstance(answer, types.GeneratorType) else answer
 
 
 def oddities(answer, depth: int = 0) -> set[str]:
@@ -264,7 +438,7 @@ def oddities(answer, depth: int = 0) -> set[str]:
 def fault(name: str, function: Callable, arguments: dict, allowed: set[str]) -> str | None:
     try:
         found = oddities(timed(function, arguments)) - allowed
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:  # the last where a word is that of a file or folder
         text = str(error)
         return (
             None if text and "\n" not in text.strip() else f"{type(error).__name__} of several lines or none"
@@ -278,32 +452,34 @@ def fault(name: str, function: Callable, arguments: dict, allowed: set[str]) -> 
 
 @dataclasses.dataclass
 class Walk:
-    called: int = 0  # functions
+    public: int = 0  # functions and classes
+    called: int = 0
     calls: int = 0  # with nonsense
-    not_called: list[str] = dataclasses.field(
-        default_factory=list
-    )  # hints did not do; nonsense.tsv has no line
+    left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # reason: names
     faults: list[tuple[str, str, object, str]] = dataclasses.field(
         default_factory=list
-    )  # function, parameter, value
+    )  # name, parameter, value
+
+
+NOTHING_SAID = "nothing said: give arguments that make sense in nonsense.tsv"
 
 
 def walk(beginnings: Sequence[str] = ("",)) -> Walk:
-    with CALLS.open(newline="") as file:
-        written = dict(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     told = Walk()
-    for name, function in functions():
-        plain = plain_parameters(function) if name.startswith(tuple(beginnings)) else {}
-        if not plain or name not in written and needs_ranks(function):
-            continue
-        found = sensible(name, function, written)
+    every = {name: one for name, one in functions().items() if name.startswith(tuple(beginnings))}
+    for name, function in sorted(every.items(), key=lambda item: needs_ranks(*item)):
+        if needs_ranks(name, function) and not dist.is_initialized():  # a dry run makes a world of its own
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        told.public += 1
+        why = left_out(name, function, written())
+        found = None if why else sensible(name, function)
         if found is None:
-            told.not_called.append(name)
+            told.left_out.setdefault(why or NOTHING_SAID, []).append(name)
             continue
         way, answer = found
         allowed = oddities(answer) | ({"negative"} if name in NEGATIVE else set())
         told.called += 1
-        for parameter, values in plain.items():
+        for parameter, values in plain_parameters(function, way()).items():
             for value in values:
                 told.calls += 1
                 wrong = fault(name, function, way() | {parameter: copy.copy(value)}, allowed)
@@ -313,19 +489,23 @@ def walk(beginnings: Sequence[str] = ("",)) -> Walk:
 
 
 def main() -> None:
+    """In a folder of its own, where a store named "nope" may be."""
     resource.setrlimit(
         resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES)
     )  # 10**30 of something is a MemoryError at once
-    with contextlib.redirect_stdout(io.StringIO()):
-        told = walk(sys.argv[1:] or ("",))
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        with contextlib.chdir(folder):
+            told = walk(sys.argv[1:] or ("",))
     for name, parameter, value, wrong in told.faults:
         print(f"{name}({parameter}={value!r:.20}): {wrong}")
     kinds = Counter(wrong.split(":")[0] for *_, wrong in told.faults)
-    print(
-        f"{told.called} functions, {told.calls} calls, {len(told.faults)} answered wrongly {dict(kinds) or ''}"
-    )
-    print(f"not called: {len(told.not_called)}", *told.not_called)
-    sys.exit(bool(told.faults))
+    print(f"{told.public} public functions and classes, {told.called} called, {told.calls} calls, ", end="")
+    print(f"{len(told.faults)} answered wrongly {dict(kinds) or ''}")
+    for why, names in sorted(told.left_out.items(), key=lambda one: -len(one[1])):
+        print(f"{len(names):5} {why}")
+    unsaid = told.left_out.get(NOTHING_SAID, [])
+    print(*unsaid, sep="\n", end="\n" if unsaid else "")
+    sys.exit(bool(told.faults or unsaid))
 
 
 if __name__ == "__main__":
