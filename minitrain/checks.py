@@ -5,12 +5,13 @@
     amounts(seconds=seconds)                finite, 0 or more
     positive(bytes_per_s=rate)              finite, more than 0
     shares(dropout=p)                       from 0 to 1
-    texts(layout=layout), filled(sizes=sizes), one_of(ways, way=way)
+    texts(layout=layout), filled(sizes=sizes), one_of(ways, way=way), device_name(device=device)
 
 Each raises ValueError with the name, what was given and what is allowed.
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 
@@ -42,6 +43,13 @@ def shares(**values) -> None:
 
 def finite(**values) -> None:
     _check(values, _is_finite, "a finite number")
+
+
+def device_name(**values) -> None:
+    """A torch.device or its name."""
+    for name, value in values.items():
+        if not re.fullmatch(r"(cpu|cuda|meta|mps|xpu)(:\d+)?", str(value)):
+            raise ValueError(f"{name}={_short(value)}: use cpu, cuda, or one of several, such as cuda:1")
 
 
 def filled(**values) -> None:

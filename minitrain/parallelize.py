@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from minitrain import collectives
 from minitrain.attention.dropout import Places, drop_by_place
+from minitrain.checks import device_name
 from minitrain.context.choices import core_for, core_of_slices, data_layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
@@ -84,6 +85,7 @@ def parallelize(
     layers of each stage (else as even as they can be), and `runner` a kind of Runner, for actions of your
     own.
     """
+    device_name(device="cpu" if device is None else device)
     ranks, config = collectives.world().size(), model if isinstance(model, GPTConfig) else None
     if config:
         strategy.check(config, ranks)

@@ -65,6 +65,7 @@ def test_nonsense_is_refused_by_name(call, name):
         (checks.shares, [0, 1, 0.5], [-0.1, 1.1, NAN]),
         (checks.finite, [-3, 0.0], [INF, NAN, "x"]),
         (checks.texts, ["", "word"], [None, 5, ()]),
+        (checks.device_name, ["cpu", "cuda:1", "meta"], ["", "nope", "cuda:", None, 5]),
         (checks.filled, [[1], (0,), {2: 3}], [[], (), "text", 3, None]),
     ],
 )

@@ -19,6 +19,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from minitrain.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split
+from minitrain.checks import amounts, counts
 
 
 class Move(NamedTuple):
@@ -44,6 +45,8 @@ def collective(source: Place, target: Place) -> str | None:
 
 def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
     """Elements sent by all ranks together, of a tensor that has so many whole: table 2."""
+    counts(ranks=ranks)
+    amounts(elements=elements)
     factor = {
         None: 0,
         "all_to_all": Fraction(ranks - 1, ranks),
@@ -57,6 +60,8 @@ def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> 
 def moves(source: Spec, target: Spec) -> list[Move]:
     """One axis after the other, from the outermost. What an inner axis has cut of a dim that an outer one is
     about to change would end in the wrong order: it is gathered first, and cut again when its turn comes."""
+    if len(source) != len(target):
+        raise ValueError(f"from {source} to {target}: give a place for each axis of the mesh")
     now, found = list(source), []
 
     def move(axis: int, to: Place) -> None:
@@ -75,6 +80,9 @@ def moves(source: Spec, target: Spec) -> list[Move]:
 
 def sent_along(path: list[Move], source: Spec, elements: int, ranks: tuple[int, ...]) -> list[Fraction]:
     """Elements that each move sends, over all groups of its axis together."""
+    counts(ranks=ranks)
+    if len(source) != len(ranks):
+        raise ValueError(f"places {source} on ranks {ranks}: give a place for each axis of the mesh")
     now, totals = list(source), []
     for axis, before, after in path:
         others = [place for place in enumerate(now) if place[0] != axis]

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from minitrain.checks import texts
+
 LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
 POINTWISE = ("relu", "step", "exp", "reciprocal")
 FUNCTIONS = LINEAR + POINTWISE
@@ -35,6 +37,7 @@ class Op:
     copies: tuple[tuple[str, int], ...] = ()  # letters that the result alone has, and their sizes
 
     def __post_init__(self):
+        texts(name=self.name, equation=self.equation)
         if self.function not in FUNCTIONS:
             raise ValueError(f"{self.name}: function {self.function!r}; use {', '.join(FUNCTIONS)}")
         said = f"{self.name}: {self.function} {self.equation!r}"

@@ -33,6 +33,7 @@ from minitrain.annotate.signature import (
     local_shape,
     signatures,
 )
+from minitrain.checks import filled
 
 Signatures = tuple[Signature, ...]  # of an operator: one for each axis of the mesh
 
@@ -123,6 +124,7 @@ def cheapest(graph: Graph, op: Op, places: Sequence[Place | None], ranks: int, c
     """Along one axis the signature whose operands and result cost least to box, then that which leaves most
     of them as they are, then the first. `places`: where the operands are and the result is to be; None will
     be as the signature has it. A slice is not made a term of a sum: free, it only puts off a cost."""
+    filled(places=places)
 
     def cost(one: Signature) -> tuple:
         boxes = [*zip(op.inputs, places, one.inputs), (op.name, one.output, places[-1])]

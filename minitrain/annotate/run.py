@@ -20,13 +20,16 @@ from minitrain import collectives
 from minitrain.annotate.boxing import moves
 from minitrain.annotate.graph import Graph, Op
 from minitrain.annotate.plan import Box, Placed
-from minitrain.annotate.signature import BROADCAST, PARTIAL, Place, Spec, local_shape
+from minitrain.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split, local_shape
 
 Groups = Mapping[str, ProcessGroup]
 
 
 def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
     """x, this rank's part by `source`, as its part by `target`."""
+    for place in (source, target):
+        if not isinstance(place, Split) and place not in (BROADCAST, PARTIAL):
+            raise ValueError(f"place {place!r}: use 'B', 'P' or Split(dim)")
     ranks, rank = group.size(), group.rank()
     if source == target:
         return x

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minitrain.annotate.graph import LINEAR, Op
+from minitrain.checks import one_of, whole
 
 
 class Split(NamedTuple):
@@ -64,7 +65,9 @@ def signatures(op: Op) -> list[Signature]:
 
 
 def cut_along(op: Op, letter: str | None) -> Signature:
-    return next(one for one in signatures(op) if one.letter == letter)
+    every = {one.letter: one for one in signatures(op)}
+    one_of(every, letter=letter)
+    return every[letter]
 
 
 def _at(term: str, letter: str, otherwise: Place) -> Place:
@@ -73,6 +76,8 @@ def _at(term: str, letter: str, otherwise: Place) -> Place:
 
 def local_shape(shape: tuple[int, ...], spec: Spec, axes: dict[str, int], what: str) -> tuple[int, ...]:
     """What one rank has of a tensor; ValueError where a dim does not divide."""
+    if shape:
+        whole(shape=shape)
     local = list(shape)
     for place, (axis, ranks) in zip(spec, axes.items()):
         if isinstance(place, Split):

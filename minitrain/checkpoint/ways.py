@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from minitrain.checks import counts
+
 MB = 1_000_000
 
 
@@ -90,6 +92,7 @@ def named(way: Way | str) -> Way:
 def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int:
     """The number of writers for which `write_s(writers)`, measured or modelled, is least; of equals the
     smallest."""
+    counts(choices=(choices := list(choices)))
     return min(sorted(choices), key=write_s)
 
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from minitrain.checks import amounts
 from minitrain.communication.schedule import Schedule
 
 
@@ -56,6 +57,7 @@ def time_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> float:
 
 
 def step_times_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> list[float]:
+    amounts(size_bytes=size_bytes)
     times = []
     for step in schedule.steps:
         alpha_s, busy_s = 0.0, defaultdict(float)

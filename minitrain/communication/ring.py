@@ -11,6 +11,7 @@ Patarasuk and Yuan 2009; Gibiansky 2017 (Baidu). `algorithms.ring_all_reduce` se
 
 import torch
 
+from minitrain.checks import whole
 from minitrain.collectives import exchange
 
 
@@ -27,9 +28,13 @@ def reduce_scatter(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> to
 
 def all_gather(chunk: torch.Tensor, group: torch.distributed.ProcessGroup, numel: int) -> torch.Tensor:
     """Everyone's chunk, in rank order: [numel / n] -> [numel]."""
+    whole(numel=numel)
     n, rank = group.size(), group.rank()
     result = chunk.new_empty(numel)
     places = result.tensor_split(n)
+    if places[rank].shape != chunk.shape:
+        found = f"a chunk of {list(chunk.shape)}, where rank {rank} of {n} has {list(places[rank].shape)}"
+        raise ValueError(f"{found} of numel={numel}; give the number of elements of the whole")
     places[rank].copy_(chunk)
     for step in range(n - 1):
         leaving, arriving = places[(rank - step) % n], places[(rank - step - 1) % n]

@@ -23,7 +23,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
-from minitrain.checks import counts
+from minitrain.checks import counts, whole
 
 
 class Transfer(NamedTuple):
@@ -98,6 +98,7 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
 
 def span(chunks: range, schedule: Schedule, numel: int) -> tuple[int, int]:
     """Where `chunks` begin and end in a flat tensor of any size, cut as by `tensor_split`."""
+    whole(numel=numel)
     size, longer = divmod(numel, schedule.chunks)
     return chunks.start * size + min(chunks.start, longer), chunks.stop * size + min(chunks.stop, longer)
 

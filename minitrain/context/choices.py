@@ -48,6 +48,8 @@ FUNCTIONS = {
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
     """The core of whole sequences whose tokens are laid out by data_layout(name, .., layout)."""
+    one_of(LAYOUTS, layout=layout)
+    one_of(FUNCTIONS, name=name)
     return _core(name, groups, LAYOUTS[layout])
 
 

@@ -56,5 +56,6 @@ def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
 
 def along(x: Tensor, dim: int, layer: Callable[[Tensor], Tensor]) -> Tensor:
     """The layer along one dim of `[B, T, S, .., D]`; all others are rows of its batch."""
+    whole(-x.dim(), x.dim() - 1, dim=dim)
     rows = x.movedim(dim, -2)
     return layer(rows.flatten(0, -3)).unflatten(0, rows.shape[:-2]).movedim(-2, dim)

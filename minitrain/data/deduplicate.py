@@ -56,6 +56,7 @@ def jaccard(a: set[str], b: set[str]) -> float:
 
 def minhash(items: set[str], num_hashes: int) -> list[int]:
     """The least hash of any item, for each of `num_hashes` hash functions x -> (a·x + b) mod 2^61 - 1."""
+    counts(1 << 16, num_hashes=num_hashes)
     prime = (1 << 61) - 1
     xs = [_hash(item) for item in items]
     functions = [(_hash(f"a{i}"), _hash(f"b{i}")) for i in range(num_hashes)]

@@ -176,7 +176,7 @@ def plans(
 ) -> list[ShardingPlan]:
     """Every choice with its price. The bandwidths are one rank's, per direction."""
     for name, rate in (("intra_bytes_per_s", intra_bytes_per_s), ("inter_bytes_per_s", inter_bytes_per_s)):
-        if not rate > 0:
+        if not 0 < rate < float("inf"):
             raise ValueError(f"{name}={rate} is not a bandwidth; give a positive number")
     priced = []
     for choice in choices:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.checks import counts
+from minitrain.checks import counts, whole
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
@@ -294,7 +294,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window=None) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`, one at a time, without a cache; temperature 0 takes the likeliest."""
-    if temperature < 0:
+    whole(n=n, seed=seed)
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
     generator = torch.Generator(prompt.device).manual_seed(seed)
     tokens, training = prompt, model.training

@@ -32,6 +32,8 @@ from minitrain.moe.turns import of, slices, turn, turn_backward
 def pulled(rows, counts, up, down, across, inside, act=F.gelu, gate=None, *, sizes=None) -> Tensor:
     """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
+    if sizes is not None and len(sizes) != len(counts):
+        raise ValueError(f"sizes={sizes} of {len(counts)} experts; give the counts as numbers")
     if len(counts) != n * len(up):
         found = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
         raise ValueError(f"{found}; count the rows of every expert of all ranks, {n * len(up)}")

@@ -35,6 +35,7 @@ Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], 
 
 def take_turns(travels: Iterable[Generator], enter: int = 1) -> list:
     """What each travel returns. In each round `enter` more begin; all move on to a `yield`, these first."""
+    counts(enter=enter)
     waiting, under_way, results = list(enumerate(travels)), [], {}
     while waiting or under_way:
         moving, under_way, waiting = waiting[:enter] + under_way, [], waiting[enter:]
@@ -196,6 +197,7 @@ def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weigh
 
 def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
     """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
+    counts(chunks=chunks)
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"overlap: chunks={chunks!r}; use a whole number of chunks, 1 (no overlap) or more")
 

@@ -6,6 +6,7 @@ named("1f1b", p=4, m=8)   named("interleaved", p=4, m=8, chunks=2)   named("seq1
 from collections.abc import Callable
 from functools import lru_cache
 
+from minitrain.checks import counts
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.chimera import chimera
@@ -52,6 +53,7 @@ def stages_of(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False)
 
     Planners ask thousands of times, and a schedule of many microbatches is long: rules look at m modulo p and
     2p and whether it is at least 2p, so one of 2p to 4p microbatches answers for all that are alike."""
+    counts(p=p, m=m, chunks=chunks, slices=slices)
     few = m if m < 4 * p else 2 * p + m % (2 * p)
     stages = _stages(name, p, few, chunks, slices, recompute)
     return stages or named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages

@@ -57,6 +57,7 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
 
 def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]) -> tuple[range, ...]:
     """The runs of layers whose largest `size(stage, run)` is least; of equal ones, as in `balanced`."""
+    counts(1 << 16, layers=layers, stages=stages)
     best = {0: (-inf, ())}  # layers in the stages so far -> (largest size, runs)
     for stage in range(stages):
         longer = {}

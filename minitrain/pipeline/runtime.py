@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.checks import device_name
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
 from minitrain.pipeline.halves import Halves
@@ -84,6 +85,7 @@ class Runner:
         router_losses=None,
         pairs: Halves | None = None,
     ):
+        device_name(device="cpu" if device is None else device)
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
             rule = "slices of a sequence look at each other's keys; give memory=SliceMemory(cores)"
@@ -94,9 +96,8 @@ class Runner:
         tensors = (x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()))
         some = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
         self.dtype, self.device = dtype or some.dtype, torch.device(device or some.device)
-        self.width, self.length_over, self.around = width, length_over, around
+        self.width, self.length_over, self.around, self.pairs = width, length_over, around, pairs
         self.memory, self.cut, self.at, self.router_losses = memory, cut or cut_evenly, at, router_losses
-        self.pairs = pairs
         self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.again = {action[1:] for action in schedule.place if action.kind == "R"}

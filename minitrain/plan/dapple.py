@@ -139,6 +139,10 @@ def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
 
 def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
     """For each number of devices: fresh machines first, machines in use first, or spread evenly."""
+    if len(free) != len(machines):
+        raise ValueError(
+            f"free devices of {len(free)} machines, of {len(machines)} in all: give one for each"
+        )
     for n in range(1, sum(free) + 1):
         found = set()
         for used_first in (False, True):

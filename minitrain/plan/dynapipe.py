@@ -40,6 +40,7 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
     """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
 
     `time(rows, length)` is that of a microbatch on a stage."""
+    counts(stages=stages)
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
         found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
         raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")

@@ -40,6 +40,8 @@ class Line(NamedTuple):
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
     """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
+    counts(ranks=ranks)
+    amounts(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
     place = collectives.place(range(ranks), on)
     none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
     rate = on.device.peak("bf16") * on.compute_efficiency

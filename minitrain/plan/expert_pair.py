@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
+from minitrain.checks import counts
 from minitrain.model.config import presets
 from minitrain.plan.accounting.parameters import attention_parameters
 from minitrain.simulate.events import Compute, Event, Issue, Wait
@@ -104,6 +105,7 @@ def pair_events(layer: Layer, ep: int, on: Machine, way: str, layers: int = 1) -
 
     way: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
     """
+    counts(1 << 16, ep=ep, layers=layers)
     if way not in ("row", "turns", "weights"):
         raise ValueError(f"way {way!r}; use 'row', 'turns' or 'weights'")
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:

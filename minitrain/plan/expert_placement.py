@@ -23,7 +23,7 @@ from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
-from minitrain.checks import MOST, filled, whole
+from minitrain.checks import MOST, counts, filled, texts, whole
 from minitrain.simulate.machines import Machine
 
 Counts = Sequence[Sequence[int]]
@@ -62,6 +62,8 @@ class Costs(NamedTuple):
 
 def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype: str = "bfloat16") -> Costs:
     """Of experts of `matrices` matrices (3 if gated), 2 bytes per element, a device a node's link away."""
+    counts(d_model=d_model, d_ff=d_ff, matrices=matrices)
+    texts(dtype=dtype)
     weights, bytes_per_s = matrices * d_model * d_ff, machine.inter_bytes_per_s
     flops_per_s = machine.device.peak(dtype) * machine.compute_efficiency
     return Costs(2 * weights / flops_per_s, 2 * d_model / bytes_per_s, 2 * weights / bytes_per_s)

@@ -41,6 +41,7 @@ def profiled(paths: Sequence[Path], length: int) -> Profile:
 
 def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int) -> list[Fraction]:
     """Rows of each expert of this layer, of tokens whose experts so far are `behind`, one path a token."""
+    counts(experts=experts)
     rows = [Fraction(0)] * experts
     for path, tokens in Counter(map(tuple, behind)).items():
         while (layer, path) not in profile:

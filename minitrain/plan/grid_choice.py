@@ -14,7 +14,7 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
-from minitrain.checks import counts
+from minitrain.checks import counts, positive
 from minitrain.plan.grid_costs import Cost, Grid, Layer, cost, grids
 
 
@@ -71,6 +71,7 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes
 
     A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
     `element_bytes`."""
+    positive(weight_bytes=weight_bytes, element_bytes=element_bytes)
     rows = []
     for grid in grids(ranks):
         if grid.kind != "1-D" or len(layer.products) % 2 == 0:
@@ -82,7 +83,7 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes
 
 def cheapest(layer: Layer, ranks: int, links: Links, memory_bytes=math.inf, **bytes_each: int) -> Row:
     """The fastest grid that fits into `memory_bytes` a rank; ValueError if there is none."""
-    if memory_bytes <= 0:
+    if not memory_bytes > 0:
         raise ValueError(f"memory_bytes = {memory_bytes}; a limit is positive")
     rows = table(layer, ranks, links, **bytes_each)
     least = min(rows, key=lambda row: row.memory_bytes)

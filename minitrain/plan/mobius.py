@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from minitrain.checks import counts, positive
+from minitrain.checks import counts, positive, whole
 from minitrain.simulate.links import Number, Task, divided
 
 
@@ -49,6 +49,7 @@ def tasks(stages: Sequence[Layer], m: int, order, roots, *, prefetch: bool = Tru
     """A step, on the links "down r" and "up r" of each root complex r.
 
     Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
+    whole(0, len(roots) - 1, order=order)
     counts(m=m)
     made, n, last = [], len(order), len(stages) - 1
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from minitrain.checks import counts
+from minitrain.checks import counts, whole
 from minitrain.plan.memory_layout import Addresses, annealed, best_fit, height
 from minitrain.simulate.memory_traces import Lifetime
 
@@ -98,6 +98,7 @@ class Graph:
 
 def memory(graph: Graph, order: Sequence[int]) -> list[int]:
     """Live bytes while each operator runs. ValueError if the order is none of the graph."""
+    _check_order(graph, order)
     found, done, live = [], 0, graph.given_bytes
     for number in order:
         if graph.before[number] & ~done:
@@ -106,13 +107,17 @@ def memory(graph: Graph, order: Sequence[int]) -> list[int]:
         found.append(live + graph.result_bytes(number))
         live += graph.after(number, done)
         done |= 1 << number
+    return found
+
+
+def _check_order(graph: Graph, order: Sequence[int]) -> None:
     if sorted(order) != list(range(len(graph.operators))):
         raise ValueError(f"{len(order)} operators of {len(graph.operators)}; give each number once")
-    return found
 
 
 def lives(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
     """Of every tensor by its number in `graph.sizes`, in steps of the order."""
+    _check_order(graph, order)
     place = {number: step for step, number in enumerate(order)}
     writer = {name: number for number, one in enumerate(graph.operators) for name in one.writes}
     found = []
@@ -196,6 +201,8 @@ def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states:
 
 def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:
     """Addresses by the tree; or, if that is lower, by best fit."""
+    _check_order(graph, order)
+    whole(steps=steps, seed=seed)
     group_of = {number: at for at, group in enumerate(segments(graph)) for number in group}
     every = lives(graph, order)
     inside: dict[int, list[Lifetime]] = {}

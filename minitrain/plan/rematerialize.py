@@ -172,6 +172,9 @@ def checkmate_layers(costs, layers: Sequence[LayerBytes], budget: Number) -> tup
 def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output: Number) -> list[Node]:
     """Of a chain: node i is F of layer i (of the last one T), 2n-1-i is T and B of layer i (of the last one
     B), which cost `backward`; `output` bytes of the last layer's result are let go with its graph."""
+    amounts(costs=costs)
+    if len(costs) != len(layers):
+        raise ValueError(f"costs of {len(costs)} layers, of {len(layers)} in all: give a layer one")
     amounts(output=output)
     n, nodes = len(layers), []
     for i, (cost, layer) in enumerate(zip(costs, layers)):

@@ -110,6 +110,8 @@ def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -
     ranks = range(1 + max(pattern.place))
     holds = [peak(unroll(pattern, m), rank) for rank in ranks]
     limits = holds if limit is None else [limit] * len(ranks) if isinstance(limit, int) else list(limit)
+    if len(limits) != len(ranks):
+        raise ValueError(f"completed: {len(limits)} limits for {len(ranks)} ranks; give one for each")
     found = []
     for cut in sorted({start % pattern.period for start in pattern.starts}):
         laps = [(start - cut) // pattern.period for start in pattern.starts]

@@ -20,7 +20,7 @@ from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.checks import counts
+from minitrain.checks import amounts, counts, whole
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
@@ -48,6 +48,7 @@ def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
+    whole(0, len(schedule.ranks) - 1, rank=rank)
     entries, last = schedule.ranks[rank], schedule.stages - 1
     calls = [Call(receives=needed_messages(schedule, entries[0]))]
     for here, after in zip(entries, (*entries[1:], None)):
@@ -64,6 +65,7 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
 def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
     """When each rank has done each action. A call ends when both sides of each of its messages have come to
     it and the messages have passed, one after the other in each direction of a link."""
+    amounts(forward=forward, backward=backward, message=message)
     ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     arrived: dict[Action, Time] = {}

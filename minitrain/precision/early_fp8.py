@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minitrain.checks import counts
 from minitrain.precision import formats
 from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
@@ -83,6 +84,7 @@ PRODUCTS = {
 
 def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Tensor:
     """a [M, K], b [N, K] -> a · bᵀ [M, N] float64, filled up with zeros to whole chunks."""
+    counts(chunk=chunk)
     missing = -a.shape[-1] % chunk if a.shape[-1] else chunk
     a, b = (pad(x, (0, missing)) for x in (a, b))
     rows = a.split(max(1, HELD // max(b.numel(), 1)))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain import collectives
+from minitrain.checks import whole
 from minitrain.precision import blocks as casts
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
@@ -94,6 +95,7 @@ class Scales(nn.Module):
 
     def __init__(self, history=0, group: ProcessGroup | None = None, cut="", device=None) -> None:
         super().__init__()
+        whole(0, 1 << 20, history=history)
         self.steps, self.group, self.cut = history, group, cut
         if history:
             self.register_buffer("history", torch.zeros(len(ROLES), history, device=device), persistent=False)

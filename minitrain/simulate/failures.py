@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import ceil, gamma, inf, log
 from typing import NamedTuple
 
-from minitrain.checks import counts, positive
+from minitrain.checks import counts, positive, whole
 
 
 class Failure(NamedTuple):
@@ -60,6 +60,9 @@ def failing(
     seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
 ) -> Iterator[Failure]:
     """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
+    counts(machines=machines, together=together)
+    whole(seed=seed)
+    positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
     if machine_mtbf_s <= 0 or shape <= 0 or not 1 <= together <= machines:
         given = f"machine_mtbf_s={machine_mtbf_s}, shape={shape}, together={together}, machines={machines}"
         raise ValueError(f"{given}: need a mean and a shape above 0, and together from 1 to machines")

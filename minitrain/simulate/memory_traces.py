@@ -69,6 +69,8 @@ def growing(sizes: Sequence[int]) -> list[Event]:
 def with_region(trace: Sequence[Event], blocks: Collection[int]) -> list[Event]:
     """The trace with a region that is there from the start, as large as these blocks ever are together. Each
     is made outside, copied into the region, and freed at once."""
+    if isinstance(trace, str):
+        raise ValueError(f"trace={trace!r}: give events, such as ('alloc', 1, 512)")
     kept = set(blocks)
     copied = [("alloc", REGION, max(live_bytes([event for event in trace if event[1] in kept]), default=0))]
     for what, block, size in trace:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from minitrain.checks import whole
 from minitrain.simulate.events import Event, Issue
 
 WAYS = ("ring", "direct")
@@ -97,6 +98,7 @@ def _dealt(rank: int, others: tuple[int, ...], sent: int) -> Pairs:
 
 def place_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Coordinates of a rank in a mesh, whose axes are given with the outermost first."""
+    whole(rank=rank)
     place = {}
     for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)

@@ -297,7 +297,7 @@ def _check_settings(
     lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale, by_chance
 ) -> None:
     limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
-    limits |= {"betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1)}
+    limits |= {f"betas[{i}]": ([*betas, None, None][i], 1) for i in (0, 1)}
     for name, (value, most) in limits.items():
         if not isinstance(value, (int, float)):
             raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")

@@ -105,6 +105,7 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, elem
     latents they are made of, a quarter of the bytes. This helps it to train without tensor parallelism. Left
     out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per
     head."""
+    counts(element_bytes=element_bytes)
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
     outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
     inputs = outputs + R  # of the first norm and of the latents' norms

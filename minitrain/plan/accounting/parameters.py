@@ -60,6 +60,8 @@ def mlp_parameters(config: GPTConfig, matrices_only: bool = False, width: int | 
 
 def experts_parameters(config: GPTConfig, block: int, visited: int | None = None) -> int:
     """Router, experts and shared experts of a block; or so many `visited` experts in the place of all."""
+    if visited is not None:
+        whole(visited=visited)
     c, experts, width = config.experts, config.experts_in(block), config.expert_width
     one = mlp_parameters(config, matrices_only=True, width=width)
     shared = mlp_parameters(config, visited is not None, c.shared_experts * width) if c.shared_experts else 0

@@ -9,7 +9,7 @@ then needs that batch on every device, and overlap, or a link fast enough for al
 Differs: ring volumes with their (n-1)/n, which ZeRO's 3·P drops.
 """
 
-from minitrain.checks import amounts, counts
+from minitrain.checks import amounts, counts, positive
 
 
 def token_bytes(vocab: int) -> int:
@@ -40,6 +40,7 @@ def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, e
 
 def crossover_tokens(parameters, width: int, num_layers: int, tensor_parallel: int, devices: int) -> float:
     """Tokens per step at which both send the same: 3·P·(n-1)/n / (8·(t-1)/t · h · L)."""
+    positive(parameters=parameters)
     counts(width=width, num_layers=num_layers, devices=devices)
     if not isinstance(tensor_parallel, int) or tensor_parallel < 2:
         raise ValueError(f"tensor_parallel={tensor_parallel}: one rank sends nothing; use 2 or more")

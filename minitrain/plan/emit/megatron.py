@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shlex
 
+from minitrain.checks import texts
 from minitrain.plan.emit.job import Job, Values, torchrun
 from minitrain.plan.emit.megatron_model import BLOCKS, NEEDED
 from minitrain.plan.emit.table import (
@@ -283,6 +284,7 @@ def write(job: Job, node: int | None = None) -> Written:
 
 def read(text: str) -> tuple[Job, Options]:
     """Of a command line; without a launcher in front it is for as many ranks as its sizes ask for."""
+    texts(text=text)
     words, ranks, options, name = shlex.split(text.replace("\\\n", " ")), 1, {}, None
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
     before = [part for word in words[: max(script, 0)] for part in word.split("=")]

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from minitrain.checks import counts, one_of
 from minitrain.model.fields import meant
 from minitrain.plan.emit.job import DEFAULTS, Job, Values, from_values, settled
 
@@ -150,7 +151,9 @@ def known(system: str) -> Known:
     """The options of a system, from options.tsv."""
     lines = Path(__file__).with_name("options.tsv").read_text().splitlines()
     table = [line.split("\t") for line in lines]
-    about = next(row[1:] for row in table if row[0] == f"# {system}")
+    every = {row[0].removeprefix("# "): row[1:] for row in table if row[0].startswith("# ")}
+    one_of(every, system=system)
+    about = every[system]
     return Known(*about, {option: kind for key, option, kind in table[3:] if key == system})
 
 
@@ -177,6 +180,7 @@ def rows_of_microbatch(values: Values) -> int:
 
 def check_stages(values: Values, chunks: int, name: str) -> None:
     """Nor that stages do."""
+    counts(chunks=chunks)
     if values["num_layers"] % (values["pp"] * chunks):
         sizes = f"num_layers={values['num_layers']} on pp={values['pp']} x {chunks} stages"
         raise ValueError(f"{sizes}: stages of {name} have equally many blocks; use a divisor")

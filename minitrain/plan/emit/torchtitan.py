@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import tomllib
 
+from minitrain.checks import texts
 from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
@@ -225,6 +226,7 @@ def write(job: Job) -> Written:
 
 def read(text: str, beside: Values) -> tuple[Job, Options]:
     """A TOML and the sizes that its model has."""
+    texts(text=text)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 
+from minitrain.checks import counts
 from minitrain.plan.search.problem import Found, Option, Problem
 from minitrain.plan.search.stages import Plan, Stage, all_cuts, peak_bytes, pipelined, stage_seconds
 
@@ -25,6 +26,7 @@ Score = Callable[[Plan], float]
 
 def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
     """`choice` fits into memory. Looked at: different plans."""
+    counts(1 << 10, hops=hops, width=width)
     time = cache(lambda stage: stage_seconds(problem, stage))
 
     @cache

@@ -22,6 +22,8 @@ from minitrain.plan.search.stages import Plan, Stage, message_seconds, sizes_of,
 
 def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ...]] | None:
     """(seconds, the pick of each layer) of the integer program's solution; None if nothing fits."""
+    if not memory_bytes > 0:
+        raise ValueError(f"memory_bytes={memory_bytes}: use a number above 0")
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import lil_array

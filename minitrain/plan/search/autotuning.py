@@ -43,6 +43,7 @@ def sent_bytes(parameters: int, devices: int, zero: int, microbatches: int, elem
 
 def step_seconds(problem: Problem, config: Config, launch_s: float = 1e-4) -> float:
     """Of all rows of a step, those of `problem.microbatches`, shared out to the devices."""
+    amounts(launch_s=launch_s)
     microbatches = problem.rows * problem.microbatches // (config.rows * problem.devices)
     flops = 3 * sum(layer.flops for layer in problem.layers) * config.rows
     parameters = sum(layer.weights for layer in problem.layers)

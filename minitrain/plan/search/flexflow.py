@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from minitrain.checks import amounts
+from minitrain.checks import amounts, whole
 from minitrain.plan.search.problem import Found, Option, Problem
 
 
@@ -118,6 +118,7 @@ def acceptance(cost: float, new: float, beta: float) -> float:
 
 def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: dict | None = None):
     """Where the walk is after each step, from data parallelism on; `priced`: the cost of all it looked at."""
+    whole(steps=steps, seed=seed)
     draw, options = random.Random(seed), problem.options(problem.levels)
     choice, priced = (options[0],) * len(problem.layers), {} if priced is None else priced
     delta = Delta(tasks_of(problem, choice))

@@ -61,11 +61,13 @@ class Layer(NamedTuple):
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
+    counts(takes=takes, gives=gives)
     return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
 
 
 def block(name: str, width: int, inner: int) -> Layer:
     """width -> inner -> width, for the word tp; the inner result is kept."""
+    counts(width=width, inner=inner)
     return Layer(name, width, width, 2 * width * inner, 4 * width * inner, keeps=inner)
 
 

@@ -13,6 +13,7 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
+from minitrain.checks import whole
 from minitrain.plan.search.problem import Found, Graph, Level, Option, Problem
 
 Cut = tuple[tuple[range, int], ...]  # layers and devices of every stage
@@ -79,6 +80,7 @@ def peak_bytes(problem: Problem, plan: Plan) -> list[float]:
 
 def cuts(layers: int, devices: int, sizes: Sequence[int], start: int = 0) -> Iterator[Cut]:
     """Every way to give all layers, in runs, and all devices, in groups of these sizes, to stages."""
+    whole(layers=layers)
     if start == layers and devices == 0:
         yield ()
     for end, here in product(range(start + 1, layers + 1), sizes):

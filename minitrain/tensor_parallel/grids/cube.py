@@ -24,6 +24,7 @@ from itertools import combinations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.checks import counts
 from minitrain.collectives import all_gather, reduce_scatter
 from minitrain.sharding import Shard, shard
 from minitrain.tensor_parallel.autograd import linear_by_hand
@@ -110,6 +111,7 @@ def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_gro
 
 def check_linear(what: str, linear: nn.Linear, side: int) -> None:
     """Whole, and of sizes that a cube of this side divides."""
+    counts(side=side)
     check_whole(what, linear)
     _check_multiple(f"{what}: out_features", linear.out_features, "l²", side**2)
     _check_multiple(f"{what}: in_features", linear.in_features, "l", side)
