@@ -89,7 +89,8 @@ class Watch(DispatchMode):
         flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0
         if not flops and not written:
             return None
-        dtype = next((FLOATS[tensor.dtype] for tensor in outputs if tensor.dtype in FLOATS), "")
+        of_codes = inputs[:1] if flops else []  # an FP8 product gives bfloat16, and runs at FP8's rate
+        dtype = next((FLOATS[tensor.dtype] for tensor in of_codes + outputs if tensor.dtype in FLOATS), "")
         shape = operator.shape(*args, **kwargs) if operator.shape else ()
         return operator.name, flops, sum(read) + written, dtype, shape, written
 

@@ -28,6 +28,7 @@ from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Block, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.simulate.events import Compute, Issue, Wait
+from minitrain.simulate.machines import machine
 from minitrain.training.optim import AdamW
 
 B, T, D, H, L, V = 2, 24, 32, 4, 3, 50
@@ -725,3 +726,12 @@ def test_instrument_and_formula_share_no_code():
             name for name in imported_by(path) if name.startswith(("ledger", "launch", "collectives"))
         }
     assert "simulate.events.Compute" in imported_by(package / "ledger" / "ledger.py")
+
+
+def test_a_product_of_fp8_codes_runs_at_their_rate():
+    codes, one = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    ledger = account(lambda: torch._scaled_mm(codes, codes.mT, one, one, out_dtype=torch.bfloat16))
+    (product,) = (event for event in ledger.events if event.flops)
+    assert (product.name, product.dtype, product.flops) == ("_scaled_mm", "float8_e4m3fn", 2 * 16**3)
+    h100 = machine("h100").device
+    assert h100.peak(product.dtype) == 2 * h100.peak("bfloat16")
