@@ -312,9 +312,8 @@ def _of_kind(name: str, given: list[str]) -> object:
         check_option(SYSTEM.key, name, given)
         return given
     if len(given) != (kind != "flag"):
-        raise ValueError(
-            f"{name} {' '.join(given)}: it takes {'one ' + kind if kind != 'flag' else 'no value'}"
-        )
+        takes = "no value" if kind == "flag" else f"one {kind}"
+        raise ValueError(f"{name} {' '.join(given)}: it takes {takes}")
     try:
         return True if kind == "flag" else {"int": int, "float": float, "str": str}[kind](given[0])
     except ValueError:

@@ -70,6 +70,9 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
 
 def dealt_of(work: Work, numbers: tuple[int, ...]) -> int:
     """Of these, routed experts: ranks of ep have others."""
+    whole(numbers=numbers)
+    if len(numbers) != len(LAYERS):
+        raise ValueError(f"numbers={numbers}: give one for each of {', '.join(LAYERS)}")
     return numbers[LAYERS.index("block")] * work.expert_parameters
 
 
