@@ -1,7 +1,7 @@
 """How fast an operator or a collective really is: datasheet, shares, tiles, waves; few constants, all named.
 
-    product      batch · ceil(m/M) · ceil(n/N) tiles of M x N, one per multiprocessor, in whole waves;
-                 2·M·N·(k + k0) FLOPs each at `products` of the peak; never faster than its bytes
+    product      batch · ceil(m/M) · ceil(n/M) tiles of M x M, one per multiprocessor, in whole waves;
+                 2·M·M·(k + k0) FLOPs each at `products` of the peak; never faster than its bytes
     attention    the kernel's FLOPs (those a causal mask leaves) at `attention` of the peak
     passes       bytes at `memory` of the bandwidth; where a stack fuses, a chain of elementwise operators is
                  one pass, of as many bytes as its largest operator
@@ -10,7 +10,7 @@
 `PLAIN` has no loss of any kind: what simulate/replay.py charges. `RATES` are the shares that were fitted
 (see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
 Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products;
-no kernel's choice of tile is known, so the best of three is taken.
+no kernel's choice of tile is known. (Tiles twice as long would never fill waves better than these.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rates:
     memory: float = 1.0  # of the memory's bandwidth
     nvlink: float = 1.0  # of a device's links inside a node
     network: float = 1.0  # of the network cards
-    tile: int = 1  # side of a product's tile; its other side is as long or twice
+    tile: int = 1  # side of a product's tile
     k0: int = 0  # steps of k that filling and emptying a tile's pipeline takes
 
     def __post_init__(self) -> None:
@@ -91,10 +91,9 @@ def _in_tiles(operator: Operator, device: Device, rates: Rates) -> float:
     if not operator.shape or rates.tile == 1:
         return operator.flops
     batch, m, n, k = operator.shape
-    side, most = rates.tile, device.multiprocessors
-    sizes = ((side, side), (2 * side, side), (side, 2 * side))
-    waves = (ceil(batch * ceil(m / M) * ceil(n / N) / most) * M * N for M, N in sizes)
-    return min(waves) * most * 2 * (k + rates.k0)
+    tiles = batch * ceil(m / rates.tile) * ceil(n / rates.tile)
+    wave = device.multiprocessors
+    return ceil(tiles / wave) * wave * 2 * rates.tile**2 * (k + rates.k0)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,0 +1,363 @@
+"""Each term of a prediction by hand: work of a few round numbers in the place of dry runs."""
+
+from dataclasses import replace
+from operator import mul
+
+import pytest
+
+from minitrain.model.config import GPTConfig
+from minitrain.pipeline.named import named
+from minitrain.pipeline.schedule import in_flight, parts
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.simulate import simulate
+from minitrain.plan.planner import Task, layouts, pareto, search
+from minitrain.plan.predict import pipeline
+from minitrain.plan.predict.memory import by_rank, elements_of, memory_of
+from minitrain.plan.predict.pipeline import KINDS, LAYERS, Costs, layout_of, least, makespan
+from minitrain.plan.predict.rates import PLAIN, exposed, travel_s
+from minitrain.plan.predict.run import STACKS, TrainingRun
+from minitrain.plan.predict.step import least_s, predict
+from minitrain.plan.predict.times import Place, layers_s
+from minitrain.plan.predict.update import update_s
+from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
+from minitrain.simulate.machines import machine
+from minitrain.strategy import Strategy
+
+MODEL = GPTConfig(vocab_size=64, d_model=64, num_layers=4, num_heads=4, max_positions=64, tied=False)
+A100, MAIN = machine("a100"), "bfloat16_main_grads"
+PEAK, BANDWIDTH = A100.device.peak("bfloat16"), A100.device.memory_bandwidth_bytes_per_s
+W, G, O = 2, 4, 12  # bytes of weights, gradients and the optimizer's states
+
+
+def of(flops: float, moved: float, high: int = 0) -> Pass:
+    """A product of so many FLOPs, and a pass through memory."""
+    return Pass(
+        (Operator("mm", int(flops), 0, "bfloat16"), Operator("add", 0, int(moved), "bfloat16")), (), high
+    )
+
+
+WORK = Work(
+    Layer(of(PEAK, 0, 5), of(PEAK, 0, 7), Pass(), 10, 100_000, 50_000),
+    Layer(of(2 * PEAK, BANDWIDTH, 20), of(4 * PEAK, BANDWIDTH, 30), of(PEAK, 0), 100, 1_000_000),
+    Layer(of(3 * PEAK, 0, 15), of(6 * PEAK, 0, 40), of(2 * PEAK, 0), 60, 200_000, 50_000),
+    boundary_bytes=16,
+)
+ELEMENTS = 100_000 + 4 * 1_000_000 + 200_000
+KEPT = 10 + 4 * 100 + 60
+
+
+def run_of(stack: str = "megatron-2021", batch: int = 64, model=MODEL, **strategy) -> TrainingRun:
+    return TrainingRun(model, Strategy(**dict(precision=MAIN) | strategy), A100, batch, 64, STACKS[stack])
+
+
+def place(stack: str = "megatron-2021", dp=1, pp=1, cp=1, tp=1, ep=1, on=A100) -> Place:
+    return Place(on, STACKS[stack], PLAIN, dp, pp, cp, tp, ep)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_states_are_dealt_out_over_dp_and_cp_stage_by_stage(zero):
+    for bucket_bytes in (1000, 1 << 30):
+        run = run_of(dp=2, cp=2, core="gathered", zero=zero, bucket_bytes=bucket_bytes)
+        (memory,) = by_rank(run, WORK)
+        share = [4 if zero >= stage else 1 for stage in (3, 2, 1)]
+        assert memory["parameters"] == ELEMENTS * W // share[0]
+        assert memory["gradients"] == ELEMENTS * G // share[1]
+        assert memory["optimizer state"] == ELEMENTS * O // share[2]
+        buffers = {2: min(2 * bucket_bytes, ELEMENTS * G), 3: 1_000_000 * (W + G)}
+        assert memory["buffers"] == buffers.get(zero, 0)
+
+
+def test_gradients_stand_twice_only_where_buckets_are_apart_and_more_than_one_backward_adds():
+    twice = {
+        (stack, m, zero): by_rank(run_of(stack, dp=2, microbatches=m, zero=zero), WORK)[0]["gradients"]
+        for stack in ("minitrain", "megascale")
+        for m in (1, 4)
+        for zero in (0, 1)
+    }
+    assert twice == {key: ELEMENTS * G * (1 + (key == ("minitrain", 4, 0))) for key in twice}
+
+
+def test_activations_are_what_is_kept_and_the_most_beside_it():
+    """In the backward of the head all is kept, and 40 bytes more."""
+    assert by_rank(run_of(microbatches=4), WORK)[0]["activations"] == KEPT + 40
+    high = replace(WORK, block=replace(WORK.block, forward=of(1, 1, 500)))  # of the last block
+    assert by_rank(run_of(), high)[0]["activations"] == 10 + 300 + 500
+    assert by_rank(run_of(recompute="stage"), WORK)[0]["activations"] == KEPT + 40  # R keeps all again
+    first, last = by_rank(run_of(pp=2, microbatches=64, schedule="gpipe"), WORK)
+    blocks = [numbers[1] for numbers in layout_of(MODEL, Strategy(pp=2, microbatches=64)).ranks]
+    assert first["activations"] == 64 * (10 + 100 * blocks[0]) + 30
+    assert last["activations"] == 64 * (100 * blocks[1] + 60) + 40
+    again, _ = by_rank(run_of(pp=2, microbatches=64, schedule="gpipe", recompute="stage"), WORK)
+    assert again["activations"] == 63 * 16 + 16 + (10 + 100 * blocks[0] - 16) + 30
+    assert first["buffers"] == last["buffers"] == 2 * 16
+    schedule = named("zb_h1", 2, 64)
+    _, split = by_rank(run_of(pp=2, microbatches=64, schedule="zb_h1"), WORK)
+    most = max(n for n, entry in zip(in_flight(schedule, 1), schedule.ranks[1]) if entry.kind == "I")
+    assert split["activations"] == most * (100 * blocks[1] + 60) + 40 and most > 1  # I leaves it to W
+
+
+def test_the_fullest_rank_is_not_always_the_first():
+    work = replace(WORK, head=replace(WORK.head, parameters=10**9))
+    run = run_of(pp=2, microbatches=4)
+    ranks = by_rank(run, work)
+    assert memory_of(run, work) == ranks[1] and sum(ranks[1].values()) > sum(ranks[0].values())
+
+
+def test_a_tied_table_counts_once_where_both_ends_are():
+    assert elements_of(WORK, (1, 4, 0, 1), True) == ELEMENTS - 50_000
+    assert (
+        elements_of(WORK, (1, 2, 0, 0), True) == 2_100_000
+        and elements_of(WORK, (1, 4, 0, 1), False) == ELEMENTS
+    )
+    assert elements_of(WORK, (0, 2, 0, 1), True) == 2_200_000
+
+
+# ---- passes ----------------------------------------------------------------------------------------------
+
+
+def test_a_layers_seconds_by_kind():
+    _, block, _, head = layers_s(WORK, place(), False)
+    assert dict(zip(KINDS, block.passes)) == pytest.approx(dict(F=3, B=5, I=4, W=1, R=3))
+    assert dict(zip(KINDS, head.passes)) == pytest.approx(dict(F=3, B=6, I=4, W=2, R=3))
+    assert block.parts["products"] == pytest.approx(6) and block.parts["passes"] == pytest.approx(2)
+    again = layers_s(WORK, place(), True)[1]
+    assert dict(zip(KINDS, again.passes)) == pytest.approx(dict(F=3, B=8, I=7, W=1, R=3))
+    assert again.parts["recomputation"] == pytest.approx(3) and not block.parts["recomputation"]
+
+
+def test_what_travels_shows_as_far_as_nothing_runs_beside_it():
+    members, payload = tuple(range(8)), 10**9
+    time = travel_s("all_reduce", payload, members, A100, PLAIN)
+    half = Operator("mm", int(PEAK * time / 2), 0, "bfloat16")
+    stack = STACKS["megatron-2021"]
+
+    def waited(*operators, axis="tp", beside=range(1)):
+        way = Pass(operators, (Collective("all_reduce", axis, members, payload, beside),))
+        return exposed(way, A100, PLAIN, stack, lambda ranks: ranks)
+
+    assert waited(half) == pytest.approx({"tp": time / 2}, rel=1e-6)
+    assert waited(half, beside=range(0)) == pytest.approx({"tp": time})
+    assert waited(half, half, half, beside=range(3)) == {"tp": 0.0}
+    for axis in ("tp", "ep", "cp", "inner", "ulysses"):
+        assert list(waited(half, axis=axis)) == [axis if axis in ("tp", "ep") else "cp"]
+
+
+def test_overlapped_tp_shows_its_first_part():
+    members, payload = tuple(range(8)), 10**9
+    time = travel_s("all_gather", payload, members, A100, PLAIN)
+    for products, left in ((0.0, time), (time / 2, time / 2), (10 * time, time / 8)):
+        operators = (Operator("mm", int(PEAK * products), 0, "bfloat16"),)
+        way = Pass(operators, (Collective("all_gather", "tp", members, payload),))
+        work = replace(WORK, block=replace(WORK.block, forward=way))
+        shown = layers_s(work, place("megascale", tp=8), False)[1].passes[0] - products
+        assert shown == pytest.approx(left, rel=1e-6)
+
+
+def test_where_ranks_sit():
+    inside, outside = place("megatron-2021", dp=4, pp=2, tp=8), place("llama3", dp=4, pp=2, tp=8)
+    assert (inside.dp_stride, inside.pp_stride) == (8, 32) and (outside.dp_stride, outside.pp_stride) == (
+        16,
+        8,
+    )
+    assert inside.ranks_of((0, 8, 16)) == (0, 8, 16) and outside.ranks_of((0, 8, 16)) == (0, 16, 32)
+    assert inside.stages_apart(1) == (0, 32) and place(pp=8, tp=2).stages_apart(1) == (6, 8)
+    assert place(pp=2, tp=2).stages_apart(1) == (0, 2)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------
+
+
+def step(**how):
+    return predict(run_of(**how), lambda *asked: WORK, PLAIN)
+
+
+def test_one_stage_has_no_bubble_and_two_have_what_is_known():
+    alone = step(microbatches=64)
+    assert alone.parts["bubble"] == pytest.approx(0, abs=1e-9)
+    assert alone.parts["products"] == pytest.approx(64 * (2 + 4 * 6 + 9))
+    assert alone.parts["passes"] == pytest.approx(64 * 4 * 2)
+    even = replace(WORK, embedding=replace(WORK.embedding, forward=Pass(), backward=Pass()))
+    even = replace(even, head=replace(even.head, forward=Pass(), backward=Pass(), weights=Pass()))
+    run = run_of("megascale", pp=2, microbatches=64, model=replace(MODEL, num_layers=6))
+    blocks = layout_of(run.model, run.strategy).ranks
+    assert blocks[0][1] == blocks[1][1] == 3
+    two = predict(run, lambda *asked: replace(even, boundary_bytes=0), PLAIN)
+    assert two.parts["products"] == pytest.approx(64 * 3 * 6)
+    assert two.parts["bubble"] == pytest.approx(3 * 8, rel=1e-4)  # one microbatch of one stage
+
+
+def test_recomputed_stages_and_utilisations():
+    run = run_of(microbatches=64, recompute="full")
+    full, none = (
+        predict(replace(run, strategy=replace(run.strategy, recompute=r)), lambda *_: WORK, PLAIN)
+        for r in ("full", "none")
+    )
+    assert full.parts["recomputation"] == pytest.approx(64 * 4 * 3) and not none.parts["recomputation"]
+    assert none.parts["bubble"] == pytest.approx(0, abs=1e-9) == full.parts["bubble"]
+    assert full.hfu / none.hfu == pytest.approx(none.step_s / full.step_s * (35 + 4 * 2) / 35)
+    assert full.mfu_square > full.mfu
+    stops = replace(run, stack=STACKS["minitrain"])  # what runs again until it stops is in the dry run
+    assert not predict(stops, lambda *_: WORK, PLAIN).parts["recomputation"]
+
+
+def test_a_message_goes_whole_or_in_parts_that_are_gathered():
+    work = replace(WORK, boundary_bytes=10**9)
+    found = {}
+    for sequence in (False, True):
+        model = replace(MODEL, num_heads=8)
+        run = run_of(pp=2, tp=8, microbatches=64, sequence_parallel=sequence, model=model)
+        found[sequence] = predict(run, lambda *_: work, PLAIN).parts["p2p"]
+    at = place(pp=2, tp=8)
+    part = at.travel_s("send", 10**9 / 8, (0, 8)) + at.travel_s("all_gather", 10**9, tuple(range(8)))
+    assert found[True] == pytest.approx(64 * at.travel_s("send", 10**9, (0, 8)))
+    assert found[False] == pytest.approx(64 * part)
+
+
+@pytest.mark.parametrize("m", [2, 3, 7, 20, 21])
+def test_messages_that_block_are_time_of_their_senders(m):
+    """Rank 0 sends each forward, rank 1 each backward."""
+    layout = layout_of(replace(MODEL, num_layers=6), Strategy(pp=2, microbatches=m))
+    costs = Costs((0, 1, 0, 0, 0, 2, 0, 0, *[0] * 12), 0.5, True)
+
+    class Blocking:
+        send = move = 0.0
+
+        def of(self, entry):
+            kind, stage, _ = entry
+            return {("F", 0): 3.5, ("F", 1): 3, ("B", 0): 6, ("B", 1): 6.5}[kind, stage]
+
+    whole = simulate(one_f_one_b(2, m), Blocking()).makespan
+    assert makespan(layout, costs) == pytest.approx(whole)
+    assert least(layout, costs) == pytest.approx(3 + 9 * m + 6) and least(layout, costs) <= whole
+
+
+@pytest.mark.parametrize("name, slices", [("zb_h1", 1), ("terapipe", 4), ("seq1f1b", 4), ("interleaved", 1)])
+def test_the_bound_lies_below_every_schedule(name, slices):
+    chunks = 2 if name == "interleaved" else 1
+    strategy = Strategy(pp=4, microbatches=4, schedule=name, slices=slices, chunks=chunks)
+    layout = layout_of(replace(MODEL, num_layers=14), strategy)
+    costs = Costs(tuple(float(layer == "block") for kind in KINDS for layer in LAYERS))
+    cast = pipeline._cast(layout)
+
+    class Known:
+        send = move = 0.0
+
+        def of(self, entry):
+            own = tuple((action.kind, action.stage, False) for action in parts([entry]))
+            return sum(map(mul, cast.of(own), costs.passes))
+
+    whole = simulate(layout.build(), Known()).makespan
+    assert 0.5 * whole < least(layout, costs) <= whole * (1 + 1e-9)
+    assert makespan(layout, costs) == pytest.approx(whole)
+
+
+# ---- once in a step --------------------------------------------------------------------------------------
+
+
+def once(stack: str, zero: int, work=WORK, tied=False, m=64, **sizes):
+    strategy = Strategy(microbatches=m, **{name: n for name, n in sizes.items() if name in ("pp", "dp")})
+    at = place(stack, **sizes)
+    return update_s(work, layout_of(MODEL, strategy), at, zero, (W, G, O), tied, False), at
+
+
+def test_an_update_reads_and_writes_states_once():
+    for zero, shards in ((0, 1), (1, 4)):
+        found, _ = once("megatron-2021", zero, dp=4)
+        assert found["optimizer"] == pytest.approx(ELEMENTS * (2 * O + 3 * G + W) / shards / BANDWIDTH)
+
+
+def test_gradients_and_weights_travel_as_often_as_a_stage_says():
+    group = (0, 1, 2, 3)
+    for stack in ("megatron-2021", "minitrain"):
+        hidden = STACKS[stack].dp_overlapped
+        work = replace(
+            WORK,
+            **{
+                name: replace(getattr(WORK, name), forward=Pass(), backward=Pass(), weights=Pass())
+                for name in ("embedding", "block", "head")
+            },
+        )  # nothing to hide behind
+        for zero in (0, 1, 2, 3):
+            found, at = once(stack, zero, work, dp=4)
+            t = lambda op, size: at.travel_s(op, ELEMENTS * size, group)
+            sums = 64 if stack == "minitrain" and zero >= 2 else 1
+            gathers = {1: 1, 2: 1, 3: 128}.get(zero)
+            expected = (
+                t("all_reduce", G)
+                if not zero
+                else sums * t("reduce_scatter", G) + gathers * t("all_gather", W)
+            )
+            assert found["dp"] == pytest.approx(expected), (stack, zero, hidden)
+
+
+def test_overlapped_sums_hide_behind_passes_of_layers_after_them():
+    slow = replace(
+        A100, inter=replace(A100.inter, bandwidth_bytes_per_s=1e6), devices_per_node=1, nics_per_node=1
+    )
+    at = place("megascale", dp=4, on=slow)
+    found = update_s(WORK, layout_of(MODEL, Strategy(microbatches=1)), at, 0, (W, G, O), False, False)["dp"]
+    whole = at.travel_s("all_reduce", ELEMENTS * G, (0, 1, 2, 3))
+    # All up to a layer travel when its backward is done, beside the backwards of those below.
+    weights, below = (100_000, *4 * [1_000_000], 200_000), (0, 1, 6, 11, 16, 21)
+    exposed = [whole * sum(weights[: n + 1]) / ELEMENTS - beside for n, beside in enumerate(below)]
+    assert found == pytest.approx(max(exposed)) and exposed.index(max(exposed)) == 4
+
+
+def test_a_tied_table_is_added_up_over_two_stages_and_more():
+    for pp in (1, 2, 4):
+        found, at = once("megatron-2021", 0, tied=True, pp=pp)
+        expected = at.travel_s("all_reduce", 50_000 * G, (0, pp - 1)) if pp > 1 else 0.0
+        assert found["tied table"] == pytest.approx(expected)
+        assert not once("megatron-2021", 0, tied=False, pp=pp)[0]["tied table"]
+
+
+def test_experts_are_summed_over_the_ranks_that_have_the_same():
+    work = replace(WORK, expert_parameters=600_000)
+    found, at = once("megatron-2021", 0, work, dp=4, ep=2)
+    everywhere = at.travel_s("all_reduce", (ELEMENTS - 4 * 600_000) * G, (0, 1, 2, 3))
+    assert found["dp"] == pytest.approx(everywhere + at.travel_s("all_reduce", 4 * 600_000 * G, (0, 2)))
+
+
+# ---- the planner -----------------------------------------------------------------------------------------
+
+
+def task(**how) -> Task:
+    return Task(**dict(model=MODEL, machine=A100, ranks=4, batch=8, length=64) | how)
+
+
+def by_hand(config, strategy, microbatch, length, fused):
+    """Work that takes no time: ties everywhere, and less memory where a block is computed again."""
+    still = lambda layer: replace(layer, forward=Pass(), backward=Pass(), weights=Pass())
+    block = replace(still(WORK.block), kept_bytes=10**6 if strategy.recompute == "none" else 10**5)
+    return replace(WORK, embedding=still(WORK.embedding), block=block, head=still(WORK.head))
+
+
+def test_of_equally_fast_layouts_the_smallest_comes_first():
+    found = search(task(), by_hand, PLAIN, keep=10_000)
+    keys = [(one.step_s, sum(one.memory.values())) for one in found.best]
+    assert keys == sorted(keys) and len(keys) == found.layouts
+    first = found.best[0]
+    assert len(pareto([first, first])) == 1
+
+
+def test_room_is_a_share_of_the_device():
+    every = search(task(), by_hand, PLAIN, keep=10_000).best
+    sizes = sorted(sum(one.memory.values()) for one in every)
+    limit = sizes[len(sizes) // 2]
+    device = replace(A100.device, memory_bytes=2 * limit)
+    half = search(task(machine=replace(A100, device=device), room=0.5), by_hand, PLAIN, keep=10_000).best
+    assert len(half) == sum(size <= limit for size in sizes) < len(sizes)
+    front = pareto(every)
+    assert all(a.step_s < b.step_s for a, b in zip(front, front[1:]))
+    assert all(least_s(one.run, by_hand, PLAIN) <= one.step_s for one in every)
+
+
+def test_which_microbatches_and_stages_of_zero_a_pipeline_gets():
+    every = [one for family in layouts(task(batch=12)) for one in family if one.pp == 4]
+    assert {one.microbatches % 4 for one in every if one.schedule == "interleaved"} <= {0}
+    assert {one.microbatches for one in every if one.schedule == "1f1b"} == {2, 3, 4, 6, 12}
+    pipelines = [one for family in layouts(task()) for one in family if one.pp > 1 and one.dp > 1]
+    assert {one.zero for one in pipelines} == {0, 1, 3}
