@@ -146,7 +146,8 @@ INSIDE = {  # names without a word of this package's reader in their arguments, 
     "the number of an open file, which is closed afterwards": ("checkpoint.agent.serve memory.limits.serve"),
     "numbers that come back as they were given": (
         "plan.expert_popularity.settled plan.search.tensoropt.unbeaten simulate.storage.read_epoch "
-        "simulate.storage.read_epoch_substituting"
+        "simulate.storage.read_epoch_substituting "
+        "simulate.wires.wires_of"
     ),
     "a step of a search, a million times, of arguments which the search has checked": (
         "pipeline.partition.sending pipeline.partition.stage_time pipeline.simulate.divided "
