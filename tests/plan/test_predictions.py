@@ -222,6 +222,8 @@ def test_with_experts_it_is_the_replay_and_the_ledgers_too(case):
         for kind in ("parameters", "optimizer state"):
             assert kinds[stage][kind] == pytest.approx(real[kind], abs=1000)
         assert sum(kinds[stage].values()) == pytest.approx(sum(real.values()), rel=0.03)
+    own = max(kinds[stage]["optimizer state"] for stage in range(strategy.pp)) / 12  # numbers it updates
+    assert parts["optimizer"] == pytest.approx(own * (2 * 12 + 3 * 2 + 2) / 2.039e12, rel=1e-6)
 
 
 def test_a_dense_block_of_a_mixture_is_that_of_a_dense_model():
