@@ -68,6 +68,7 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
     return every - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
 
 
+@lru_cache(maxsize=1 << 12)
 def dealt_of(work: Work, numbers: tuple[int, ...]) -> int:
     """Of these, routed experts: ranks of ep have others."""
     whole(numbers=numbers)
