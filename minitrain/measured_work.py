@@ -16,6 +16,7 @@ and not by place (attention/dropout.py); `fused_attention=False` writes the scor
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -51,7 +52,13 @@ def work_of(
     """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
     key = _key(config, strategy, microbatch, length, fused_attention)
     if key not in _measured:
-        _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
+        collecting = gc.isenabled()
+        gc.disable()  # a fifth of the time would go into searches beside torch's many objects
+        try:
+            _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
+        finally:
+            if collecting:
+                gc.enable()
     return _measured[key][splits(strategy.schedule)]
 
 
