@@ -177,10 +177,23 @@ def test_what_an_update_reads_and_writes():
         assert parts["optimizer"] == pytest.approx(123 * (2 * 12 + 3 * 4 + 2) / shards / rate)
 
 
+@pytest.mark.parametrize("more", [dict(sequence_parallel=True, microbatches=2), dict(microbatches=1)])
+def test_sums_over_the_wires_of_tp_slow_what_is_waited_for(more):
+    """A device in each node: gradients travel over the cards that tp waits for."""
+    apart = replace(A100, devices_per_node=1, nics_per_node=1)
+    strategy = Strategy(dp=4, tp=2, **BUCKETS | more)
+    events = {rank: dry(strategy, 16, rank)[0].events for rank in ends(strategy)}
+    prediction = predict(replace(ours(strategy, 16), machine=apart), work_of, PLAIN)
+    together, alone = (replay(events, apart, sharing=sharing).step_s for sharing in (True, False))
+    assert prediction.step_s - prediction.parts["optimizer"] == pytest.approx(together, rel=0.02)
+    assert alone < 0.9 * together
+
+
+BUCKETS = dict(precision="bfloat16", bucket_bytes=2_000_000)  # a few, as large models have
 EVERY_SECOND = replace(SMALL, experts=ExpertsConfig(8, 2, expert_every=2, balance_alpha=0.01))
 SHARED = ExpertsConfig(8, 2, "deepseek", expert_width=256, shared_experts=1, dense_first=1)
 SHARED = replace(SMALL, experts=SHARED)
-_EP2 = dict(dp=2, ep=2, precision="bfloat16", bucket_bytes=2_000_000)  # a few buckets, as large models have
+_EP2 = dict(dp=2, ep=2, **BUCKETS)
 MIXTURES = {
     "ep is dp": (EVERY_SECOND, Strategy(**_EP2 | dict(dp=4, ep=4), microbatches=2)),
     "half of dp, ZeRO-1": (EVERY_SECOND, Strategy(**_EP2 | dict(dp=4), zero=1, microbatches=2)),

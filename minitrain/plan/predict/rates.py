@@ -121,6 +121,20 @@ def exposed(way: Pass, machine: Machine, rates: Rates, stack: Stack, place) -> d
     return found
 
 
+def on_wires(way: Pass, machine: Machine, rates: Rates, place) -> tuple[float, float]:
+    """How long a pass's own transfers have a rank's links inside the node, and its share of the cards."""
+    inside = outside = 0.0
+    for collective in way.collectives:
+        members = place(collective.members)
+        sizes = collective.payload_bytes, 0
+        all_of_it, latency = (travel_s(collective.op, size, members, machine, rates) for size in sizes)
+        if len({machine.node_of(rank) for rank in members}) == 1:
+            inside += all_of_it - latency
+        else:
+            outside += all_of_it - latency
+    return inside, outside
+
+
 def axis_of(collective: Collective) -> str:
     """tp, ep or cp: the parts of cp have names of their own."""
     for axis in ("tp", "ep"):

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from minitrain.plan.predict.memory import layers_of
-from minitrain.plan.predict.rates import Rates, exposed, seconds, travel_s
+from minitrain.plan.predict.rates import Rates, exposed, on_wires, seconds, travel_s
 from minitrain.plan.predict.run import Stack
 from minitrain.plan.predict.work import Layer, Pass, Work
 from minitrain.simulate.machines import Machine
@@ -59,10 +59,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one layer: by KINDS, and F and B together by PARTS."""
+    """Seconds of one layer: by KINDS, and F and B together by PARTS. `on_wires`: of F and B, those in which
+    their own transfers have a rank's links inside the node, and its share of the cards."""
 
     passes: tuple[float, ...]
     parts: dict[str, float]
+    on_wires: tuple[tuple[float, float], tuple[float, float]]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -76,7 +78,8 @@ def _times(layer: Layer, at: Place, again: bool) -> Times:
     forward, backward, weights = (_pass(way, at) for way in (layer.forward, layer.backward, layer.weights))
     f, b, w = (sum(way.values()) for way in (forward, backward, weights))
     parts = {name: forward[name] + backward[name] for name in forward}
-    return Times((f, b + f * again, b + f * again - w, w, f), parts | {"recomputation": f * again})
+    sent = tuple(on_wires(way, at.machine, at.rates, at.ranks_of) for way in (layer.forward, layer.backward))
+    return Times((f, b + f * again, b + f * again - w, w, f), parts | {"recomputation": f * again}, sent)
 
 
 def _pass(way: Pass, at: Place) -> dict[str, float]:

@@ -4,9 +4,10 @@
                                                                               "optimizer": ..} seconds
 
 Overlapped transfers go layer by layer beside the passes of the rank that ends last (`beyond`): with
-interleaving a rank's later stages are done long before its first. The optimizer reads and writes its states
-once, gradients three times (norm, update, zeroing), weights once; ZeRO deals all that out. Experts' gradients
-are summed over dp · cp / ep, beside the others.
+interleaving a rank's later stages are done long before its first. Where tp, cp or ep have the same wire
+meanwhile, they take as much longer as they meet (`shared`). The optimizer reads and writes its states once,
+gradients three times (norm, update, zeroing), weights once; ZeRO deals all that out. Experts' gradients are
+summed over dp · cp / ep, beside the others.
 """
 
 from __future__ import annotations
@@ -64,9 +65,18 @@ def _sums_s(sums: Sums, at: Place, zero, layout, work, again, weight, gradient) 
 
     def waited(op: str, bytes_each: int, before: bool) -> float:
         transfers = [(at.travel_s(op, n * bytes_each, members), own) for n, members, own in sums]
-        if at.stack.dp_overlapped:
-            return beyond(layout, times, transfers, before)
-        return sum(time for time, _ in transfers)
+        all_of_it = sum(time for time, _ in transfers)
+        if not at.stack.dp_overlapped:
+            return all_of_it
+        exposed = beyond(layout, times, transfers, before)
+        return exposed + shared(times[LAYERS.index("block")], before) * (all_of_it - exposed)
+
+    def shared(block: Times, before: bool) -> float:
+        """Of a block's pass, the part in which tp, cp or ep have the same wire: all are slower there."""
+        crosses = len({at.machine.node_of(rank) for rank in sums[0][1]}) > 1
+        kind = 0 if before else 1
+        sent = block.on_wires[kind][crosses]
+        return min(1.0, sent / block.passes[kind]) if sent else 0.0
 
     if not sums:
         return 0.0
