@@ -89,17 +89,29 @@ class InOrder:
         self.reset()
 
     def reset(self) -> None:
-        self.arrived, self.waiting = dict.fromkeys(self.buckets, 0), deque(self.buckets)
+        self.arrived = {bucket: set() for bucket in self.buckets}
+        self.waiting, self.started = deque(self.buckets), set()
 
     def complete(self, param: nn.Parameter) -> None:
-        self.arrived[self.bucket_of[param]] += 1
+        """ValueError if its bucket is on its way: what is added now would be lost, or sent by some only."""
+        bucket = self.bucket_of[param]
+        if bucket in self.started:
+            raise _grown(param)
+        self.arrived[bucket].add(param)
         while self.waiting and self.full(self.waiting[0]):
-            self.start(self.waiting.popleft())
+            self.started.add(bucket := self.waiting.popleft())
+            self.start(bucket)
 
     def full(self, bucket) -> bool:
-        return self.arrived[bucket] == len(bucket.params)
+        return len(self.arrived[bucket]) == len(bucket.params)
 
     def missing(self) -> list[nn.Parameter]:
         """Parameters without a gradient, of buckets that are not full."""
         params = (param for bucket in self.buckets if not self.full(bucket) for param in bucket.params)
         return [param for param in params if param.grad is None]
+
+
+def _grown(param: nn.Parameter) -> ValueError:
+    case = f"the gradient of a parameter of shape {list(param.shape)} grew after its bucket was sent"
+    cure = "give layers that share it one backward, or set enabled=False and call ready(params) at last"
+    return ValueError(f"{case}; {cure}")

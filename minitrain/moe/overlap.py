@@ -198,8 +198,6 @@ def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weigh
 def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
     """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
     counts(chunks=chunks)
-    if not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"overlap: chunks={chunks!r}; use a whole number of chunks, 1 (no overlap) or more")
 
     def chunk_of(piece: Tensor, pieces: int) -> Tensor:
         sizes = counts_of(piece, pieces)
