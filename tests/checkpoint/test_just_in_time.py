@@ -109,7 +109,8 @@ def broken(folder):
 
     def half_a_step(jit):
         batch = run.batch(rows_of_problem(PROBLEM, 1), 1)
-        run.forward_backward(batch)  # gradients, and all that a step has before its update
+        run.forward_backward(batch)
+        run.sync.finish()  # gradients, and all that a step has before its update
 
     def an_update(jit):
         train(run, 1, 2)
