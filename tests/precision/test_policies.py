@@ -242,6 +242,7 @@ def test_main_gradients_add_up_and_travel_in_float32():
             run.sync.zero_grad()
             part = dict(tokens=batch.tokens[row : row + 1], targets=batch.targets[row : row + 1])
             run.forward_backward(batch._replace(**part))
+            run.sync.finish()
             for param in run.sync.trainable:
                 exact.setdefault(run.sync.names[param], []).append(param.grad.float())
         return {name: sum(grads) for name, grads in exact.items()}
