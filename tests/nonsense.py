@@ -115,7 +115,7 @@ INSIDE = {  # names without a word of this package's reader in their arguments, 
         "model.layers.MLP model.layers.RMSNorm model.layers.causal_attention model.layers.drop "
         "model.layers.naive_attention model.layers.norm model.mixture.Experts "
         "model.mixture.MixtureOfExperts model.mixture.Router parallelize.build "
-        "pipeline.sliced_attention.attend strategy_checks.check_sizes"
+        "pipeline.sliced_attention.attend strategy_checks.check_sizes tensor_parallel.block.SharedHead"
     ),
     "sizes and places that a layout, a table or a file's manifest has said, in the middle of a step or a load": (
         "checkpoint.load.read checkpoint.load.runs checkpoint.parity.stripe "
@@ -136,8 +136,7 @@ INSIDE = {  # names without a word of this package's reader in their arguments, 
     ),
     "two ranks or more, where its own tests give it wrong sizes": (
         "checkpoint.peers.PeerCopies data_parallel.parameter_server.Worker "
-        "data_parallel.parameter_server.check data_parallel.parameter_server.serve "
-        "tensor_parallel.block.SharedHead"
+        "data_parallel.parameter_server.check data_parallel.parameter_server.serve"
     ),
     "a base class; those made of it are called": ("data_parallel.flat.WholeParameters"),
     "a process beside the training, and what a training has left in a folder": (

@@ -1,7 +1,7 @@
 """Transfers that are under way at the same time share the wires of the ranks they pass.
 
     wires.join(a, 0.0)        a alone, 2 s of bytes                           ends at 2
-    wires.join(b, 1.0)        b beside it on one wire: half of it each        a at 3, b at 4
+    wires.join(b, 1.0)        b, of 1.5 s, on a wire of a's: half of it each  a at 3, b at 4
     wires.leave(a, 3.0)       what a leaves is for the others                 b at 3.5
 
 A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards ("out").

@@ -14,6 +14,7 @@ from minitrain.simulate.intervals import join, length, outside
 from minitrain.simulate.links import Task, play
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.simulate.replay import replay
+from minitrain.simulate.wires import Carried, Wires
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
 # Nothing but whole seconds: an operator of x TFLOP takes x s, and what the wires carry takes bytes / 1e9 s.
@@ -146,6 +147,15 @@ def messages(sends, latency=0.0, devices=64):
     here = changed(UNIT, devices_per_node=devices, nics_per_node=devices, intra=Link("in", latency, 1e9, ""))
     timeline = replay({rank: program.events for rank, program in programs.items()}, here)
     return {s.event.members: round(s.end_s, 9) for rank in programs for s in timeline.transfers(rank)}
+
+
+def test_an_end_moves_with_who_comes_and_who_goes():
+    """The example in wires.py."""
+    wires, wire = Wires(), ((0, "out", "from"),)
+    a, b = Carried(wire, 0.0, 2.0), Carried(wire, 1.0, 2.5)
+    assert wires.join(a, 0.0) == [] and a.end_s == 2
+    assert set(wires.join(b, 1.0)) == {a, b} and (a.end_s, b.end_s) == (3, 4)
+    assert wires.leave(a, 3.0) == [b] and b.end_s == 3.5
 
 
 def test_who_shares_a_wire():
