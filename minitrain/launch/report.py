@@ -20,13 +20,14 @@ import signal
 import sysconfig
 import traceback
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from minitrain.torch_private import C10D_FILE
 
-LIBRARIES = tuple(
-    {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
+TORCH = os.path.join(os.path.dirname(find_spec("torch").origin), "")  # which may stand outside of the schemes
+LIBRARIES = tuple({TORCH, *(sysconfig.get_path(scheme) + os.sep for scheme in SCHEMES)})
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LOST = (
     "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
