@@ -57,7 +57,7 @@ def test_jit_ckpt(tmp_path, layout, dying):
     strategy, ranks = LAYOUTS[layout], 2 if layout == "dp" else 4
     whole = launch.run(whole_run, strategy, ranks=ranks)
     with pytest.raises(launch.RankError, match="died of SIGKILL") as error:
-        launch.run(lambda: start(tmp_path, dying, 3, **strategy), ranks=ranks, grace_s=30)
+        launch.run(lambda: start(tmp_path, dying, 3, **strategy), ranks=ranks, grace_s=15)
     assert error.value.ranks == tuple(dying), "the right rank is named"
     saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("rank-*/step-*"))
     each = {f"rank-{rank:05d}/step-00000003" for rank in range(ranks) if rank not in dying}
@@ -79,13 +79,13 @@ def test_each_place_needs_a_survivor(tmp_path):
     """Both replicas of a place, and optimizer states of which there is one: a line that says whose."""
     (tmp_path / "tp").mkdir()
     with pytest.raises(launch.RankError, match="ranks 1, 3 died of SIGKILL"):
-        launch.run(lambda: start(tmp_path / "tp", [1, 3], 2, **LAYOUTS["tp"]), ranks=4, grace_s=60)
+        launch.run(lambda: start(tmp_path / "tp", [1, 3], 2, **LAYOUTS["tp"]), ranks=4, grace_s=15)
     with pytest.raises(Lost, match=r"step 2: nobody is left who has what ranks \[1, 3\] held") as error:
         survivors(tmp_path / "tp")
     assert "\n" not in str(error.value)
     (tmp_path / "zero").mkdir()
     with pytest.raises(launch.RankError, match="rank 0 died of SIGKILL"):
-        launch.run(lambda: start(tmp_path / "zero", [0], 2, dp=2, zero=1), ranks=2, grace_s=60)
+        launch.run(lambda: start(tmp_path / "zero", [0], 2, dp=2, zero=1), ranks=2, grace_s=15)
     with pytest.raises(Lost, match=r"step 2: nobody is left who has what ranks \[0\] held"):
         survivors(tmp_path / "zero")
     with pytest.raises(Lost, match="it is empty"):
