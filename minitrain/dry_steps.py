@@ -9,10 +9,10 @@ Where they are not quite (rows that do not divide, a contiguous layout, whose la
 taken are the last of dp and cp, the fullest. Stages differ, in layers and in how far they run ahead, and wait
 for each other: every stage is run, and the replay brings them together by their messages.
 
-The account is that of the second step, from its batch to the update: what is made once, weights and states of
-the optimizer, is there before and counts as memory. The update is AdamW's, `fused` in one kernel per tensor
-as training stacks have it, or operator by operator. Which expert a token goes to is not known without
-numbers: all ranks and experts get as many.
+The account is that of any step but the first, from its batch to the update: what is made once, weights and
+states of the optimizer, is there before and counts as memory. The update is AdamW's, `fused` in one kernel
+per tensor as training stacks have it, or operator by operator. Which expert a token goes to is not known
+without numbers: all ranks and experts get as many.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from minitrain.memory.host_optimizer import fused_adamw
 from minitrain.model.config import GPTConfig
 from minitrain.parallelize import parallelize
 from minitrain.run import Run
+from minitrain.run_states import make_states
 from minitrain.strategy import Strategy
 from minitrain.torch_private import in_backward
 from minitrain.training.hyperparameters import Hyperparameters
@@ -37,7 +38,7 @@ def dry_steps(
     """{rank: the account of its step}, one rank of every stage. ValueError for what cannot be."""
     strategy.check(config, strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
-    step = partial(_second_step, config, strategy, hyper, fused)
+    step = partial(_step, config, strategy, hyper, fused)
     ranks = stage_ranks(strategy)
     return {rank: dryrun.run(step, rank=rank, ranks=strategy.ranks) for rank in ranks}
 
@@ -48,7 +49,7 @@ def stage_ranks(strategy: Strategy) -> list[int]:
     return [(((dp - 1) * pp + stage) * cp + cp - 1) * tp for stage in range(pp)]
 
 
-def _second_step(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, fused: bool) -> Ledger:
+def _step(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, fused: bool) -> Ledger:
     def make_optimizer(params: list):
         optimizer = hyper.make_optimizer(params)
         if fused:
@@ -58,10 +59,10 @@ def _second_step(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, 
     run = parallelize(config, strategy, make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
     shape = dict(batch_size=hyper.batch_size, length=hyper.length)
     rows = Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape)
-    run.step(run.batch(rows, 0), hyper.clip)
+    make_states(run)
     ledger = Ledger()
     _name_phases(run, ledger)
-    batch = run.batch(rows, 1)  # by the host
+    batch = run.batch(rows, 0)  # by the host
     with ledger, ledger.phase("backward"):  # but for what is inside a layer or the update
         run.step(batch, hyper.clip)
         run.settle()

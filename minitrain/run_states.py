@@ -159,16 +159,20 @@ class RunStates:
         self.sync.load_full_state_dict(state)
 
 
+def make_states(run: RunStates) -> None:
+    """In a dry run: the optimizer's states as its first step makes them, without that step's work."""
+    for kept in run.sync.held:
+        if run.sync.is_updated(kept) and not run.sync.optimizer.state.get(kept.shard):
+            kept.shard.grad = torch.zeros_like(kept.shard, dtype=kept.shard.grad_dtype)
+    run.sync.optimizer.step()
+    run.sync.zero_grad()
+
+
 def bytes_to_save(run: RunStates) -> Counter[str]:
-    """Bytes that this rank writes, by kind: {"parameters": .., "optimizer": ..}. A dry run that has made no
-    step gets the states that its optimizer makes in one."""
+    """Bytes that this rank writes, by kind: {"parameters": .., "optimizer": ..}; in a dry run those after a
+    step, even if none was made."""
     if is_fake(next(run.model.parameters())) and run.sync.optimizer:
-        updated = [kept.shard for kept in run.sync.held if run.sync.is_updated(kept)]
-        for shard in updated:
-            if not run.sync.optimizer.state.get(shard):
-                shard.grad = torch.zeros_like(shard, dtype=shard.grad_dtype)
-        run.sync.optimizer.step()
-        run.sync.zero_grad()
+        make_states(run)
     found: Counter[str] = Counter()
     for piece in share_out(run.pieces()):
         found[piece.name.partition("/")[0]] += piece.values.nbytes

@@ -1,5 +1,6 @@
 """A step of any strategy, dry: what is in the account, that one rank stands for many, what a command says of it."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -7,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from minitrain import cli
-from minitrain.dry_steps import _second_step, dry_steps, stage_ranks
+from minitrain.data.batches import Rows, random_tokens
+from minitrain.dry_steps import _step, dry_steps, stage_ranks
 from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig, presets
@@ -53,7 +55,7 @@ def test_ranks_of_one_stage_are_in_step(strategy):
         issued = [(e.op, e.axis, e.payload_bytes, e.seq) for e in ledger.events if isinstance(e, Issue)]
         return ledger.flops, ledger.peak_by_kind, issued
 
-    taken, step = stage_ranks(strategy), partial(_second_step, CONFIG, strategy, HYPER, True)
+    taken, step = stage_ranks(strategy), partial(_step, CONFIG, strategy, HYPER, True)
     expected = [told(dryrun.run(step, rank=rank, ranks=strategy.ranks)) for rank in taken]
     assert strategy.pp == 1 or expected[0] != expected[1]
     for rank in range(0, strategy.ranks, 3):
@@ -78,8 +80,6 @@ def test_a_pipeline_played_whole_waits_for_its_stages_and_half_of_it_is_refused(
 def test_the_bubble_is_that_of_1f1b():
     """Stages of equal layers on a machine whose links are free: (p - 1)/m of a stage's work is idle time,
     where no embedding and no head make the ends longer."""
-    import dataclasses
-
     h100 = machine("h100")
     free = dataclasses.replace(h100.intra, latency_s=0.0, bandwidth_bytes_per_s=1e18)
     config = GPTConfig(vocab_size=8, d_model=512, num_layers=8, num_heads=4, max_positions=256)
@@ -107,6 +107,38 @@ def test_the_account_is_that_of_a_step_like_all_others():
     assert "zeros_like" not in updates
     forward = one.flops_by_phase["forward"]
     assert one.flops_by_phase["backward"] > 2 * forward > 0 and one.flops == many.flops
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PIPELINE,
+        Strategy(dp=2, cp=2, zero=3, microbatches=2, precision="bfloat16"),
+        Strategy(dp=2, tp=2, zero=2, precision="float16"),
+        Strategy(dp=2, tp=2, products="fp8_delayed", precision="bfloat16"),
+        Strategy(dp=2, zero=1, offload="optimizer"),
+    ],
+    ids=str,
+)
+def test_states_made_without_a_step_are_those_of_one(strategy, monkeypatch):
+    """The account equals that of a second step, but for the numbers of its collectives, which count on."""
+
+    def told(ledger):
+        events = [dataclasses.replace(e, seq=0) if isinstance(e, Issue) else e for e in ledger.events]
+        return ledger.peak_by_kind, ledger.live_by_kind, events
+
+    def a_step(run):
+        shape = dict(batch_size=HYPER.batch_size, length=HYPER.length)
+        rows = Rows(partial(random_tokens, vocab=CONFIG.vocab_size, **shape), **shape)
+        run.step(run.batch(rows, 0), HYPER.clip)
+
+    step, rank = partial(_step, CONFIG, strategy, HYPER, True), stage_ranks(strategy)[0]
+    without = told(dryrun.run(step, rank=rank, ranks=strategy.ranks))
+    monkeypatch.setattr("minitrain.dry_steps.make_states", a_step)
+    assert told(dryrun.run(step, rank=rank, ranks=strategy.ranks)) == without
+    monkeypatch.setattr("minitrain.dry_steps.make_states", lambda run: None)
+    made = told(dryrun.run(step, rank=rank, ranks=strategy.ranks)) != without
+    assert made == (strategy.offload == "none")  # the host has its states from the start
 
 
 @pytest.mark.parametrize(
