@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+JOBS   ?= 3
 ONLY   ?=
 ARGS   ?=
 TORCH  ?=
@@ -26,7 +26,7 @@ course: install
 	@echo "Open them in JupyterLab with: make lab"
 
 test: install
-	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope \
+	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope --no-loadscope-reorder \
 		--nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with=notebooks/nbval.cfg tests notebooks
 
 lint: install

@@ -11,7 +11,8 @@ answers for all; other dp, pp and microbatches change nothing in it. A quarter o
 memory: a few dozen distinct ones serve thousands of candidates.
 
 Differs from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with,
-and not by place (attention/dropout.py); `fused_attention=False` writes the scores out (attention of 2021).
+and not by place (attention/dropout.py), and a fused attention draws its mask again; `fused_attention=False`
+writes scores and mask out (attention of 2021).
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
         if isinstance(part, Dropout):
             part.p = dropout
         if hasattr(part, "core") and strategy.cp == 1:  # cores over ranks draw no masks without places
-            part.config = replace(config, dropout=dropout)
+            in_core = 0.0 if fused_attention else dropout  # a kernel keeps no mask
+            part.config = replace(config, dropout=in_core)
             part.core = part.core if fused_attention else naive_attention
     shape = dict(batch_size=strategy.microbatches * microbatch * strategy.dp, length=length)
     _add_up(run.sync)

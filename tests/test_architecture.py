@@ -82,6 +82,7 @@ NEIGHBOURS = {
     ("trainer", "run"),
     ("dry_steps", "parallelize"),
     ("dry_steps", "run"),
+    ("dry_steps", "run_states"),
     ("cli", "train_command"),
     ("cli", "checkpoint_command"),
     ("cli", "replay_command"),

@@ -88,15 +88,18 @@ def test_activations_are_what_is_kept_and_the_most_beside_it():
     assert by_rank(run_of(recompute="stage"), WORK)[0]["activations"] == KEPT + 40  # R keeps all again
     first, last = by_rank(run_of(pp=2, microbatches=64, schedule="gpipe"), WORK)
     blocks = [numbers[1] for numbers in layout_of(MODEL, Strategy(pp=2, microbatches=64)).ranks]
-    assert first["activations"] == 64 * (10 + 100 * blocks[0]) + 30
-    assert last["activations"] == 64 * (100 * blocks[1] + 60) + 40
+    assert first["activations"] == 64 * (10 + 100 * blocks[0] - WORK.boundary_bytes) + 30  # sent away
+    assert last["activations"] == 64 * (WORK.boundary_bytes + 100 * blocks[1] + 60) + 40  # received
     again, _ = by_rank(run_of(pp=2, microbatches=64, schedule="gpipe", recompute="stage"), WORK)
-    assert again["activations"] == 63 * 16 + 16 + (10 + 100 * blocks[0] - 16) + 30
-    assert first["buffers"] == last["buffers"] == 2 * 16
+    assert again["activations"] == 63 * 16 + (10 + 100 * blocks[0] - 16) + 30
+    assert first["buffers"] == last["buffers"] == 3 * 16  # it comes, is at work, goes
+    _, middle, _ = by_rank(run_of(pp=3, microbatches=64, schedule="gpipe"), WORK)
+    turns = by_rank(run_of(pp=2, microbatches=64, schedule="interleaved", chunks=2), WORK)
+    assert middle["buffers"] == turns[0]["buffers"] == turns[1]["buffers"] == 6 * 16  # with two neighbours
     schedule = named("zb_h1", 2, 64)
     _, split = by_rank(run_of(pp=2, microbatches=64, schedule="zb_h1"), WORK)
     most = max(n for n, entry in zip(in_flight(schedule, 1), schedule.ranks[1]) if entry.kind == "I")
-    assert split["activations"] == most * (100 * blocks[1] + 60) + 40 and most > 1  # I leaves it to W
+    assert split["activations"] == most * (16 + 100 * blocks[1] + 60) + 40 and most > 1  # I leaves it to W
 
 
 def test_the_fullest_rank_is_not_always_the_first():

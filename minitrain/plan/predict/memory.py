@@ -7,12 +7,14 @@
                   experts, which ep ranks share out already, / (dp · cp / ep)
     activations   largest sum, over the actions of its schedule, of what forwards have kept, and of what
                   lives only while the action runs (a layer's own peak above what it found)
-    buffers       buckets of gradients on their way, messages received ahead; of ZeRO-3 the gathered layer
+    buffers       buckets of gradients on their way; of ZeRO-3 the gathered layer; of each neighbour in the
+                  pipeline a message that comes, one that goes and one at work
 
 With a schedule's own peak in place of its actions that is peak(schedule, rank) x kept (Korthikanti et al.
 2022, arXiv:2205.05198, section 4.2). Against the ledger of whole steps: parameters exact, optimizer states
 but for their counters, the sum within 10 % where stages, buckets and messages meet (tested). Not counted:
-the batch, an allocator's rounding and holes, workspaces of kernels and networks.
+the batch, what the first rank of a pipeline has sent ahead and still holds (up to p messages), an allocator's
+rounding and holes, workspaces of kernels and networks.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
         if strategy.zero == 3:
             buffers = work.block.parameters * (weight + gradient)
         if strategy.pp > 1:
-            buffers += 2 * work.boundary_bytes
+            neighbours = 2 - (layout.chunks == 1 and (numbers[0] or numbers[-1]))
+            buffers += 3 * neighbours * work.boundary_bytes
         found.append(dict(zip(KINDS, map(round, (*states, activations, buffers)))))
     return found
 
@@ -127,9 +130,12 @@ class _Stage:
     def __init__(self, work: Work, numbers: tuple[int, ...]) -> None:
         embedding, routed, dense, head = ([l] * n for l, n in zip(layers_of(work), numbers))
         layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
-        self.kept = sum(layer.kept_bytes for layer in layers)
-        self.forward, self.backward, below = 0, 0, 0
+        # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
+        # away, all but the first have received some.
+        every, below = sum(layer.kept_bytes for layer in layers), 0
+        self.kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
+        self.forward, self.backward = 0, 0
         for layer in layers:
             self.forward = max(self.forward, below + layer.forward.high_bytes)
             below += layer.kept_bytes
-            self.backward = max(self.backward, below - self.kept + layer.backward.high_bytes)
+            self.backward = max(self.backward, below - every + layer.backward.high_bytes)
