@@ -99,7 +99,7 @@ READ_AS = {  # parameters without a hint, by the names that this package gives t
 }
 MEANT = (  # by a name that several modules have
     "pipeline.schedule.Action attention.traffic.Traffic plan.grid_costs.Sent plan.search.problem.example "
-    "plan.search.problem.graph_of plan.planner.Task simulate.machines.machine measured_work.work_of "
+    "plan.planner.Task simulate.machines.machine measured_work.work_of "
     "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig strategy.Strategy"
 )
 MOST_BYTES = 8 << 30
@@ -155,7 +155,7 @@ INSIDE = {  # names without a word of this package's reader in their arguments, 
         "plan.recompute_windows.options plan.search.aceso.changes plan.search.aceso.improved "
         "plan.search.aceso.primitives plan.search.aceso.resized plan.search.autoddl.descend "
         "plan.search.automap.propagate plan.search.automap.words_of plan.search.galvatron.words_of_tree "
-        "plan.search.piper.options_of plan.search.placement.step_seconds plan.search.problem.moved "
+        "plan.search.placement.step_seconds plan.search.problem.moved "
         "plan.search.stages.message_seconds plan.search.stages.pipelined plan.search.tofu.moved "
         "simulate.intervals.outside simulate.links.divided"
     ),

@@ -13,67 +13,76 @@ Liu et al. 2024 (EuroSys), Aceso. Differs: no ranking of primitives by resource;
 hop starts from the best few.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import product
 
 from minitrain.checks import counts
 from minitrain.plan.search.problem import Found, Option, Problem
-from minitrain.plan.search.stages import Plan, Stage, all_cuts, peak_bytes, pipelined, stage_seconds
+from minitrain.plan.search.stages import (
+    Plan,
+    Stage,
+    all_cuts,
+    handed_over,
+    pipelined,
+    stage_bytes,
+    stage_seconds,
+    with_behind,
+)
 
-Score = Callable[[Plan], float]
+Measure = Callable[[Plan], tuple[list[float], list[float]]]  # seconds and bytes of each stage
 
 
 def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
     """`choice` fits into memory. Looked at: different plans."""
     counts(1 << 10, hops=hops, width=width)
-    time = cache(lambda stage: stage_seconds(problem, stage))
+    seconds_of = cache(lambda stage: stage_seconds(problem, stage))
+    bytes_of = cache(lambda stage, behind: stage_bytes(problem, stage, behind))
 
     @cache
-    def measure(plan: Plan) -> tuple[float, float]:
-        """(seconds of a step, bytes as a share of the memory)"""
-        seconds = pipelined([time(stage) for stage in plan], problem.microbatches)
-        return seconds, max(peak_bytes(problem, plan)) / problem.memory_bytes
+    def measure(plan: Plan) -> tuple[list[float], list[float]]:
+        return [seconds_of(stage) for stage in plan], [bytes_of(*one) for one in with_behind(plan)]
 
-    def score_with(power: int) -> Score:
-        def score(plan: Plan) -> float:
-            seconds, share = measure(plan)
-            return seconds if share <= 1 else 2 * seconds * share**power
+    def score(power: int, plan: Plan) -> float:
+        times, held = measure(plan)
+        step, share = pipelined(times, problem.microbatches), max(held) / problem.memory_bytes
+        return step if share <= 1 else 2 * step * share**power
 
-        return score
-
-    every = product((2, 4), starts(problem))
-    found = [improved(problem, start, score_with(power), time, hops, width) for power, start in every]
-    fitting = [plan for plan in found if measure(plan)[1] <= 1]
+    scores = [partial(score, power) for power in (2, 4)]
+    found = [improved(problem, *one, measure, hops, width) for one in product(starts(problem), scores)]
+    fitting = [plan for plan in found if max(measure(plan)[1]) <= problem.memory_bytes]
     if not fitting:
         raise ValueError(f"found no plan in {problem.memory_bytes:,} bytes; give more memory or hops")
-    plan = min(fitting, key=lambda plan: measure(plan)[0])
-    return Found(plan, measure(plan)[0], measure.cache_info().currsize)
+    plan = min(fitting, key=scores[0])
+    return Found(plan, scores[0](plan), measure.cache_info().currsize)
 
 
 def starts(problem: Problem) -> list[Plan]:
     """Of each number of stages the cut with most even work, all layers with the first word."""
     work = lambda layers, devices: sum(problem.layers[i].flops for i in layers) / devices
-    found, every = [], all_cuts(problem)
-    for stages in sorted({len(cut) for cut in every}):
-        of_them = [cut for cut in every if len(cut) == stages]
-        cut = min(of_them, key=lambda cut: max(work(*stage) for stage in cut))
-        found.append(tuple(resized(problem, (), layers, devices) for layers, devices in cut))
-    return found
+    first = lambda devices: problem.options(problem.mesh(devices))[0]
+    most_even: dict[int, tuple] = {}
+    for cut in all_cuts(problem):
+        most = max(work(*run) for run in cut)
+        plan = tuple(Stage(layers, devices, (first(devices),) * len(layers)) for layers, devices in cut)
+        most_even[len(cut)] = min(most_even.get(len(cut), (most, plan)), (most, plan), key=lambda one: one[0])
+    return [most_even[stages][1] for stages in sorted(most_even)]
 
 
-def improved(problem: Problem, plan: Plan, score: Score, time, hops: int, width: int) -> Plan:
+def improved(
+    problem: Problem, plan: Plan, score: Callable[[Plan], float], measure: Measure, hops: int, width: int
+) -> Plan:
     """Until no row of primitives helps, neither of the bottleneck nor of the stages behind it in order."""
     while True:
         for place in range(len(plan)):
             tried = [plan]
             for _ in range(hops):
-                tried = [
+                wide = (
                     new
                     for old in tried
-                    for new in primitives(problem, old, slowest(problem, old, time)[place])
-                ]
-                tried = sorted(dict.fromkeys(tried), key=score)[:width]
+                    for new in primitives(problem, old, slowest(problem, *measure(old))[place])
+                )
+                tried = sorted(dict.fromkeys(wide), key=score)[:width]
                 if not tried or score(tried[0]) < score(plan):
                     break
             if tried and score(tried[0]) < score(plan):
@@ -83,54 +92,36 @@ def improved(problem: Problem, plan: Plan, score: Score, time, hops: int, width:
             return plan
 
 
-def slowest(problem: Problem, plan: Plan, time) -> list[int]:
+def slowest(problem: Problem, times: Sequence[float], held: Sequence[float]) -> list[int]:
     """Stages, the bottleneck first: by bytes if some are over the memory, else by seconds."""
-    held, times = peak_bytes(problem, plan), [time(stage) for stage in plan]
     measured = held if max(held) > problem.memory_bytes else times
-    return sorted(range(len(plan)), key=lambda i: -measured[i])
+    return sorted(range(len(measured)), key=lambda i: -measured[i])
 
 
-def resized(problem: Problem, options: tuple[Option, ...], layers: range, devices: int) -> Stage:
-    """A stage whose layers keep their words as far as there are levels, innermost first; new ones are as the
-    layer beside them, or have the first word."""
-    levels = len(problem.mesh(devices))
-    options = options or (Option(()),)
-    options = (*options, *[options[-1]] * len(layers))[: len(layers)]
-    kept = [option.words[max(0, len(option.words) - levels) :] for option in options]
-    padded = [(problem.words[0],) * (levels - len(words)) + words for words in kept]
-    return Stage(layers, devices, tuple(Option(words, o.again) for words, o in zip(padded, options)))
+def primitives(problem: Problem, plan: Plan, at: int) -> Iterator[Plan]:
+    runs, devices = [stage.layers for stage in plan], [stage.devices for stage in plan]
+    resize = lambda runs, devices: tuple(resized(problem, *one) for one in zip(plan, runs, devices))
+    for handed in handed_over(runs, at):
+        yield resize(handed, devices)
+    for i, more in enumerate(devices):
+        if more > devices[at]:
+            swapped = {at: more, i: devices[at]}
+            yield resize(runs, [swapped.get(j, own) for j, own in enumerate(devices)])
+    stage, layers = plan[at], range(len(runs[at]))
+    for which in [*([i] for i in layers), layers]:
+        for changed in changes(problem, stage, which):
+            yield (*plan[:at], stage._replace(options=changed), *plan[at + 1 :])
 
 
-def primitives(problem: Problem, plan: Plan, at: int) -> list[Plan]:
-    stage, found = plan[at], []
-    with_stages = lambda **new: tuple(new.get(f"s{i}", old) for i, old in enumerate(plan))
-    for beside in (at - 1, at + 1):
-        if 0 <= beside < len(plan) and len(stage.layers) > 1:
-            first, other = beside < at, plan[beside]
-            run = (
-                range(other.layers.start, other.layers.stop + 1)
-                if first
-                else range(other.layers.start - 1, other.layers.stop)
-            )
-            own, layers = (
-                (stage.options[1:], stage.layers[1:]) if first else (stage.options[:-1], stage.layers[:-1])
-            )
-            theirs = other.options if first else (other.options[0], *other.options)
-            here, there = (
-                resized(problem, own, layers, stage.devices),
-                resized(problem, theirs, run, other.devices),
-            )
-            found.append(with_stages(**{f"s{at}": here, f"s{beside}": there}))
-    for i, other in enumerate(plan):
-        if other.devices > stage.devices:
-            here = resized(problem, stage.options, stage.layers, other.devices)
-            there = resized(problem, other.options, other.layers, stage.devices)
-            found.append(with_stages(**{f"s{at}": here, f"s{i}": there}))
-    everyone = range(len(stage.layers))
-    for which in [*([i] for i in everyone), everyone]:
-        for change in changes(problem, stage, which):
-            found.append(with_stages(**{f"s{at}": stage._replace(options=change)}))
-    return found
+def resized(problem: Problem, stage: Stage, layers: range, devices: int) -> Stage:
+    """Its layers keep their words as far as there are levels, innermost first, beside the first word; a layer
+    that is new is as the one beside it."""
+    old, levels, options = stage.layers, len(problem.mesh(devices)), []
+    for i in layers:
+        words, again = stage.options[min(max(i, old.start), old.stop - 1) - old.start]
+        kept = words[max(0, len(words) - levels) :]
+        options.append(Option((problem.words[0],) * (levels - len(kept)) + kept, again))
+    return Stage(layers, devices, tuple(options))
 
 
 def changes(problem: Problem, stage: Stage, which: Sequence[int]) -> list[tuple[Option, ...]]:

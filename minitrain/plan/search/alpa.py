@@ -15,9 +15,12 @@ operators; scipy's solver.
 from functools import cache
 from itertools import product
 from math import inf
+from operator import itemgetter
 
-from minitrain.plan.search.problem import Found, Graph, Problem
-from minitrain.plan.search.stages import Plan, Stage, message_seconds, sizes_of, stage_graph
+import numpy
+
+from minitrain.plan.search.problem import Found, Graph, Problem, cheapest
+from minitrain.plan.search.stages import Plan, Run, by_stages, message_seconds, sizes_of, stage_graphs
 
 
 def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ...]] | None:
@@ -26,97 +29,79 @@ def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ..
         raise ValueError(f"memory_bytes={memory_bytes}: use a number above 0")
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import lil_array
     except ModuleNotFoundError:
         cure = "install minitrain with its [course] packages"
         raise ModuleNotFoundError(f"Alpa's program needs scipy: {cure}") from None
-    first, costs = [], []  # where a layer's picks begin; the objective
-    for node in graph.node:
-        first.append(len(costs))
-        costs += node
-    rows, right, pairs = [], [], {}
-    for layer, options in enumerate(graph.options):
-        rows.append({first[layer] + a: 1 for a in range(len(options))})
-        right.append(1)
-    for (i, j), edge in graph.edge.items():
-        pairs[i, j] = len(costs)
-        at = {
-            (a, b): len(costs) + a * len(edge[0]) + b
-            for a, b in product(range(len(edge)), range(len(edge[0])))
-        }
-        costs += [cost for row in edge for cost in row]
-        rows += [{first[i] + a: -1, **{at[a, b]: 1 for b in range(len(edge[0]))}} for a in range(len(edge))]
-        rows += [{first[j] + b: -1, **{at[a, b]: 1 for a in range(len(edge))}} for b in range(len(edge[0]))]
-        right += [0] * (len(edge) + len(edge[0]))
+    if sum(map(min, graph.memory)) > memory_bytes:
+        return None
+    costs = [numpy.array(block) for block in (*graph.node, *graph.edge.values())]  # s_0, s_1, .., e_ij, ..
+
+    def row(*parts) -> numpy.ndarray:
+        """Coefficients: each part is (block, where in it, which)."""
+        made = [numpy.zeros(block.shape) for block in costs]
+        for block, where, value in parts:
+            made[block][where] = value
+        return flat(made)
+
+    flat = lambda blocks: numpy.concatenate([block.ravel() for block in blocks])
+    layers = len(graph.options)
+    rows, right = [row((layer, slice(None), 1)) for layer in range(layers)], [1] * layers
+    for e, (i, j) in enumerate(graph.edge, start=layers):
+        from_i, to_j = map(range, costs[e].shape)
+        rows += [row((e, a, 1), (i, a, -1)) for a in from_i] + [
+            row((e, (..., b), 1), (j, b, -1)) for b in to_j
+        ]
+        right += [0] * (len(from_i) + len(to_j))
+    limits = [LinearConstraint(numpy.array(rows), right, right)]
     if memory_bytes < inf:
-        held = [size / memory_bytes for sizes in graph.memory for size in sizes]
-        rows.append(dict(enumerate(held)))
-    matrix = lil_array((len(rows), len(costs)))
-    for number, row in enumerate(rows):
-        for column, value in row.items():
-            matrix[number, column] = value
-    bounded = len(rows) > len(right)
-    limits = LinearConstraint(matrix.tocsr(), right + [0] * bounded, right + [1] * bounded)
-    scale = max(costs) or 1  # the solver's tolerances are absolute
-    solved = milp([cost / scale for cost in costs], constraints=limits, integrality=1, bounds=Bounds(0, 1))
+        held = row(*((layer, ..., sizes) for layer, sizes in enumerate(graph.memory)))
+        limits.append(LinearConstraint(held / memory_bytes, 0, 1))
+    scale = max(map(numpy.max, costs)) or 1  # the solver's tolerances are absolute
+    solved = milp(flat(costs) / scale, constraints=limits, integrality=1, bounds=Bounds(0, 1))
     if solved.x is None:
         return None
-    picks = tuple(
-        max(range(len(options)), key=lambda a: solved.x[first[layer] + a])
-        for layer, options in enumerate(graph.options)
-    )
+    ends = numpy.cumsum([len(options) for options in graph.options])
+    picks = tuple(int(one_hot.argmax()) for one_hot in numpy.split(solved.x, ends)[:layers])
     return graph.cost(picks), picks
 
 
 def alpa(problem: Problem) -> Found:
     """`cost`: seconds of a step. Looked at: entries of integer programs and of the tables F."""
-    layers, sizes, looked_at = len(problem.layers), sizes_of(problem), 0
+    looked_at = 0
 
     @cache
-    def unlimited(start: int, end: int, devices: int) -> tuple[int, ...]:
+    def unlimited(run: Run) -> tuple[int, ...]:
         nonlocal looked_at
-        graph = stage_graph(problem, range(start, end), devices, 0, problem.options)
+        (graph,) = stage_graphs(problem, run, 0)
         looked_at += sum(map(len, graph.node)) + sum(len(edge) * len(edge[0]) for edge in graph.edge.values())
         return intra(graph)[1]
 
     @cache
-    def stage(start: int, end: int, devices: int, behind: int) -> tuple[float, tuple]:
+    def stage(run: Run, behind: int) -> tuple[float, tuple]:
         """Solved again only if the fastest does not fit beside so many microbatches."""
-        graph = stage_graph(problem, range(start, end), devices, behind, problem.options)
-        picks = unlimited(start, end, devices)
+        (graph,) = stage_graphs(problem, run, behind)
+        picks = unlimited(run)
         solved = graph.cost(picks), picks
         if graph.bytes(picks) > problem.memory_bytes:
             solved = intra(graph, problem.memory_bytes)
         if solved is None:
             return inf, ()
-        return solved[0] + message_seconds(problem, range(start, end), devices), graph.choice(solved[1])
+        return solved[0] + message_seconds(problem, *run), graph.choice(solved[1])
 
-    most = min(layers, problem.devices)
-    runs = [(start, end) for end in range(1, layers + 1) for start in range(end)]
-    times = {stage(*run, here, behind)[0] for run, here, behind in product(runs, sizes, range(most))} - {inf}
+    def join(here: float, rest: float) -> float:
+        nonlocal looked_at
+        looked_at += 1
+        return here + rest
+
+    layers, again = len(problem.layers), problem.microbatches - 1
+    runs = [range(start, end) for end in range(1, layers + 1) for start in range(end)]
+    every = product(product(runs, sizes_of(problem)), range(min(layers, problem.devices)))
     best: tuple[float, Plan] = (inf, ())
-    for slowest in sorted(times):
-        if (problem.microbatches - 1) * slowest >= best[0]:
+    for slowest in sorted({stage(*one)[0] for one in every} - {inf}):
+        if again * slowest >= best[0]:
             break
-
-        @cache
-        def least(start: int, devices: int, stages: int) -> tuple[float, Plan]:
-            nonlocal looked_at
-            if stages == 0:
-                return (0.0, ()) if start == layers and devices == 0 else (inf, ())
-            found = inf, ()
-            for end, here in product(range(start + 1, layers + 1), sizes):
-                if here <= devices and (ahead := stage(start, end, here, stages - 1))[0] <= slowest:
-                    rest, plan = least(end, devices - here, stages - 1)
-                    looked_at += 1
-                    if ahead[0] + rest < found[0]:
-                        found = ahead[0] + rest, (Stage(range(start, end), here, ahead[1]), *plan)
-            return found
-
-        for stages in range(1, most + 1):
-            total, plan = least(0, problem.devices, stages)
-            if total + (problem.microbatches - 1) * slowest < best[0]:
-                best = total + (problem.microbatches - 1) * slowest, plan
-    if best[0] == inf:
-        raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
-    return Found(best[1], best[0], looked_at)
+        fast = lambda *one: stage(*one) if stage(*one)[0] <= slowest else (inf, ())
+        plans = ((total + again * slowest, plan) for total, plan in by_stages(problem, fast, join))
+        best = min((best, *plans), key=itemgetter(0))
+    cost, plan = cheapest([best], problem.memory_bytes)
+    return Found(plan, cost, looked_at)

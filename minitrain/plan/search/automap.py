@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from minitrain.checks import whole
-from minitrain.plan.search.problem import Found, Option, Problem
+from minitrain.plan.search.problem import Found, Option, Problem, cheapest
 
 Decision = tuple[str, str]  # a tensor, one of its dims
 
@@ -53,27 +53,27 @@ def words_of(cuts: dict[str, str], layers: int) -> list[str]:
     return found
 
 
-def decisions(cuts: dict[str, str], problem: Problem) -> list[Decision]:
-    """What may still be cut, the largest tensor first."""
+def moves(cuts: dict[str, str], problem: Problem) -> list[dict[str, str]]:
+    """Where each decision that is left leads to, that of the largest tensor first."""
+    layers = len(problem.layers)
     sizes = {f"W{i}": layer.weights for i, layer in enumerate(problem.layers)}
     sizes |= {f"x{i}": layer.takes * problem.rows for i, layer in enumerate(problem.layers)}
     free = sorted((name for name in sizes if name not in cuts), key=lambda name: (-sizes[name], name))
-    return [(name, dim) for name in free for dim in dims_of(len(problem.layers))[name]]
+    return [propagate({**cuts, name: dim}, layers) for name in free for dim in dims_of(layers)[name]]
 
 
 def pricer(problem: Problem):
     """Seconds of the words of a set of cuts; infinite beyond the memory."""
     if len(problem.levels) != 1:
         raise ValueError(f"automap searches one axis, not {len(problem.levels)}; give one level")
-    options = [Option((word,)) for word in ("all", "dp", "sdp", "col", "row")]
-    graph, layers = problem.graph(options=options), len(problem.layers)
+    words, layers = ("all", "dp", "sdp", "col", "row"), len(problem.layers)
+    graph = problem.graph(options=[[Option((word,)) for word in words]] * layers)
 
-    def price(words: tuple[str, ...]) -> float:
-        picks = [options.index(Option((word,))) for word in words]
+    def price(cuts: dict[str, str]) -> float:
+        picks = [words.index(word) for word in words_of(cuts, layers)]
         return graph.cost(picks) if graph.bytes(picks) <= problem.memory_bytes else math.inf
 
-    known = cache(price)
-    return lambda cuts: known(tuple(words_of(cuts, layers)))
+    return price
 
 
 def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float = 0.5) -> Found:
@@ -81,29 +81,28 @@ def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float
     whole(rollouts=rollouts, seed=seed)
     draw, price, layers = random.Random(seed), pricer(problem), len(problem.layers)
     slow = min(price(dict.fromkeys(("x0", "x1"), "m")), 1.0)  # the scale of rewards
-    tree: dict[tuple, list[float]] = {}  # (cuts, are they final) -> [visits, sum of rewards]
-    best, seen = (math.inf, ()), set()
+    tree: dict[tuple, tuple] = {}  # (cuts, are they final) -> [visits, sum of rewards]
+    best, seen = (math.inf, []), set()
     for _ in range(rollouts):
         cuts, path, final = {}, [(frozenset(), False)], False
         while path[-1] in tree and not final:  # down to a node that is new
             cuts, final = _next(path, cuts, tree, problem, explore)
-        while not final and (free := decisions(cuts, problem)) and draw.random() > 0.3:
-            cuts = propagate({**cuts, **dict([draw.choice(free)])}, layers)
+        while not final and (further := moves(cuts, problem)) and draw.random() > 0.3:
+            cuts = draw.choice(further)
         seen.add(frozenset(cuts.items()))
         cost = price(cuts)
-        best = min(best, (cost, tuple(words_of(cuts, layers))))
+        best = min(best, (cost, words_of(cuts, layers)))
         for node in path:
-            counted = tree.setdefault(node, [0, 0.0])
-            counted[0], counted[1] = counted[0] + 1, counted[1] + slow / (slow + cost)
-    if best[0] == math.inf:
-        raise ValueError(f"nothing of {rollouts} rollouts fits into {problem.memory_bytes:,} bytes")
-    return Found(tuple(Option((word,)) for word in best[1]), best[0], len(seen))
+            visits, rewards = tree.get(node, (0, 0.0))
+            tree[node] = visits + 1, rewards + slow / (slow + cost)
+    cost, words = cheapest([best], problem.memory_bytes)
+    return Found(tuple(Option((word,)) for word in words), cost, len(seen))
 
 
 def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) -> tuple[dict, bool]:
     """One node further: the first that is new, else by upper confidence bound. To stop is a move too."""
-    ways = [propagate({**cuts, name: dim}, len(problem.layers)) for name, dim in decisions(cuts, problem)]
-    nodes = [(frozenset(way.items()), False) for way in ways] + [(frozenset(cuts.items()), True)]
+    nodes = [(frozenset(then.items()), False) for then in moves(cuts, problem)]
+    nodes.append((frozenset(cuts.items()), True))
     log_visits = math.log(tree[path[-1]][0])
 
     def bound(node) -> float:
@@ -116,12 +115,11 @@ def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) 
 
 def reachable(problem: Problem) -> Iterator[dict[str, str]]:
     """Every set of cuts that decisions lead to."""
-    waiting, seen, layers = [{}], {frozenset()}, len(problem.layers)
+    waiting, seen = [{}], {frozenset()}
     while waiting:
         cuts = waiting.pop()
         yield cuts
-        for name, dim in decisions(cuts, problem):
-            then = propagate({**cuts, name: dim}, layers)
+        for then in moves(cuts, problem):
             if (key := frozenset(then.items())) not in seen:
                 seen.add(key)
                 waiting.append(then)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from minitrain.checks import amounts, counts, one_of
 from minitrain.plan.accounting.memory import zero_bytes
-from minitrain.plan.search.problem import Found, Problem
+from minitrain.plan.search.exhaustive import least
+from minitrain.plan.search.problem import Found, Problem, cheapest
 
 STAGES = (0, 1, 2, 3)
 
@@ -75,14 +76,12 @@ def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> 
             if tried[config] > before:
                 break
             before = tried[config]
-    if not tried:
-        raise ValueError(f"no stage fits into {problem.memory_bytes:,} bytes; give more memory or devices")
-    best = min(tried, key=tried.__getitem__)
-    return Found(best, tried[best], len(tried))
+    time, best = cheapest(((time, config) for config, time in tried.items()), problem.memory_bytes)
+    return Found(best, time, len(tried))
 
 
 def every_config(problem: Problem) -> Found:
     """The fastest of the whole grid that fits; looked at: the grid."""
-    fitting = [config for config in grid(problem) if memory(problem, config) <= problem.memory_bytes]
-    best = min(fitting, key=lambda config: step_seconds(problem, config))
-    return Found(best, step_seconds(problem, best), len(grid(problem)))
+    every = grid(problem)
+    fitting = (config for config in every if memory(problem, config) <= problem.memory_bytes)
+    return least(fitting, lambda config: step_seconds(problem, config))._replace(looked_at=len(every))

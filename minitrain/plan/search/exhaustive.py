@@ -2,14 +2,16 @@
 
     exhaustive(problem).choice           an option for each layer, all devices together, within memory
     every(graph)                         the same for any graph
+    least(choices, cost)                 for whatever has a cost
     stages.every_plan(problem)           of plans with stages
 
 |options|^layers choices: 16^4 = 65,536 of four layers on two levels with four words.
 """
 
-from itertools import product
+from collections.abc import Callable, Iterable
+from math import inf
 
-from minitrain.plan.search.problem import Found, Graph, Problem
+from minitrain.plan.search.problem import Found, Graph, Problem, cheapest
 
 
 def exhaustive(problem: Problem, unit: str = "seconds") -> Found:
@@ -17,11 +19,13 @@ def exhaustive(problem: Problem, unit: str = "seconds") -> Found:
     return every(problem.graph(unit=unit), problem.memory_bytes)
 
 
-def every(graph: Graph, memory_bytes: float = float("inf")) -> Found:
-    best, least = None, float("inf")
-    for picks in product(*map(range, map(len, graph.options))):
-        if (cost := graph.cost(picks)) < least and graph.bytes(picks) <= memory_bytes:
-            best, least = picks, cost
-    if best is None:
-        raise ValueError(f"no choice fits into {memory_bytes:,} bytes; give more memory")
-    return Found(graph.choice(best), least, graph.size)
+def every(graph: Graph, memory_bytes: float = inf) -> Found:
+    fitting = (one for one in graph.every() if one[1] <= memory_bytes)
+    cost, _, picks = cheapest(fitting, memory_bytes)
+    return Found(graph.choice(picks), cost, graph.size)
+
+
+def least(choices: Iterable, cost: Callable[..., float]) -> Found:
+    priced = [(cost(choice), choice) for choice in choices]
+    best, choice = cheapest(priced)
+    return Found(choice, best, len(priced))

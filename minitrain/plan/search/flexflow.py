@@ -30,8 +30,7 @@ class Task(NamedTuple):
 
 def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
     """One microbatch. The same names, streams and needs for every choice: only the seconds differ."""
-    tasks, levels, last = [], problem.levels, len(problem.layers) - 1
-    words = [option.words for option in choice]
+    tasks, levels, words = [], problem.levels, [*(option.words for option in choice), None]
 
     def sent(name, sizes, needs):
         for i in reversed(range(len(levels))):
@@ -39,29 +38,28 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
             needs = ((*name, i),)
         return needs
 
-    then = lambda j: None if j > last else words[j]
-    edges = [
-        problem.edge_bytes(layer, words[j], then(j + 1), levels) for j, layer in enumerate(problem.layers)
-    ]
+    forward, backward, gathers, sums, thirds = [], [], [], [], []
+    for j, (layer, option) in enumerate(zip(problem.layers, choice)):
+        there, back = problem.edge_bytes(layer, words[j], words[j + 1], levels)
+        often, once = problem.weight_bytes(layer, words[j], levels)
+        forward.append(there)
+        backward.append(back)
+        gathers.append([size / 3 for size in often])
+        sums.append([a + b / problem.microbatches for a, b in zip(gathers[j], once)])
+        thirds.append(problem.compute_seconds(layer, option, levels) / 3)
     needs = ()
-    for j, layer in enumerate(problem.layers):
-        often, _ = problem.weight_bytes(layer, words[j], levels)
-        ready = sent(("gather", j), [size / 3 for size in often], ())
-        third = problem.compute_seconds(layer, choice[j], levels) / 3
+    for j, third in enumerate(thirds):
+        ready = sent(("gather", j), gathers[j], ())
         tasks.append(Task(("F", j), "compute", third, needs + ready))
-        needs = sent(("to", j), edges[j][0], (("F", j),))
-    sums = ()
-    for j in range(last, -1, -1):
-        often, once = problem.weight_bytes(problem.layers[j], words[j], levels)
-        needs = sent(("back to", j), edges[j][1], needs)
-        ready = sent(("again", j), [size / 3 for size in often], ())
-        if sums:
-            sent(*sums)  # behind what the next backward waits for
-        two_thirds = 2 * problem.compute_seconds(problem.layers[j], choice[j], levels) / 3
-        tasks.append(Task(("B", j), "compute", two_thirds, needs + ready))
+        needs = sent(("to", j), forward[j], (("F", j),))
+    for j in reversed(range(len(thirds))):
+        needs = sent(("back to", j), backward[j], needs)
+        ready = sent(("again", j), gathers[j], ())
+        if j + 1 < len(thirds):
+            sent(("sum", j + 1), sums[j + 1], (("B", j + 1),))  # behind what this backward waits for
+        tasks.append(Task(("B", j), "compute", 2 * thirds[j], needs + ready))
         needs = (("B", j),)
-        sums = ("sum", j), [a / 3 + b / problem.microbatches for a, b in zip(often, once)], needs
-    sent(*sums)
+    sent(("sum", 0), sums[0], needs)
     return tasks
 
 

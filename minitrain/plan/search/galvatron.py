@@ -11,22 +11,25 @@ Miao et al. 2022, arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031.
 Differs: costs are problem.py's, without overlap; memory is not rounded to a grid.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby, product
+from math import inf
 
 from minitrain.checks import counts
 from minitrain.pipeline.partition import balanced
-from minitrain.plan.search.problem import Found, Level, Option, Problem
+from minitrain.plan.search.problem import Found, Option, Problem, cheapest
 from minitrain.plan.search.stages import (
     Cut,
+    Families,
     Stage,
-    message_seconds,
+    handed_over,
     pipelined,
     sizes_of,
-    stage_graph,
     stage_seconds,
+    with_behind,
+    with_recomputation,
 )
-from minitrain.plan.search.tensoropt import frontier
+from minitrain.plan.search.tensoropt import fastest_of_stage
 
 
 def words_of_tree(words: Sequence[str], levels: int, mixed: bool = False) -> list[tuple[str, ...]]:
@@ -49,13 +52,13 @@ def candidates(devices: int, mixed: bool = False) -> list[tuple]:
     ]
 
 
-def tree_options(
-    problem: Problem, again: Sequence[bool] = (False,)
-) -> Callable[[Sequence[Level]], list[Option]]:
-    def options(levels: Sequence[Level]) -> list[Option]:
-        return [Option(words, a) for words in words_of_tree(problem.words, len(levels)) for a in again]
+def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Families:
+    words = lambda levels: words_of_tree(problem.words, len(levels))
+    return lambda levels: [[Option(one, a) for one in words(levels) for a in again]]
 
-    return options
+
+def bmw_options(problem: Problem) -> Families:
+    return tree_options(problem, with_recomputation(problem))
 
 
 def even_cuts(problem: Problem) -> list[Cut]:
@@ -69,76 +72,48 @@ def even_cuts(problem: Problem) -> list[Cut]:
 
 def galvatron(problem: Problem) -> Found:
     """`cost`: seconds of a step. Of equal plans that with fewest stages."""
-    return best_of(problem, even_cuts(problem), tree_options(problem))
-
-
-def best_of(problem: Problem, among: Sequence[Cut], options) -> Found:
-    tried = [within(problem, cut, options) for cut in among]
-    fitting = [found for found in tried if found.choice]
-    if not fitting:
-        raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
-    best = min(fitting, key=lambda found: found.cost)
-    return Found(best.choice, best.cost, sum(found.looked_at for found in tried))
-
-
-def within(problem: Problem, cut: Cut, options) -> Found:
-    """The fastest options of a cut's stages; no choice if one stage does not fit."""
-    plan, times, looked_at = [], [], 0
-    for behind, (layers, devices) in reversed(list(enumerate(reversed(cut)))):
-        graph = stage_graph(problem, layers, devices, behind, options)
-        front, looked = frontier(graph, problem.memory_bytes)
-        looked_at += looked
-        if not front:
-            return Found((), float("inf"), looked_at)
-        plan.append(Stage(layers, devices, graph.choice(front[0][2])))
-        times.append(front[0][0] + message_seconds(problem, layers, devices))
-    return Found(tuple(plan), pipelined(times, problem.microbatches), looked_at)
-
-
-def bmw_options(problem: Problem) -> Callable[[Sequence[Level]], list[Option]]:
-    return tree_options(problem, (False, True) if any(layer.keeps for layer in problem.layers) else (False,))
+    return best_of(problem, [within(problem, cut, tree_options(problem)) for cut in even_cuts(problem)])
 
 
 def galvatron_bmw(problem: Problem) -> Found:
     """Looks at Galvatron's own cuts too, so it is never slower."""
     options, found = bmw_options(problem), []
-    for start in even_cuts(problem):
-        for cut in (start, even_in_memory(problem, start)):
-            here = within(problem, cut, options)
-            found.append(here)
-            while here.choice and (
-                there := [within(problem, one, options) for one in lighter(problem, here)]
-            ):
-                found += there
-                best = min(there, key=lambda one: one.cost)
-                if best.cost >= here.cost:
-                    break
-                here = best
-    looked_at = sum(one.looked_at for one in found)
-    best = min(found, key=lambda one: one.cost)
-    if not best.choice:
-        raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
-    return Found(best.choice, best.cost, looked_at)
+    for even in even_cuts(problem):
+        for start in (even, even_in_memory(problem, even)):
+            here = within(problem, start, options)
+            found += [here, *lighter(problem, here, options)]
+    return best_of(problem, found)
+
+
+def lighter(problem: Problem, found: Found, families: Families) -> list[Found]:
+    """Cuts in which the slowest stage gives its first or its last layer away, and so on from the fastest."""
+    times = [stage_seconds(problem, stage) for stage in found.choice]
+    runs = handed_over([stage.layers for stage in found.choice], times.index(max(times))) if times else []
+    devices = [stage.devices for stage in found.choice]
+    tried = [within(problem, tuple(zip(layers, devices)), families) for layers in runs]
+    best = min(tried, key=lambda one: one.cost, default=found)
+    return tried + (lighter(problem, best, families) if best.cost < found.cost else [])
+
+
+def best_of(problem: Problem, found: Sequence[Found]) -> Found:
+    cost, plan = cheapest([(one.cost, one.choice) for one in found], problem.memory_bytes)
+    return Found(plan, cost, sum(one.looked_at for one in found))
+
+
+def within(problem: Problem, cut: Cut, families: Families) -> Found:
+    """The fastest options of a cut's stages; no choice if one stage does not fit."""
+    plan, times, looked_at = [], [], 0
+    for run, behind in with_behind(cut):
+        options, time, looked = fastest_of_stage(problem, run, behind, families)
+        looked_at += looked
+        if time == inf:
+            return Found((), inf, looked_at)
+        plan.append(Stage(*run, options))
+        times.append(time)
+    return Found(tuple(plan), pipelined(times, problem.microbatches), looked_at)
 
 
 def even_in_memory(problem: Problem, cut: Cut) -> Cut:
     """The same stages, cut where the states of their layers are most even."""
     sizes = [problem.memory(layer, Option(()), ()) for layer in problem.layers]
     return tuple((run, devices) for run, (_, devices) in zip(balanced(sizes, len(cut)), cut))
-
-
-def lighter(problem: Problem, found: Found) -> list[Cut]:
-    """Cuts in which the slowest stage gives its first or its last layer away."""
-    runs = [(stage.layers, stage.devices) for stage in found.choice]
-    times = [stage_seconds(problem, stage) for stage in found.choice]
-    slowest, moved = times.index(max(times)), []
-    layers = runs[slowest][0]
-    for beside in (slowest - 1, slowest + 1):
-        if 0 <= beside < len(runs) and len(layers) > 1:
-            other = runs[beside][0]
-            first = beside < slowest
-            here = layers[1:] if first else layers[:-1]
-            there = range(other.start, other.stop + 1) if first else range(other.start - 1, other.stop)
-            changed = {slowest: here, beside: there}
-            moved.append(tuple((changed.get(i, run), devices) for i, (run, devices) in enumerate(runs)))
-    return moved

@@ -10,9 +10,10 @@ reduce-scattered.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from minitrain.plan.search.optcnn import eliminate
-from minitrain.plan.search.problem import Found, Graph, Option, Problem, graph_of
+from minitrain.plan.search.problem import Found, Graph, Option, Problem
 
 WORDS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
 
@@ -23,22 +24,10 @@ def hypar(problem: Problem, solve: Callable[[Graph], Found] = eliminate) -> Foun
     for level in range(len(problem.levels)):
         found = solve(level_graph(problem, chosen, level))
         chosen, looked_at = [option.words for option in found.choice], looked_at + found.looked_at
-    return Found(tuple(map(Option, chosen)), sent_bytes(problem, chosen), looked_at)
+    return Found(found.choice, problem.cost(found.choice, unit="bytes"), looked_at)
 
 
 def level_graph(problem: Problem, chosen: list[tuple[str, ...]], level: int) -> Graph:
     """Two words for each layer on this level, behind those chosen on the ones outside of it."""
-    levels = problem.levels[: level + 1]
-    options = sorted({Option((*words, word)) for words in chosen for word in WORDS})
-    whole = graph_of(problem, range(len(chosen)), levels, options, unit="bytes")
-    own = [[options.index(Option((*words, word))) for word in WORDS] for words in chosen]
-    pick = lambda costs: [[row[a] for a in picks] for row, picks in zip(costs, own)]
-    edges = {(i, j): [[costs[a][b] for b in own[j]] for a in own[i]] for (i, j), costs in whole.edge.items()}
-    named = [[options[a] for a in picks] for picks in own]
-    return Graph(named, pick(whole.node), edges, pick(whole.memory))
-
-
-def sent_bytes(problem: Problem, chosen: list[tuple[str, ...]]) -> float:
-    options = sorted(set(map(Option, chosen)))
-    graph = problem.graph(options=options, unit="bytes")
-    return graph.cost([options.index(Option(words)) for words in chosen])
+    outer = replace(problem, levels=problem.levels[: level + 1])
+    return outer.graph(options=[[Option((*words, word)) for word in WORDS] for words in chosen], unit="bytes")

@@ -11,8 +11,7 @@ the dims of an image.
 
 from collections.abc import Iterator
 
-from minitrain.plan.search.exhaustive import every
-from minitrain.plan.search.problem import Found, Graph, Problem
+from minitrain.plan.search.problem import Found, Graph, Problem, cheapest
 
 
 def optcnn(problem: Problem, unit: str = "seconds") -> Found:
@@ -25,11 +24,8 @@ def eliminate(graph: Graph) -> Found:
     while (found := next(between_two(edges, left), None)) is not None:
         i, j, k = found
         into, own, out = edges.pop((i, j)), graph.node[j], edges.pop((j, k))
-        sums = [
-            [[x + y + out[b][c] for b, (x, y) in enumerate(zip(row, own))] for c in range(len(out[0]))]
-            for row in into
-        ]
-        best = [[min(range(len(own)), key=each.__getitem__) for each in row] for row in sums]
+        sums = [[list(map(sum, zip(row, own, column))) for column in zip(*out)] for row in into]
+        best = [[each.index(min(each)) for each in row] for row in sums]
         through = [[min(each) for each in row] for row in sums]
         looked_at += len(into) * len(own) * len(out[0])
         if (beside := edges.get((i, k))) is not None:  # edge elimination
@@ -44,11 +40,11 @@ def eliminate(graph: Graph) -> Found:
         {(place[i], place[j]): costs for (i, j), costs in edges.items()},
         [[0.0] * len(graph.options[i]) for i in left],
     )
-    rest = every(small)
-    picks = {i: graph.options[i].index(option) for i, option in zip(left, rest.choice)}
+    cost, _, few = cheapest(small.every())
+    picks = dict(zip(left, few))
     for (i, j, k), best in reversed(gone):
         picks[j] = best[picks[i]][picks[k]]
-    return Found(graph.choice([picks[i] for i in sorted(picks)]), rest.cost, looked_at + rest.looked_at)
+    return Found(graph.choice([picks[i] for i in sorted(picks)]), cost, looked_at + small.size)
 
 
 def between_two(edges: dict, left: list[int]) -> Iterator[tuple[int, int, int]]:

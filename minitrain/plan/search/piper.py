@@ -10,89 +10,44 @@ Tarnawski, Narayanan, Phanishayee 2021, NeurIPS 2021. Differs: the inner problem
 solved exactly, by fronts of (seconds, bytes); the paper's knapsack is a heuristic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import product
-from math import inf
 
-from minitrain.plan.search.problem import SHARED, Found, Level, Option, Problem
-from minitrain.plan.search.stages import Cut, Plan, Stage, all_cuts, message_seconds, sizes_of, stage_graph
-from minitrain.plan.search.tensoropt import frontier
+from minitrain.plan.search.problem import SHARED, Found, Level, Option, Problem, cheapest
+from minitrain.plan.search.stages import Families, Run, by_stages, every_plan, with_recomputation
+from minitrain.plan.search.tensoropt import fastest_of_stage
 
 
-def options_of(problem: Problem, levels: Sequence[Level], replicated: int) -> list[Option]:
-    """Of a stage whose first `replicated` levels are data-parallel: on the others a tensor-parallel word, or
-    all the same."""
+def families_of(problem: Problem) -> Families:
+    """A stage's first levels, none to all of them, are data-parallel; on the others its layers have one
+    tensor-parallel word, or do all the same."""
     inside = [*(word for word in problem.words if word in SHARED), "all"]
-    words = dict.fromkeys(("dp",) * replicated + (word,) * (len(levels) - replicated) for word in inside)
-    again = (False, True) if any(layer.keeps for layer in problem.layers) else (False,)
-    return [Option(one, a) for one in words for a in again]
 
+    def families(levels: Sequence[Level]) -> list[list[Option]]:
+        found = []
+        for dp in range(len(levels) + 1):
+            words = dict.fromkeys(("dp",) * dp + (word,) * (len(levels) - dp) for word in inside)
+            found.append([Option(one, again) for one in words for again in with_recomputation(problem)])
+        return found
 
-def inner(problem: Problem, layers: range, devices: int, behind: int) -> tuple[float, tuple, int]:
-    """(seconds, options, sums) of the fastest way to run a stage; infinite if none fits."""
-    best, looked_at = (inf, ()), 0
-    for replicated in range(len(problem.mesh(devices)) + 1):
-        options = lambda levels: options_of(problem, levels, replicated)
-        graph = stage_graph(problem, layers, devices, behind, options)
-        front, looked = frontier(graph, problem.memory_bytes)
-        looked_at += looked
-        if front and front[0][0] < best[0]:
-            best = front[0][0], graph.choice(front[0][2])
-    return best[0] + message_seconds(problem, layers, devices), best[1], looked_at
+    return families
 
 
 def piper(problem: Problem) -> Found:
     """`cost`: seconds of the slowest stage. Of equal plans that with fewest stages."""
-    layers, sizes, looked_at = len(problem.layers), sizes_of(problem), 0
+    looked_at = 0
 
     @cache
-    def stage(start: int, end: int, devices: int, behind: int) -> tuple[float, tuple]:
+    def inner(run: Run, behind: int) -> tuple[float, tuple[Option, ...]]:
         nonlocal looked_at
-        seconds, options, looked = inner(problem, range(start, end), devices, behind)
+        options, seconds, looked = fastest_of_stage(problem, run, behind, families_of(problem))
         looked_at += looked
         return seconds, options
 
-    @cache
-    def slowest(start: int, devices: int, stages: int) -> tuple[float, Plan]:
-        if stages == 0:
-            return (0.0, ()) if start == layers and devices == 0 else (inf, ())
-        best = inf, ()
-        for end, here in product(range(start + 1, layers + 1), sizes):
-            if here <= devices:
-                seconds, options = stage(start, end, here, stages - 1)
-                rest, plan = slowest(end, devices - here, stages - 1)
-                if max(seconds, rest) < best[0]:
-                    best = max(seconds, rest), (Stage(range(start, end), here, options), *plan)
-        return best
-
-    most = min(layers, problem.devices)
-    time, plan = min(
-        (slowest(0, problem.devices, stages) for stages in range(1, most + 1)), key=lambda found: found[0]
-    )
-    if time == inf:
-        raise ValueError(f"no plan fits into {problem.memory_bytes:,} bytes; give more memory or devices")
+    time, plan = cheapest(by_stages(problem, inner, max), problem.memory_bytes)
     return Found(plan, time, looked_at)
 
 
 def every_piper_plan(problem: Problem) -> Found:
     """The truth: every cut, in each stage every (dp, tp), for each layer every option."""
-    best, count = inf, 0
-    for cut in all_cuts(problem):
-        degrees = [range(len(problem.mesh(devices)) + 1) for _, devices in cut]
-        for replicated in product(*degrees):
-            found, looked = _slowest_of(problem, cut, replicated)
-            best, count = min(best, found), count + looked
-    return Found(None, best, count)
-
-
-def _slowest_of(problem: Problem, cut: Cut, replicated: Sequence[int]) -> tuple[float, int]:
-    slowest, count = 0.0, 1
-    for number, (layers, devices) in enumerate(cut):
-        options: Callable = lambda levels: options_of(problem, levels, replicated[number])
-        graph = stage_graph(problem, layers, devices, len(cut) - 1 - number, options)
-        every = product(*map(range, map(len, graph.options)))
-        fits = [graph.cost(picks) for picks in every if graph.bytes(picks) <= problem.memory_bytes]
-        count *= graph.size
-        slowest = max(slowest, min(fits, default=inf) + message_seconds(problem, layers, devices))
-    return slowest, count
+    return every_plan(problem, families_of(problem), time=lambda times, _: max(times))

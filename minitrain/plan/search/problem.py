@@ -20,11 +20,12 @@ from the innermost level outwards, gathers back inwards, so that slow links carr
 Left out: latency, weights while they are gathered. Sizes and rates that are powers of two make sums exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf, prod
+from operator import itemgetter, truediv
 from typing import NamedTuple
 
 from minitrain.checks import amounts, counts, filled, one_of, positive
@@ -92,6 +93,15 @@ class Found(NamedTuple):
     choice: object
     cost: float
     looked_at: int
+
+
+def cheapest(priced: Iterable[tuple], memory_bytes: float = inf) -> tuple:
+    """That with the least first entry, of equal ones the first. ValueError if none is there, or the least is
+    infinite: nothing fits into so many bytes."""
+    best = min(priced, key=itemgetter(0), default=(inf,))
+    if best[0] == inf:
+        raise ValueError(f"nothing fits into {memory_bytes:,} bytes; give more memory or devices")
+    return best
 
 
 @dataclass(frozen=True)
@@ -165,13 +175,13 @@ class Problem:
                 shard /= level.devices
         return often, once
 
-    def edge_bytes(self, source: Layer, words, then, levels: Sequence[Level]) -> tuple[list, list]:
+    def edge_bytes(self, source: Layer, words, then, levels: Sequence[Level]) -> tuple[tuple, tuple]:
         """(forward, backward) of the activation from a layer with `words` to one with `then` or the end."""
         size = source.gives * self.rows * self.element_bytes
-        y, dy = [WORDS[word].y for word in words], [WORDS[word].dy for word in words]
-        x = [self.ends] * len(levels) if then is None else [WORDS[word].x for word in then]
-        dx = x if then is None else [WORDS[word].dx for word in then]
-        return moved(y, x, size, levels), moved(dx, dy, size, levels)
+        placed = lambda what, some: tuple(getattr(WORDS[word], what) for word in some)
+        end = (self.ends,) * len(levels)
+        x, dx = (end, end) if then is None else (placed("x", then), placed("dx", then))
+        return moved(placed("y", words), x, size, levels), moved(dx, placed("dy", words), size, levels)
 
     # ---- seconds and memory -------------------------------------------------------------------------------
     def compute_seconds(self, layer: Layer, option: Option, levels: Sequence[Level]) -> float:
@@ -187,13 +197,57 @@ class Problem:
         once = self.rows * self.element_bytes * inside * option.again
         return self.state_bytes * stored + kept + once
 
-    def graph(self, layers: range | None = None, devices: int | None = None, **how) -> "Graph":
-        """Costs of these layers on so many devices, by default all: see `graph_of`."""
+    # ---- of all choices, and of one ------------------------------------------------------------------------
+    def graph(
+        self,
+        layers: range | None = None,
+        devices: int | None = None,
+        options: Sequence[Sequence[Option]] | None = None,
+        unit: str = "seconds",
+        in_flight: int = 1,
+    ) -> "Graph":
+        """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
+        seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
+        are not in it; the last one gives rows, or `ends`."""
+        one_of(("seconds", "bytes"), unit=unit)
         layers = range(len(self.layers)) if layers is None else layers
-        return graph_of(self, layers, self.mesh(self.devices if devices is None else devices), **how)
+        levels, counted = self.mesh(self.devices if devices is None else devices), unit == "bytes"
+        options = [self.options(levels)] * len(layers) if options is None else options
+
+        def price(sent, share=1):
+            return sum(sent) if counted else share * sum(map(truediv, sent, rates))
+
+        def edge(i, a, b=None):
+            return sum(map(price, self.edge_bytes(self.layers[i], a.words, b and b.words, levels)))
+
+        def node(i, option):
+            often, once = self.weight_bytes(self.layers[i], option.words, levels)
+            own = 0 if counted else self.compute_seconds(self.layers[i], option, levels)
+            return own + price(often) + price(once, 1 / self.microbatches)
+
+        rates, own = [level.bytes_per_s for level in levels], dict(zip(layers, options))
+        nodes = [[node(i, option) for option in some] for i, some in own.items()]
+        nodes[-1] = [cost + edge(layers[-1], option) for cost, option in zip(nodes[-1], options[-1])]
+        edges = {
+            (i - layers[0], j - layers[0]): [[edge(i, a, b) for b in own[j]] for a in own[i]]
+            for i, j in self.edges
+            if i in own and j in own
+        }
+        memory = [
+            [self.memory(self.layers[i], o, levels, in_flight) for o in some] for i, some in own.items()
+        ]
+        return Graph(options, nodes, edges, memory)
+
+    def cost(self, choice: Sequence[Option], layers=None, devices=None, unit: str = "seconds") -> float:
+        """Of one choice: an option for each of these layers."""
+        alone = self.graph(layers, devices, [[option] for option in choice], unit)
+        return alone.cost([0] * len(choice))
 
 
-def moved(source: Sequence[str], target: Sequence[str], size: float, levels: Sequence[Level]) -> list[float]:
+@lru_cache(1 << 16)
+def moved(
+    source: Sequence[str], target: Sequence[str], size: float, levels: Sequence[Level]
+) -> tuple[float, ...]:
     """Bytes that a device sends on each level until a tensor of `size` bytes, placed as `source`, is as
     `target`."""
     sent, now = [0.0] * len(levels), size * fraction(source, levels, CUT)
@@ -209,7 +263,7 @@ def moved(source: Sequence[str], target: Sequence[str], size: float, levels: Seq
         if b == "whole" and a != "whole":  # all-gather
             sent[i] += (level.devices - 1) * now
             now *= level.devices
-    return sent
+    return tuple(sent)
 
 
 def fraction(words: Sequence[str], levels: Sequence[Level], that_cut: Sequence[str]) -> float:
@@ -218,9 +272,10 @@ def fraction(words: Sequence[str], levels: Sequence[Level], that_cut: Sequence[s
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers i with `options[i]`; node[i][a], memory[i][a], edge[i, j][a][b] are what picking them costs."""
+    """Layers i with `options[i]`; node[i][a], memory[i][a], edge[i, j][a][b], i < j, are what picking them
+    costs."""
 
-    options: list[list[Option]]
+    options: Sequence[Sequence[Option]]
     node: list[list[float]]
     edge: dict[tuple[int, int], list[list[float]]]
     memory: list[list[float]]
@@ -232,43 +287,21 @@ class Graph:
     def bytes(self, picks: Sequence[int]) -> float:
         return sum(costs[pick] for costs, pick in zip(self.memory, picks))
 
+    def every(self, picks: tuple[int, ...] = (), cost: float = 0.0, size: float = 0.0) -> Iterator[tuple]:
+        """(cost, bytes, picks) of every choice that begins with `picks`, in the order of the options."""
+        if (j := len(picks)) == len(self.options):
+            yield cost, size, picks
+            return
+        into = [costs[picks[i]] for (i, to), costs in self.edge.items() if to == j]
+        for pick, (own, held) in enumerate(zip(self.node[j], self.memory[j])):
+            yield from self.every((*picks, pick), cost + own + sum(row[pick] for row in into), size + held)
+
     @property
     def size(self) -> int:
         return prod(map(len, self.options))
 
     def choice(self, picks: Sequence[int]) -> tuple[Option, ...]:
         return tuple(options[pick] for options, pick in zip(self.options, picks))
-
-
-def graph_of(problem: Problem, layers: range, levels, options=None, unit="seconds", in_flight=1) -> Graph:
-    """`unit`: seconds of a microbatch, or bytes that a device sends in a step of one. `options`: the same for
-    every layer. Edges that leave the layers are not in it; the last one gives rows, or `ends`."""
-    one_of(("seconds", "bytes"), unit=unit)
-    options = problem.options(levels) if options is None else list(options)
-    counted = unit == "bytes"
-
-    def price(often, once=None):
-        sent = [
-            a + (b if counted else b / problem.microbatches) for a, b in zip(often, once or [0] * len(often))
-        ]
-        return sum(sent) if counted else sum(size / level.bytes_per_s for size, level in zip(sent, levels))
-
-    def edge(i, a, b):
-        return sum(map(price, problem.edge_bytes(problem.layers[i], a.words, b and b.words, levels)))
-
-    def node(i, option):
-        layer = problem.layers[i]
-        own = 0 if counted else problem.compute_seconds(layer, option, levels)
-        return own + price(*problem.weight_bytes(layer, option.words, levels))
-
-    nodes = [[node(i, option) for option in options] for i in layers]
-    nodes[-1] = [own + edge(layers[-1], option, None) for own, option in zip(nodes[-1], options)]
-    inside = [(i, j) for i, j in problem.edges if i in layers and j in layers]
-    edges = {
-        (i - layers[0], j - layers[0]): [[edge(i, a, b) for b in options] for a in options] for i, j in inside
-    }
-    memory = [[problem.memory(problem.layers[i], o, levels, in_flight) for o in options] for i in layers]
-    return Graph([options] * len(layers), nodes, edges, memory)
 
 
 def example(**changes) -> Problem:

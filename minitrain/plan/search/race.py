@@ -10,28 +10,30 @@ ones.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from minitrain.plan.search import (
-    aceso,
     alpa,
-    automap,
     autotuning,
     flexflow,
     galvatron,
-    hypar,
     nnscaler,
     piper,
     placement,
-    stages,
     tofu,
     unity,
 )
+from minitrain.plan.search.aceso import aceso
 from minitrain.plan.search.autoddl import autoddl
-from minitrain.plan.search.exhaustive import every, exhaustive
+from minitrain.plan.search.automap import automap, pricer, reachable
+from minitrain.plan.search.exhaustive import every, exhaustive, least
+from minitrain.plan.search.hypar import hypar
 from minitrain.plan.search.optcnn import optcnn
 from minitrain.plan.search.problem import Found, Level, Problem
+from minitrain.plan.search.stages import Cut, all_cuts, every_plan
 from minitrain.plan.search.tensoropt import tensoropt
 from minitrain.tables import aligned
 
@@ -63,59 +65,47 @@ def race(problem: Problem) -> list[Row]:
 
 
 def entrants(problem: Problem) -> Iterator[tuple[str, str, Callable[[], Found], Callable[[], Found]]]:
-    free, soap = replace(problem, memory_bytes=float("inf")), replace(problem, words=("dp", "col", "row"))
+    """(name, unit, search, every choice of its space)"""
+    free, soap = replace(problem, memory_bytes=inf), replace(problem, words=("dp", "col", "row"))
     slowest = min(level.bytes_per_s for level in problem.levels)
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
-    tree, even = galvatron.tree_options(problem), galvatron.even_cuts(problem)
-    again, products, two = galvatron.bmw_options(problem), as_products(flat), two_stages(problem)
-    all_plans = lambda *space: lambda: stages.every_plan(problem, *space)
-    yield "OptCNN", "microbatch", lambda: optcnn(free), lambda: exhaustive(free)
-    yield "TensorOpt", "microbatch", lambda: tensoropt(problem), lambda: exhaustive(problem)
-    yield "FlexFlow", "simulated", lambda: flexflow.flexflow(soap), lambda: every_simulated(soap)
-    yield "HyPar", "bytes", lambda: hypar.hypar(free), lambda: hypar.hypar(free, every)
-    yield "AutoDDL", "bytes", lambda: autoddl(free), lambda: exhaustive(free, "bytes")
-    yield "Tofu", "elements", lambda: tofu.tofu(problem), lambda: tofu.every_halving(problem)
-    yield "RL placement", "simulated", lambda: placement.reinforce(problem), lambda: every_placement(problem)
-    yield "Automap", "microbatch", lambda: automap.automap(flat), lambda: every_cut(flat)
-    yield "Unity", "microbatch", lambda: unity.optimize(*products), lambda: unity.every_graph(*products)
-    yield "Piper", "slowest", lambda: piper.piper(problem), lambda: piper.every_piper_plan(problem)
-    yield "Alpa", "step", lambda: alpa.alpa(problem), all_plans()
-    yield "Aceso", "step", lambda: aceso.aceso(problem), all_plans()
-    yield "Galvatron", "step", lambda: galvatron.galvatron(problem), all_plans(tree, even)
-    yield (
-        "Galvatron-BMW",
-        "step",
-        lambda: galvatron.galvatron_bmw(problem),
-        all_plans(again, every_run(problem)),
-    )
-    yield "nnScaler", "simulated", lambda: nnscaler.search(*two), lambda: nnscaler.search(*two[:3])
-    tuned = lambda: autotuning.autotune(problem)
-    yield "DeepSpeed-Autotuning", "simulated", tuned, lambda: autotuning.every_config(problem)
+    tree, again = galvatron.tree_options(problem), galvatron.bmw_options(problem)
+    even, equal = galvatron.even_cuts(problem), every_run(problem)
+    products, two = as_products(flat), two_stages(problem)
+    for name, unit, of, search, truth in (
+        ("OptCNN", "microbatch", free, optcnn, exhaustive),
+        ("TensorOpt", "microbatch", problem, tensoropt, exhaustive),
+        ("FlexFlow", "simulated", soap, flexflow.flexflow, every_simulated),
+        ("HyPar", "bytes", free, hypar, lambda free: hypar(free, every)),
+        ("AutoDDL", "bytes", free, autoddl, lambda free: exhaustive(free, "bytes")),
+        ("Tofu", "elements", problem, tofu.tofu, tofu.every_halving),
+        ("RL placement", "simulated", problem, placement.reinforce, every_placement),
+        ("Automap", "microbatch", flat, automap, lambda flat: least(reachable(flat), pricer(flat))),
+        ("Unity", "microbatch", products, lambda of: unity.optimize(*of), lambda of: unity.every_graph(*of)),
+        ("Piper", "slowest", problem, piper.piper, piper.every_piper_plan),
+        ("Alpa", "step", problem, alpa.alpa, every_plan),
+        ("Aceso", "step", problem, aceso, every_plan),
+        ("Galvatron", "step", problem, galvatron.galvatron, lambda of: every_plan(of, tree, even)),
+        ("Galvatron-BMW", "step", problem, galvatron.galvatron_bmw, lambda of: every_plan(of, again, equal)),
+        ("nnScaler", "simulated", two, lambda of: nnscaler.search(*of), lambda of: nnscaler.search(*of[:3])),
+        ("DeepSpeed-Autotuning", "simulated", problem, autotuning.autotune, autotuning.every_config),
+    ):
+        yield name, unit, partial(search, of), partial(truth, of)
 
 
 def every_simulated(problem: Problem) -> Found:
-    choices = list(product(problem.options(problem.levels), repeat=len(problem.layers)))
-    time = lambda choice: flexflow.simulate(flexflow.tasks_of(problem, choice))
-    return cheapest(choices, time)
+    choices = product(problem.options(problem.levels), repeat=len(problem.layers))
+    return least(choices, lambda choice: flexflow.simulate(flexflow.tasks_of(problem, choice)))
 
 
 def every_placement(problem: Problem) -> Found:
-    choices = list(product(range(problem.devices), repeat=len(problem.layers)))
-    return cheapest(choices, lambda choice: placement.step_seconds(problem, choice))
+    choices = product(range(problem.devices), repeat=len(problem.layers))
+    return least(choices, lambda choice: placement.step_seconds(problem, choice))
 
 
-def every_cut(problem: Problem) -> Found:
-    return cheapest(list(automap.reachable(problem)), automap.pricer(problem))
-
-
-def cheapest(choices: list, cost: Callable) -> Found:
-    costs = list(map(cost, choices))
-    return Found(choices[costs.index(min(costs))], min(costs), len(costs))
-
-
-def every_run(problem: Problem) -> list[stages.Cut]:
+def every_run(problem: Problem) -> list[Cut]:
     """Cuts into stages of equal devices."""
-    return [cut for cut in stages.all_cuts(problem) if len({devices for _, devices in cut}) == 1]
+    return [cut for cut in all_cuts(problem) if len({devices for _, devices in cut}) == 1]
 
 
 def as_products(problem: Problem):

@@ -10,10 +10,11 @@ algorithm, handles from one end to the other.
 """
 
 from collections.abc import Iterable
-from itertools import product
+from math import inf
 
 from minitrain.checks import filled
 from minitrain.plan.search.problem import Found, Graph, Problem
+from minitrain.plan.search.stages import Families, Run, message_seconds, stage_graphs
 
 Point = tuple[float, float, tuple[int, ...]]  # seconds, bytes, the pick of each layer
 
@@ -26,7 +27,7 @@ def tensoropt(problem: Problem) -> Found:
     return Found([(s, size, graph.choice(picks)) for s, size, picks in front], cost, looked_at)
 
 
-def frontier(graph: Graph, cap: float = float("inf")) -> tuple[list[Point], int]:
+def frontier(graph: Graph, cap: float = inf) -> tuple[list[Point], int]:
     """The front of a chain within `cap`, the fastest first, and how many sums that took."""
     if any(j != i + 1 for i, j in graph.edge):
         raise ValueError(f"edges {sorted(graph.edge)} are no chain; take out the skips")
@@ -59,7 +60,17 @@ def fastest(front: list[Point], memory_bytes: float) -> Point:
     raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")
 
 
+def fastest_of_stage(problem: Problem, run: Run, behind: int, families: Families | None) -> Found:
+    """Its options within memory; `cost` has the message, and is infinite if nothing fits."""
+    best, looked_at = Found((), inf, 0), 0
+    for graph in stage_graphs(problem, run, behind, families):
+        front, looked = frontier(graph, problem.memory_bytes)
+        looked_at += looked
+        if front and front[0][0] < best.cost:
+            best = Found(graph.choice(front[0][2]), front[0][0], 0)
+    return Found(best.choice, best.cost + message_seconds(problem, *run), looked_at)
+
+
 def every_point(graph: Graph) -> list[Point]:
     """The front found the long way."""
-    every = product(*map(range, map(len, graph.options)))
-    return unbeaten((graph.cost(picks), graph.bytes(picks), picks) for picks in every)
+    return unbeaten(graph.every())

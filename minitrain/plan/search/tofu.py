@@ -13,13 +13,16 @@ programming from the first layer to the last. k steps for 2^k workers, each with
 Wang, Huang, Li 2019, arXiv:1807.08887. Differs: the language is that of einsum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from minitrain.plan.search.problem import Found, Problem
+from minitrain.checks import counts
+from minitrain.plan.search.exhaustive import every
+from minitrain.plan.search.optcnn import eliminate
+from minitrain.plan.search.problem import Found, Graph, Problem
 
 OPERATORS = {"forward": "mk,kn->mn", "dx": "mn,kn->mk", "dW": "mk,mn->kn"}
 ACTIVATION, MATRIX = "rc", "kn"  # rows or columns (features); inputs or outputs
@@ -60,59 +63,55 @@ def sizes_of(problem: Problem) -> list[dict[str, int]]:
 
 
 def tofu(problem: Problem) -> Found:
-    """`cost`: elements moved by all workers in forward and backward. Of equal cuts the first."""
-    layers, looked_at = sizes_of(problem), 0
-    halved = Halved(
-        ((),) * (len(layers) + 1),
-        ((),) * len(layers),
-        {(i, op): () for i in range(len(layers)) for op in OPERATORS},
-    )
+    """`cost`: elements moved by all workers in forward and backward. Looked at: ways to cut an operator."""
+    layers, cost, looked_at = sizes_of(problem), 0.0, 0
+    halved = uncut(layers)
     for _ in problem.levels:
-        halved, elements, looked = step(halved, layers)
-        looked_at += looked
-    return Found(halved, elements * problem.devices, looked_at)
-
-
-def step(halved: Halved, layers: Sequence[dict[str, int]]) -> tuple[Halved, float, int]:
-    """One more halving of everything, by dynamic programming, and the elements that a worker then moves."""
-    looked_at, best = 0, {cut: (0.0, ((*halved.activations[0], cut),), (), {}) for cut in ACTIVATION}
-    for i, sizes in enumerate(layers):
-        grown = {}
-        for cut, (before, matrix, after) in (
-            (c, (b, m, c)) for b, m, c in product(ACTIVATION, MATRIX, ACTIVATION)
-        ):
-            x, y, w = (
-                (*halved.activations[i], before),
-                (*halved.activations[i + 1], after),
-                (*halved.matrices[i], matrix),
-            )
-            stored, own, along = stored_as(x, w, y), 0.0, {}
-            for name, description in OPERATORS.items():
-                ways = [(*halved.operators[i, name], index) for index in "mkn"]
-                costs = [moved(description, way, stored, sizes) for way in ways]
-                own, along[i, name] = own + min(costs), ways[costs.index(min(costs))]
-                looked_at += 3
-            cost, activations, matrices, operators = best[before]
-            found = (cost + own, (*activations, y), (*matrices, w), operators | along)
-            grown[cut] = min(grown.get(cut, found), found, key=lambda one: one[0])
-        best = grown
-    cost, *parts = min(best.values(), key=lambda one: one[0])
-    return Halved(*parts), cost, looked_at
+        graph, best_ways = graph_of(layers, halved)
+        cuts, cost, _ = eliminate(graph)
+        (_, *matrices), activations = zip(*cuts)
+        each = enumerate(zip(activations, matrices, activations[1:]))
+        ways = {(i, name): way for i, one in each for name, (_, way) in best_ways(i, *one).items()}
+        halved = Halved(activations, tuple(matrices), ways)
+        looked_at += best_ways.cache_info().currsize * len(OPERATORS) * len("mkn")
+    return Found(halved, cost * problem.devices, looked_at)
 
 
 def every_halving(problem: Problem) -> Found:
     """The least elements over all cuts of all tensors and operators, in all steps at once."""
-    layers, steps = sizes_of(problem), len(problem.levels)
+    layers = sizes_of(problem)
+    cuts, cost, size = every(graph_of(layers, uncut(layers), len(problem.levels))[0])
+    return Found(cuts, cost * problem.devices, size)
+
+
+def uncut(layers: Sequence[dict[str, int]]) -> Halved:
+    operators = {(i, name): () for i in range(len(layers)) for name in OPERATORS}
+    return Halved(((),) * (len(layers) + 1), ((),) * len(layers), operators)
+
+
+def graph_of(layers: Sequence[dict[str, int]], halved: Halved, steps: int = 1) -> tuple[Graph, Callable]:
+    """A chain of so many more steps: the first activation's cuts, then each matrix's with those of the
+    activation it makes; edges cost the elements that a worker moves. And for (layer, x, W, y) the best way
+    to cut each operator: {name: (elements, indices)}."""
+    counts(8, steps=steps)
+    then = lambda cuts, letters: [(*cuts, *more) for more in product(letters, repeat=steps)]
 
     @cache
-    def own(i: int, x: Cuts, w: Cuts, y: Cuts) -> float:
-        stored, ways = stored_as(x, w, y), list(product("mkn", repeat=steps))
-        return sum(min(moved(op, way, stored, layers[i]) for way in ways) for op in OPERATORS.values())
+    def best_ways(i: int, x: Cuts, w: Cuts, y: Cuts) -> dict[str, tuple[float, Cuts]]:
+        stored, found = stored_as(x, w, y), {}
+        for name, operator in OPERATORS.items():
+            ways = then(halved.operators[i, name], "mkn")
+            priced = [(moved(operator, way, stored, layers[i]), way) for way in ways]
+            found[name] = min(priced, key=lambda one: one[0])
+        return found
 
-    activations, matrices = (list(product(letters, repeat=steps)) for letters in (ACTIVATION, MATRIX))
-    best, count = None, 0
-    for xs in product(activations, repeat=len(layers) + 1):
-        for ws in product(matrices, repeat=len(layers)):
-            cost = sum(own(i, xs[i], w, xs[i + 1]) for i, w in enumerate(ws))
-            best, count = min(best or (cost, xs, ws), (cost, xs, ws)), count + 1
-    return Found(best[1:], best[0] * problem.devices, count)
+    elements = lambda *place: sum(least for least, _ in best_ways(*place).values())
+    activations = [then(cuts, ACTIVATION) for cuts in halved.activations]
+    matrices = [[()], *(then(cuts, MATRIX) for cuts in halved.matrices)]  # none makes the first activation
+    options = [list(product(*cuts)) for cuts in zip(matrices, activations)]
+    edges = {
+        (i, i + 1): [[elements(i, x, w, y) for w, y in options[i + 1]] for _, x in options[i]]
+        for i in range(len(layers))
+    }
+    nothing = [[0.0] * len(some) for some in options]
+    return Graph(options, nothing, edges, nothing), best_ways

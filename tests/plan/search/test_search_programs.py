@@ -134,7 +134,7 @@ def check_co_shard():
 
 def test_deepspeed_autotuning():
     """No configuration runs that is over memory; the best that ran is the best of the whole grid; and the bytes
-    of the simulated step are those of dry runs of every ZeRO stage with 1 and 4 microbatches.
+    of the simulated step are those of dry runs of every ZeRO stage with 1 and 2 microbatches.
     """
     for memory_mib, rows in product((32, 48, 64, 96, 256), (256, 1024)):
         problem, ran = example(memory_bytes=memory_mib * 2**20, rows=rows), []
@@ -149,9 +149,9 @@ def test_deepspeed_autotuning():
         assert found.looked_at == len(ran) == len(set(ran)) < best.looked_at / 2
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         autotuning.autotune(replace(problem, memory_bytes=1))
-    config = small(tied=False)
+    config = small(tied=False, num_layers=1)
     parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
-    for zero, microbatches in product(autotuning.STAGES, (1, 4)):
+    for zero, microbatches in product(autotuning.STAGES, (1, 2)):
         strategy = Strategy(dp=4, zero=zero, microbatches=microbatches)
         loss = 2 * 3 * 4 if zero == 0 else 0
         sent = dryrun.run(bytes_of_a_step, strategy, config, rank=1, ranks=4)
