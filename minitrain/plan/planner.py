@@ -9,19 +9,21 @@ of ZeRO, schedule, what is computed again; its docstring says what is left out. 
 bytes are at most `room` of the device's memory: the rest is for what no account of tensors sees (a CUDA
 context, NCCL's buffers, holes). The search is exact: layouts wait in the order of the time they would take
 without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
-schedule is simulated, then memory asked for. `front` looks at all, but for larger microbatches than one that
-does not fit. The searches of plan/search look at less, of spaces too large for this.
+schedule is simulated, then memory asked for. `front` asks for the memory first, and simulates only what needs
+less than all that is faster. The searches of plan/search look at less, of spaces too large for this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from minitrain.checks import counts, one_of, positive, shares
 from minitrain.model.config import GPTConfig, divisors
+from minitrain.plan.predict.memory import memory_of
 from minitrain.plan.predict.rates import RATES, Rates
 from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.step import Prediction, least_s, predict
@@ -181,15 +183,32 @@ def search(
 def front(
     task: Task, work_of: WorkOf, rates: Rates = RATES, progress: Callable[[Iterable], Iterable] = iter
 ) -> list[Prediction]:
-    """The fastest that fit of their size: each that is slower needs less memory. Empty if none fits."""
-    fitting = []
+    """The fastest that fit of their size: each that is slower needs less memory. Empty if none fits.
+
+    Layouts wait as in `search`. No schedule is simulated of one that needs as much as a faster one, or whose
+    family with fewest rows of a microbatch does: with more rows it needs more."""
+    waiting: list[tuple] = []  # (seconds at least, bytes if known, number, what is known, fewest rows)
     for family in progress(list(layouts(task))):
-        for strategy in family:
-            prediction = predict(task.run(strategy), work_of, rates)
-            if needs(prediction) > task.room_bytes:
-                break  # and with more rows it needs more
-            fitting.append(prediction)
-    return pareto(fitting)
+        bounds = [least_s(task.run(strategy), work_of, rates) for strategy in family]
+        waiting += [(s, 0, len(waiting) + i, family[i], family[0]) for i, s in enumerate(bounds)]
+    heapify(waiting)
+    found: list[Prediction] = []
+    size_of = cache(lambda strategy: bytes_of(task.run(strategy), work_of))
+    while waiting:
+        _, size, number, one, fewest = heappop(waiting)
+        small = lambda size: size < needs(found[-1]) if found else size <= task.room_bytes
+        if size:  # nothing is faster, nor as fast and smaller
+            found += [one] if small(size) else []
+        elif small(size_of(fewest)) and small(size_of(one)):
+            one = predict(task.run(one), work_of, rates)
+            heappush(waiting, (one.step_s, needs(one), number, one, fewest))
+    return found
+
+
+def bytes_of(run: TrainingRun, work_of: WorkOf) -> int:
+    """What the rank that has most needs, known before the step is timed."""
+    work = work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
+    return sum(memory_of(run, work).values())
 
 
 def needs(prediction: Prediction) -> int:

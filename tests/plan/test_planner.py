@@ -66,17 +66,21 @@ def test_experts_are_dealt_out_over_what_divides_them():
     assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
 
 
-def test_of_equally_fast_layouts_the_smallest_and_the_front_skips_more_rows_where_few_do_not_fit(monkeypatch):
+def test_of_equally_fast_layouts_the_smallest_and_the_front_times_only_what_fits(monkeypatch):
     """All take a second; a row of a microbatch takes a third of a device, the rest depends on the layout."""
-    task, third, asked = small(room=1.0), NODE.device.memory_bytes // 3, []
+    task, third, asked, sized = small(room=1.0), NODE.device.memory_bytes // 3, [], []
+    rows_of = lambda strategy: 8 // (strategy.dp * strategy.microbatches)
+
+    def size_of(run, work_of):
+        sized.append(run.strategy)
+        return rows_of(run.strategy) * third - run.strategy.tp - run.strategy.zero
 
     def instead(run, work_of, rates):
-        asked.append(run)
-        rows = 8 // (run.strategy.dp * run.strategy.microbatches)
-        memory = {"activations": rows * third - run.strategy.tp - run.strategy.zero}
-        return SimpleNamespace(run=run, step_s=1.0, memory=memory)
+        asked.append(run.strategy)
+        return SimpleNamespace(run=run, step_s=1.0, memory={"activations": size_of(run, work_of)})
 
     monkeypatch.setattr(planner, "predict", instead)
+    monkeypatch.setattr(planner, "bytes_of", size_of)
     monkeypatch.setattr(planner, "least_s", lambda run, work_of, rates: 1.0)
     found = search(task, work_of, keep=99)
     assert [needs(one) for one in found.best] == sorted(needs(one) for one in found.best)
@@ -84,8 +88,13 @@ def test_of_equally_fast_layouts_the_smallest_and_the_front_skips_more_rows_wher
     asked.clear()
     (smallest,) = front(task, work_of)
     assert needs(smallest) == needs(found.best[0])
-    of_rows = [[8 // (s.dp * s.microbatches) for s in family] for family in layouts(task)]
-    assert len(asked) == sum(1 + sum(rows <= 3 for rows in family[:-1]) for family in of_rows)
+    every = [strategy for family in layouts(task) for strategy in family]
+    assert asked == [strategy for strategy in every if rows_of(strategy) <= 3]
+    sized.clear()
+    tight = small(machine=memory_of(third - 2), room=1.0)
+    assert all(needs(one) <= third - 2 for one in front(tight, work_of))
+    lost = [family for family in layouts(tight) if family[0].tp + family[0].zero < 2 and len(family) > 1]
+    assert lost and not {one for family in lost for one in family[1:]} & set(sized), "more rows need more"
 
 
 @pytest.fixture(scope="module")

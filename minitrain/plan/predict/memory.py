@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from minitrain.checks import whole
 from minitrain.pipeline.schedule import parts
-from minitrain.plan.predict.pipeline import LAYERS, Layout, layout_of
+from minitrain.plan.predict.pipeline import LAYERS, Layout, layout_of, splits
 from minitrain.plan.predict.run import TrainingRun
 from minitrain.plan.predict.work import Layer, Work
 
@@ -100,21 +100,21 @@ def kept_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def _kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
-    schedule, stages = layout.build(), [_Stage(work, numbers) for numbers in layout.stages]
-    split, unit, most = schedule.splits_backward, 1 / schedule.slices, []
-    for entries in schedule.ranks:
+    stages, split = [_Stage(work, numbers) for numbers in layout.stages], splits(layout.schedule)
+    unit, most = 1 / layout.slices, []
+    for actions in _actions(layout):
         held = high = 0.0
-        for action in parts(entries):
-            stage = stages[action.stage]
+        for kind, number in actions:
+            stage = stages[number]
             keeps = work.boundary_bytes if again else stage.kept
-            match action.kind:
+            match kind:
                 case "F":
                     high, held = max(high, held + stage.forward), held + keeps * unit
                 case "R":
                     high, held = max(high, held + stage.forward), held + (stage.kept - keeps) * unit
                 case "B" | "I":
                     high = max(high, held + stage.backward)
-                    held -= 0 if split and action.kind == "I" else stage.kept * unit
+                    held -= 0 if split and kind == "I" else stage.kept * unit
                 case "W" | "E" | "G":
                     held -= stage.kept * unit
                 case "H" | "L":
@@ -122,6 +122,12 @@ def _kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
             high = max(high, held)
         most.append(high)
     return tuple(most)
+
+
+@lru_cache(maxsize=1 << 12)
+def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Of each rank, (kind, stage) in its order."""
+    return tuple(tuple((one.kind, one.stage) for one in parts(rank)) for rank in layout.build().ranks)
 
 
 class _Stage:
