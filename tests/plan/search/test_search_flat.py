@@ -345,6 +345,14 @@ def test_automap():
         automap.automap(example())
 
 
+def test_slow_links_carry_shards():
+    """Sums of gradients begin on the innermost level, gathers of weights end there: outside a quarter travels."""
+    levels, layer, size = (Level(2, 1.0), Level(4, 1.0)), linear("a", 16, 32), 4 * 16 * 32
+    problem = example(layers=(layer,), levels=levels)
+    assert problem.weight_bytes(layer, ("dp", "dp"), levels) == ([0, 0], [size / 4, 2 * 3 / 4 * size])
+    assert problem.weight_bytes(layer, ("sdp", "sdp"), levels) == ([3 * size / 8, 3 * 3 / 4 * size], [0, 0])
+
+
 def test_words_meet_levels():
     with pytest.raises(ValueError, match="past at least one"):
         replace(example(), skips=((0, 1),))

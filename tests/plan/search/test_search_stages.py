@@ -9,7 +9,7 @@ import pytest
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.search import alpa, galvatron, piper, stages
-from minitrain.plan.search.aceso import aceso
+from minitrain.plan.search.aceso import aceso, primitives, resized, slowest, starts
 from minitrain.plan.search.exhaustive import every
 from minitrain.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
 from minitrain.plan.search.race import every_run
@@ -48,6 +48,37 @@ def test_all_cuts():
     assert all([i for run, _ in cut for i in run] == [0, 1, 2, 3] for cut in cuts)
     assert stages.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
     assert stages.every_plan(example()).looked_at == 16**4 + 3 * 4**4 + 2 * 12 + 4 * 9 + 12 + 1
+
+
+def test_every_plan_is_the_best_of_what_the_layers_up_say():
+    """Each stage priced once finds what all plans, each computed whole, do; also where a stage fits nowhere."""
+    problem = chain(1, layers=3, levels=1, words=("dp", "col"))
+    every = [
+        tuple(stages.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
+        for cut in stages.all_cuts(problem)
+        for options in product(
+            *(product(problem.options(problem.mesh(devices)), repeat=len(run)) for run, devices in cut)
+        )
+    ]
+    assert len(every) == len(set(every)) == 2**3 + 1 + 1
+    peak = lambda plan: max(stages.peak_bytes(problem, plan))
+    for cap, microbatches in product([inf, *sorted(map(peak, every))[::3]], (1, problem.microbatches)):
+        case = replace(problem, memory_bytes=cap, microbatches=microbatches)
+        fitting = [plan for plan in every if max(stages.peak_bytes(case, plan)) <= cap]
+        found = stages.every_plan(case)
+        assert found.looked_at == len(every) and found.choice in fitting
+        assert found.cost == min(stages.seconds(case, plan) for plan in fitting)
+
+
+def test_a_layer_is_handed_over():
+    """The first to the stage before, the last to the one behind; the only one to nobody."""
+    runs = [range(0, 2), range(2, 4), range(4, 5)]
+    assert list(stages.handed_over(runs, 0)) == [[range(0, 1), range(1, 4), range(4, 5)]]
+    assert list(stages.handed_over(runs, 1)) == [
+        [range(0, 3), range(3, 4), range(4, 5)],
+        [range(0, 2), range(2, 3), range(3, 5)],
+    ]
+    assert list(stages.handed_over(runs, 2)) == []
 
 
 def capped(search, problem):
@@ -164,6 +195,34 @@ def test_aceso():
     assert max(shares) < 0.05
     with pytest.raises(ValueError, match="found no plan in 1 bytes"):
         aceso(replace(case, memory_bytes=1))
+
+
+def test_aceso_changes_one_thing():
+    """Where it starts the work is most even; a stage of other layers or devices keeps its words as far as there
+    are levels, and a new layer is as the one beside it; primitives are of the bottleneck, by bytes before time.
+    """
+    problem = example()
+    work = lambda cut: max(sum(problem.layers[i].flops for i in run) / devices for run, devices in cut)
+    begun = starts(problem)
+    assert [len(plan) for plan in begun] == [1, 2, 3, 4]
+    for plan in begun:
+        cut = tuple((stage.layers, stage.devices) for stage in plan)
+        assert work(cut) == min(work(one) for one in stages.all_cuts(problem) if len(one) == len(cut))
+        assert {word for stage in plan for option in stage.options for word in option.words} <= {"dp"}
+    outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
+    stage = stages.Stage(range(1, 3), 4, (outer, inner))
+    assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
+    less = resized(problem, stage, range(2, 4), 2)
+    assert less == stages.Stage(range(2, 4), 2, (Option(("row",), True),) * 2)
+    assert resized(problem, less, range(3, 4), 4).options == (Option(("dp", "row"), True),)
+    assert slowest(problem, [1.0, 3.0, 2.0], [0, 0, problem.memory_bytes]) == [1, 2, 0]
+    assert slowest(problem, [1.0, 3.0, 2.0], [0, 1, problem.memory_bytes + 1]) == [2, 1, 0]
+    plan = (stages.Stage(range(0, 3), 1, (Option(()),) * 3), stages.Stage(range(3, 4), 2, (Option(("dp",)),)))
+    handed, swapped = primitives(problem, plan, 0)
+    assert [one.layers for one in handed] == [range(0, 2), range(2, 4)]
+    assert [one.devices for one in swapped] == [2, 1] and [one.layers for one in swapped] == [
+        one.layers for one in plan
+    ]
 
 
 def test_galvatron():
