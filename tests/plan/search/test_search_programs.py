@@ -52,6 +52,14 @@ def test_unity():
     assert any(better) and not all(better)
 
 
+def test_unity_prices():
+    """Three products for one, a launch each way, and an all-reduce of the terms' sum; what is stored is cut free."""
+    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, unity.Rates(4, 64.0, 32.0, launch_s=0.5)
+    assert unity.seconds(MLP, shapes, rates) == 2 * 6 * 8 * 8 * 12 / 64 + 3 * 2 * 0.5
+    terms = ("reduce", ("matmul", ("partition", 1, X), ("partition", 0, W("a"))))
+    assert unity.seconds(terms, shapes, rates) == 6 * 8 * 2 * 12 / 64 + 1 + 2 * 3 / 4 * 8 * 12 * 4 / 32
+
+
 def closure(graph, rules):
     seen, waiting = {graph}, [graph]
     while waiting:
