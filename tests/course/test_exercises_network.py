@@ -4,6 +4,7 @@ called by their names.
 
 import inspect
 import json
+import signal
 import socket
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from minitrain.course.grading.inside import rank
 from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotData, pack, unpack
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Mismatch, Network
-from minitrain.course.grading.trial import Failure, Trial
+from minitrain.course.grading.trial import Broken, Failure, Trial
 from minitrain.ledger import Ledger
 
 # ---- frames -----------------------------------------------------------------------------------------------
@@ -399,8 +400,15 @@ def test_the_judge_survives_an_interrupt(judge, monkeypatch):
             judge.run(code("def f():\n    while True: pass"), [[()]], network=False)
     seven = code("def f(): return 7")
     assert judge.run(seven, [[()]], network=False).results == [[7]]
+    pid = judge.server.pid
+    for _ in range(3):
+        judge.server.send_signal(signal.SIGINT)
+    assert judge.run(seven, [[()]], network=False).results == [[7]] and judge.server.pid == pid
     judge.server.kill()
     judge.server.wait()
+    with pytest.raises(Broken, match="the server of answers has ended: it said nothing"):
+        judge._request({})
+    assert judge.server is None
     assert judge.run(seven, [[()]], network=False).results == [[7]], (
         "nor does it need the same server for ever"
     )

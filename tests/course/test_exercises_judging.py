@@ -1,0 +1,740 @@
+"""The judge's side of a run without any rank: a test says what a rank would have said, and looks at what the network
+answers, how a trial ends and what a report shows."""
+
+import argparse
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from minitrain.course import exercises
+from minitrain.course.exercises import Grades, Report, Result
+from minitrain.course.grading import book, checks, judge, kit, network, trial
+from minitrain.course.grading.checks import Answer, Draw, expect_equal
+from minitrain.course.grading.inside import wire
+from minitrain.course.grading.inside.frames import BadFrame, Line, pack
+from minitrain.course.grading.judge import Code
+from minitrain.course.grading.network import Event, Message, Network
+from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial, plain, short
+
+# ---- the network -----------------------------------------------------------------------------------------
+
+
+def message(kind, peer, op, members=(0, 1, 2), **more):
+    return {
+        "is": kind,
+        "peer": peer,
+        "op": op,
+        "members": list(members),
+        "dtype": "int8",
+        "shape": [2],
+    } | more
+
+
+@pytest.mark.parametrize(
+    "frame, data, said",
+    [
+        (message("send", 1, "1"), b"ab", "an operation without a number of its own"),
+        (message("send", 1, True), b"ab", "an operation without a number of its own"),
+        (message("send", 1, 7), b"ab", "an operation without a number of its own"),
+        (message("send", 3, 1), b"ab", "a message needs a peer in its group and bytes"),
+        (message("send", 2, 1, (0, 1)), b"ab", "a message needs a peer in its group and bytes"),
+        (message("send", 1.0, 1), b"ab", "a message needs a peer in its group and bytes"),
+        (message("send", 1, 1), b"a", "a message needs a peer in its group and bytes"),
+        (message("send", 1, 1, shape=[0]), b"", "a message needs a peer in its group and bytes"),
+        (message("receive", 1, 1, shape=[0]), b"", "a message needs a peer in its group and bytes"),
+        (message("send", 1, 1, (1, 2)), b"ab", "an operation needs the members of its group"),
+        (message("send", 1, 1, (0, 1, 3)), b"ab", "an operation needs the members of its group"),
+        (message("send", 1, 1, (-1, 0, 1)), b"ab", "an operation needs the members of its group"),
+        (message("send", 1, 1, (0, 1, 1)), b"ab", "an operation needs the members of its group"),
+        (message("send", 1, 1, (False, 1)), b"ab", "an operation needs the members of its group"),
+        (message("send", 1, 1, dtype="int7"), b"ab", "not a tensor's dtype and shape"),
+        (message("barrier", 1, 1, (1, 2)), b"", "an operation needs the members of its group"),
+        ({"is": "fetch", "op": 1, "name": "of another"}, b"", "there is no input of that name"),
+        ({"is": "verdict", "op": 1}, b"", "an unknown kind of frame"),
+    ],
+)
+def test_what_a_rank_may_not_post(frame, data, said):
+    net = Network(3, [{"mine": b"1"}, {"of another": b"2"}, {}])
+    net.post(0, message("receive", 1, 7), b"")
+    with pytest.raises(BadFrame, match=f"^{said}$"):
+        net.post(0, frame, data)
+    assert not net.messages and not net.replies
+
+
+def test_a_wait_is_for_an_operation_of_ones_own_and_once():
+    net = Network(2, [{}] * 2)
+    net.post(0, message("receive", 1, 5, (0, 1)), b"")
+    for rank, frame in ((1, {"op": 5}), (0, {"op": 6}), (0, {"op": "5"}), (0, {})):
+        with pytest.raises(BadFrame, match="a wait for nothing"):
+            net.wait(rank, frame)
+    net.wait(0, {"op": 5})
+    with pytest.raises(BadFrame, match="a wait for nothing"):
+        net.wait(0, {"op": 5})
+
+
+def test_a_number_is_free_again_when_its_operation_is_over():
+    net = Network(2, [{}] * 2)
+    for _ in range(2):
+        net.post(0, message("send", 1, 5, (0, 1)), b"ab")
+        net.post(1, message("receive", 0, 5, (0, 1)), b"")
+        net.wait(0, {"op": 5})
+        net.wait(1, {"op": 5})
+    assert list(net.replies) == [(0, 5, b""), (1, 5, b"ab")] * 2
+    assert net.messages == [Message(0, 1, 2, 1)] * 2
+
+
+def test_messages_of_two_ranks_arrive_in_order_and_groups_do_not_mix():
+    net = Network(3, [{}] * 3)
+    net.post(0, message("send", 1, 1), b"a1")
+    net.post(0, message("send", 1, 2), b"a2")
+    net.post(0, message("send", 1, 3, (0, 1)), b"b1")
+    net.post(1, message("receive", 0, 4, (0, 1)), b"")
+    for op in (5, 6):
+        net.post(1, message("receive", 0, op), b"")
+    for op in (4, 6, 5):
+        net.wait(1, {"op": op})
+    assert list(net.replies) == [(1, 4, b"b1"), (1, 6, b"a2"), (1, 5, b"a1")]
+
+
+def test_who_receives_from_one_gets_nothing_of_another():
+    net = Network(3, [{}] * 3)
+    net.post(2, message("receive", 1, 1), b"")
+    net.wait(2, {"op": 1})
+    net.post(0, message("send", 2, 1), b"0-")
+    net.post(2, message("send", 1, 2), b"2-")
+    assert not net.replies and not net.messages
+    net.post(1, message("send", 2, 1), b"1-")
+    assert list(net.replies) == [(2, 1, b"1-")] and net.messages == [Message(1, 2, 2, 1)]
+
+
+def test_a_barrier_is_over_when_the_last_member_has_come_and_starts_anew():
+    net = Network(4, [{}] * 4)
+    for turn in (1, 2):
+        for rank in (3, 1):
+            net.post(rank, {"is": "barrier", "op": turn, "members": [1, 2, 3]}, b"")
+            net.wait(rank, {"op": turn})
+        assert not net.replies
+        with pytest.raises(BadFrame, match="a rank stands in one barrier at a time"):
+            net.post(3, {"is": "barrier", "op": 9 + turn, "members": [0, 3]}, b"")
+        net.post(2, {"is": "barrier", "op": turn, "members": [1, 2, 3]}, b"")
+        net.wait(2, {"op": turn})
+        assert list(net.replies) == [(rank, turn, b"") for rank in (3, 1, 2)]
+        net.replies.clear()
+    assert net.events == [Event("barrier", rank) for rank in (3, 1, 2, 3, 1, 2)]
+
+
+def test_a_secret_is_its_own_ranks_and_comes_when_it_is_handed_over():
+    net = Network(2, [{"w": b"zero"}, {"w": b"one"}])
+    for rank in (1, 0):
+        net.post(rank, {"is": "fetch", "op": 1, "name": "w"}, b"")
+        net.wait(rank, {"op": 1, "alone": True})
+    assert not net.replies and not net.events and not net.stuck(surely=True), "what is asked for will come"
+    net.hand_over()
+    assert list(net.replies) == [(1, 1, b"one"), (0, 1, b"zero")] and not net.asked
+    assert net.events == [Event("fetch", 1, name="w"), Event("fetch", 0, name="w")]
+    net.hand_over()
+    assert len(net.events) == 2
+
+
+def test_what_was_never_received_or_never_sent_is_told():
+    net = Network(3, [{}] * 3)
+    assert net.left_over() == ""
+    net.post(2, message("receive", 1, 1), b"")
+    assert net.left_over() == "rank 2 asked rank 1 for a tensor and returned without it"
+    net.post(1, message("send", 2, 1), b"ab")
+    assert net.left_over() == ""
+    net.post(1, message("send", 0, 2), b"ab")
+    assert net.left_over() == "rank 1 sent to rank 0, which never received it"
+
+
+def test_who_waits_in_a_barrier_and_who_computes_is_told_in_rank_order():
+    net = Network(3, [{}] * 3)
+    net.post(2, {"is": "barrier", "op": 1, "members": [0, 1, 2]}, b"")
+    net.wait(2, {"op": 1})
+    net.post(0, message("send", 1, 1), b"ab")
+    net.running.discard(1)
+    assert net.waiting() == "rank 0 computes; rank 2 waits in a barrier; rank 1 has returned"
+
+
+def test_what_a_run_may_hold_is_bounded(monkeypatch):
+    monkeypatch.setattr(network, "MOST_OPEN", 3)
+    monkeypatch.setattr(network, "MOST_GROUPS", 2)
+    monkeypatch.setattr(network, "MOST_EVENTS", 4)
+    net = Network(3, [{}] * 3)
+    for op in range(3):
+        net.post(0, message("receive", 1, op), b"")
+    with pytest.raises(BadFrame, match="more than 3 messages under way"):
+        net.post(0, message("receive", 1, 3), b"")
+    net.post(1, message("receive", 0, 0, (0, 1)), b"")
+    with pytest.raises(BadFrame, match="more than 2 groups"):
+        net.post(1, message("receive", 0, 1, (1, 0)), b"")
+    net = Network(1, [{}])
+    for op in range(2):
+        net.post(0, message("send", 0, 2 * op, (0,)), b"ab")
+        net.post(0, message("receive", 0, 2 * op + 1, (0,)), b"")
+        for one in (0, 1):
+            net.wait(0, {"op": 2 * op + one})
+    net.post(0, message("send", 0, 9, (0,)), b"ab")  # 5 events
+    with pytest.raises(BadFrame, match="or 4 in all"):
+        net.post(0, message("receive", 0, 10, (0,)), b"")
+
+
+# ---- a trial ---------------------------------------------------------------------------------------------
+
+
+def begun(ranks=2):
+    """As after the first look at the clock: time enough, and something has just moved."""
+    one = Trial(Network(ranks, [{}] * ranks), time_limit_s=9)
+    one.deadline = one.moved = time.monotonic() + 1000
+    return one
+
+
+def test_others_may_fail_too_before_a_failure_is_told():
+    with begun() as one:
+        one.failures, one.network.running = {1: Failure("a result", "rank 1 ended")}, {0}
+        one._end_what_cannot_go_on()
+        one.moved -= 1000 + 2 * trial.GRACE_S
+        with pytest.raises(Failure, match="rank 1 ended"):
+            one._end_what_cannot_go_on()
+
+
+@pytest.mark.parametrize("how", ["all have ended", "nobody else can go on"])
+def test_nobody_is_waited_for_who_cannot_fail(how, monkeypatch):
+    with begun() as one:
+        one.failures, one.network.running = {1: Failure("a result", "rank 1 ended")}, {0}
+        if how == "all have ended":
+            one.network.running = set()
+        else:
+            monkeypatch.setattr(one.network, "stuck", lambda surely: not surely)
+        with pytest.raises(Failure, match="rank 1 ended"):
+            one._end_what_cannot_go_on()
+
+
+@pytest.mark.parametrize("surely", [True, False])
+def test_a_deadlock_is_told_at_once_if_it_is_sure_and_else_after_a_while(surely, monkeypatch):
+    with begun() as one:
+        monkeypatch.setattr(one.network, "stuck", lambda surely, sure=surely: sure or not surely)
+        if not surely:
+            one._end_what_cannot_go_on()
+            one.moved -= 1000 + 2 * trial.QUIET_S
+        with pytest.raises(
+            Failure, match="^no deadlock: nobody can go on: rank 0 computes; rank 1 computes$"
+        ):
+            one._end_what_cannot_go_on()
+
+
+def test_time_is_up_at_the_deadline():
+    with begun() as one:
+        one._end_what_cannot_go_on()
+        one.deadline = time.monotonic() - 1
+        with pytest.raises(
+            Failure, match="^time limit: not done after 9 s; rank 0 computes; rank 1 computes$"
+        ):
+            one._end_what_cannot_go_on()
+
+
+def rank_says(one: Trial, rank: int, *headers: dict, prints: bytes = b"") -> None:
+    for header in headers:
+        Line(one.ends[2 * rank]).send(header)
+    one.ends[2 * rank + 1].sendall(prints)
+
+
+def returns(*results) -> dict:
+    return {"is": "return", "value": pack(list(results))[0]}
+
+
+def test_results_come_in_rank_order_and_what_follows_one_is_noise():
+    with begun() as one:
+        rank_says(one, 1, returns(5), returns(6), prints=b"two\nlines\x1b[2J")
+        rank_says(
+            one,
+            0,
+            returns(4),
+            {"is": "raise", "property": "no error", "message": "", "trace": ""},
+            prints=b"one",
+        )
+        outcome = one.play()
+    assert outcome.results == [[4], [5]]
+    assert outcome.prints == "[rank 0] one\n[rank 1] two\n[rank 1] lines?[2J"
+
+
+def test_a_failure_carries_what_was_raised_and_printed():
+    with begun(1) as one:
+        rank_says(
+            one,
+            0,
+            {"is": "raise", "property": "no error", "message": "m", "trace": "line 3\n"},
+            prints=b"hello",
+        )
+        with pytest.raises(Failure) as error:
+            one.play()
+    assert (error.value.property, error.value.message, error.value.detail) == (
+        "no error",
+        "m",
+        "line 3\n\n[rank 0] hello",
+    )
+
+
+def test_a_rank_whose_line_ends_has_not_returned():
+    with begun() as one:
+        rank_says(one, 0, returns(4))
+        one.ends[2].close()
+        with pytest.raises(Failure, match="^a result: rank 1 ended without returning$"):
+            one.play()
+
+
+def test_of_what_a_rank_prints_the_first_part_is_kept():
+    with begun(1) as one:
+        rank_says(one, 0, returns(4), prints=b"x" * (trial.OUTPUT_LIMIT_BYTES - 10))
+        one._read_prints(0)
+        rank_says(one, 0, prints=b"y" * 100)
+        assert one.play().prints == "[rank 0] " + "x" * (trial.OUTPUT_LIMIT_BYTES - 10) + "y" * 10
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2, 3], 2, (1, 2)])
+def test_as_many_results_as_calls_in_a_list(value):
+    with begun(1) as one:
+        one.calls = 2
+        with pytest.raises(BadFrame, match="2 results are wanted"):
+            one._take(0, {"is": "return", "value": pack(value)[0]}, b"")
+        assert one._take(0, returns(1, 2), b"") is False and one.results == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    "property", [*trial.TOLD, "time limit", "no deadlock", "a result", "matching messages"]
+)
+def test_a_rank_may_say_some_things_of_itself_and_no_others(property):
+    with begun(1) as one, pytest.raises(Failure if property in trial.TOLD else BadFrame) as error:
+        one._take(0, {"is": "raise", "property": property, "message": "m", "trace": "t"}, b"")
+    assert property not in trial.TOLD or (error.value.property, error.value.message) == (property, "m")
+
+
+def test_a_rank_that_cannot_be_started_is_named_with_its_last_words():
+    for words, told in ((b"no memory\n", r"\[rank 1\] no memory"), (b"", "it said nothing")):
+        with begun() as one:
+            rank_says(one, 0, {"is": "ready"})
+            rank_says(one, 1, prints=words)
+            with pytest.raises(Broken, match=f"^rank 1 of an exercise could not be started: {told}$"):
+                one.wait_until_ready()
+
+
+def test_once_all_are_ready_there_is_time_to_tell_them_what_to_run():
+    with begun() as one:
+        one.deadline = 0.0
+        for rank in range(2):
+            rank_says(one, rank, {"is": "ready"})
+        one.wait_until_ready()
+        assert 20 < one.deadline - time.monotonic() <= trial.PATIENCE_S
+        assert all(end.fileno() == -1 for end in one.ends), "a rank that ends is heard"
+
+
+def test_who_does_not_take_what_it_asked_for_is_told_apart_from_who_is_gone():
+    with begun() as one:
+        one.deadline = time.monotonic() - 1
+        with pytest.raises(Failure, match="^time limit: rank 1 asked for data and did not take it$"):
+            one.tell(1, {"is": "done", "op": 1}, bytes(1 << 24))
+        one.ends[0].close()
+        one.tell(0, {"is": "done", "op": 1}, bytes(9))
+
+
+SLEEPS, RUNS, BLOCKED = "State:\tS (sleeping)\n", "State:\tR (running)\n", "State:\tD (disk sleep)\n"
+
+
+@pytest.mark.parametrize(
+    "before, now, asleep",
+    [
+        ([SLEEPS, SLEEPS], [SLEEPS, SLEEPS], True),
+        ([SLEEPS, RUNS], [SLEEPS, RUNS], False),
+        ([BLOCKED, SLEEPS], [BLOCKED, SLEEPS], False),
+        ([SLEEPS + "switches: 4"], [SLEEPS + "switches: 5"], False),
+        ([], [], "later"),
+    ],
+)
+def test_a_secret_waits_until_every_thread_of_every_rank_sleeps(before, now, asleep, monkeypatch):
+    with begun() as one:
+        for quiet_s in (-1000, 2 * trial.ASLEEP_S):
+            looks = iter([before, now])
+            monkeypatch.setattr(one, "_threads", lambda: next(looks))
+            one.moved = time.monotonic() - quiet_s
+            assert one._all_asleep() == (quiet_s > 0 if asleep == "later" else asleep)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="no /proc")
+def test_all_threads_are_looked_at():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with begun() as one:
+        one.pids = [os.getpid(), 2**22 + 1]
+        told = one._threads()
+    done.set()
+    thread.join()
+    assert len(told) >= 2 and all("State:" in text and "ctxt_switches" in text for text in told)
+
+
+def test_what_is_shown_is_one_line_of_bounded_length():
+    assert short(" a  b\n c\t") == "a b c" and short("x" * 200) == "x" * 200
+    assert short("x" * 201) == "x" * 197 + "..." and plain("\t\n\x00\u202eé") == "\t\n??é"
+    long = Failure("p", "m" * 3000, "two\nlines\x1b")
+    assert len(long.message) == 2000 and long.detail == "two\nlines?"
+    assert (str(Failure("p")), str(Failure("p", "m"))) == ("p", "p: m")
+    assert long._render_traceback_()[1:] == ["two\nlines?"] and Failure("p", "m")._render_traceback_() == [
+        "-- p: m"
+    ]
+
+
+def test_bytes_are_those_a_rank_sent_and_steps_the_longest_chain():
+    passed = [Message(0, 1, 8, 1), Message(0, 2, 4, 1), Message(2, 1, 2, 2)]
+    assert (Outcome([0, 0, 0], passed).sent_bytes, Outcome([0, 0, 0], passed).steps) == ([12, 0, 2], 2)
+    assert (Outcome([0, 0]).sent_bytes, Outcome([0, 0]).steps) == ([0, 0], 0)
+
+
+# ---- the wire of a rank ----------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A line that answers every question with these bytes."""
+
+    def __init__(self, answer=b""):
+        self.sent, self.answer = [], answer
+
+    def send(self, header, payload=b""):
+        self.sent.append((header, payload))
+
+    def receive(self):
+        return {"is": "done", "op": self.sent[-1][0]["op"]}, self.answer
+
+
+def test_a_message_is_asked_for_once_however_often_one_waits():
+    line = Recorded(torch.tensor([3.0, 4.0]).numpy().tobytes())
+    into = torch.zeros(2, 2)[:, 0]  # not contiguous: what arrives lands where it belongs
+    operation = wire.Operation(wire.Wire(line), {"is": "receive"}, into=into)
+    assert len(line.sent) == 1 and not into.any(), "data arrives when somebody waits"
+    assert operation.wait() is True and operation.wait() is True
+    assert into.tolist() == [3.0, 4.0]
+    assert [header["is"] for header, _ in line.sent] == ["receive", "wait"]
+    assert line.sent[1][0] == {"is": "wait", "op": 1, "alone": threading.active_count() == 1}
+
+
+def test_questions_have_numbers_of_their_own_and_answers_find_them():
+    line = Recorded()
+    ours = wire.Wire(line)
+    assert [ours.ask({"is": "send"}, b"x"), ours.ask({"is": "send"}, b"y")] == [1, 2]
+    assert [(header["op"], payload) for header, payload in line.sent] == [(1, b"x"), (2, b"y")]
+    ours.answers = {1: b"one"}
+    line.answer = b"two"
+    assert (ours.wait(2), ours.wait(1), ours.answers) == (b"two", b"one", {})
+
+
+# ---- what a check can ask --------------------------------------------------------------------------------
+
+
+class Fake:
+    def __init__(self, results=((7,),)):
+        self.asked, self.results = [], [list(own) for own in results]
+
+    def run(self, code, calls, **rules):
+        self.asked.append((code, calls, rules))
+        return Outcome(self.results)
+
+
+GIVEN = Code(["def double(x): return 2 * x"], "def f(x): ...", ["def drive(x): ..."], ["f"])
+
+
+def test_a_check_calls_an_answer_a_driver_or_what_is_given_and_nothing_else():
+    fake = Fake([[7], [8]])
+    with checks.judging(fake, GIVEN, 5.0):
+        outcome = checks.run_on_ranks(Answer("f"), [1, (2, 3)], collectives="rotate", budget_bytes=9)
+        checks.run_on_ranks(Answer("drive"), [1, 2])
+        checks.run_on_ranks(Answer("double"), [1, 2])
+        with pytest.raises(
+            ValueError, match="^ranks cannot know g: no answer, given cell or driver defines it$"
+        ):
+            checks.run_on_ranks(Answer("g"), [1])
+    assert outcome.results == [7, 8], "one call each: its result"
+    (code, calls, rules), (driven, *_), (ours, *_) = fake.asked
+    assert calls == [[(1,)], [(2, 3)]] and rules == {"budget_bytes": 9, "time_limit_s": 5.0}
+    assert (code.call, code.collectives, code.answer) == ("f", "rotate", GIVEN.answer)
+    assert (driven.call, driven.drivers, driven.answer) == ("drive", GIVEN.drivers, GIVEN.answer)
+    assert (ours.call, ours.answer, ours.names, ours.drivers) == ("double", "", (), ()), "no answer is there"
+
+
+def test_what_is_asked_alone_has_no_network_and_a_value_is_no_call():
+    fake = Fake([[7, 8]])
+    with checks.judging(fake, GIVEN, 5.0):
+        assert checks.ask_each(Answer("f"), [(1,), (2, 3)]) == [7, 8] and checks.ask(Answer("f"), 1, 2) == 7
+        assert checks.ask_each(5, [(1,), (2,)]) == [5, 5] and checks.ask("value") == "value"
+    assert [calls for _, calls, _ in fake.asked] == [[[(1,), (2, 3)]], [[(1, 2)]]]
+    assert all(rules["network"] is False for *_, rules in fake.asked)
+
+
+def test_while_a_check_runs_there_is_one_thread_and_what_it_prints_is_dropped(capsys):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError), checks.judging(Fake(), GIVEN, 5.0):
+            print("hidden")
+            assert torch.get_num_threads() == 1 and checks._judging.get()[2] == 5.0
+            1 / 0
+        assert torch.get_num_threads() == 2 and checks._judging.get() is None
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "actual, expected, atol, said",
+    [
+        (3, 3, 0, None),
+        (3, 4, 0, "hint"),
+        (3, 4, 1, None),
+        (3, 5, 1, "hint"),
+        (3.0, 3, 0, "a value of type int is wanted, not a value of type float; hint"),
+        (True, 1, 0, "a value of type int is wanted, not a value of type bool; hint"),
+        ((1, 2), [1, 2], 0, None),
+        ([1, 2, 3], [1, 2], 0, "a list of 2 is wanted, not a value of type list; hint"),
+        ([1, [2, 9]], [1, [2, 3]], 0, r"hint \(seen at rank 1\)"),
+        ([[9], [3]], [[2], [3]], 0, r"hint \(seen at rank 0\)"),
+        (
+            torch.ones(2),
+            torch.ones(2, 1),
+            0,
+            r"a float32 tensor of shape \[2, 1\] is wanted, not a float32 tensor",
+        ),
+        (torch.ones(2) + 0.5, torch.ones(2), 0.5, None),
+        (torch.tensor([1.0, 1.6]), torch.ones(2), 0.5, "hint"),
+        (torch.tensor([1.0, 0.4]), torch.ones(2), 0.5, "hint"),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), 0.5, "hint"),
+    ],
+)
+def test_equal_means_of_one_kind_and_within_the_bound(actual, expected, atol, said):
+    if said is None:
+        return expect_equal(actual, expected, "p", "hint", atol)
+    with pytest.raises(Failure, match=f"^p: {said}") as error:
+        expect_equal(actual, expected, "p", "hint", atol)
+    assert error.value.property == "p"
+
+
+def test_what_is_drawn_is_in_its_range():
+    draw = Draw("a seed")
+    assert {draw.integer(2, 4) for _ in range(99)} == {2, 3, 4}
+    several = draw.several(range(5), 5)
+    assert sorted(several) == list(range(5)) and draw.several("ab", 1)[0] in "ab"
+    assert any(draw.several(range(9), 9) != list(range(9)) for _ in range(3))
+    exact, few = draw.exact(2000), draw.few(4000)
+    assert exact.dtype == few.dtype == torch.float64 and exact.abs().max() < 8 and few.abs().max() < 64
+    assert exact.min() < -7 and exact.max() > 7 and few.min() < -63 and few.max() > 63
+    assert ((exact * 2.0**45) % 2 == 1).all(), "the last digit is there"
+    assert torch.equal(few, few.bfloat16().double()) or torch.equal(few, few.half().double())
+    shares = [draw.mask(100).double().mean().item() for _ in range(60)]
+    assert min(shares) < 0.35 and max(shares) > 0.75 and draw.mask(3, 4).shape == (3, 4)
+    real = draw.real(4000)
+    assert (
+        abs(real.mean()) < 0.1
+        and abs(real.std() - 1) < 0.1
+        and draw.real(2, dtype=torch.float32).dtype == torch.float32
+    )
+
+
+# ---- the judge -------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_are_told_and_may_use(monkeypatch):
+    """The server is not there; what would go to it and to the ranks is looked at."""
+    told, spawned, ours = [], [], judge.Judge()
+    monkeypatch.setattr(ours, "start", lambda: None)
+    ours.users, ours.threads, ours.control = [61184 + rank for rank in range(16)], 128, None
+    monkeypatch.setattr(
+        ours, "_request", lambda request, ends=(): spawned.append((request, list(ends))) or {"ranks": [8, 9]}
+    )
+    monkeypatch.setattr(judge, "virtual_memory", lambda: argparse.Namespace(available=3 << 30))
+    monkeypatch.setattr(Trial, "wait_until_ready", lambda self: None)
+    monkeypatch.setattr(
+        Trial, "tell", lambda self, rank, header, payload: told.append((rank, header, payload))
+    )
+    seen = {}
+
+    def play(self, calls):
+        seen.update(pids=self.pids, calls=calls, held=self.network.most_held_bytes, limit_s=self.time_limit_s)
+        seen.update(secrets=self.network.secrets)
+        return "the outcome"
+
+    monkeypatch.setattr(Trial, "play", play)
+    code = Code(answer="x", call="f", collectives="rotate", pickled=b"fn")
+    run = dict(
+        autograd=False,
+        secrets=[{"w": torch.ones(2, dtype=torch.int8)}, {}],
+        time_limit_s=2.0,
+        budget_bytes=50,
+    )
+    assert ours.run(code, [[(1,), (2,)], [(3,), (4,)]], **run) == "the outcome"
+    assert seen == dict(pids=[8, 9], calls=2, held=100, limit_s=2.0, secrets=[{"w": b"\1\1"}, {}])
+    (spawn, ends), (swept, _) = spawned
+    assert spawn["spawn"] == [61184, 61185] and len(ends) == 4 and swept == {}
+    assert spawn["limits"] == {"DATA": 1 << 29, "CPU": 18, "NPROC": 128}
+    assert [(rank, header["is"], payload) for rank, header, payload in told] == [
+        (0, "start", b"fn"), (0, "inputs", b""), (1, "start", b"fn"), (1, "inputs", b"")
+    ]  # fmt: skip
+    start = told[2][1]
+    wanted = dict(
+        rank=1, ranks=2, network=True, no_autograd=True, budget_bytes=50, call="f", answer="x", pickled=None
+    )
+    assert {key: start[key] for key in wanted} == wanted and start["time_limit_s"] == pytest.approx(1.7)
+    assert start["collectives"] == kit.source("rotate") and told[3][1]["value"] == pack([(3,), (4,)])[0]
+    ours.run(code, [[()]] * 16, network=False, time_limit_s=0.2)
+    spawn = spawned[2][0]
+    assert spawn["limits"]["DATA"] == (3 << 29) // 16 and spawn["limits"]["CPU"] == 10
+    start = told[4][1]
+    assert (start["network"], start["no_autograd"], start["budget_bytes"]) == (False, False, None)
+    assert start["time_limit_s"] == 0.1 and seen["held"] == network.HELD_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(
+    "error, closed", [(Failure("p"), False), (KeyboardInterrupt(), True), (Broken(), True)]
+)
+def test_after_a_failure_the_server_stays_and_after_anything_else_it_is_ended(error, closed, monkeypatch):
+    ours, done = judge.Judge(), []
+    monkeypatch.setattr(ours, "start", lambda: None)
+    ours.users, ours.threads = [None], 1
+    monkeypatch.setattr(ours, "close", lambda: done.append("closed"))
+    monkeypatch.setattr(
+        ours, "_request", lambda request, ends=(): done.append(bool(request)) or {"ranks": []}
+    )
+    monkeypatch.setattr(Trial, "wait_until_ready", lambda self: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        ours.run(Code(call="f"), [[()]])
+    assert done == [True, False, *["closed"] * closed], "its ranks are ended however the run ends"
+
+
+# ---- reports ---------------------------------------------------------------------------------------------
+
+RESULTS = [
+    Result("First", "a-1", "It adds", 2, 2),
+    Result("First", "a-2", "It sends", 3, 0, "bytes", "bytes: too many", "line 1\nline 2"),
+    Result("Second", "b-1", "It waits", 5, 5),
+]
+
+
+def test_a_report_is_a_table_of_tasks_checks_and_points():
+    report = Report("00_start", RESULTS, "", "5eed", 1.26, "work/00.ipynb", "  (a note)")
+    assert (report.earned, report.points) == (7, 10)
+    assert report.table() == (
+        "work/00.ipynb  (a note)\n\n  First\n   2/2  ok  It adds\n   0/3  --  It sends\n            bytes: too many\n"
+        "\n  Second\n   5/5  ok  It waits\n\ntotal 7/10 in 1.3 s  (seed 5eed)"
+    )
+    assert "            | line 1\n            | line 2\n" in report.table(detail=True)
+    bare = Report("00_start", [], "no seccomp", "s", 0.0)
+    assert bare.table().splitlines()[0] == "00_start"
+    assert bare.table().endswith("\na self-check, not a grade: answers ran without walls, because no seccomp")
+
+
+def test_all_reports_in_one_table_with_a_sum():
+    reports = [
+        Report("00_start", RESULTS, "", "s", 1.0),
+        Report("01_next", RESULTS[2:], "why", "s", 1.0, "", " (n)"),
+    ]
+    assert Grades(reports).table().splitlines() == [
+        "  7/10  00_start",
+        "  5/5  01_next (n)",
+        " 12/15  in all; `minitrain grade 00` shows a chapter check by check",
+        "a self-check, not a grade: answers ran without walls, because why",
+    ]
+    assert Grades([]).table().startswith("  0/0  in all")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_how_often_is_a_number_from_1(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}': use a whole number, 1 or more"):
+        exercises.at_least_one(text)
+    assert exercises.at_least_one("1") == 1
+
+
+def test_answers_that_know_nothing_have_the_names_of_the_reference():
+    source = "import torch\ndef f(a, b): return 1\nclass C:\n    def __init__(self, x): ...\n    def g(self): ...\nN = 4"
+    made = {}
+    exec(exercises.with_bodies(source, "return 'body'"), made)
+    assert made["f"](1, x=2) == "body" and made["C"](1, 2).g(3) == "body" and made["N"] is None
+    assert "torch" not in made
+
+
+CHAPTER_CELLS = [
+    book.Cell("text", "", "## The task"),
+    book.Cell("answer", "a", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION\n"),
+    book.Cell("check", "a-1", "# It is one", {"points": "1"}),
+    book.Cell("check", "a-2", "# It is two", {"points": "2"}),
+]
+
+
+class Judged:
+    missing = ""
+
+
+def test_prove_names_what_is_wrong_with_a_chapter(monkeypatch):
+    """Of grading that is played here: who gets points decides `verdicts`."""
+    wrong = [
+        book.Cell("wrong", "a", "w = 1", {"fails": "bytes", "why": "sends twice"}),
+        book.Cell("wrong", "a", "w = 2", {"fails": "bytes", "why": "walks", "around": "import"}),
+    ]
+    monkeypatch.setattr(book.Chapter, "wrong", wrong)
+    of = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS)
+    seeds = []
+
+    def failure_in(chapter, check, judge, code, limit_s, seed):
+        seeds.append(seed)
+        return verdicts.get((code.answer.strip(), check.name))
+
+    monkeypatch.setattr(exercises, "failure_in", failure_in)
+    solution, bytes_fail = of.tasks[0].answer.source.strip(), Failure("bytes", "m")
+    stub = exercises.assignment.stub_of(of.tasks[0].answer.source).strip()
+    attempted = {(stub, name): Failure(trial.NOT_ATTEMPTED) for name in ("a-1", "a-2")}
+    caught = {("w = 1", "a-2"): bytes_fail, ("w = 2", "a-1"): bytes_fail, ("w = 2", "a-2"): bytes_fail}
+    verdicts = attempted | caught
+    few = "07: a has 2 wrong solutions; write at least three"
+    assert exercises.prove(of, Judged, "9") == [few] and set(seeds) == {"9"}
+    monkeypatch.setattr(book.Chapter, "wrong", [*wrong, wrong[0]])
+    assert exercises.prove(of, Judged) == []
+    verdicts = attempted | caught | {(stub, "a-1"): Failure("no error", "x")}
+    assert exercises.prove(of, Judged) == [
+        f"07: a stub gets 0 points, or another message than {trial.NOT_ATTEMPTED!r}"
+    ]
+    verdicts = attempted | caught | {(stub, "a-2"): None}
+    assert "07: a stub gets 2 points" in exercises.prove(of, Judged)[0]
+    verdicts = attempted | caught | {(solution, "a-2"): Failure("sum", "m", "d")}
+    assert exercises.prove(of, Judged) == ["07: the solution fails a-2: sum: m d"]
+    verdicts = attempted | caught | {("w = 1", "a-1"): Failure("sum", "m")}
+    assert exercises.prove(of, Judged) == ["07: a, sends twice: found 'sum', not 'bytes'"] * 2, (
+        "the first that fails speaks"
+    )
+    verdicts = attempted | caught | {("w = 2", "a-2"): None}
+    assert exercises.prove(of, Judged) == ["07: a, walks: earns 2 points"]
+    verdicts = attempted
+    assert exercises.prove(of, Judged)[:1] == ["07: a, sends twice: found 'nothing', not 'bytes'"]
+
+
+def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, capsys):
+    monkeypatch.setattr(exercises, "Judge", lambda: exercises.nullcontext(Judged))
+    monkeypatch.setattr(
+        exercises, "prove", lambda of, judge, seed: [f"{of.number} is weak"] if seed == "1" else []
+    )
+    assert exercises.main(["prove", "00", "--draws", "1"]) == 0 and capsys.readouterr().out == "prove: good\n"
+    assert exercises.main(["prove", "0", "--draws", "3"]) == 1
+    assert capsys.readouterr().out == "draw 1: 00 is weak\n"
+    asked = []
+    monkeypatch.setattr(exercises, "prove", lambda of, judge, seed: asked.append((of.number, seed)) or [])
+    assert exercises.main(["prove"]) == 0
+    assert asked == [(number, "0") for number in book.chapters()]
+    monkeypatch.setattr(exercises, "attack", lambda of, judge: (10, [f"{of.number} earns"]))
+    monkeypatch.setattr(exercises, "wrong_ones", lambda of, wrong, judge: [f"{len(wrong)} walk"])
+    around = sum("around" in cell.attributes for cell in book.chapter("00").wrong)
+    assert exercises.main(["attack", "00"]) == 1
+    told = f"{10 + around} answers tried (10 know nothing of their task, {around} walk around it),\n{8 + around} held"
+    assert capsys.readouterr().out.endswith(f"{told}\n00 earns\n{around} walk\n")
+    monkeypatch.setattr(exercises.assignment, "build", lambda: [])
+    assert exercises.main(["build"]) == 0
+    assert capsys.readouterr().out == "all notebooks are as they should be\nbuild: good\n"
+    monkeypatch.setattr(exercises.assignment, "build", lambda: ["a.ipynb", "b.ipynb"])
+    exercises.main(["build"])
+    assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
