@@ -3,6 +3,7 @@ answers, how a trial ends and what a report shows."""
 
 import argparse
 import os
+import socket
 import threading
 import time
 
@@ -13,7 +14,7 @@ from minitrain.course import exercises
 from minitrain.course.exercises import Grades, Report, Result
 from minitrain.course.grading import book, checks, judge, kit, network, trial
 from minitrain.course.grading.checks import Answer, Draw, expect_equal
-from minitrain.course.grading.inside import wire
+from minitrain.course.grading.inside import frames, wire
 from minitrain.course.grading.inside.frames import BadFrame, Line, pack
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Event, Message, Network
@@ -738,3 +739,208 @@ def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, 
     monkeypatch.setattr(exercises.assignment, "build", lambda: ["a.ipynb", "b.ipynb"])
     exercises.main(["build"])
     assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
+
+
+def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypatch):
+    of = book.chapter("00")
+    for folder in ("exercises", "work/exercises"):
+        (tmp_path / folder).mkdir(parents=True)
+    ours, copy = tmp_path / "exercises" / of.student.name, tmp_path / "work/exercises" / of.student.name
+    stub = exercises.assignment.notebooks(of)[of.student]
+    edited = stub.replace("# YOUR CODE HERE", "# MY CODE HERE", 1)
+    monkeypatch.setattr(book, "EXERCISES", tmp_path / "exercises")
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    monkeypatch.setattr(exercises, "written", lambda original: copy if copy.exists() else original)
+    monkeypatch.setattr(book, "chapter", lambda number: of)
+    graded = []
+
+    def grade_answers(of, answers, judge, seed):
+        graded.append((answers, seed))
+        return Report("00", [], "", seed, 0.0)
+
+    monkeypatch.setattr(exercises, "grade_answers", grade_answers)
+
+    def said(path=None, judge=Judged, seed="5eed"):
+        report = exercises.grade("00", path, judge=judge, seed=seed)
+        return report.file, report.note
+
+    ours.write_text(edited)
+    assert said() == (f"exercises/{of.student.name}", "") and graded[-1][1] == "5eed"
+    answers = graded[-1][0]
+    assert sum("MY CODE" in text for text in answers.values()) == 1 and len(answers) > len(of.tasks)
+    copy.write_text(stub)
+    hint = f"  (answers in exercises/{of.student.name} are not graded; --file names it)"
+    assert said() == (f"work/exercises/{of.student.name}", hint), "who has written into the wrong one is told"
+    assert said(ours) == (f"exercises/{of.student.name}", "") and said(str(copy))[1] == hint
+    ours.write_text(stub)
+    assert said() == (f"work/exercises/{of.student.name}", "")
+    copy.write_text(
+        stub.replace('"points": 2', '"points": 3', 1).replace('"checksum": "', '"checksum": "0', 99)
+    )
+    assert said()[1] == "  (its checks are not those of this version: graded with this version's)"
+    elsewhere = tmp_path.parent / f"{tmp_path.name}.ipynb"
+    elsewhere.write_text(stub)
+    assert said(elsewhere) == (str(elsewhere), "")
+
+
+def test_a_check_finds_what_read_only_cells_define():
+    cells = [book.Cell(role, role, f"{role} = 1", {}) for role in book.LOCKED]
+    check = book.Cell(
+        "check", "c", "assert given + driver + judge == 3 and __name__ == 'exercise'", {"points": "1"}
+    )
+    of = book.Chapter("99", book.Path("99.py"), [*cells, check])
+    assert exercises.failure_in(of, check, None, Code(), 1.0, "a seed") is None
+    for source, error in (
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x.y", "NameError: name 'x' is not defined"),
+    ):
+        failure = exercises.failure_in(of, book.Cell("check", "c", source, {}), None, Code(), 1.0, "a seed")
+        assert str(failure) == f"data: the check cannot read what came back: {error}"
+    broken = book.Cell("check", "c", "from minitrain.course.grading.trial import Broken\nraise Broken", {})
+    with pytest.raises(Broken):
+        exercises.failure_in(of, broken, None, Code(), 1.0, "a seed")
+
+
+def test_attack_tells_who_earned_something(monkeypatch):
+    of = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS)
+    attempts = [
+        book.Cell("wrong", "any", f"# {n}", {"body": "return 1", "why": f"way {n}"}) for n in range(3)
+    ]
+    monkeypatch.setattr(book, "read_cells", lambda path: attempts)
+    monkeypatch.setattr(exercises.pkgutil, "walk_packages", lambda *_: [])
+    seen = []
+
+    def failure_in(chapter, check, judge, code, limit_s, seed):
+        seen.append((code.answer.splitlines()[-1], seed))
+        return None if (code.answer.endswith("# 1"), check.name) == (True, "a-2") else Failure("p")
+
+    monkeypatch.setattr(exercises, "failure_in", failure_in)
+    assert exercises.attack(of, Judged, "4") == (3, ["07: a, way 1: earns 2 points"])
+    assert seen == [(f"# {n}", "4") for n in range(3) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "facts, sealed",
+    [
+        ({"grade": True, "solution": True, "locked": False, "points": 2}, "TrueTrueFalse"),
+        ({"grade": False, "solution": False, "locked": True}, "FalseFalseTrue"),
+        ({"grade": True, "solution": False, "locked": False, "points": 3}, "TrueFalseTrue"),
+        ({"grade": False, "solution": True, "locked": True}, "FalseTrueFalse"),
+        ({}, "FalseFalseFalse"),
+        ({"grade": True, "points": "?"}, "TrueFalseTrue"),
+    ],
+)
+def test_a_seal_is_of_source_type_role_name_and_points(facts, sealed):
+    """What nbgrader hashes, one part after the other."""
+    cell = {"source": "x = 1", "cell_type": "code", "metadata": {"nbgrader": {"grade_id": "a", **facts}}}
+    points = {2: "2.0", 3: "3.0", "?": "?"}.get(facts.get("points"), "")
+    parts = f"x = 1code{sealed}a{points}"
+    assert exercises.assignment.checksum(cell) == exercises.assignment.hashlib.md5(parts.encode()).hexdigest()
+
+
+# ---- frames ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header, payload, fits", [(1 << 20, 5, True), ((1 << 20) + 1, 0, False), (9, 100, True), (9, 101, False)]
+)
+def test_what_announces_too_much_is_refused_before_it_arrives(header, payload, fits):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = Line(ours, 100)
+        theirs.sendall(frames.SIZES.pack(header, payload))
+        if fits:
+            assert list(line.arrived()) == [], "it waits for the rest"
+        else:
+            with pytest.raises(BadFrame, match="the header or the payload is too long"):
+                list(line.arrived())
+    assert begun(1).lines[0].most == 1 << 26, "a rank's results are at most 64 MB"
+
+
+def test_frames_are_found_wherever_the_stream_is_cut():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, line = Line(theirs), Line(ours)
+        told = [({"is": "a"}, b""), ({"is": "b", "n": 1}, b"12345"), ({"is": "c"}, b"\0" * 3)]
+        whole = b""
+        for header, payload in told:
+            sender.send(header, payload)
+            whole += ours.recv(999, socket.MSG_WAITALL | socket.MSG_DONTWAIT)
+        assert line.sock is ours
+        heard = []
+        for at in range(0, len(whole), 7):
+            theirs.sendall(whole[at : at + 7])
+            heard += line.arrived()
+        assert heard == told
+        theirs.sendall(whole)
+        assert [line.receive() for _ in told] == told
+        theirs.close()
+        assert line.receive() is None
+        with pytest.raises(ConnectionResetError):
+            next(line.arrived())
+
+
+@pytest.mark.parametrize("text", [b"7", b"[]", b"{}", b'"is"', b'{"as": 1}', b"{", b"\xff"])
+def test_a_header_is_an_object_that_says_what_it_is(text):
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BadFrame, match="the header is not a JSON object with 'is'"):
+        theirs.sendall(frames.SIZES.pack(len(text), 0) + text)
+        Line(ours).receive()
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, size",
+    [
+        ("float64", [2, 3], 48),
+        ("bool", [5], 5),
+        ("complex64", [], 8),
+        ("int8", [1] * 16, 1),
+        ("int8", [1] * 17, None),
+        ("int8", [(1 << 40) - 1], (1 << 40) - 1),
+        ("int8", [1 << 40], None),
+        ("int8", [-1], None),
+        ("int8", [True], None),
+        ("int8", (1,), None),
+        ("float8_e4m3fn", [1], None),
+        (["int8"], [1], None),
+        (None, None, None),
+    ],
+)
+def test_the_bytes_of_a_tensor_somebody_announced(dtype, shape, size):
+    if size is None:
+        with pytest.raises(BadFrame, match="not a tensor's dtype and shape"):
+            frames.tensor_size(dtype, shape)
+    else:
+        assert frames.tensor_size(dtype, shape) == size
+
+
+@pytest.mark.parametrize(
+    "tree, payload, said",
+    [
+        ({"tensor": ["int8", [2]]}, b"a", "a tensor's shape and bytes disagree"),
+        ({"tensor": ["int8", [2]]}, b"abc", "bytes are left over"),
+        ({"list": [{"tensor": ["int8", [1]]}]}, b"ab", "bytes are left over"),
+        ({"tensor": ["int8", [0, 1 << 39, 1 << 39]]}, b"", "an empty tensor of an absurd shape"),
+        ({"value": 1, "list": []}, b"", "not a packed value"),
+        ({"value": [1]}, b"", "not a packed value"),
+        ({"tensor": ["int8"]}, b"", "not a packed value"),
+        ([], b"", "not a packed value"),
+    ],
+)
+def test_what_pack_does_not_write_is_no_value(tree, payload, said):
+    with pytest.raises(BadFrame, match=f"^{said}$"):
+        frames.unpack(tree, payload)
+
+
+def test_tensors_of_a_value_are_in_the_order_of_the_tree_and_in_memory_of_their_own():
+    x = torch.arange(6.0).view(2, 3)
+    tree, payload = pack({"b": x.t(), 3: [x[0], (x[:, 1], torch.empty(0))]})
+    assert payload == b"".join(one.contiguous().numpy().tobytes() for one in (x.t(), x[0], x[:, 1]))
+    value = frames.unpack(tree, payload)
+    assert list(value) == ["b", "3"] and value["b"].equal(x.t()) and type(value["3"][1]) is tuple
+    value["b"].add_(1)
+    assert value["3"][0].equal(x[0]) and value["3"][1][0].equal(x[:, 1]) and value["3"][1][1].shape == (0,)
+    with pytest.raises(frames.NotData, match="^a set$"):
+        pack([{1}])
+    with pytest.raises(frames.NotData, match="^a torch.float8_e4m3fn tensor$"):
+        pack(torch.ones(1).to(torch.float8_e4m3fn))
