@@ -365,7 +365,7 @@ ATTEMPTS = {
     "a priority": lambda: os.nice(1),
     "a pipe, for its buffer": lambda: os.pipe(),
     "memory shared with children": lambda: mmap.mmap(-1, 4096),
-    "the limits of its parent": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE),
+    "the limits of a process by its number": lambda: resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE),
     "how much waits to be read": lambda: fcntl.ioctl(1, 0x541B, bytes(4)),
     "types for a terminal": lambda: fcntl.ioctl(1, 0x5412, b"x"),
     "who hears of news on a line": lambda: fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid()),

@@ -311,9 +311,9 @@ def in_a_circle():
     ],
 )
 def test_a_hang_tells_where_every_rank_was(fn, ranks, parts):
-    error = failing(fn, timeout_s=3)
+    error = failing(fn, timeout_s=2)
     assert type(error) is launch.LaunchTimeout and error.ranks == ranks
-    assert str(error).startswith("not finished after 3 s: ") and all(part in str(error) for part in parts), (
+    assert str(error).startswith("not finished after 2 s: ") and all(part in str(error) for part in parts), (
         str(error)
     )
     assert f"in {fn.__name__}" in error.traceback, "the stacks of the waiting ranks"
@@ -372,46 +372,23 @@ WAIT_FOR_EVER = """
     folder = sys.argv[1]
     tempfile.tempdir = folder
 
-    def wait():
-        with open(f"{folder}/pid-{os.getpid()}", "w"):
+    def wait(turn):
+        with open(f"{folder}/{turn}-{os.getpid()}", "w"):
             pass
         dist.barrier()
         if dist.get_rank() == 0:
-            with open(f"{folder}/waiting", "w"):
+            with open(f"{folder}/waiting-{turn}", "w"):
                 pass
             time.sleep(1000)
         dist.all_reduce(torch.ones(1))
 
-    try:
-        launch.run(wait, ranks=4, timeout_s=1000)
-    except KeyboardInterrupt:
-        assert not [name for name in os.listdir(folder) if name.startswith("minitrain-")]
-        print("interrupted", launch.run(dist.get_rank))
+    for turn in (1, 2):
+        try:
+            launch.run(wait, turn, ranks=4, timeout_s=1000)
+        except KeyboardInterrupt:
+            assert not [name for name in os.listdir(folder) if name.startswith("minitrain-")]
+            print("interrupted", launch.run(dist.get_rank), flush=True)
 """
-
-
-@pytest.fixture
-def waiting(tmp_path):
-    """A process whose 4 ranks wait in gloo for ever, and the process ids of it, its helper and its ranks."""
-    (tmp_path / "script.py").write_text(textwrap.dedent(WAIT_FOR_EVER))
-    env = dict(os.environ, PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)))
-    command = [sys.executable, tmp_path / "script.py", tmp_path]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "waiting").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    assert len(pids) == 5 and {int(path.name[4:]) for path in tmp_path.glob("pid-*")} < set(pids)
-    yield process, pids
-    process.kill()
-    process.wait()
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -423,25 +400,45 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_an_interrupt_returns_at_once_and_the_next_launch_works(waiting, tmp_path):
-    process, pids = waiting
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=500)[0] == "interrupted [0, 1]\n"  # before the launch's own 1000 s
-    wait_until_gone(pids)
+def test_an_interrupt_is_for_the_caller_it_returns_at_once_and_a_killed_caller_leaves_nothing(tmp_path):
+    """One process whose 4 ranks wait in gloo for ever: they are interrupted, then it, and, waiting again, killed."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(WAIT_FOR_EVER))
+    env = dict(os.environ, PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)))
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py", tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
+    def waiting(turn: int) -> list[int]:
+        """The process ids of the helper and its ranks, once these wait."""
+        deadline = time.monotonic() + 60
+        while not (tmp_path / f"waiting-{turn}").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert len(pids) == 5 and {int(path.name[2:]) for path in tmp_path.glob(f"{turn}-*")} < {*pids}
+        return pids
 
-def test_the_terminal_s_interrupt_reaches_the_caller_only(waiting):
-    process, pids = waiting
-    assert {os.getpgid(pid) for pid in pids}.isdisjoint({os.getpgid(process.pid)})
-    for pid in pids:
-        os.kill(pid, signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None and all(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_nothing_survives_a_killed_caller(waiting, tmp_path):
-    process, pids = waiting
-    process.kill()
-    process.wait()
-    wait_until_gone(pids)
+    try:
+        pids = waiting(1)
+        assert {os.getpgid(pid) for pid in pids}.isdisjoint({os.getpgid(process.pid)})
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None and all(psutil.pid_exists(pid) for pid in pids), (
+            "the terminal's, to all"
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted [0, 1]\n"  # before the launch's own 1000 s
+        again = waiting(2)
+        (helper,) = {*pids} & {*again}
+        wait_until_gone([pid for pid in pids if pid != helper])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    wait_until_gone(again)
     assert not list(tmp_path.glob("minitrain-*")), "the helper removes the directory that its owner cannot"

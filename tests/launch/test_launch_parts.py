@@ -808,6 +808,16 @@ CELL = ("/tmp/ipykernel_1/2.py", 5, "train")
 FROZEN = ("<frozen importlib._bootstrap>", 4, "_find")
 
 
+def test_torch_is_a_library_wherever_it_is_installed():
+    """An environment with the system's packages has it in a folder that is not its own."""
+    assert all(file.startswith(report.LIBRARIES) for file in (torch.__file__, dist.__file__, json.__file__))
+    assert not __file__.startswith(report.LIBRARIES) and all(
+        folder.endswith(os.sep) for folder in report.LIBRARIES
+    )
+    in_torch = dist.distributed_c10d.__file__, 1427, "get_rank"
+    assert report.place([in_torch, ("train.py", 3, "f"), PLUMBING], {}) == "train.py:3"
+
+
 @pytest.mark.parametrize(
     "frames, place",
     [

@@ -128,7 +128,7 @@ def in_another_order():
 
 
 def test_of_two_groups_in_another_order_the_smaller_side_is_to_blame():
-    error = failing(in_another_order, ranks=3, timeout_s=8)
+    error = failing(in_another_order, ranks=3, timeout_s=3)
     assert isinstance(error, launch.LaunchTimeout) and error.ranks == (1,)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -17,8 +18,8 @@ from minitrain.launch import report
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name and /proc are Linux's")
 
 
-def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> list[tuple[int, str, str]]:
-    """Run `program` with one agent per node; (status, stdout, stderr) of each."""
+def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[[], list[tuple]]:
+    """Start `program` with one agent per node; what it returns waits: (status, stdout, stderr) of each."""
     (folder / "program.py").write_text(textwrap.dedent(program))
     env = dict(
         os.environ,
@@ -52,18 +53,23 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> list[tupl
                     cwd=folder,
                 )
             )
-    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for agent in agents:
-        for process in (
-            [*psutil.Process(agent.pid).children(recursive=True), agent] if agent.poll() is None else ()
-        ):
-            process.kill()
-    assert not list((folder / "temporary").glob("minitrain*"))
-    return [
-        (agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())
-        for node, agent in enumerate(agents)
-    ]
+
+    def ended() -> list[tuple[int, str, str]]:
+        assert store.port  # it is there for as long as somebody may ask
+        while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for agent in agents:
+            for process in (
+                [*psutil.Process(agent.pid).children(recursive=True), agent] if agent.poll() is None else ()
+            ):
+                process.kill()
+        assert not list((folder / "temporary").glob("minitrain*"))
+        return [
+            (agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())
+            for node, agent in enumerate(agents)
+        ]
+
+    return ended
 
 
 def test_two_nodes(tmp_path):
@@ -113,7 +119,7 @@ def test_two_nodes(tmp_path):
         tmp_path,
         nodes=2,
         ranks_per_node=2,
-    )
+    )()
     first, second = sorted(done, key=lambda node: "instead of" not in node[1])  # who is node 0 is drawn
     assert first[0] == second[0] == 0, f"{first}\n{second}"
     assert first[1].count("this job has 4 ranks: running on all of them instead of ranks=2\n") == 1
@@ -121,46 +127,45 @@ def test_two_nodes(tmp_path):
     assert "instead of" not in second[1]
 
 
-def test_one_rank_that_fails_while_others_wait_ends_the_job(tmp_path):
-    start = time.monotonic()
-    ((status, _, errors),) = torchrun(
-        """
-        import torch, torch.distributed as dist
-        from minitrain import collectives, launch
+FAILS = """
+import torch, torch.distributed as dist
+from minitrain import collectives, launch
 
-        def train():
-            if dist.get_rank() == 1:
-                raise ValueError("bad batch")
-            collectives.all_reduce(torch.ones(1), dist.group.WORLD)
+def train():
+    if dist.get_rank() == 1:
+        raise ValueError("bad batch")
+    collectives.all_reduce(torch.ones(1), dist.group.WORLD)
 
-        launch.run(train, ranks=2, timeout_s=1000)
-    """,
-        tmp_path,
-        nodes=1,
-        ranks_per_node=2,
-    )
+launch.run(train, ranks=2, timeout_s=1000)
+"""
+HANGS = """
+import time
+import torch, torch.distributed as dist
+from minitrain import collectives, launch
+
+def train():
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    collectives.all_reduce(torch.ones(1), dist.group.WORLD)
+
+launch.run(train, ranks=2, timeout_s=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Both at once: each of them mostly waits."""
+    folders = {program: tmp_path_factory.mktemp("job") for program in (FAILS, HANGS)}
+    return {program: torchrun(program, folder, 1, 2) for program, folder in folders.items()}
+
+
+def test_one_rank_that_fails_while_others_wait_ends_the_job(jobs):
+    ((status, _, errors),) = jobs[FAILS]()
     assert status != 0 and "RankError: rank 1 raised ValueError: bad batch (program.py:7)\n" in errors, errors
-    assert time.monotonic() - start < 200
 
 
-def test_a_hang_ends_the_job_and_says_where_each_rank_was(tmp_path):
-    ((status, _, errors),) = torchrun(
-        """
-        import time
-        import torch, torch.distributed as dist
-        from minitrain import collectives, launch
-
-        def train():
-            if dist.get_rank() == 1:
-                time.sleep(1000)
-            collectives.all_reduce(torch.ones(1), dist.group.WORLD)
-
-        launch.run(train, ranks=2, timeout_s=3)
-    """,
-        tmp_path,
-        nodes=1,
-        ranks_per_node=2,
-    )
+def test_a_hang_ends_the_job_and_says_where_each_rank_was(jobs):
+    ((status, _, errors),) = jobs[HANGS]()
     assert status != 0
     for where in (
         "rank 1 stands at program.py:8, in no collective",
