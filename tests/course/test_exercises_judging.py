@@ -3,7 +3,9 @@ answers, how a trial ends and what a report shows."""
 
 import argparse
 import os
+import re
 import socket
+import sys
 import threading
 import time
 
@@ -15,6 +17,7 @@ from minitrain.course.exercises import Grades, Report, Result
 from minitrain.course.grading import book, checks, judge, kit, network, trial
 from minitrain.course.grading.checks import Answer, Draw, expect_equal
 from minitrain.course.grading.inside import frames, wire
+from minitrain.course.grading.inside import rank as of_an_answer
 from minitrain.course.grading.inside.frames import BadFrame, Line, pack
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Event, Message, Network
@@ -944,3 +947,78 @@ def test_tensors_of_a_value_are_in_the_order_of_the_tree_and_in_memory_of_their_
         pack([{1}])
     with pytest.raises(frames.NotData, match="^a torch.float8_e4m3fn tensor$"):
         pack(torch.ones(1).to(torch.float8_e4m3fn))
+
+
+# ---- what a rank says of an error ------------------------------------------------------------------------
+
+ERRORS = [
+    ("x = 1\ndef f(:", "no error", r"rank 2 raised SyntaxError: .* \(line 2: def f\(:\)"),
+    ("x = 1\nraise MemoryError", "memory limit", r"rank 2 asked for more memory than it may have \(line 2: raise MemoryError\)"),
+    ("raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: you')", "memory limit", "rank 2 asked for more .*"),
+    ("import minitrain.launch", "own work", r"this task asks you to write it yourself: it imports minitrain.launch \(line 1: .*\)"),
+    ("import nothing_like_it", "no error", "rank 2 raised ModuleNotFoundError: No module named 'nothing_like_it' .*"),
+    ("raise NotListed('calls all_gather')", "own work", "this task asks .* yourself: it calls all_gather .*"),
+    ("raise NotData('a set')", "data", "rank 2 returned a set; return tensors, numbers, text, or lists of them"),
+    ("raise SystemExit(3)", "no error", r"rank 2 raised SystemExit: 3 \(line 1: raise SystemExit\(3\)\)"),
+    ("raise ValueError('x' * 300)", "no error", f"rank 2 raised ValueError: {'x' * 200} .*"),
+    (f"raise ValueError({'y' * 300!r})", "no error", f"rank 2 .* \\(line 1: raise ValueError\\('{'y' * 182}\\)"),
+    ("raise NotImplementedError", "not attempted yet", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, property, said", ERRORS)
+def test_an_error_is_told_by_the_rule_it_breaks(answer, property, said, monkeypatch):
+    class Nowhere:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("minitrain.launch"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "minitrain.launch", raising=False)
+    names = {"NotListed": of_an_answer.NotListed, "NotData": frames.NotData}
+    with pytest.raises(BaseException) as error:
+        of_an_answer.run_cells([answer], None) if "def f(:" in answer else run_as_answer(answer, names)
+    told = of_an_answer.described(error.value, 2)
+    assert told["is"] == "raise" and told["property"] == property and told["property"] in trial.TOLD
+    assert re.fullmatch(said, told["message"]), told["message"]
+    assert "inside/rank.py" not in told["trace"] and len(told["trace"]) <= 8000
+    assert bool(told["trace"]) == (property != "not attempted yet")
+
+
+def run_as_answer(answer: str, names: dict) -> None:
+    of_an_answer.remember(of_an_answer.CELL, answer)
+    exec(compile(answer, of_an_answer.CELL, "exec"), names)
+
+
+def test_cells_run_in_one_namespace_and_names_of_the_answer_are_there_from_the_start():
+    assert of_an_answer.run_cells(["a = 1", "b = a + 1\nc = __name__"])["b"] == 2
+    assert of_an_answer.run_cells(["a = f + 1", "f = 0"], {"f": 5}) | {} == of_an_answer.run_cells(
+        ["a = f + 1"], {"f": 5}
+    )
+    with pytest.raises(ZeroDivisionError) as error:
+        of_an_answer.run_cells(["x = 0", "def f():\n    1 / x\nf()"])
+    assert [str(one.path) for one in error.traceback][-2:] == ["<your answer>"] * 2
+    with pytest.raises(ZeroDivisionError) as error:
+        of_an_answer.run_cells(["x = 0", "1 / x"], {})
+    assert error.traceback[-1].path == "<given cell 2>"
+
+
+def test_of_an_answer_what_the_task_asks_for_and_drivers_around_it():
+    start = dict(
+        given=["def double(x): return 2 * x"],
+        answer="def f(x): return double(x)\ndef g(x): return 0",
+        names=["f"],
+    )
+    start |= dict(drivers=["def drive(x): return double(f(x))\ndef seen(): return 'g' in globals()"])
+    assert (
+        of_an_answer.defined(start | {"call": "f"})(3) == 6
+        and of_an_answer.defined(start | {"call": "drive"})(3) == 12
+    )
+    assert of_an_answer.defined(start | {"call": "seen"})() is False, (
+        "what else an answer defines stays with it"
+    )
+    assert of_an_answer.defined(start | {"call": "double", "names": []})(4) == 8, (
+        "no answer runs where none is asked for"
+    )
+    with pytest.raises(NameError, match="^the answer cell defines no h$"):
+        of_an_answer.defined(start | {"call": "f", "names": ["f", "h"]})
