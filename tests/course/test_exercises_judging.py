@@ -423,6 +423,36 @@ def test_a_message_is_asked_for_once_however_often_one_waits():
     assert line.sent[1][0] == {"is": "wait", "op": 1, "alone": threading.active_count() == 1}
 
 
+def test_a_rank_says_whether_another_of_its_threads_may_still_act():
+    line, over = Recorded(), threading.Event()
+    for alone in (threading.active_count() == 1, False):
+        wire.Operation(wire.Wire(line), {"is": "barrier"}).wait()
+        assert line.sent[-1][0]["alone"] == alone
+        thread = threading.Thread(target=over.wait)
+        thread.start()
+    over.set()
+
+
+def test_a_group_names_its_members_by_their_ranks_and_knows_no_tags():
+    line = Recorded(bytes(8))
+    group = wire.WireGroup(wire.Wire(line), 1, [4, 2, 7], "a name")
+    x = torch.tensor([3.0, 4.0])
+    group.send([x], 2)
+    group.recv([x.clone()], 0)
+    assert group.barrier().wait() and (group.rank(), group.size(), group.getBackendName()) == (1, 3, "judge")
+    sent = {"is": "send", "peer": 7, "members": [4, 2, 7], "dtype": "float32", "shape": [2], "op": 1}
+    assert line.sent[:2] == [(sent, x.numpy().tobytes()), (sent | {"is": "receive", "peer": 4, "op": 2}, b"")]
+    assert line.sent[2][0] == {"is": "barrier", "members": [4, 2, 7], "op": 3}
+    before = len(line.sent)
+    for act in (group.send, group.recv):
+        with pytest.raises(ValueError, match="^messages have no tags here: they arrive in the order"):
+            act([x], 0, 1)
+    assert group.send([torch.empty(0)], 0).wait() is True and len(line.sent) == before
+    line.answer = torch.tensor([5.0, 6.0]).numpy().tobytes()
+    assert group.fetch("weight", x).tolist() == [5.0, 6.0] and x.tolist() == [3.0, 4.0]
+    assert line.sent[before][0] == {"is": "fetch", "name": "weight", "op": 4}
+
+
 def test_questions_have_numbers_of_their_own_and_answers_find_them():
     line = Recorded()
     ours = wire.Wire(line)

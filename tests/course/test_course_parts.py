@@ -1,0 +1,482 @@
+"""What stands around chapters, piece by piece: numbers and headings, tables, outputs that are joined, a folder that is
+laid out, kernels that end, and the words of the command; no notebook runs here."""
+
+import asyncio
+import json
+import signal
+import types
+import zipfile
+from fractions import Fraction
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import DeadKernelError
+from typer.testing import CliRunner
+
+from minitrain import cli
+from minitrain.course import atlas, home, kernels, lab, notebook
+
+# ---- numbers, headings, tables ---------------------------------------------------------------------------
+
+
+def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
+    for name in (
+        "10_last.ipynb",
+        "02_second.ipynb",
+        "x2_none.ipynb",
+        "02_second.py",
+        "2_none.ipynb",
+        "03.ipynb",
+    ):
+        (tmp_path / name).touch()
+    found = notebook.numbered(tmp_path, ".ipynb")
+    assert list(found.items()) == [("02", tmp_path / "02_second.ipynb"), ("10", tmp_path / "10_last.ipynb")]
+    for number in (2, "2", "02"):
+        assert notebook.key_among(number, found, "{}") == "02"
+    with pytest.raises(ValueError, match="^none is 'x2'; there are 02, 10$"):
+        notebook.key_among("x2", found, "none is {!r}")
+    with pytest.raises(ValueError, match="^no 3; there are none$"):
+        notebook.key_among(3, {}, "no {}")
+
+
+def test_a_heading_and_the_facts_below_it_without_their_marks(tmp_path):
+    text = [
+        "# 07 · Grids\n",
+        "\n",
+        "Words.\n",
+        "**Time** 20 s · **Ranks** [four](../README.md) · **Hardware** none\n",
+    ]
+    path = tmp_path / "07_grids.ipynb"
+    path.write_text(json.dumps({"cells": [{"source": text}, {"source": ["**Time** of another"]}]}))
+    assert notebook.heading(path) == ("07 · Grids", "Time 20 s · Ranks four · Hardware none")
+    path.write_text(json.dumps({"cells": [{"source": text[:1]}]}))
+    assert notebook.heading(path) == ("07 · Grids", "")
+
+
+def test_measured_beside_formula(capsys):
+    rows = {"exact": (1234567, Fraction(1234567)), "third": (1, 3), "half": (0.5, 2), "none": (4, 0)}
+    notebook.beside(rows, "FLOPs")
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == f"{'':5}  {'measured':>20}  {'formula':>20}  ratio   [FLOPs]"
+    assert [line.split() for line in lines] == [
+        ["exact", "1,234,567", "1,234,567", "1.000"],
+        ["third", "1", "3", "0.333"],
+        ["half", "0.5000", "2", "0.250"],
+        ["none", "4", "0", "-"],
+    ]
+    notebook.beside({})
+    assert capsys.readouterr().out.endswith("ratio   [bytes]\n")
+
+
+def test_source_is_shown_with_its_place_and_on_demand_with_its_docstring():
+    line = notebook.key_among.__code__.co_firstlineno
+    place, said, source = notebook._sourced(notebook.key_among, False)
+    assert place == f"minitrain/course/notebook.py:{line}"
+    assert said.startswith("The key of a chapter number:") and "\n" not in said and said not in source
+    assert source.splitlines()[1].startswith("    key = ") and not source.endswith("\n")
+    assert '"""The key of' in notebook._sourced(notebook.key_among, True)[2]
+    whole = notebook._sourced(lab._alone_in, False)[2]
+    assert whole.startswith("@contextmanager\ndef _alone_in(") and "with open" in whole.splitlines()[2]
+
+
+# ---- notebooks that are saved ----------------------------------------------------------------------------
+
+
+def stream(text, name="stdout"):
+    return nbformat.v4.new_output("stream", name=name, text=text)
+
+
+def test_prints_that_follow_each_other_are_one():
+    other = nbformat.v4.new_output("display_data", data={"text/plain": "x"})
+    given = [
+        stream("a"),
+        stream("b"),
+        stream("c", "stderr"),
+        stream("d", "stderr"),
+        other,
+        stream("e"),
+        stream("f"),
+    ]
+    joined = notebook.joined(given)
+    assert [one.get("text") for one in joined] == ["ab", "cd", None, "ef"]
+    assert [one.get("name") for one in joined] == ["stdout", "stderr", None, "stdout"]
+
+
+def test_a_saved_notebook_holds_nothing_that_differs_from_run_to_run():
+    root = notebook.CHAPTERS.parent
+    error = nbformat.v4.new_output("error", ename="E", evalue="v")
+    error.traceback = [
+        f"File {root}/minitrain/a.py",
+        "\x1b[32m/home/me/.venv/lib/python3.12/site.py",
+        "see m/lib/python3",
+    ]
+    widget = nbformat.v4.new_output(
+        "display_data", data={"application/vnd.jupyter.widget-view+json": {}, "text/plain": "w"}
+    )
+    cells = [
+        nbformat.v4.new_markdown_cell("text", metadata={"tags": ["a"], "trusted": True}),
+        nbformat.v4.new_code_cell(
+            "print(guess)", outputs=[stream("a"), stream("b"), widget, error], metadata={"x": 1}
+        ),
+        nbformat.v4.new_code_cell("guess = 3"),
+    ]
+    book = notebook.normalised(
+        nbformat.v4.new_notebook(
+            cells=cells, metadata={"kernelspec": {"name": "mine", "display_name": "Mine"}}
+        )
+    )
+    assert book.metadata == notebook.METADATA and book.metadata is not notebook.METADATA
+    assert [cell["id"] for cell in book.cells] == ["cell-000", "cell-001", "cell-002"]
+    assert [cell.metadata for cell in book.cells] == [
+        {"tags": ["a"]}, {"collapsed": True, "jupyter": {"outputs_hidden": True}}, {}
+    ]  # fmt: skip
+    prints, shown, failed = book.cells[1].outputs
+    assert prints.text == "ab" and shown.data == {"text/plain": "w"}
+    assert failed.traceback == ["File minitrain/a.py", "\x1b[32mlib/python3.12/site.py", "see m/lib/python3"]
+
+
+@pytest.mark.parametrize(
+    "source, answers",
+    [("guess", True), ("show(guess, 3)", True), ("guess = 4", False), ("guess=4", False), ("a = 1  # guessed", False), ("x = guess", True), ("guess == 4", False)],
+)  # fmt: skip
+def test_a_cell_that_reads_a_guess_answers_a_prediction(source, answers):
+    assert notebook.answers_a_prediction(source) == answers
+
+
+# ---- where chapters are ----------------------------------------------------------------------------------
+
+
+def test_home_is_the_folder_that_is_laid_out_here_or_above_else_the_clone(tmp_path):
+    package, laid_out = tmp_path / "clone" / "minitrain", tmp_path / "out"
+    (laid_out / "below" / "deep").mkdir(parents=True)
+    package.mkdir(parents=True)
+    assert home.find(laid_out / "below", package) is None
+    (package.parent / "notebooks").mkdir()
+    assert home.find(laid_out / "below", package) == package.parent
+    (laid_out / home.MARK).touch()
+    for folder in (laid_out, laid_out / "below" / "deep"):
+        assert home.find(folder, package) == laid_out
+    (laid_out / "below" / home.MARK).touch()
+    assert home.find(laid_out / "below" / "deep", package) == laid_out / "below", "the nearest"
+
+
+def test_without_a_home_one_line_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(home, "HOME", None)
+    with pytest.raises(
+        ValueError,
+        match="^no chapters here: `minitrain init FOLDER` lays them out, then call this in FOLDER$",
+    ):
+        home.at_home()
+    monkeypatch.setattr(home, "HOME", tmp_path)
+    assert home.at_home() == tmp_path
+
+    def gone():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(home.Path, "cwd", gone)
+    assert home.here() == home.PACKAGE.parent
+
+
+def a_clone(folder: Path) -> Path:
+    names = [
+        "notebooks/00_a.ipynb",
+        "notebooks/pictures/a.svg",
+        "exercises/source/00.py",
+        "README.md",
+        "LICENSE",
+    ]
+    hidden = [
+        "notebooks/.ipynb_checkpoints/00_a.ipynb",
+        "exercises/__pycache__/a.pyc",
+        "notebooks/.hidden",
+        "tests/a.py",
+    ]
+    for name in (*names, *hidden):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_folder_is_laid_out_from_a_wheel_or_a_clone(packed, tmp_path, monkeypatch):
+    clone = a_clone(tmp_path / "clone")
+    monkeypatch.setattr(home, "PACKAGE", clone / "minitrain")
+    monkeypatch.setattr(home, "ARCHIVE", tmp_path / "made" / "course.zip")
+    (clone / "minitrain").mkdir()
+    if packed:
+        home.pack(clone, home.ARCHIVE)
+        assert zipfile.ZipFile(home.ARCHIVE).infolist()[0].compress_type == zipfile.ZIP_DEFLATED
+        monkeypatch.setattr(home, "PACKAGE", tmp_path / "made")
+    folder = tmp_path / "a" / "new"
+    assert home.lay_out(folder) == []
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert found == [
+        ".minitrain",
+        "LICENSE",
+        "README.md",
+        "exercises/source/00.py",
+        "notebooks/00_a.ipynb",
+        "notebooks/pictures/a.svg",
+    ]
+    assert (folder / "notebooks/00_a.ipynb").read_text() == "notebooks/00_a.ipynb"
+    assert (folder / "minitrain").resolve() == home.PACKAGE.resolve()
+    for taken in (folder, folder / "LICENSE"):
+        with pytest.raises(ValueError, match=f"^{taken} is there and not empty: give a new folder$"):
+            home.lay_out(taken)
+    (tmp_path / "empty").mkdir()
+    assert home.lay_out(tmp_path / "empty") == []
+
+
+def test_what_cannot_be_laid_out_is_said_before_a_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(home, "PACKAGE", tmp_path / "site" / "minitrain")
+    monkeypatch.setattr(home, "ARCHIVE", tmp_path / "site" / "course.zip")
+    with pytest.raises(ValueError, match="has no course.zip: install minitrain again, or use a clone$"):
+        home.lay_out(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(home, "PACKAGE", a_clone(tmp_path / "clone") / "minitrain")
+
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(home.Path, "symlink_to", refuse)
+    told = "no link to the modules (Operation not permitted); the notebooks run without"
+    assert home.lay_out(tmp_path / "new") == [told] and (tmp_path / "new" / home.MARK).exists()
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "heard, error, raised, code",
+    [
+        ((), asyncio.CancelledError, asyncio.CancelledError, None),
+        ((), DeadKernelError, DeadKernelError, None),
+        ((signal.SIGINT,), asyncio.CancelledError, KeyboardInterrupt, None),
+        ((signal.SIGINT,), DeadKernelError, KeyboardInterrupt, None),
+        ((signal.SIGTERM,), asyncio.CancelledError, SystemExit, 143),
+        ((signal.SIGINT,), RuntimeError, RuntimeError, None),
+    ],
+)
+def test_how_a_run_ends_that_was_interrupted(heard, error, raised, code, monkeypatch):
+    made = {}
+
+    class Client(kernels.Client):
+        def __init__(self, given, **settings):
+            made.update(settings, notebook=given)
+
+        async def async_execute(self):
+            self.heard = heard
+            raise error()
+
+    monkeypatch.setattr(kernels, "Client", Client)
+    with pytest.raises(raised) as ended:
+        kernels.run("a notebook", "a folder", timeout=7)
+    assert code is None or ended.value.code == code
+    assert made == dict(
+        notebook="a notebook", resources={"metadata": {"path": "a folder"}}, kernel_name="python3", timeout=7,
+        kernel_manager_class=kernels.AsyncManager, extra_arguments=["--log-level=ERROR"],
+    )  # fmt: skip
+
+
+def test_the_first_signal_stops_a_run_and_the_kernel_at_once():
+    client, done = kernels.Client(nbformat.v4.new_notebook()), []
+    client.work = types.SimpleNamespace(cancel=lambda: done.append("cancelled"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        client.stop(number)
+    assert client.heard == (signal.SIGTERM,) and done == ["cancelled"]
+    assert client.shutdown_kernel == "immediate"
+
+
+def test_the_folder_of_a_kernel_is_private_short_and_goes_with_it_but_not_in_a_restart(monkeypatch):
+    monkeypatch.setattr(kernels.KernelManager, "shutdown_kernel", lambda self, now=False, restart=False: None)
+    manager = kernels.Manager()
+    folder = Path(manager.folder.name)
+    assert folder.stat().st_mode & 0o777 == 0o700 and manager.transport == "ipc"
+    assert manager.connection_file == str(folder / "k.json") and len(f"{folder}/k.json-ipc-5") < 107
+    manager.shutdown_kernel(restart=True)
+    assert folder.exists()
+    manager.shutdown_kernel()
+    assert not folder.exists()
+
+    async def nothing(self, restart=False):
+        pass
+
+    monkeypatch.setattr(kernels.AsyncKernelManager, "cleanup_resources", nothing)
+    manager = kernels.AsyncManager()
+    asyncio.run(manager.cleanup_resources(restart=True))
+    assert Path(manager.folder.name).exists()
+    asyncio.run(manager.cleanup_resources())
+    assert not Path(manager.folder.name).exists()
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, rank, code, said",
+    [
+        (ValueError("two\nlines"), None, 2, "minitrain: two lines\n"),
+        (OSError("no disk"), "0", 2, "minitrain: no disk\n"),
+        (RuntimeError("rank 1 failed"), "0", 1, "minitrain: rank 1 failed\n"),
+        (RuntimeError("rank 1 failed"), "1", 1, ""),
+        (ValueError("a\udcff" + "x" * 2000 + "end"), None, 2, None),
+    ],
+)
+def test_an_error_is_one_line_of_the_first_rank(error, rank, code, said, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == code and (said is None or told == said)
+    if said is None:
+        assert told.startswith("minitrain: a\\udcffx") and told.endswith("xend\n") and "x ... x" in told
+        assert len(told) == len("minitrain: ") + cli.MOST_LETTERS + len(" ... ") + 1
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "app", lambda: {}["key"])
+    with pytest.raises(KeyError):
+        cli.main()
+
+
+def test_versions_of_what_is_not_installed(monkeypatch):
+    assert cli.installed("no-such-package-here") == "is not installed"
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(cli.app, list(words))
+
+
+@pytest.fixture
+def two_chapters(tmp_path, monkeypatch):
+    """Whose cells are not run; what would run, and where it would go, is looked at."""
+    paths = {f"0{n}": tmp_path / f"0{n}_name.ipynb" for n in (3, 4)}
+    monkeypatch.setattr(notebook, "chapters", lambda: paths)
+    monkeypatch.setattr(home, "at_home", lambda: tmp_path)
+    ran = []
+
+    def execute(path, out, on_cell):
+        on_cell(1, 2), on_cell(2, 2)
+        ran.append((path.name, out))
+        if len(ran) == interrupted_at:
+            raise KeyboardInterrupt
+        return 1.26
+
+    interrupted_at = None
+    monkeypatch.setattr(notebook, "execute", execute)
+
+    def interrupt(number):
+        nonlocal interrupted_at
+        interrupted_at = number
+
+    return ran, interrupt
+
+
+def test_chapters_that_are_run_are_told_one_by_one(two_chapters, tmp_path):
+    ran, interrupt = two_chapters
+    out = tmp_path / "out"
+    result = invoke("run", "--out", str(out))
+    assert result.exit_code == 0 and [name for name, _ in ran] == ["03_name.ipynb", "04_name.ipynb"]
+    assert ran[0][1] == out / "03_name.ipynb"
+    lines = result.output.splitlines()
+    assert lines[0] == f"ok  {'03_name':24}   1.3 s" and lines[2].startswith("2 of 2 chapters ran in 0 s;")
+    assert lines[2].endswith(f"executed notebooks are in {out}/")
+    result = invoke("run", "4", "--save", "--out", str(out))
+    assert (
+        ran[-1] == ("04_name.ipynb", tmp_path / "04_name.ipynb")
+        and "executed notebooks are in place" in result.output
+    )
+    interrupt(5)
+    result = invoke("run", "3", "4", "--out", str(out))
+    assert result.exit_code == 130 and "interrupted in 04_name; 1 of 2 chapters ran\n" in result.output
+
+
+def test_a_long_title_is_cut_at_a_word_and_facts_are_time_and_ranks(two_chapters, monkeypatch):
+    long = "03 · " + "word, " * 20
+    monkeypatch.setattr(notebook, "heading", lambda path: (long, "Time 20 s · Hardware none · Ranks 4"))
+    first, facts, *_ = invoke("list").output.splitlines()
+    assert first.endswith("word ..") and len(first) <= 80 and len(first) > 70
+    assert facts == "     Time 20 s · Ranks 4"
+
+
+@pytest.mark.parametrize("what", ["sum", "error", "memory", "nothing"])
+def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkeypatch):
+    if what == "memory":
+        monkeypatch.setattr(cli.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1.9e9))
+    from minitrain import launch
+
+    def run(fn, ranks):
+        if what == "error":
+            raise RuntimeError("no loopback\nsecond line")
+        return [4.0, 4.0, 4.0, 3.0 if what == "sum" else 4.0]
+
+    monkeypatch.setattr(launch, "run", run)
+    result = invoke("doctor")
+    assert result.exit_code == (what != "nothing")
+    failed = [line for line in result.output.splitlines() if line.startswith("FAIL")]
+    words = {
+        "sum": "4 ranks        four ranks added 1 and got [4.0, 4.0, 4.0, 3.0]   -> see 'When ranks cannot meet' in the README",
+        "error": "4 ranks        no loopback   -> see 'When ranks cannot meet' in the README",
+        "memory": "free memory    1.9 GB   -> the chapters need 2 GB; close something",
+    }
+    assert failed == ([f"FAIL  {words[what]}"] if what in words else [])
+    assert result.output.count("ok  ") == 7 - len(failed)
+
+
+def test_a_grade_is_asked_for_by_chapter_and_file(monkeypatch):
+    from minitrain.course import exercises
+
+    asked = []
+    monkeypatch.setattr(notebook, "exercise", lambda number: asked.append(number))
+
+    class Graded:
+        def table(self, detail):
+            return f"the table, {detail}"
+
+    monkeypatch.setattr(exercises, "grade", lambda chapter, file: asked.append((chapter, file)) or Graded())
+    assert invoke("grade", "02", "--file", "a.ipynb").output == "the table, False\n"
+    assert invoke("grade", "--detail").output == "the table, True\n"
+    assert asked == ["02", ("02", Path("a.ipynb")), (None, None)]
+    result = invoke("grade", "--file", "a.ipynb")
+    assert str(result.exception) == "a.ipynb is of which chapter? minitrain grade 02 --file a.ipynb"
+
+
+def test_jupyterlab_takes_the_place_of_the_command(monkeypatch, tmp_path):
+    done = []
+    monkeypatch.setattr(lab, "prepare", lambda fresh: done.append(fresh) or ["a line"])
+    monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", str(work), *given])
+    monkeypatch.setattr(cli.os, "execv", lambda program, command: done.append((program, command)))
+    monkeypatch.setattr(home, "at_home", lambda: tmp_path)
+    result = invoke("lab", "--fresh", "03", "--fresh", "notebooks/04", "--no-browser")
+    assert done == [["03", "notebooks/04"], ("jupyter", ["jupyter", str(cli.ROOT / "work"), "--no-browser"])]
+    assert result.output.startswith("a line\nYour copies are in work/") and "root" not in result.output
+    invoke("lab", "--allow-root")
+    assert done[2] == () and "--allow-root" in invoke("lab", "--allow-root").output
+
+
+def test_the_atlas_says_what_differs_and_counts(monkeypatch):
+    row = atlas.rows()[0]
+    fields = {
+        name: getattr(row, name) for name in ("chapter", "kind", "name", "idea", "module", "shown", "test")
+    }
+    other = types.SimpleNamespace(**fields, differs="smaller " * 20)
+    monkeypatch.setattr(atlas, "search", lambda wish: [other][: 0 if wish == "nothing here" else 1])
+    monkeypatch.setattr(atlas, "near", lambda wish: f"near {wish}")
+    printed = invoke("atlas", "ring").output
+    assert "          differs: smaller smaller" in printed and printed.endswith("\n1 system\n")
+    assert max(map(len, printed.splitlines()[1:3])) <= 80
+    assert invoke("atlas", "nothing", "here").output == "0 systems; near nothing here\n"
+
+
+def test_an_interrupt_of_a_command_is_one_line(monkeypatch):
+    monkeypatch.setattr(home, "at_home", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = invoke("list")
+    assert result.exit_code == 130 and result.output == "minitrain: interrupted\n"
+    assert re.match("minitrain", sys.modules["minitrain.cli"].__name__) and issubclass(
+        cli.UsageError, Exception
+    )
+    assert issubclass(typer.BadParameter, cli.UsageError)
