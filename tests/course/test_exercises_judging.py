@@ -5,6 +5,7 @@ import argparse
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -641,6 +642,30 @@ def test_after_a_failure_the_server_stays_and_after_anything_else_it_is_ended(er
     with pytest.raises(type(error)):
         ours.run(Code(call="f"), [[()]])
     assert done == [True, False, *["closed"] * closed], "its ranks are ended however the run ends"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_server_is_waited_for_then_killed_and_its_last_line_is_told(late):
+    ours, done = judge.Judge(), []
+    assert ours.close() == "", "there is none"
+
+    class Server:
+        def communicate(self, timeout=None):
+            done.append(timeout)
+            if late and timeout:
+                raise subprocess.TimeoutExpired("server", timeout)
+            return None, "Traceback\n  line\nMemoryError: no memory\n\n"
+
+        def kill(self):
+            done.append("killed")
+
+    class Open:
+        def close(self):
+            done.append("closed")
+
+    ours.server, ours.words, ours.control = Server(), Open(), Open()
+    assert ours.close() == "MemoryError: no memory" and ours.server is None
+    assert done == ["closed", "closed", 20, *(["killed", None] if late else [])]
 
 
 # ---- reports ---------------------------------------------------------------------------------------------

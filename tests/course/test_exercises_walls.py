@@ -178,6 +178,14 @@ def test_a_limit_counts_from_the_memory_there_is_and_never_goes_up(monkeypatch, 
     assert given[resource.RLIMIT_DATA] == (4000, 4000)
 
 
+def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):
+    if not ROOT:
+        assert walled.users == [None] * 16
+        return
+    first = 61184 + 16 * (os.getpid() % 256)
+    assert walled.users == [*range(first, first + 16)] and walled.users[-1] < 65534, "the last is nobody's"
+
+
 # ---- what is missing -------------------------------------------------------------------------------------
 
 
