@@ -2,13 +2,17 @@
 answers, how a trial ends and what a report shows."""
 
 import argparse
+import collections
 import os
+import queue
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -462,6 +466,141 @@ def test_questions_have_numbers_of_their_own_and_answers_find_them():
     ours.answers = {1: b"one"}
     line.answer = b"two"
     assert (ours.wait(2), ours.wait(1), ours.answers) == (b"two", b"one", {})
+
+
+# ---- the kit's collectives -------------------------------------------------------------------------------
+
+
+class Threads:
+    """A group whose ranks are threads: what is sent waits in a queue for who receives it."""
+
+    def __init__(self, rank, size, queues):
+        self._rank, self._size, self.queues, self.sent = rank, size, queues, []
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+    def send(self, tensors, to):
+        assert tensors[0].is_contiguous()
+        self.sent.append((to, tensors[0].numel()))
+        self.queues[self._rank, to].put(tensors[0].clone())
+        return types.SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors, source):
+        return types.SimpleNamespace(
+            wait=lambda: tensors[0].copy_(self.queues[source, self._rank].get(timeout=20))
+        )
+
+
+def on_threads(fn, *inputs):
+    """[fn(input, group) on each rank], and what each sent as (to, elements)."""
+    size, queues = len(inputs), collections.defaultdict(queue.SimpleQueue)
+    groups = [Threads(rank, size, queues) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(fn, inputs, groups))
+    assert all(one.empty() for one in queues.values())
+    return results, [group.sent for group in groups]
+
+
+XS = [torch.arange(6.0).view(3, 2) * 10**rank for rank in range(3)]
+
+
+def test_a_ring_goes_forward_by_one_or_by_what_is_asked_and_a_tuple_stays_one():
+    for shift, wanted in ((1, [2, 0, 1]), (-1, [1, 2, 0]), (2, [1, 2, 0]), (3, [0, 1, 2]), (0, [0, 1, 2])):
+        results, sent = on_threads(lambda x, group: kit.rotate(x, group, shift), *XS)
+        assert all(one.equal(XS[at]) for one, at in zip(results, wanted))
+        assert sent == [[((rank + shift) % 3, 6)] * bool(shift % 3) for rank in range(3)]
+    results, _ = on_threads(lambda x, group: kit.rotate((x, x.t()), group, async_op=True).wait(), *XS)
+    assert [type(one) for one in results] == [tuple] * 3 and results[0][1].equal(XS[2].t())
+    (same,), _ = on_threads(kit.rotate, XS[0])
+    assert same.equal(XS[0]) and same.data_ptr() != XS[0].data_ptr(), "memory of its own"
+
+
+def test_sums_and_maxima_in_rank_order_in_new_memory_or_in_place():
+    total = XS[0] + XS[1] + XS[2]
+    results, sent = on_threads(kit.all_reduce, *XS)
+    assert all(one.equal(total) for one in results) and all(len(own) == 4 for own in sent)
+    assert sum(n for own in sent for _, n in own) == 2 * 2 * 6
+    signs = [XS[0] * (-1) ** rank - rank for rank in range(3)]
+    results, _ = on_threads(lambda x, group: kit.all_reduce(x, group, op="max"), *signs)
+    assert all(one.equal(torch.stack(signs).amax(0)) for one in results)
+    mine = [x.clone() for x in XS]
+    results, _ = on_threads(lambda x, group: kit.all_reduce(x, group, out=x), *mine)
+    assert all(x.equal(total) and one.data_ptr() == x.data_ptr() for one, x in zip(results, mine))
+    turned = [x.t() for x in XS]
+    results, _ = on_threads(lambda x, group: kit.all_reduce(x, group, async_op=True).wait(), *turned)
+    assert all(one.equal(total.t()) for one in results) and XS[1][2, 1] == 50, "nobody's own is written to"
+
+
+def test_pieces_are_cut_along_the_first_dimension_and_arrive_in_rank_order():
+    results, _ = on_threads(kit.all_gather, *XS)
+    assert all(one.equal(torch.cat(XS)) for one in results)
+    results, _ = on_threads(kit.reduce_scatter, *XS)
+    assert torch.cat(results).equal(sum(XS)) and [len(one) for one in results] == [1] * 3
+    results, _ = on_threads(kit.all_to_all, *XS)
+    assert all(one.equal(torch.stack([x[rank] for x in XS])) for rank, one in enumerate(results))
+    sizes = [[2, 0, 1], [0, 1, 2], [3, 0, 0]]
+
+    def uneven(x, group):
+        r = group.rank()
+        return kit.all_to_all(x, group, send_sizes=sizes[r], receive_sizes=[own[r] for own in sizes])
+
+    (first, second, third), _ = on_threads(uneven, *XS)
+    assert first.equal(torch.cat([XS[0][:2], XS[2]])) and second.equal(XS[1][:1])
+    assert third.equal(torch.cat([XS[0][2:], XS[1][1:]]))
+    alone = Threads(0, 2, None)
+    with pytest.raises(ValueError, match="^reduce_scatter: 3 rows do not divide by 2 ranks; pad them$"):
+        kit.reduce_scatter(XS[0], alone)
+    for sizes in ([1, 1], [2, 2], None):
+        with pytest.raises(ValueError, match=r"^all_to_all: pieces of \[.*\] rows are not the 3 of x$"):
+            kit.all_to_all(XS[0], alone, send_sizes=sizes)
+
+
+def test_everybody_gets_the_source_in_memory_of_its_own():
+    results, sent = on_threads(lambda x, group: kit.broadcast(x, 1, group), *XS)
+    assert all(one.equal(XS[1]) and one.data_ptr() != XS[1].data_ptr() for one in results)
+    assert sent == [[], [(0, 6), (2, 6)], []]
+
+
+def test_collectives_of_a_group_follow_one_another_also_in_the_background(monkeypatch):
+    monkeypatch.setattr(kit, "_lanes", {})
+    first, second = Threads(0, 1, None), Threads(0, 1, None)
+    order, gate = [], threading.Event()
+    slow = kit._perform(lambda: gate.wait(20) and order.append("slow") or "slow", first, True)
+    assert kit._perform(lambda: order.append("other") or 1, second, False) == 1, "another group goes on"
+    assert kit._perform(lambda: "theirs", second, True).wait() == "theirs"
+    threading.Timer(0.05, gate.set).start()
+    assert kit._perform(lambda: order.append("quick") or "quick", first, False) == "quick"
+    assert slow.wait() == "slow" and order == ["other", "slow", "quick"] and len(kit._lanes) == 2
+    for lane in kit._lanes.values():
+        lane.shutdown()
+
+
+def test_the_server_is_told_what_to_hide_and_has_nothing_of_its_callers(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    started = []
+
+    def popen(command, **how):
+        started.append((command, how))
+        raise OSError("no process")
+
+    monkeypatch.setattr(judge.subprocess, "Popen", popen)
+    for walls in (True, False):
+        with pytest.raises(OSError, match="no process"):
+            judge.Judge(walls).start()
+    (command, how), (bare, _) = started
+    assert command[1:4] == ["-P", "-s", "-c"] and how["start_new_session"] and how["cwd"] == "/"
+    assert command[4].endswith(f", {[str(judge.PACKAGE), str(judge.EXERCISES)]!r}, True)") and bare[
+        4
+    ].endswith(", False)")
+    assert (
+        how["env"]["OMP_NUM_THREADS"] == "1"
+        and not {"PYTHONPATH", "USER"} & how["env"].keys()
+        and how["env"]["HOME"] == "/"
+    )
 
 
 # ---- what a check can ask --------------------------------------------------------------------------------

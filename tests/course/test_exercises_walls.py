@@ -178,6 +178,13 @@ def test_a_limit_counts_from_the_memory_there_is_and_never_goes_up(monkeypatch, 
     assert given[resource.RLIMIT_DATA] == (4000, 4000)
 
 
+def test_the_server_is_in_no_terminals_way(walled):
+    """Signals for a group of processes pass it by, and it stands in no folder that somebody may want to remove."""
+    pid = walled.server.pid
+    assert os.getsid(pid) == os.getpgid(pid) == pid
+    assert not confine.LINUX or os.readlink(f"/proc/{pid}/cwd") == "/"
+
+
 def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):
     if not ROOT:
         assert walled.users == [None] * 16
