@@ -350,6 +350,11 @@ def test_each_rule_is_named_with_rank_and_line(judge, property):
     with pytest.raises(Failure) as caught:
         judge.run(code, [[(torch.ones(3),)]] * 2, time_limit_s=limit_s)
     assert caught.value.property == property and message in caught.value.message
+    if property == "time limit":
+        places = [
+            line for line in caught.value.detail.splitlines() if 'File "<your answer>", line 3, in f' in line
+        ]
+        assert [line[:8] for line in places] == ["[rank 0]", "[rank 1]"], "each rank says where it is"
 
 
 FETCHES = """
@@ -383,8 +388,9 @@ def test_sending_while_computing_shows_in_the_order_of_events(judge, function, o
 def test_torchs_own_collectives_say_where_to_go(judge):
     answer = "import torch.distributed as dist\ndef f(x, group): return dist.all_reduce(x, group=group)"
     code = Code(answer=answer, names=["f"], call="f")
-    with pytest.raises(Failure, match="this network only sends and receives"):
+    with pytest.raises(Failure, match="this network only sends and receives") as error:
         judge.run(code, [[(torch.ones(1),)]] * 2)
+    assert "distributed_c10d.py" in error.value.detail and "course/grading" not in error.value.detail
 
 
 def test_the_judge_survives_an_interrupt(judge, monkeypatch):
