@@ -430,6 +430,26 @@ def test_a_helper_is_used_while_it_lives_is_ours_and_has_read_what_files_say(tmp
     )
 
 
+def test_the_helper_has_one_thread_whatever_its_caller_has_and_the_rest_as_the_caller(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GLIBC_TUNABLES", "of the caller")
+    started = []
+
+    def popen(command, **how):
+        started.append((command, how))
+        raise OSError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(helper.subprocess, "Popen", popen)
+    said = "^the helper process that forks ranks cannot be started: .*ulimit -u.*; use fewer ranks, or end other programs$"
+    with pytest.raises(launch.RankError, match=said):
+        helper.Helper()
+    ((command, how),) = started
+    assert how["env"]["OMP_NUM_THREADS"] == how["env"]["MKL_NUM_THREADS"] == "1"
+    assert how["env"]["GLIBC_TUNABLES"] == "of the caller" and how["start_new_session"] is True
+    assert command[1] == "-P" and command[5] == str(os.getpid()) and how["pass_fds"] == [int(command[4])]
+    assert command[6:-1] == sys.path and os.path.join(command[-1], "minitrain", "") == report.PACKAGE
+
+
 def test_another_helper_takes_the_place_of_one_that_is_of_no_use(monkeypatch):
     class Old:
         def __init__(self, launches, usable):
@@ -828,7 +848,7 @@ def test_torch_is_a_library_wherever_it_is_installed():
     [
         ([LIBRARY, OURS, ("/home/me/train.py", 3, "f"), ("/home/me/main.py", 2, "g")], "train.py:3"),
         ([COLLECTIVE, LIBRARY, CELL, PLUMBING], "cell:5"),
-        ([FROZEN, COLLECTIVE, OURS, LIBRARY, PLUMBING], "step.py:8"),
+        ([FROZEN, COLLECTIVE, LIBRARY, OURS, PLUMBING], "step.py:8"),
         ([COLLECTIVE, LIBRARY, FROZEN, PLUMBING], "functional.py:9"),
         ([COLLECTIVE, PLUMBING], ""),
         ([], ""),
@@ -925,6 +945,12 @@ def test_equal_errors_are_one_sentence_with_all_their_places():
     assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch", (
         "what was lost is no cause"
     )
+
+
+def test_a_crash_is_told_first_and_ranks_are_in_order():
+    error = report.failure({1: MINE, 3: report.crash_record(3, "", [], {})}, {})
+    assert str(error).startswith("rank 3 ended the process with status 3") and error.ranks == (1, 3)
+    assert str(error).endswith("; rank 1 raised ValueError: bad batch")
 
 
 def test_cells_are_called_as_the_notebook_calls_them():
