@@ -32,6 +32,10 @@ def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / name).touch()
     found = notebook.numbered(tmp_path, ".ipynb")
     assert list(found.items()) == [("02", tmp_path / "02_second.ipynb"), ("10", tmp_path / "10_last.ipynb")]
+    listed = types.SimpleNamespace(
+        glob=lambda pattern: [tmp_path / "10_last.ipynb", tmp_path / "02_second.ipynb"]
+    )
+    assert list(notebook.numbered(listed, ".ipynb")) == ["02", "10"], "however a disk lists them"
     for number in (2, "2", "02"):
         assert notebook.key_among(number, found, "{}") == "02"
     with pytest.raises(ValueError, match="^none is 'x2'; there are 02, 10$"):
@@ -455,6 +459,8 @@ def test_jupyterlab_takes_the_place_of_the_command(monkeypatch, tmp_path):
     assert done == [["03", "notebooks/04"], ("jupyter", ["jupyter", str(cli.ROOT / "work"), "--no-browser"])]
     assert result.output.startswith("a line\nYour copies are in work/") and "root" not in result.output
     invoke("lab", "--allow-root")
+    monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", "--allow-root"])
+    assert "You are root: JupyterLab is told that this is meant (--allow-root)." in invoke("lab").output
     assert done[2] == () and "--allow-root" in invoke("lab", "--allow-root").output
 
 

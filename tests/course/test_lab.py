@@ -105,6 +105,30 @@ def test_fresh_never_overwrites_what_was_set_aside(tmp_path):
     assert source(root / "work/notebooks/03_data.ipynb") == "notebooks 03"
 
 
+def test_fresh_is_what_was_meant_and_nothing_is_set_aside_that_is_fresh_already(tmp_path):
+    root = small_root(tmp_path)
+    lab.prepare(root)
+    assert lab.prepare(root, fresh=["03"]) == [] and not list(root.rglob("*.yours*"))
+    for folder in lab.FOLDERS:
+        write(root / "work" / folder / "03_data.ipynb", "mine")
+    told = lab.prepare(root, fresh=["exercises/03"])
+    assert told == ["work/exercises/03_data.ipynb is fresh; yours is 03_data.yours.ipynb, beside it"]
+    assert source(root / "work/notebooks/03_data.ipynb") == "mine"
+    assert source(root / "work/exercises/03_data.ipynb") == "exercises 03"
+
+
+def test_a_link_that_leads_elsewhere_is_mended_and_what_the_reader_put_there_stays(tmp_path):
+    root = small_root(tmp_path)
+    lab.prepare(root)
+    work = root / "work"
+    for name in ("README.md", "minitrain"):
+        (work / name).unlink()
+    (work / "README.md").symlink_to(root / "minitrain")
+    (work / "minitrain").write_text("mine")
+    assert lab.prepare(root) == []
+    assert os.readlink(work / "README.md") == "../README.md" and (work / "minitrain").read_text() == "mine"
+
+
 def test_a_torn_copy_or_a_lost_record_loses_nothing(tmp_path):
     root = small_root(tmp_path)
     lab.prepare(root)
