@@ -1,6 +1,7 @@
 """What the chapter on checkpoints breaks saves with does what it says."""
 
 import threading
+import types
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from minitrain import launch
 from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.snapshot import Snapshot
 from minitrain.course import crashes
-from minitrain.course.crash_model import Recorder, read_tree
+from minitrain.course.crash_model import Model, Recorder, read_tree
 from minitrain.launch.report import RankError
 from minitrain.pieces import whole_piece
 
@@ -98,3 +99,48 @@ def test_a_held_copy_goes_as_far_as_it_may():
     snapshot.wait()
     thread.join()
     assert snapshot.missing_bytes() == 0
+
+
+def test_no_more_blocks_are_copied_than_are_allowed(monkeypatch):
+    monkeypatch.setattr(crashes, "PATIENCE_S", 0.01)
+    moved = []
+    snapshot = types.SimpleNamespace(move=lambda *block: moved.append(block), copied=0)
+    held = crashes.Held(snapshot)
+    for allowed in (0, 1):
+        held.allow(allowed)
+        snapshot.copied = allowed
+        with pytest.raises(RuntimeError, match=f"^nobody allowed more than {allowed} blocks$"):
+            snapshot.move(allowed)
+        snapshot.copied = allowed - 1
+        if allowed:
+            snapshot.move("a block", 5)
+    assert moved == [("a block", 5)]
+
+
+def test_what_a_power_cut_may_leave_of_a_file_is_listed_by_hand():
+    model = Model({"a": b"xy"})
+    assert model.states() == [{"a": b"xy"}]
+    model.do(("create", "a", 1))
+    assert {tree["a"] for tree in model.states()} == {b"xy", b"", b"\0\0"}, "cut, or only its length is there"
+    model.do(("write", 1, 0, b"ab"))
+    assert {tree["a"] for tree in model.states()} == {b"xy", b"", b"\0\0", b"ab"}
+    model.do(("sync", 1))
+    assert model.states() == [{"a": b"ab"}]
+    model.do(("write", 1, 2, b"z" * 600))
+    now = b"ab" + b"z" * 600
+    first, second = {now[:512], b"ab" + bytes(510), bytes(512)}, {now[512:], bytes(90)}
+    wanted = {(one + two)[:length] for one in first for two in second for length in (0, 2, 512, 602)}
+    assert {tree["a"] for tree in model.states()} == wanted, "sectors on their own, lengths at their borders"
+
+
+def test_what_a_power_cut_may_leave_of_names_is_listed_by_hand():
+    model = Model({"a": b"1", "c": b"2"})
+    model.do(("rename", "c", "0"))
+    model.do(("remove", "a"))
+    states = model.states()
+    assert sorted(map(tuple, states)) == [("0",), ("0", "a"), ("a", "c"), ("c",)], (
+        "one change, or not the other"
+    )
+    assert all(list(tree) == sorted(tree) for tree in states) and {"0": b"2"} in states
+    model.do(("sync_folder", "."))
+    assert model.states() == [{"0": b"2"}]

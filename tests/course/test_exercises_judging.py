@@ -374,7 +374,7 @@ def test_a_secret_waits_until_every_thread_of_every_rank_sleeps(before, now, asl
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="no /proc")
 def test_all_threads_are_looked_at():
     done = threading.Event()
-    thread = threading.Thread(target=done.wait)
+    thread = threading.Thread(target=done.wait, daemon=True)
     thread.start()
     with begun() as one:
         one.pids = [os.getpid(), 2**22 + 1]
@@ -433,7 +433,7 @@ def test_a_rank_says_whether_another_of_its_threads_may_still_act():
     for alone in (threading.active_count() == 1, False):
         wire.Operation(wire.Wire(line), {"is": "barrier"}).wait()
         assert line.sent[-1][0]["alone"] == alone
-        thread = threading.Thread(target=over.wait)
+        thread = threading.Thread(target=over.wait, daemon=True)
         thread.start()
     over.set()
 
