@@ -405,6 +405,8 @@ def test_a_long_title_is_cut_at_a_word_and_facts_are_time_and_ranks(two_chapters
     first, facts, *_ = invoke("list").output.splitlines()
     assert first.endswith("word ..") and len(first) <= 80 and len(first) > 70
     assert facts == "     Time 20 s · Ranks 4"
+    monkeypatch.setattr(notebook, "heading", lambda path: (f"{'a' * 38} {'b' * 39} and more", ""))
+    assert invoke("list").output.splitlines()[0] == f"{'a' * 38} .."
 
 
 @pytest.mark.parametrize("what", ["sum", "error", "memory", "nothing"])

@@ -161,6 +161,11 @@ def test_with_a_gpu_it_is_the_default_build_and_no_index_is_asked(pip, tmp_path,
     assert pip.told() == [DEFAULT, REST] and "there is an NVIDIA GPU" in capsys.readouterr().out
 
 
+def test_a_gpu_is_there_where_its_driver_is_in_windows_too():
+    """Its control device; under WSL there is none, and the driver's program is where Windows puts it."""
+    assert set(install.GPU_SIGNS) == {"/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi"}
+
+
 def test_elsewhere_than_on_linux_there_is_one_build(pip, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(install, "trouble_with_index", lambda: pytest.fail("asked"))
@@ -264,6 +269,29 @@ def test_an_environment_of_a_system_with_a_supported_torch_sees_the_systems_pack
     assert calls == [
         [sys.executable, "-m", "venv", "--clear", "--system-site-packages", str(tmp_path / "new")]
     ]
+
+
+def test_an_environment_made_from_another_stands_on_its_packages_not_on_the_systems(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(sys, "base_prefix", "/elsewhere")
+    monkeypatch.setattr(install, "torch_of", lambda python: "2.12.0")
+    monkeypatch.setattr(subprocess, "call", lambda words, **_: calls.append(words) or 0)
+    monkeypatch.setattr(
+        install.sysconfig, "get_path", lambda kind, vars={}: str(tmp_path) if vars else "/theirs"
+    )
+    install.environment(tmp_path / "new")
+    assert calls == [[sys.executable, "-m", "venv", "--clear", str(tmp_path / "new")]]
+    assert (tmp_path / "packages_below.pth").read_text() == "/theirs\n"
+
+
+@pytest.mark.parametrize(
+    "version, supported",
+    [("2.11", True), ("2.11.0+cpu", True), ("2.10.9", False), ("2.13.9", True), ("2.14", False), ("2.14.0", False),
+     ("2.11.0rc1", False), ("2.12.0rc1", True), ("2.11.0.dev20260101", False), ("", False), ("3.0", False)],
+)  # fmt: skip
+def test_a_version_is_supported_from_the_floor_to_below_the_ceiling(version, supported):
+    assert '"torch>=2.11,<2.14"' in (install.ROOT / "pyproject.toml").read_text()
+    assert install.is_supported(version) == supported
 
 
 def test_an_environment_that_is_there_is_kept_and_gets_pip_if_it_has_none(tmp_path, monkeypatch):
