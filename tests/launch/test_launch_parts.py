@@ -246,6 +246,38 @@ def test_in_a_hang_those_that_are_not_done_are_asked_where_they_are(monkeypatch)
     assert error.traceback == 'Ranks 1, 2, innermost line first:\n  File "train.py", line 5, in step'
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_is_stopped_however_it_ends_and_ranks_are_more_patient_than_it(fails, monkeypatch):
+    done = []
+
+    class Played(local.Launch):
+        def __init__(self, *given):
+            done.append(given)
+
+        def start(self, call, settings):
+            done.append((call, settings))
+
+        def wait(self, *given):
+            done.append(given)
+            if fails:
+                raise launch.RankError("rank 1")
+
+        def results(self):
+            return ["a result"]
+
+        def stop(self):
+            done.append("stopped")
+
+    monkeypatch.setattr(local, "Launch", Played)
+    given = (b"call", 2, 30, 7, True, False, 4.0)
+    if fails:
+        with pytest.raises(launch.RankError):
+            local.run_local(*given)
+    else:
+        assert local.run_local(*given) == ["a result"]
+    assert done == [(2, False, 4.0), (b"call", {"checked": True, "patience_s": 97}), (30, 7), "stopped"]
+
+
 # ---- the helper ------------------------------------------------------------------------------------------
 
 
@@ -448,6 +480,23 @@ def test_the_helper_has_one_thread_whatever_its_caller_has_and_the_rest_as_the_c
     assert how["env"]["GLIBC_TUNABLES"] == "of the caller" and how["start_new_session"] is True
     assert command[1] == "-P" and command[5] == str(os.getpid()) and how["pass_fds"] == [int(command[4])]
     assert command[6:-1] == sys.path and os.path.join(command[-1], "minitrain", "") == report.PACKAGE
+
+
+@pytest.mark.parametrize("ours, late", [(True, False), (True, True), (False, False)])
+def test_a_helper_ends_when_its_line_does_and_is_killed_if_it_is_late(ours, late):
+    one, done = object.__new__(helper.Helper), []
+    one.owner = os.getpid() + (not ours)
+    one.requests = types.SimpleNamespace(close=lambda: done.append("line"))
+    one.log = types.SimpleNamespace(close=lambda: done.append("log"))
+
+    def wait(seconds=None):
+        done.append(seconds)
+        if late and seconds:
+            raise subprocess.TimeoutExpired("helper", seconds)
+
+    one.process = types.SimpleNamespace(wait=wait, kill=lambda: done.append("killed"))
+    one.close()
+    assert done == ["line", "log", *([2] if ours else []), *(["killed", None] if late else [])]
 
 
 def test_another_helper_takes_the_place_of_one_that_is_of_no_use(monkeypatch):
@@ -682,6 +731,25 @@ def test_a_launch_in_a_job_gives_all_results_and_keeps_its_own(monkeypatch):
     with pytest.raises(launch.RankError, match="^7$"):
         one.run(sys.exit, (7,), 30, False)
     assert "MINITRAIN_INSIDE" not in os.environ and seen["checked"] is False
+
+
+def test_a_rank_that_ends_its_job_says_why_after_all_that_it_has_printed(monkeypatch):
+    said = []
+
+    class Stream(io.StringIO):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def flush(self):
+            said.append((self.name, self.getvalue()))
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Stream(name))
+    monkeypatch.setattr(job.os, "_exit", lambda code: said.append(code))
+    sys.stdout.write("a print")
+    a_job().end(launch.LaunchTimeout("others are late", (1,), "line 5"))
+    assert said == [("stdout", "a print"), ("stderr", "LaunchTimeout: others are late\n\nline 5\n"), 1]
 
 
 def test_rank_0_alone_says_that_a_job_has_another_number_of_ranks(monkeypatch, capsys):
