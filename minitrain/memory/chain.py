@@ -68,7 +68,6 @@ class _Chain(torch.autograd.Function):
         if interpreter is None:
             raise RuntimeError("chain: backward a second time; a plan lets everything go in the first")
         interpreter.gradient = [dy]
-        del dy
         interpreter.play(ctx.rest)
         return interpreter.gradient.pop(), None, None, None, None
 

@@ -49,7 +49,7 @@ class _Record:
     shape: torch.Size
     dtype: torch.dtype
     bytes: int
-    checksum: int | None = None  # None: never written to its end
+    checksum: int | None = None  # None: not yet written to its end
 
 
 class _Buffer:
@@ -210,8 +210,7 @@ class FileStore:
     # ---- what the workers do ------------------------------------------------------------------------------
 
     def _written(self, record: _Record, buffer: _Buffer) -> None:
-        record.checksum, start = None, 0
-        checksum, blocks = zlib.crc32(buffer.memory[: record.bytes]), _padded(record.bytes)
+        checksum, start, blocks = zlib.crc32(buffer.memory[: record.bytes]), 0, _padded(record.bytes)
         while start < blocks:  # a disk that is nearly full takes a part: go on at a whole block
             put = os.pwrite(self._file, buffer.memory[start:blocks], record.offset + start)
             start += put // BLOCK * BLOCK
@@ -278,7 +277,7 @@ def open_unnamed(folder: Path, direct: bool = True) -> tuple[int, bool]:
 def _unnamed(folder: Path, flags: int) -> int:
     path = folder / f".minitrain-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
     finally:
         path.unlink(missing_ok=True)  # some make a file and then refuse the flag
     try:

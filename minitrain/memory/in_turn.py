@@ -68,7 +68,6 @@ def of_microbatches(
             x = [layers[number](part, *others) for part in x]
     kept.append([Kept(part) for part in x])
     total, gradients = 0, [None] * len(x)
-    del x
     for number in range(last, -1, -1):
         before(number)
         inputs = kept.pop()

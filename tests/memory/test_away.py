@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minitrain import launch
 from minitrain.data.batches import Rows, random_tokens
@@ -204,6 +205,20 @@ def test_what_was_opened_leaves_the_device_though_its_graph_stays():
             fetched.append(ledger.copied_bytes("to_device"))
     assert fetched[0] == 640 == ledger.copied_bytes("to_host")  # x and what three layers gave, 160 bytes each
     assert fetched[2] - fetched[1] == fetched[1] - fetched[0] >= 640
+
+
+def test_a_model_that_runs_again_in_backward_and_one_without_rows():
+    """A second pass is not watched, and nothing behind it; a tensor without elements does not move."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()).double()
+    AwayActivations(model.parameters).watch(model, model)
+    x = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+    with Ledger() as ledger:
+        checkpoint(model, x, use_reentrant=True).sum().backward()
+        x.exp().sum().backward()
+        assert ledger.copied_bytes() == 0
+    assert torch.allclose(x.grad - x.detach().exp(), torch.autograd.grad(model(x).sum(), x)[0])
+    model(x[:0]).sum().backward()
+    assert not model[0].weight.grad.isnan().any()
 
 
 def test_nothing_moves_without_gradients():

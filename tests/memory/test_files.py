@@ -53,6 +53,7 @@ def test_what_is_given_is_taken(tmp_path, direct):
         assert store.bytes == size == store.read_bytes and store.written_bytes == 2 * size
         assert os.fstat(store._file).st_size == BLOCK * (1 + 1 + 1 + 2 + 1)  # whole blocks
         assert not list(tmp_path.iterdir())  # without a name
+        assert os.fstat(store._file).st_mode & 0o777 == 0o600
         for name, tensor in tensors.items():
             assert torch.equal(store.take(name), tensor * 2)
             store.put_back(name)
@@ -131,6 +132,38 @@ def test_write_behind_does_not_wait_until_buffers_run_out(tmp_path, monkeypatch)
         assert torch.equal(store.take("d"), numbers(seed=1))
 
 
+def test_for_a_buffer_the_oldest_write_is_waited_for(tmp_path, monkeypatch):
+    held, pwrite, go = [], os.pwrite, threading.Event()
+    with FileStore(tmp_path, **SMALL) as store:
+
+        def write(file, data, offset):
+            if offset == store._records["c"].offset:
+                held.append(go.wait(20))
+            return pwrite(file, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", write)
+        for name in "abcd":  # d gets the buffer of a, while c is being written
+            store.give(name, numbers(2000))
+        assert not held
+        go.set()
+    assert held == [True]
+
+
+def test_flush_ends_when_all_is_on_the_disk_and_close_when_all_is_written(tmp_path, monkeypatch):
+    asked, go, fsync, pwrite = [], threading.Event(), os.fsync, os.pwrite
+    store = FileStore(tmp_path, **SMALL)
+    monkeypatch.setattr(os, "fsync", lambda file: asked.append((file, store.written_bytes)) or fsync(file))
+    store.give("a", numbers())
+    store.give("b", numbers())
+    store.flush()
+    assert asked == [(store._file, 8000)]
+    monkeypatch.setattr(os, "pwrite", lambda *args: go.wait() and pwrite(*args))
+    store.give("a", numbers())
+    threading.Timer(0.05, go.set).start()
+    store.close()
+    assert store.written_bytes == 12_000
+
+
 def test_the_ledger_sees_every_copy_and_the_buffers_on_the_host(tmp_path):
     with Ledger() as ledger, FileStore(tmp_path, **SMALL) as store:
         store.give("x", torch.ones(1000))
@@ -167,6 +200,15 @@ def test_the_ledger_sees_every_copy_and_the_buffers_on_the_host(tmp_path):
         (
             lambda store: [(store.give(name, numbers(1)), store.take(name)) for name in "abcd"],
             "all 3 buffers of .* hold a, b, c",
+        ),
+        (
+            lambda store: (
+                [store.give(name, numbers(1)) for name in "abc"],
+                store.take("a"),
+                store.ahead("b", "c"),
+                store.give("d", numbers(1)),
+            ),
+            "all 3 buffers of .* hold a, b, c, ...: give back or use more",
         ),
     ],
 )
@@ -313,6 +355,19 @@ def test_a_changed_file_is_noticed(tmp_path, harm, message, direct):
         assert torch.equal(store.take("a"), numbers(seed=1))
 
 
+def test_a_direct_read_does_not_go_on_inside_a_block(tmp_path, monkeypatch):
+    asked = []
+    with FileStore(tmp_path, **SMALL) as store:
+        store.give("a", numbers(2000))
+        store.flush()
+        monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: asked.append(offset) or BLOCK + 100)
+        with pytest.raises(
+            OSError, match=r"ends at byte 8000 of .*, which was cut to 4196: go back to a check"
+        ):
+            store.take("a")
+    assert asked == [0]
+
+
 def path_of(store):
     """The only way to a file without a name."""
     return f"/proc/self/fd/{store._file}"
@@ -343,7 +398,13 @@ def test_no_buffer_is_lost_with_what_nobody_wants(tmp_path):
         for number in range(4):
             store.give("a", numbers(10, number))
             store.ahead("a")
-        store.give("a", numbers(10, 9))
+        for number in range(4):
+            assert torch.equal(store.take("a"), numbers(10, 3 if number == 0 else 8 + number))
+            store.give("a", numbers(10, 9 + number))  # not what was taken
+        store.flush()
+        os.pwrite(store._file, b"\xff" * 8, 0)
+        store.ahead("a")
+        store.give("a", numbers(10, 9))  # nobody wants what could not be read
         assert torch.equal(store.take("a"), numbers(10, 9))
         store.put_back("a")
         os.pwrite(store._file, b"\xff" * 8, 0)

@@ -143,7 +143,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="policy='fifo'; use belady or lru"):
         Recorded("a", 1, policy="fifo")
     with pytest.raises(ValueError, match="chunk 'a' has 3 bytes, and there is room for 2"):
-        Recorded("a", 2, {"a": 3})
+        Recorded("bab", 2, {"a": 3, "b": 1})
     with pytest.raises(ValueError, match="no uses"):
         Recorded("", 2)
     with pytest.raises(ValueError, match="ahead=-1"):
