@@ -74,7 +74,7 @@ class Run(NamedTuple):
 
     def most_at_once(self, link: str) -> int:
         """The largest number of copies that were under way on a link at one time."""
-        users = [name for name, task in self.tasks.items() if link in task.links and task.amount]
+        users = [name for name, task in self.tasks.items() if link in task.links]
         starts = map(self.start, users)
         return max((sum(self.start(b) <= at < self.end(b) for b in users) for at in starts), default=0)
 

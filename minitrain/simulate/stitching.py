@@ -112,9 +112,9 @@ class StitchingAllocator:
         return made
 
     def _split(self, block: _Primitive, size: int) -> None:
-        """`block` keeps so many bytes; the rest is a block beside it, in stitched ones too."""
+        """`block`, a free one, keeps so many bytes; the rest is a block beside it, in stitched ones too."""
         rest = _Primitive(block.address + size, block.bytes - size)
-        rest.free, block.bytes = block.free, size
+        block.bytes = size
         self._primitives.append(rest)
         for parts in self._stitches:
             if block in parts:

@@ -181,8 +181,10 @@ def test_a_segment_with_one_live_block_cannot_be_given_back():
     assert (error.requested_bytes, error.free_bytes) == (60 * MiB, 58 * MiB)
     assert error.largest_bytes == 38 * MiB  # behind c; the device has 20
     assert error.capacity_bytes == 100 * MiB and "62,914,560 bytes asked for" in str(error)
+    full = allocator(100 * MiB)
     with pytest.raises(OutOfMemory):
-        allocator(100 * MiB).alloc("all", 100 * MiB + 1)
+        full.alloc("all", 100 * MiB + 1)
+    assert full.retries == 1
     allocator(100 * MiB).alloc("all", 100 * MiB)
 
 
@@ -205,6 +207,11 @@ def test_max_split_size_keeps_large_blocks_whole():
     assert alloc(limited, g=52 * MiB) != where  # 20 MiB less: a segment of its own
     assert alloc(limited, h=52 * MiB + 512) == where
     assert limited.allocated_bytes == (20 + 36 + 52 + 72) * MiB
+    exact = allocator(settings="max_split_size_mb:40")
+    alloc(exact, a=40 * MiB)
+    exact.free("a")
+    alloc(exact, b=30 * MiB)  # 40 is whole already
+    assert exact.memory.reserved_bytes == 70 * MiB
 
 
 def test_max_split_size_gives_back_no_more_than_is_needed():
@@ -261,6 +268,11 @@ def test_expandable_segments_grow_by_pages_and_split_from_512_bytes():
     assert cache.memory.reserved_bytes == 40 * MiB
     assert alloc(cache, d=512 + MiB) == 40 * MiB - 512  # the 512 bytes left, and a page more
     assert cache.memory.reserved_bytes == 60 * MiB
+    few = allocator(100 * MiB, EXPANDABLE)
+    alloc(few, a=10 * MiB, b=50 * MiB)
+    assert few.largest_bytes == 40 * MiB  # nothing is free in front of what the device has left
+    few.free("b")
+    assert few.largest_bytes == 90 * MiB
     small = allocator(settings=EXPANDABLE)
     alloc(small, a=MiB, b=MiB, c=512)
     assert small.memory.reserved_bytes == 4 * MiB  # the small pool's pages have 2 MiB
@@ -480,6 +492,7 @@ def test_a_stitched_block_is_found_again_though_a_part_of_it_was_split():
     cache.free("e")
     cache.alloc("f", 50 * MiB)
     assert cache.stitched == 1 and cache.memory.reserved_bytes == 50 * MiB
+    assert cache.pieces("f") == ((20 * MiB, 30 * MiB), (0, 10 * MiB), (10 * MiB, 10 * MiB))  # as it was
 
 
 def test_a_part_of_a_live_stitch_is_nobody_elses():

@@ -176,6 +176,11 @@ def test_the_best_number_of_writers():
         assert pipeline.writing(writers, 100, storage).end_s == pipeline.writing_s(writers, 100, storage)
 
 
+def test_writers_are_dealt_out_to_the_nodes_in_turn():
+    run = pipeline.writing(4, 8, Storage(2, 4, 4, 1))
+    assert [run.tasks[f"write {i}"].links[1] for i in range(4)] == ["node 0", "node 1"] * 2
+
+
 def test_the_fast_storage_holds_no_more_than_it_has_room_for():
     """A slow cold storage: with room for k there are never more; saves come late rather than be lost."""
     for hot in (1, 2, 3):

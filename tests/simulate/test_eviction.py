@@ -1,6 +1,7 @@
 """Eviction without tensors: rules by hand and by brute force, programs, addresses."""
 
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 from math import inf
 from random import Random
 
@@ -175,7 +176,7 @@ def test_static_vs_dynamic_eviction():
     for the mean depth needs more than the budget, and DTR does not.
     """
     gaps = []
-    for layers, budgets in ((6, (4, 5, 6, 7)), (8, (4, 5, 6, 7)), (9, (5, 6))):
+    for layers, budgets in ((6, (4, 5, 6, 7)), (8, (5, 6, 7)), (9, (6,))):
         nodes, constants = graph(chain(layers))
         for budget in budgets:
             static = checkmate([Node(*node) for node in nodes], budget - constants)
@@ -202,10 +203,12 @@ def test_static_vs_dynamic_eviction():
 
 def every_window(parts, bytes):
     """The least cost of a run of parts that is large enough, by trying all."""
-    runs = [parts[i:j] for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-    return min(
-        (sum(cost for _, cost in run) for run in runs if sum(size for size, _ in run) >= bytes), default=inf
-    )
+    least = inf
+    for start in range(len(parts)):
+        sizes, costs = (list(accumulate(column)) for column in zip(*parts[start:]))
+        first = bisect_left(sizes, bytes)  # more parts cost no less
+        least = min(least, costs[first] if first < len(sizes) else inf)
+    return least
 
 
 def window_cost(parts, bytes):

@@ -35,6 +35,9 @@ def test_two_copies_share_a_link_until_one_has_ended():
     assert run.most_at_once("bus") == 2 and run.is_slowed("a") and run.is_slowed("b")
     alone = play([Task("a", "1", 12, ("bus",)), Task("b", "1", 4, ("bus",))], {"bus": 4})
     assert alone.end_s == 4 and alone.most_at_once("bus") == 1 and not alone.is_slowed("a")
+    assert not run.is_slowed("work") and alone.most_at_once("no link") == 0
+    nothing = play([Task("a", "1", 0, ("bus",)), Task("b", "2", 0, ("bus",))], {"bus": 4})
+    assert nothing.end_s == nothing.most_at_once("bus") == 0 and not nothing.is_slowed("a")
 
 
 def test_a_copy_is_as_fast_as_the_slowest_of_its_links_and_others_take_the_rest():

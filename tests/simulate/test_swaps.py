@@ -58,6 +58,10 @@ def test_opposed_directions_use_both_ways_of_the_bus(devices, rounds):
     )
 
 
+def test_tensors_are_dealt_out_in_turn_whatever_their_sizes():
+    assert swaps.dealt([1, 5, 1, 1, 4], 2, 6) == [{0, 2, 4}, {1, 3}]
+
+
 def test_dealt_sets_are_disjoint_and_large_enough_or_not_there():
     assert swaps.dealt([1] * 8, 2, 4) == DISJOINT
     assert swaps.dealt([1] * 8, 2, 3) == [{0, 2, 4}, {1, 3, 5}]
@@ -192,6 +196,13 @@ def test_stall_of_a_fixed_placement_is_a_formula(rate, number):
     assert run.stall("device") == first + (steps - 1) * (layers - number) * each
     fetched = sum(name.startswith("fetch") for name in run.tasks)
     assert fetched == layers + (steps - 1) * (layers - number)
+
+
+def test_a_layer_is_fetched_one_ahead_of_use():
+    """The third when the first has been used: there are never more than two of those that come and go."""
+    run = play(swaps.offloading([0], 4, 3, 1), {"down": 1})
+    assert [run.start(f"fetch {layer}") for layer in range(4)] == [0, 1, 4, 7]
+    assert run.end_s == 1 + 4 * 3
 
 
 def test_memory_without_room_for_two_layers_is_refused():
