@@ -75,6 +75,14 @@ def test_two_levels_by_hand():
     assert seconds("all_to_all", S, p, "pairwise") == rel(3 * 1e-6 + 4 * 5e-6 + S / 2 / (5 * GB))
 
 
+def test_every_chunk_behind_the_first_starts_as_its_slowest_hop_does():
+    """Two nodes of four ranks: of three hops down a tree one leaves the node, at 5 us; so do chunks."""
+    p, S = place(range(8), TWO), 1e7
+    hops = 2 * 1e-6 + 5e-6
+    brute = min(hops + (k - 1) * 5e-6 + (1 + 2 / k) * S / (20 * GB) for k in range(1, 1000))
+    assert seconds("broadcast", S, p, "tree") == rel(brute, rel=1e-4)
+
+
 def test_spread_over_the_nodes_or_packed():
     packed, spread = place([0, 1, 2, 3], TWO), place([0, 4, 8, 12], TWO)
     assert (packed.nodes, spread.nodes, spread.most) == (1, 4, 1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain.simulate import collectives
-from minitrain.simulate.events import Compute, Issue, Wait
+from minitrain.simulate.events import Compute, Copy, Issue, Wait
 from minitrain.simulate.intervals import join, length, outside
 from minitrain.simulate.links import Task, play
 from minitrain.simulate.machines import GB, Device, Link, Machine, machine
@@ -280,6 +280,25 @@ def test_a_member_that_never_arrives_is_named():
     del first.events[-1]  # the same when nobody waits for it
     with pytest.raises(ValueError, match="rank 1 never arrives"):
         replay(both(first, second), UNIT)
+
+
+def test_who_never_arrives_first_is_named_and_whose_word_is_not_heard():
+    """Of several that are missing the one of the earliest call, whatever its rank."""
+    here, early, late = Program(), Program(), Program()
+    here.wait(here.issue("all_reduce", "dp", (0, 2), 8, 0))
+    for seq in range(2):
+        here.issue("all_reduce", "tp", PAIR, 8, seq)
+    early.issue("all_reduce", "tp", PAIR, 8, 0)
+    here.events.pop(1)  # nobody waits
+    with pytest.raises(ValueError, match="rank 2 never arrives in all_reduce #0 on dp"):
+        replay({0: here.events, 1: early.events, 2: late.events}, UNIT)
+    talks = Program()
+    for seq in range(2):
+        talks.issue("send", "pp", (0, 1), 8, seq)
+    with pytest.raises(
+        ValueError, match="rank 0 issues send #0 on pp .* stages are not in step; give the ev"
+    ):
+        replay({0: talks.events}, UNIT)
 
 
 def test_different_collectives_are_named():
@@ -606,6 +625,29 @@ def test_chrome_trace(tmp_path_factory, program):
         lanes[event["pid"], event["tid"]] = event["ts"] + event["dur"]
         complete += 1
     assert complete == sum(len(spans) for spans in timeline.spans.values())
+
+
+def test_a_trace_by_hand(tmp_path):
+    """Threads are computation and then the others in order of use; spans are in order of time."""
+    program = Program()
+    program.events.append(Copy(7, "to_host", 10**9))
+    id = program.compute(1).issue("all_reduce", "dp", PAIR, 10**9)
+    program.compute(2).wait(id)
+    machine = changed(UNIT, host=UNIT.intra)
+    timeline = replay({0: program.events, 1: program.events}, machine)
+    assert [span.name for span in timeline.spans[0]] == ["to_host", "mm", "all_reduce", "mm"]
+    trace = json.loads(timeline.to_chrome_trace(tmp_path / "step.json", ranks=[1]).read_text())["traceEvents"]
+    assert {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"} == {
+        0: "compute",
+        1: "to_host",
+        2: "dp",
+    }
+    assert [(event["ts"], event["dur"], event["tid"]) for event in trace if event["ph"] == "X"] == [
+        (0.0, 1e6, 1),
+        (0.0, 1e6, 0),
+        (1e6, 1e6, 2),
+        (1e6, 2e6, 0),
+    ]
 
 
 def test_trace_of_some_ranks(tmp_path):
