@@ -252,7 +252,7 @@ class Evictor:
         block.held.clear()
         block.resident, block.group = False, _Group(block.cost)
         for other in (*block.parents, *block.children.values()):
-            if _evicted(other) and other.group:
+            if other.group:
                 block.group.join(other.group)
 
 

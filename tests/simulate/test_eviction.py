@@ -1,5 +1,6 @@
 """Eviction without tensors: rules by hand and by brute force, programs, addresses."""
 
+import weakref
 from bisect import bisect_left
 from itertools import accumulate, pairwise
 from math import inf
@@ -104,6 +105,20 @@ def test_what_it_takes_to_make_a_block_again():
     assert (evictor.operators - before, evictor.recomputed_cost) == (3, 70)
 
 
+def test_what_is_released_while_it_is_read_stays_and_who_is_gone_costs_nothing():
+    evictor, found = Evictor(), []
+    (read,) = evictor.run("read", [], [4], 1)
+    evictor.run("reads", [read], [4], 1, lambda _: (evictor.release(read), found.append(read.resident)))
+    assert found == [True]
+    (parent,) = evictor.run("parent", [], [4], 10)
+    one, other, near = (evictor.run(name, [parent], [4], cost)[0] for name, cost in zip("abc", (20, 30, 1)))
+    for block in (parent, one, other):
+        evictor.evict(block)
+    assert neighbourhood(near) == 1 + 10 + 20 + 30
+    del other, block
+    assert neighbourhood(near) == 1 + 10 + 20
+
+
 def test_rules_by_hand():
     """Four results of operators that take so long: who goes first."""
     victims = {}
@@ -168,6 +183,8 @@ def test_a_static_plan_by_hand():
     """16 layers, every 4th result kept: x4 x8 x12, four of a segment, two gradients, x0; 3 forwards a segment."""
     evictor = simulate(chain(16, every=4), Evictor())
     assert (evictor.operators, evictor.peak_bytes) == (2 * 16 + 4 * 3, 1 + 3 + 3 + 2)
+    two = [("constant", 0, 3), ("constant", 1, 4), ("run", "f", (0, 1), ((2, 5),), 7)]
+    assert graph(two) == ([(7, 5, ())], 3 + 4)
     assert graph(chain(2)) == ([(1, 1, ()), (1, 1, (0,)), (1, 1, (0, 1)), (1, 1, (2,))], 1)
 
 
@@ -295,6 +312,24 @@ def test_best_fit_takes_the_smallest_hole():
     (pinned,) = evictor.run("pinned", [], [30], 1)
     constant = evictor.pin(pinned)
     assert (constant.place, pinned.resident, evictor.holes()) == (10, False, [])
+
+
+def test_what_was_evicted_beside_the_hole_is_stranded_and_held_by_nobody():
+    """On both sides of it; and of equally cheap runs the first goes."""
+    for order in ((5, 20), (20, 5)):
+        evictor = BestFit(50, rule="lru")
+        first = evictor.run("first", [], order[:1], 1)
+        kept = [evictor.constant(5)]
+        found = dict(zip(order, first + evictor.run("second", [], order[1:], 1)))
+        kept.append(evictor.constant(20))
+        evictor.run("use", [found[20]], [], 1)  # so that the small one goes first
+        (new,) = evictor.run("new", [], [15], 1)
+        assert evictor.stranded_bytes == 5 and new.place == (0 if order[0] == 20 else 10)
+        seen = weakref.ref(new)
+        evictor.release(new)
+        del new
+        assert seen() is None and all(block.resident for block in kept)
+    assert cheapest_window([(5, 1), (5, 1), (9, 1)], 5) == (0, 1)
 
 
 def test_free_bytes_that_are_not_side_by_side():
