@@ -158,6 +158,14 @@ def test_annotations_stay_and_axes_that_they_do_not_name_are_open():
     assert propagate(MLP, {"axis0": 2}, {"y": {"axis0": S(0)}}).specs["x"] == (S(0),), "backwards too"
 
 
+def test_a_result_may_be_annotated_as_a_sum_that_nobody_adds():
+    columns = {"w1": {"model": S(1)}}
+    added = propagate(MLP, {"model": 2}, columns)
+    left = propagate(MLP, {"model": 2}, columns | {"y": {"model": P}})
+    assert added.collectives() == {("all_reduce", "model"): 1} and left.collectives() == {}
+    assert left.specs["y"] == (P,)
+
+
 def test_what_leaves_dims_as_they_are_goes_first_and_the_cheaper_letter_wins():
     """h is wanted by rows and y by columns: relu takes its operand's cut first; then y's product can go on by rows of a,
     which is large, or gather it."""

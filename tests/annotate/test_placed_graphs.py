@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
+from minitrain.annotate import boxing
 from minitrain.annotate.boxing import collective, moves, sent_along
 from minitrain.annotate.examples import attention, mlp, mlp_step
 from minitrain.annotate.graph import Graph, Op, with_gradients
@@ -207,6 +208,26 @@ def test_an_inner_cut_of_a_dim_is_gathered_before_the_outer_one_changes():
     said = [tuple(map(str, move)) for move in moves((S(0), S(0)), (B, S(0)))]
     assert said == [("1", "S(0)", "B"), ("0", "S(0)", "B"), ("1", "B", "S(0)")]
     assert [move.axis for move in moves((S(0), S(1)), (B, S(1)))] == [0]
+    three = moves((S(0), S(0), S(0)), (B, S(0), S(0)))  # the innermost first, and last again
+    assert [(move.axis, str(move.target)) for move in three] == [
+        *((axis, "B") for axis in (2, 1, 0)),
+        *((axis, "S(0)") for axis in (1, 2)),
+    ]
+    assert moves((S(0), S(0)), (S(0), S(1))) == [(1, S(0), S(1))]  # the outer one stays: none is gathered
+
+
+def test_what_is_sent_of_a_table_and_along_a_path():
+    """One row and column of it a place; a second move finds what the first has gathered."""
+    places, t, p = (S(0), S(1), B, P), 12, 3
+    found = {(a, b): (collective(a, b), boxing.sent(a, b, t, p)) for a in places for b in places}
+    said = {(a, b): (None, 0) for a in places for b in places}
+    for cut, other in ((S(0), S(1)), (S(1), S(0))):
+        said[cut, other] = "all_to_all", Fraction(p - 1, p) * t
+        said[cut, B] = "all_gather", (p - 1) * t
+        said[P, cut] = "reduce_scatter", (p - 1) * t
+    assert found == said | {(P, B): ("all_reduce", 2 * (p - 1) * t)}
+    path = moves((S(0), S(1)), (B, B))
+    assert sent_along(path, (S(0), S(1)), 24, (2, 3)) == [3 * 1 * 24 // 3, 2 * 2 * 24]
 
 
 # ---- random annotations
@@ -333,6 +354,8 @@ def test_what_was_boxed_once_is_there_for_the_next_operator():
         "relu leaves them as they are": lambda: Op("y", "relu", "ab->ba", ("x",)),
         "exp has one operand": lambda: Op("y", "exp", "a,a->a", ("x", "z")),
         "say their sizes in `copies`": lambda: Op("y", "product", "a->ab", ("x",)),
+        "the result alone has []; say their": lambda: Op("y", "product", "ab->a", ("x",), (("b", 2),)),
+        "negate has one operand": lambda: Op("y", "negate", "a,a->a", ("x", "z")),
         "no operand 'z' before it; there are x": lambda: Graph(
             {"x": (2,)}, (Op("y", "relu", "a->a", ("z",)),)
         ),
