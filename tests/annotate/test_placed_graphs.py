@@ -394,11 +394,12 @@ def wrong_runs():
     placed = propagate(mlp(8, 4, 8), {"x": 2}, {"x": {"x": S(0)}})
     values = {name: x.float() for name, x in random_values(placed.graph).items()}
     parts = {name: own_part(x, placed.specs[name], groups) for name, x in values.items()}
-    other = propagate(mlp(8, 4, 8), {"x": 4}, {})
+    other, turned = (propagate(mlp(8, 4, 8), axes, {}) for axes in ({"x": 4}, {"x": 2, "z": 1}))
     calls = [
         lambda: run(placed, values, groups),
         lambda: run(placed, {"x": parts["x"], "w1": parts["w1"]}, groups),
         lambda: run(other, values, groups),
+        lambda: run(turned, values, groups_of({"z": 1, "x": 2})),
     ]
     for call in calls:
         with pytest.raises(ValueError) as error:
@@ -413,6 +414,7 @@ def test_a_run_with_other_parts_or_ranks_is_refused_before_any_rank_waits():
             "x is [8, 4] here, and placed it is [4, 4] of [8, 4]; give own_part(..)",
             "no part of 'w2'; the inputs are x, w1, w2",
             "the graph is placed on {'x': 4}, the groups are {'x': 2}; use one mesh",
+            "the graph is placed on {'x': 2, 'z': 1}, the groups are {'z': 1, 'x': 2}; use one mesh",
         ]
 
 
