@@ -58,7 +58,7 @@ class FiledLayers:
         """All of them, read as they are asked for."""
         for number, layer in enumerate(self.layers):
             self._enter(number)
-            yield from (param.detach().clone() for param in layer.parameters())
+            yield from (param.detach() for param in layer.parameters())
         self._leave()
 
     # ---- a layer ------------------------------------------------------------------------------------------

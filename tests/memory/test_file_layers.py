@@ -7,6 +7,7 @@ from minitrain.ledger import Ledger
 from minitrain.memory.file_layers import FiledLayers
 from minitrain.memory.files import FileStore
 from minitrain.model.gpt import GPT
+from minitrain.simulate.events import Copy, Wait
 from minitrain.training.optim import AdamW
 from tests.memory.test_window import POSITIONS, TOKENS, loss_of, make_model, train_plainly, uniform
 from tests.parallel import small
@@ -42,12 +43,33 @@ def test_control_without_the_new_parameters_it_is_not(tmp_path, monkeypatch):
     assert found != train_plainly(make_model())
 
 
+def elements(layers):
+    return sum(param.numel() for layer in layers for param in layer.parameters())
+
+
+def taken(layers):
+    """One by one: when the next is made, those before it are forgotten."""
+    before = []
+    for layer in layers:
+        assert elements(before) == 0
+        before.append(layer)
+        yield layer
+
+
+def reads(ledger):
+    """A piece begins to be read, +, and is waited for, -."""
+    read = {event.id for event in ledger.events if type(event) is Copy and event.way == "from_disk"}
+    found = (event for event in ledger.events if type(event) in (Copy, Wait) and event.id in read)
+    return "".join("+" if type(event) is Copy else "-" for event in found)
+
+
 @pytest.mark.parametrize("count", [3, 8])
 def test_bytes_and_memory(tmp_path, count):
     """Layers of 50 x 50 + 50 float32: 10,200 bytes of parameters, twice as many of states."""
     size, x = 10_200, torch.randn(3, 50)
     with FileStore(tmp_path, buffer_bytes=4096, buffers=6) as store:
-        filed = FiledLayers(uniform(count), store, AdamW, 1000)
+        filed = FiledLayers(taken(uniform(count)), store, AdamW, 1000)
+        assert elements(filed.layers) == 0
         for step in range(2):
             with Ledger() as ledger:
                 filed.step(x, POSITIONS, torch.sum)
@@ -59,6 +81,8 @@ def test_bytes_and_memory(tmp_path, count):
             most = {kind: max(live[kind] for _, live in ledger.timeline()) for kind in ledger.live_by_kind}
             assert most["parameters"] == size and most["gradients"] == size
             assert ledger.host_peak_bytes == 6 * 4096
+            assert reads(ledger).startswith("+ + - + - -  + -".replace(" ", ""))  # three pieces, and a bias
+        assert len(list(filed.parameters())) == 2 * count and elements(filed.layers) == 0
 
 
 def test_a_shared_parameter_is_refused(tmp_path):
