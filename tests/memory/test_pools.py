@@ -47,6 +47,9 @@ def test_numbers_come_back_and_blocks_are_others():
     strided = torch.randn(4, 6).t()
     assert torch.equal(to_host(strided).wait(), strided)
     assert not to_host(torch.ones(2, requires_grad=True)).wait().requires_grad
+    param = torch.nn.Parameter(torch.zeros(3, 5))
+    into = to_device(host, out=param).wait()
+    assert torch.equal(param, x) and not into.requires_grad and into.data_ptr() == param.data_ptr()
 
 
 def test_account_of_a_copy_is_exact_and_the_same_in_a_dry_run():
@@ -171,6 +174,10 @@ def test_a_host_without_room_says_so(monkeypatch):
     with pytest.raises(MemoryError, match="needs 0.00419 GB, and the host has 0.00105 GB left; offload less"):
         new_host((2**20,), torch.float32)
     assert new_host((2**18,), torch.float32).nbytes == 2**20
+    monkeypatch.setattr(pools.psutil, "virtual_memory", lambda: few._replace(available=1))
+    with pytest.raises(MemoryError, match="needs 0.00105 GB"):
+        new_host((2**18,), torch.float32)
+    assert new_host((2**18 - 1,), torch.float32).nbytes == 2**20 - 4  # too little to ask for
     assert dryrun.run(lambda: new_host((2**40,), torch.float32).nbytes, ranks=1) == 2**42
 
 
