@@ -95,6 +95,31 @@ def test_figures_of_a_block_by_hand():
     assert units["down"].moved == 4 * (4 * tokens * D + 4 * D * D + D) + stream
 
 
+class Views(nn.Module):
+    """A result that is its input, of something without a name, and one that saves it."""
+
+    result = staticmethod(lambda name, compute, *inputs: compute(*inputs))
+
+    def forward(self, x):
+        return self.result("square", torch.square, self.result("view", lambda y: y.view(-1), x.exp()))
+
+
+def test_what_has_no_name_is_made_again_by_those_before_it():
+    """Of a view nothing more is kept; what a result saves of its inputs does not make it needed."""
+    layer = Views()
+    door = layer.result
+    assert account(Ledger, layer, X) == [
+        UnitCost("view", 0, 0, 0, True),
+        UnitCost("square", 0, 2 * X.nbytes, X.nbytes, False),
+    ]
+    assert layer.result is door
+    block = block_of()
+    doors = [part.result for part in block.modules() if hasattr(part, "result")]
+    units = {unit.name: unit for unit in account(Ledger, block, X, POSITIONS)}
+    assert [part.result for part in block.modules() if hasattr(part, "result")] == doors
+    assert units["act"].moved == 5 * 4 * B * T * len(block.mlp.gate.weight)  # silu 1 + 1, product 2 + 1
+
+
 def test_dropout_behind_the_last_product_makes_it_needed():
     """Its mask is drawn behind it, and the second pass has to come to it."""
     units = account(Ledger, block_of(**CONFIGS["dropout"]), X, POSITIONS)
@@ -133,6 +158,8 @@ def test_bytes_of_a_table_by_hand():
         assert found == LayerBytes(
             3 * X.nbytes, 3 * X.nbytes, 0, 3 * X.nbytes, grads[1], sum(grads), grads[0]
         )
+    frozen = layer_bytes(Ledger, linear.requires_grad_(False), X, wanted=False)
+    assert frozen == LayerBytes(3 * X.nbytes, 3 * X.nbytes, 0, 3 * X.nbytes, 0, 0)
     found = layer_bytes(Ledger, nn.Tanh(), X)  # its graph saves what it puts out
     assert found == LayerBytes(*[X.nbytes] * 6, left=0)
     wide = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))  # 4 wide, 4 wide, 1
