@@ -19,6 +19,7 @@ from minitrain.offload_passes import update_in_files
 from minitrain.parallelize import parallelize
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
+from tests.memory.test_file_layers import reads
 from tests.memory.test_files import flip, full_after, path_of
 from tests.parallel import Problem, difference, one_process, run_steps, small, train_sharded
 
@@ -254,6 +255,44 @@ def test_a_changed_file_stops_the_step_and_a_checkpoint_goes_on(tmp_path, block,
         models[1].load_state_dict(saved[1])
         filed.load_state_dict(saved[0])
         assert same(train(models[1], filed, 1, first=2), expected)
+
+
+def test_pieces_are_read_ahead_and_hooks_of_a_step_see_none(tmp_path):
+    model, calls = torch.nn.Linear(10, 9, bias=False), []
+    inner = AdamW(model.parameters(), lr=1e-2)
+    inner.register_step_pre_hook(lambda *_: calls.append("step"))
+    with FileStore(tmp_path, **BUFFERS) as store:
+        filed = FileOptimizer(inner, store, 30)
+        train(model, filed, 1)
+        gradients(model, 1)
+        with Ledger() as ledger:
+            filed.step()
+    assert reads(ledger) == "+-+-" + "++--" * 2 and not calls  # two moments; those of the next piece at once
+
+
+def test_states_that_are_written_end_a_step_that_has_stopped(tmp_path, monkeypatch):
+    """And numbers that are no piece of the parameter stay whole; before its first step it has no state."""
+    model = torch.nn.Linear(10, 9, bias=False)
+    with FileStore(tmp_path, buffer_bytes=4096, buffers=4) as store:
+        filed = FileOptimizer(AdamW(model.parameters(), lr=1e-2), store, 15)
+        with pytest.raises(KeyError):
+            filed.state[model.weight]
+        train(model, filed, 1)
+        moments = filed.state[model.weight]
+        again = lambda: filed.state.update({model.weight: moments | {"step": torch.tensor(3.0)}})
+        for end in (filed.state.clear, again):
+            again()
+            assert filed.state[model.weight]["step"] == 3
+            store.flush()
+            gradients(model, 1)
+            monkeypatch.setattr(os, "pwrite", full_after(BLOCK))
+            with pytest.raises(OSError):
+                filed.step()
+            monkeypatch.undo()
+            with pytest.raises(ValueError, match="call step\\(\\) again to finish it first"):
+                filed.zero_grad()
+            end()
+            filed.zero_grad()
 
 
 def test_wrong_use_is_refused(tmp_path):
