@@ -154,8 +154,10 @@ INSIDE = {  # names without a word of this package's reader in their arguments, 
         "plan.dapple.in_front plan.dapple.link_stage plan.recompute_windows.exposed "
         "plan.recompute_windows.options plan.search.aceso.changes plan.search.aceso.improved "
         "plan.search.aceso.primitives plan.search.aceso.resized plan.search.autoddl.descend "
-        "plan.search.automap.propagate plan.search.automap.words_of plan.search.galvatron.words_of_tree "
-        "plan.search.placement.step_seconds plan.search.problem.moved "
+        "plan.search.automap.dims_of plan.search.automap.propagate plan.search.automap.words_of "
+        "plan.search.galvatron.words_of_tree "
+        "plan.predict.memory.dealt_of plan.predict.memory.elements_of plan.predict.rates.travel_s "
+        "plan.predict.update.update_s plan.search.placement.step_seconds plan.search.problem.moved "
         "plan.search.stages.message_seconds plan.search.stages.pipelined plan.search.tofu.moved "
         "simulate.intervals.outside simulate.links.divided"
     ),
@@ -183,7 +185,8 @@ def functions() -> dict[str, Callable]:
         for name, value in sorted(vars(module).items()):
             if name.startswith("_") or getattr(value, "__module__", None) != at.name:
                 continue
-            if inspect.isfunction(value) or inspect.isclass(value) and not issubclass(value, BaseException):
+            asked = inspect.isfunction(value) or hasattr(value, "cache_info")
+            if asked or inspect.isclass(value) and not issubclass(value, BaseException):
                 found[f"{at.name.removeprefix('minitrain.')}.{name}"] = value
     return found
 
