@@ -116,7 +116,7 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
         run.forward_backward(batch)
         later = _weights_later(run, batch, microbatch, ledger, marks)
         marks.add("end", 0)
-    at_once = [Pass()] * len(run.model.layers)
+    at_once = [(Pass(), 0)] * len(run.model.layers)
     numbers = strategy.microbatches - 1, strategy.microbatches
     whole, apart = map(marks.of_microbatch, numbers)
     how = dict(boundary_bytes=marks.boundary_bytes)
@@ -169,20 +169,23 @@ class _Marks:
         return self.found[number * each : (number + 1) * each + 1]
 
 
-def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[Pass]:
-    """A microbatch whose W is apart: the products of each layer's."""
+def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[tuple[Pass, int]]:
+    """A microbatch whose W is apart: the products of each layer's, and the bytes that wait for them."""
     tokens, targets = batch.tokens[:microbatch], batch.targets[:microbatch]
     with Deferred() as later:
         loss = run.loss_fn(run.model(tokens, batch.positions), targets) / batch.num_valid
     loss.backward()
     marks.add("end", 0)
-    products, passes = later.products, []
+    every, passes = [*later.products], []
+    later.products.clear()
     for layer in run.model.layers:
         own = {id(param) for param in layer.parameters()}
-        later.products = [product for product in products if id(product[0]) in own]
-        start = len(ledger.events)
+        later.products += [product for product in every if id(product[0]) in own]
+        every = [product for product in every if id(product[0]) not in own]  # what is done is let go
+        start, waiting = len(ledger.events), ledger.live_by_kind["activations"]
         later.weights()
-        passes.append(_pass(ledger.events[start:], weights=_gradients(layer)))
+        waiting -= ledger.live_by_kind["activations"]
+        passes.append((_pass(ledger.events[start:], weights=_gradients(layer)), waiting))
     return passes
 
 
@@ -192,7 +195,7 @@ def _gradients(layer) -> frozenset[int]:
     return frozenset(param.numel() * param.grad_dtype.itemsize for param in matrices)
 
 
-def _work(run, ledger: Ledger, marks: list, later: list[Pass], boundary_bytes: int) -> Work:
+def _work(run, ledger: Ledger, marks: list, later: list[tuple[Pass, int]], boundary_bytes: int) -> Work:
     events = ledger.events
     alive = {index: live["activations"] + live["buffers"] for index, live in ledger.timeline()}
     *_, head = range(len(run.model.layers))
@@ -218,17 +221,10 @@ def _work(run, ledger: Ledger, marks: list, later: list[Pass], boundary_bytes: i
     for number, layer in enumerate(run.model.layers):
         parameters = {id(param): param.numel() for param in layer.parameters()}
         shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
-        backward = ways["backward", number].then(later[number])
-        layers.append(
-            Layer(
-                ways["forward", number],
-                backward,
-                later[number],
-                kept[number],
-                sum(parameters.values()),
-                shared,
-            )
-        )
+        weights, waiting = later[number]
+        backward = ways["backward", number].then(weights)
+        sizes = kept[number], sum(parameters.values()), shared, waiting
+        layers.append(Layer(ways["forward", number], backward, weights, *sizes))
     experts = [layer.experts for layer in mixtures(run.model.layers)]
     dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
     return Work(*layers, boundary_bytes=boundary_bytes, expert_parameters=dealt)

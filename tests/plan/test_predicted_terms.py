@@ -7,7 +7,7 @@ import pytest
 
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.named import named
-from minitrain.pipeline.schedule import in_flight, parts
+from minitrain.pipeline.schedule import parts
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import simulate
 from minitrain.plan.planner import Task, layouts, pareto, search
@@ -38,8 +38,8 @@ def of(flops: float, moved: float, high: int = 0) -> Pass:
 
 WORK = Work(
     Layer(of(PEAK, 0, 5), of(PEAK, 0, 7), Pass(), 10, 100_000, 50_000),
-    Layer(of(2 * PEAK, BANDWIDTH, 20), of(4 * PEAK, BANDWIDTH, 30), of(PEAK, 0), 100, 1_000_000),
-    Layer(of(3 * PEAK, 0, 15), of(6 * PEAK, 0, 40), of(2 * PEAK, 0), 60, 200_000, 50_000),
+    Layer(of(2 * PEAK, BANDWIDTH, 20), of(4 * PEAK, BANDWIDTH, 30), of(PEAK, 0), 100, 1_000_000, 0, 70),
+    Layer(of(3 * PEAK, 0, 15), of(6 * PEAK, 0, 40), of(2 * PEAK, 0), 60, 200_000, 50_000, 25),
     boundary_bytes=16,
 )
 ELEMENTS = 100_000 + 4 * 1_000_000 + 200_000
@@ -98,8 +98,11 @@ def test_activations_are_what_is_kept_and_the_most_beside_it():
     assert middle["buffers"] == turns[0]["buffers"] == turns[1]["buffers"] == 6 * 16  # with two neighbours
     schedule = named("zb_h1", 2, 64)
     _, split = by_rank(run_of(pp=2, microbatches=64, schedule="zb_h1"), WORK)
-    most = max(n for n, entry in zip(in_flight(schedule, 1), schedule.ranks[1]) if entry.kind == "I")
-    assert split["activations"] == most * (16 + 100 * blocks[1] + 60) + 40 and most > 1  # I leaves it to W
+    kept, waiting, held, most = 16 + 100 * blocks[1] + 60, 70 * blocks[1] + 25, 0, 0
+    for entry in schedule.ranks[1]:
+        most = max(most, held + 40 * (entry.kind == "I"))
+        held += {"F": kept, "I": waiting - kept, "W": -waiting}[entry.kind]
+    assert split["activations"] == most and held == 0  # I leaves to W what its products are made of
 
 
 def test_the_fullest_rank_is_not_always_the_first():

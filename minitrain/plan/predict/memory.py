@@ -13,9 +13,9 @@
 With a schedule's own peak in place of its actions that is peak(schedule, rank) x kept (Korthikanti et al.
 2022, arXiv:2205.05198, section 4.2). Against the ledger of whole steps: parameters exact, optimizer states
 but for their counters, the sum within 10 % (tested); up to a quarter too much for tiny models, for maxima of
-kinds are added that come at different times, and where W is apart all waits for it, not only what products
-need. Not counted: the batch, what the first rank of a pipeline has sent ahead and still holds (up to p
-messages), an allocator's rounding and holes, workspaces of kernels and networks.
+kinds are added that come at different times. Not counted: the batch, what the first rank of a pipeline has
+sent ahead and still holds (up to p messages), an allocator's rounding and holes, workspaces of kernels and
+networks.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ def _kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
                     high, held = max(high, held + stage.forward), held + (stage.kept - keeps) * unit
                 case "B" | "I":
                     high = max(high, held + stage.backward)
-                    held -= 0 if split and kind == "I" else stage.kept * unit
-                case "W" | "E" | "G":
+                    held -= (stage.kept - stage.waiting * (split and kind == "I")) * unit
+                case "W":
+                    held -= stage.waiting * unit
+                case "E" | "G":
                     held -= stage.kept * unit
                 case "H" | "L":
                     held += stage.kept * unit
@@ -141,6 +143,7 @@ class _Stage:
         # away, all but the first have received some.
         every, below = sum(layer.kept_bytes for layer in layers), 0
         self.kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
+        self.waiting = sum(layer.waiting_bytes for layer in layers)
         self.forward, self.backward = 0, 0
         for layer in layers:
             self.forward = max(self.forward, below + layer.forward.high_bytes)

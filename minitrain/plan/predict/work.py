@@ -81,6 +81,7 @@ class Layer:
     kept_bytes: int = 0  # from forward to backward
     parameters: int = 0  # on this rank
     shared_parameters: int = 0  # of these, in a table that both ends of a tied model have
+    waiting_bytes: int = 0  # from backward to W where a schedule splits it: what the products are made of
 
 
 @dataclass(frozen=True, eq=False)
