@@ -30,7 +30,8 @@ from minitrain.data_parallel.naive import trainable_once, with_gradients
 def slices(numel: int, servers: int) -> list[slice]:
     """Equal slices of a flat vector, the first ones larger by one when `servers` does not divide it."""
     counts(servers=servers)
-    edges = [(numel * k + servers - 1) // servers for k in range(servers + 1)]
+    size, more = divmod(numel, servers)
+    edges = [size * k + min(k, more) for k in range(servers + 1)]
     return [slice(a, b) for a, b in zip(edges, edges[1:])]
 
 

@@ -475,4 +475,5 @@ def test_slices_cover_and_differ_by_at_most_one():
             parts = slices(numel, servers)
             sizes = [part.stop - part.start for part in parts]
             assert sum(sizes) == numel and max(sizes) - min(sizes) <= 1
+            assert sizes == sorted(sizes, reverse=True)  # the first ones are the larger ones
             assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))
