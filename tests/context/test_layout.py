@@ -105,4 +105,7 @@ def test_refusals_are_one_line():
             layout(0, 4, length)
     with pytest.raises(ValueError, match="is no triangle; lay queries and keys out alike"):
         tiles(striped(0, 2, 8), contiguous(0, 2, 8), causal=True)
+    for later, earlier in (([range(5, 9)], [range(4, 8)]), ([range(4, 8)], [range(5, 9)])):  # one token on
+        with pytest.raises(ValueError, match="is no triangle; lay queries and keys out alike"):
+            tiles(later, earlier, causal=True)
     assert Tile(slice(0, 4), slice(0, 4), causal=True).entries == 10
