@@ -10,6 +10,7 @@ from minitrain.communication import cost
 from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.communication.check import check
 from minitrain.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
+from minitrain.communication.schedule import Schedule, Transfer
 from minitrain.communication.selector import (
     Network,
     best_pieces,
@@ -61,6 +62,13 @@ def test_no_other_number_of_pieces_is_better(n, size_bytes):
 
     best = best_pieces(n, size_bytes, INFINIBAND)
     assert all(seconds(best) <= seconds(other) for other in (max(1, best - 1), best + 1, 1, 64, 4096))
+
+
+def test_a_step_has_the_latency_of_its_slowest_message_whichever_stands_first():
+    fabric = cost.racks([0, 0, 1], near=(1.0, 8.0), far=(10.0, 8.0))
+    inside, across = (Transfer(source, to, range(1), reduce=False) for source, to in ((0, 1), (0, 2)))
+    for step in ((inside, across), (across, inside)):
+        assert cost.step_times_s(Schedule(3, 1, (step,)), 8.0, fabric) == [10.0 + 1.0]
 
 
 def test_the_closed_forms_are_the_schedules_on_equal_links():
