@@ -133,6 +133,11 @@ def test_the_front_has_what_nothing_else_beats(everything):
         assert a.step_s < b.step_s and needs(a) > needs(b)
 
 
+def test_of_layouts_as_large_the_slower_one_is_not_on_the_front():
+    sized = [SimpleNamespace(step_s=s, memory={"parameters": n}) for s, n in ((1, 8), (2, 8), (3, 5), (3, 7))]
+    assert pareto(sized) == [sized[0], sized[2]]
+
+
 def test_why_a_runner_up_lost_adds_up(everything):
     best, *_, worst = sorted(everything, key=lambda one: one.step_s)
     found = why(best, worst, most=100)
