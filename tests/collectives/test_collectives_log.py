@@ -5,13 +5,15 @@ import os
 import sys
 import types
 import weakref
+from collections import deque
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
-from minitrain.collectives.call_log import SLOT_BYTES, SLOTS
+from minitrain.collectives import call_log
+from minitrain.collectives.call_log import SLOT_BYTES, SLOTS, Call
 from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 
@@ -257,6 +259,22 @@ def test_the_log_keeps_the_last_calls_and_survives_what_does_not_fit(tmp_path):
     with open(path, "wb") as file:  # a file that is not a log
         file.write(os.urandom(1000) + b"i\t\t")
     assert collectives.read_log(path) == []
+
+
+def test_a_call_that_ends_late_leaves_the_slot_of_a_later_one_and_tabs_are_blanks(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    monkeypatch.setattr(call_log, "_file", None)
+    monkeypatch.setattr(call_log, "_recent", deque(maxlen=SLOTS))
+    call_log.log_to(path)
+    same = "barrier", "world", (0, 1), "0,1", 4, (1,), torch.float32, "train.py:1"
+    calls = [call_log.issued(Call(seq, *same, name="a\tname")) for seq in range(SLOTS + 1)]
+    for call in calls[:2]:  # the slot of the first is the last one's by now
+        call_log.finished(call)
+    found = collectives.read_log(path)
+    assert [call.seq for call in found] == [*range(1, SLOTS + 1)] and {call.name for call in found} == {
+        "a name"
+    }
+    assert [call.seq for call in found if call.done] == [1]
 
 
 def test_nobody_observes_after_the_with_block():
