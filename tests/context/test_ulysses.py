@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.attention.kernel import repeat_kv
 from minitrain.collectives import world
-from minitrain.context.dynamic import along, run_stages
+from minitrain.context.dynamic import along, next_cut, run_stages
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ulysses import switch, to_heads, ulysses_attention
 from minitrain.launch import dryrun
@@ -280,6 +280,11 @@ def test_stages_switch_only_when_they_must():
         assert (
             calls == 2 and error < TOLERANCE
         )  # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
+
+
+def test_a_dim_that_nobody_needs_is_cut_where_x_came_cut():
+    assert [next_cut([2], [1, 3], home=home) for home in (1, 3)] == [1, 3]
+    assert next_cut([3], [1, 3], home=3) == 1 and next_cut([1, 3], [1, 3], home=1) == 3
 
 
 def test_switch_and_its_adjoint():
