@@ -661,6 +661,14 @@ def test_a_ledger_is_for_one_run():
         ledger.__enter__()
 
 
+def test_the_innermost_label_holds_and_the_outer_one_again_behind_it():
+    with Ledger() as ledger, ledger.phase("outer"):
+        with ledger.phase("inner"):
+            torch.ones(2) @ torch.ones(2)
+        torch.ones(3) @ torch.ones(3)
+    assert ledger.flops_by_phase == {"outer": 6, "inner": 4}
+
+
 def test_ledgers_nest():
     with Ledger() as outer:
         torch.ones(2) @ torch.ones(2)
