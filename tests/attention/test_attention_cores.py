@@ -13,6 +13,7 @@ from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.incoherent import hadamard, random_signs, turned
 from minitrain.attention.kernel import (
+    FUSED,
     empty_result,
     fused_backward,
     fused_forward,
@@ -309,6 +310,12 @@ def test_keys_and_values_may_differ_in_width(core):
     q, k, _ = inputs(9, width=6)
     v = inputs(9, width=4)[2]
     torch.testing.assert_close(core(q, k, v), naive_attention(q, k, v), rtol=0, atol=1e-12)
+
+
+def test_of_narrower_values_no_zeros_are_kept_beside_the_result():
+    q, k, _ = inputs(9, width=6)
+    out, _ = FUSED.forward(q, k, inputs(9, width=4)[2], True)
+    assert out.size(-1) == 4 and out.untyped_storage().nbytes() == out.nbytes
 
 
 @pytest.mark.parametrize(
