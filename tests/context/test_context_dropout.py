@@ -91,6 +91,13 @@ def test_every_bit_of_the_hash_depends_on_every_bit():
     )  # splitmix64's first number for seed 0
 
 
+def test_of_dropped_scores_autograd_keeps_a_byte_each():
+    scores, kept = torch.rand(1, 2, 4, 4, dtype=torch.float64, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        DropMask(0.5, seed=1)(scores)
+    assert sum(x.nbytes for x in kept) == scores.numel()
+
+
 def test_the_mask_is_a_function_of_the_place():
     kept, some = grid(), torch.tensor([5, 0, 359, 17])
     assert torch.equal(
