@@ -1,6 +1,6 @@
 """Dispatch over nodes equals the flat one, and sends each token to each of its nodes once."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -64,8 +64,11 @@ def on_a_rank(wrong=""):
         across, inside = mesh.group("node"), mesh.group("place")
         for case in ["top-4"] if wrong else CASES:
             flat, chosen = step(lambda routing: Dispatch(routing, group), case, group)
+            turns = []
+            way = partial(TwoLevelDispatch, across=across, inside=inside, meanwhile=partial(turns.append, 1))
             with Ledger() as ledger:
-                found, _ = step(lambda routing: TwoLevelDispatch(routing, across, inside), case, group, wrong)
+                found, _ = step(way, case, group, wrong)
+            outcomes["turns", nodes, size, case] = len(turns)
             differs = max((a - b).abs().max().item() for a, b in zip(found, flat, strict=True) if a.numel())
             outcomes[nodes, size, case] = differs, chosen, ledger.sent_bytes(axis="node"), mesh.rank("node")
     return outcomes
@@ -81,6 +84,11 @@ def launched(ranks):
 def test_equals_flat_dispatch(ranks, case):
     for nodes, size in GRIDS[ranks]:
         assert max(rank[nodes, size, case][0] for rank in launched(ranks)) < 1e-12
+
+
+def test_something_else_is_done_while_rows_and_gradients_cross_each_way():
+    turns = [n for ranks in GRIDS for rank in launched(ranks) for key, n in rank.items() if key[0] == "turns"]
+    assert len(turns) == (2 + 4) * 2 * len(CASES) and set(turns) == {4}
 
 
 @pytest.mark.parametrize("case", CASES)
