@@ -7,6 +7,7 @@ import struct
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -163,3 +164,16 @@ def test_ranks_that_are_well_finish_a_call_after_another_has_died(tmp_path):
 def test_a_grace_of_no_time_is_refused(grace_s):
     with pytest.raises(ValueError, match=f"grace_s = {grace_s!r}; use a number of seconds above 0"):
         launch.run(dist.get_rank, grace_s=grace_s)
+
+
+@pytest.mark.parametrize("started, until", [(90.0, 101.0), (105.0, 106.0)])
+def test_a_wait_ends_its_patience_after_the_loss_or_its_own_later_begin(started, until, monkeypatch):
+    for name, value in (("patience_s", 1.0), ("since", 100.0)):
+        monkeypatch.setattr(channel.Loss, name, value)
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
+    now = until
+    channel.Loss.check(started)
+    now += 0.5
+    with pytest.raises(RuntimeError, match="another rank is gone"):
+        channel.Loss.check(started)
+    assert channel.Loss.patience_s == 0  # nothing else is waited for
