@@ -97,15 +97,22 @@ class Watched(AsynchronousRunner):
     """Counts the versions of a parameter that really live, whoever holds them."""
 
     def __call__(self, batch):
-        self.references, self.alive = {}, 0
+        self.references, self.alive, self.updating = {}, 0, 0
         return super().__call__(batch)
 
     def forget(self, stage, unit):
         super().forget(stage, unit)
+        self.alive = max(self.alive, self.living(stage))
+
+    def step(self, stage, grads):
+        super().step(stage, grads)
+        self.updating = max(self.updating, self.living(stage))
+
+    def living(self, stage):
         for version, weights in self.versions[stage].items():
             name = next(name for name, weight in weights.items() if weight.requires_grad)
             self.references.setdefault((stage, version), weakref.ref(weights[name]))
-        self.alive = max(self.alive, sum(reference() is not None for reference in self.references.values()))
+        return sum(reference() is not None for reference in self.references.values())
 
 
 class Unstashed(AsynchronousRunner):
@@ -139,6 +146,7 @@ def trained(p: int, m: int, policy: Policy, update=None, kind: type = Watched) -
     return (
         loss,
         {name: param.detach() for name, param in params.items() if name != FROZEN},
+        getattr(run, "updating", None),
         run.most[group.rank()],
         getattr(run, "alive", None),
     )
@@ -181,6 +189,7 @@ def test_pipedream(p):
     assert difference(found["unstashed"], reference) > 1e-6
     assert difference(found["momentum"], serial(p, 8, 1, oldest(p), with_momentum)) < TOLERANCE
     assert [(most, alive) for *_, most, alive in found["pipedream"]] == [(p - s, p - s) for s in range(p)]
+    assert [updating for *_, updating, _, _ in found["pipedream"]] == [max(2, p - s) for s in range(p)]
     assert difference(found["2bw"], serial(p, 16, 4, lambda s, t: max(0, t - 1))) < TOLERANCE
     assert difference(found["2bw"], serial(p, 16, 4, lambda s, t: t)) > 1e-6  # not what a flush would give
     assert [(most, alive) for *_, most, alive in found["2bw"]] == [(2, 2)] * p
