@@ -197,6 +197,7 @@ def test_half_precision_is_added_in_full(job):
     )  # control: the partial sums too
     assert ranks == nodes or (rounded == expected).float().mean() < 0.95
     assert results[0]["half", None][1] == nodes_times_others(ranks, nodes) * 2 * D
+    assert results[0]["half", None][2] == (nodes - 1) * 2 * D  # the second hop sends what the first one did
 
 
 def nodes_times_others(ranks: int, nodes: int) -> int:
