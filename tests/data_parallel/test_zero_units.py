@@ -9,7 +9,9 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data_parallel.units import elements
+from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig
 from tests.parallel import TOLERANCE
@@ -270,3 +272,40 @@ def test_a_step_without_a_unit_is_no_such_error():
         return (alone - made("attributes").a(inputs(0))).abs().max().item()
 
     assert max(launch.run(rank, ranks=2)) < TOLERANCE
+
+
+class WithItsOwn(nn.Module):
+    """The model's own parameter is used last, and so done first in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.out = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.out
+
+
+def test_a_unit_that_is_done_in_a_pass_is_not_gathered_again_in_it():
+    def rank():
+        model = WithItsOwn()
+        zero = Zero3(model, collectives.world(), None)
+        with Ledger() as ledger:
+            model(torch.ones(2, 4)).sum().backward()
+            zero.finish()
+        return ledger.num_calls("all_gather")
+
+    assert dryrun.run(rank, ranks=2) == 2 * 3
+
+
+def test_what_is_read_whole_of_a_frozen_parameter_is_a_copy():
+    def rank():
+        model = WithItsOwn()
+        model.out.requires_grad_(False)
+        zero = Zero1(model, collectives.world(), None)
+        zero.full_tensor(model.out).zero_()
+        zero.full_tensors()["out"].zero_()
+        return model.out.tolist()
+
+    assert launch.run(rank, ranks=1) == [[1.0] * 4]
