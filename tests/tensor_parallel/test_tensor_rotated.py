@@ -261,3 +261,14 @@ def test_refuses_in_one_line():
         "Block: two layers use one weight, and would get two; keep one of them out",
         "RotatedLinear: x [4, 5], but the layer takes [.., 6], uncut",
     ]
+
+
+def test_what_moves_in_place_moves_in_pieces_of_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(rotated, "PIECE_BYTES", 128)
+
+    def rank():
+        with Ledger() as ledger:
+            rotated.move(torch.zeros(8, 8, dtype=torch.float64), collectives.world())
+        return ledger.num_calls("send")
+
+    assert dryrun.run(rank, ranks=2) == 8 * 64 // 128
