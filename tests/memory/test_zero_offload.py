@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -105,6 +106,18 @@ def test_updates_on_the_host_are_those_on_the_device(name):
 
     for found in launch.run(both, ranks=here.ranks):
         assert max(found) < 1e-12
+
+
+def test_a_table_of_both_ends_is_taken_when_both_have_added_their_terms():
+    def both():
+        found = []
+        for offload in ("none", "optimizer"):
+            strategy = exact(pp=2, microbatches=2, zero=1, offload=offload)
+            run = start(strategy, config=replace(CONFIG, tied=True))
+            found.append((steps(run, range(2)), run.state_dict()))
+        return apart(*found)
+
+    assert max(launch.run(both, ranks=2)) < 1e-12
 
 
 def sgd(params):
