@@ -19,7 +19,7 @@ from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
-from minitrain.simulate.events import Compute, Copy
+from minitrain.simulate.events import Compute, Copy, Wait
 from minitrain.simulate.machines import machine
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW, adamw_update
@@ -270,6 +270,9 @@ def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_
     between = sum(copies[0] < i for i in products)
     assert len(copies) > 5 and between > len(products) // 3
     assert sum(i < products[-1] for i in copies) >= len(copies) - 4
+    waited = {event.id: i for i, event in enumerate(ledger.events) if type(event) is Wait}
+    ended = [waited[ledger.events[i].id] for i in copies[:-1]]
+    assert all(end > after for end, after in zip(ended, copies[1:])), "one more may be on its way"
 
 
 def test_it_fits_where_states_on_the_device_do_not():
