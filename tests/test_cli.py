@@ -281,23 +281,33 @@ def test_a_kernel_that_ends_is_named_with_its_cell(tmp_path):
     assert (tmp_path / "out.ipynb").exists()
 
 
-INTERRUPTED = """import sys
+INTERRUPTED = """import asyncio, sys
 from pathlib import Path
+from jupyter_client.provisioning import LocalProvisioner
 from minitrain import cli
 from minitrain.course import notebook
 path = Path(sys.argv[1])
 notebook.chapters = lambda: {"00": path}
+kill = LocalProvisioner.kill
+async def late(self, restart=False):  # whatever was sent to the kernel before has time to be heard
+    await asyncio.sleep(0.5)
+    await kill(self, restart)
+LocalProvisioner.kill = late
 sys.argv[1:] = ["run", "00", "--save"]
 cli.main()
 """
 
 
-def test_an_interrupted_run_is_one_line_and_changes_nothing(tmp_path):
+BETWEEN_CELLS = "import time; get_ipython().kernel.finish_metadata = lambda *given: time.sleep(600); "
+
+
+@pytest.mark.parametrize("where", ["", BETWEEN_CELLS], ids=["in a cell", "between cells"])
+def test_an_interrupted_run_is_one_line_and_changes_nothing(tmp_path, where):
     """As in a terminal: the kernel ends with it, and a chapter that was to be saved stays as it was."""
     begun = tmp_path / "begun"
     path = written_notebook(
         tmp_path / "00_long.ipynb",
-        f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))",
+        where + f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))",
         "time.sleep(600)",
     )
     before = path.read_bytes()

@@ -46,6 +46,12 @@ class Manager(private(KernelManager)):
 class AsyncManager(private(AsyncKernelManager)):
     """As nbclient uses it, which ends with this call however a run ends."""
 
+    async def shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
+        """Jupyter interrupts a kernel before it kills it: the kernel may have time to print that it was."""
+        if now and self.has_kernel:
+            await self.provisioner.kill(restart)
+        await super().shutdown_kernel(now, restart)
+
     async def cleanup_resources(self, restart: bool = False) -> None:
         await super().cleanup_resources(restart)
         if not restart:
