@@ -1,11 +1,13 @@
 """A run under a hard limit: what it needs is found to the page, and each way to fail is told apart."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -83,7 +85,27 @@ def test_an_error_that_is_not_of_memory_is_not_called_so(runs):
         runs.run(lambda: time.sleep(30), timeout_s=0.2)
     with pytest.raises(MemoryError, match="no answer in 0.2 s"):  # a thread that died, for whom others wait
         runs.run(lambda: time.sleep(30), limit_bytes=MEGA, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="SystemExit: 4"):
+        runs.run(lambda: sys.exit(4))
+    with pytest.raises(MemoryError, match="hold does not fit in 0 bytes"):
+        runs.run(hold, 5 * MEGA, limit_bytes=0)
     assert runs.run(lambda: "still there") == "still there"
+
+
+def test_what_a_warm_up_leaves_is_no_room():
+    """A ring that nobody refers to: collected within the run it would make room for another tensor."""
+
+    def leaves_a_ring():
+        gc.disable()
+        ring = [torch.ones(20 * MEGA, dtype=torch.uint8)]
+        ring.append(ring)
+
+    def collects():
+        gc.collect()
+        return hold(10 * MEGA)
+
+    with LimitedRuns(leaves_a_ring) as runs, pytest.raises(MemoryError):
+        runs.run(collects, limit_bytes=4 * MEGA)
 
 
 def test_what_runs_print_is_no_answer(runs):
@@ -146,7 +168,14 @@ def test_bisection_ends_at_the_smallest_multiple(need):
             pass
 
         def run(self, function, *args, limit_bytes=None, timeout_s=60):
+            assert timeout_s == 7 and args == ("x",)
             if limit_bytes is not None and limit_bytes < need:
                 raise MemoryError
 
-    assert Pretended().smallest_limit(None, most_bytes=39, step_bytes=4) == -(-need // 4) * 4
+    ask = partial(Pretended().smallest_limit, None, "x", timeout_s=7)
+    assert ask(most_bytes=39, step_bytes=4) == -(-need // 4) * 4
+    need *= 1 << 20
+    assert ask() == need  # to 64 KiB, of at most a GiB
+    need = (1 << 30) + 1
+    with pytest.raises(ValueError, match="try 2,147,483,648"):
+        ask()

@@ -114,6 +114,23 @@ def test_computation_goes_on_while_a_copy_waits():
     assert torch.equal(transfer.wait(), x) and transfer.waited and transfer.wait() is transfer.wait()
 
 
+def test_each_direction_has_a_thread_and_in_it_one_follows_the_other():
+    """What goes to the host is held up; what comes from there arrives, and so does what the host computes."""
+    gate, out, x = threading.Event(), torch.zeros(4), torch.ones(4)
+    try:
+        pools._worker("to_host").submit(gate.wait)
+        held_up = to_host(x, out=out)
+        assert torch.equal(to_device(x).wait(), x) and pools.work(lambda: 3, x).result() == 3
+        assert not out.any()
+    finally:
+        gate.set()
+    assert torch.equal(held_up.wait(), x)
+    begun = threading.Event()
+    first = pools.work(lambda: begun.wait(0.02), x)
+    pools.work(begun.set, x).result()
+    assert first.result() is False, "the second begins when the first is over"
+
+
 def test_a_transfer_keeps_its_source_until_it_is_waited_for():
     x = torch.ones(1000)
     with Ledger() as ledger:

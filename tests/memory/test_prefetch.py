@@ -91,6 +91,20 @@ def test_lru_and_belady_differ():
     assert lru.engine.late == 16 and belady.engine.late == 4 + 4
 
 
+def test_of_chunks_that_are_not_used_again_the_least_recent_goes_and_no_more_than_must():
+    assert Recorded("abacd", room=3, ahead=0, circular=False).run() == "+a a +b b a +c c -b +d d"
+    assert Recorded("abcd", room=3, ahead=0, circular=False).run() == "+a a +b b +c c -a +d d"
+    sizes = dict(a=2, b=2, c=1, d=2)
+    run = Recorded("abcd", room=5, sizes=sizes, ahead=0, circular=False)
+    assert run.run() == "+a a +b b +c c -a +d d" and run.engine.evicted_bytes == 2
+
+
+def test_a_pass_is_looked_beyond_if_another_follows():
+    assert Recorded("ab", room=2).run() == "+a +b a b"  # one ahead, unless told otherwise
+    assert Recorded("abc", room=2).run().endswith("-b +a c")
+    assert not Recorded("abc", room=2, circular=False).run().endswith("+a c")
+
+
 @cache
 def fewest(order: tuple, room: int, here: frozenset = frozenset()) -> int:
     """Fetches on demand, whatever is thrown out: all choices tried."""
@@ -146,7 +160,10 @@ def test_bad_input():
         Recorded("bab", 2, {"a": 3, "b": 1})
     with pytest.raises(ValueError, match="no uses"):
         Recorded("", 2)
-    with pytest.raises(ValueError, match="ahead=-1"):
-        Recorded("a", 2, ahead=-1)
+    with pytest.raises(ValueError, match="chunk 'c' has 3 bytes"):  # of equal ones the first
+        Recorded("bca", 2, {"a": 3, "b": 1, "c": 3})
+    for ahead in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"ahead={ahead}"):
+            Recorded("a", 2, ahead=ahead)
     with pytest.raises(ValueError, match="use of 'b', and 'a' is next"):
         Recorded("ab", 2).engine.use("b")

@@ -43,6 +43,24 @@ def test_each_block_once_under_the_module_that_kept_it():
     assert saved.table().endswith(" 216.000")
 
 
+def test_a_view_counts_its_whole_block_once():
+    module, x = Twice(), torch.randn(6, 8)
+    with SavedTensors(module) as saved:
+        module(x[:3])
+        module(x[3:])
+    assert saved.saved[0] == Saved("left", (3, 8), torch.float32, 192) and saved.by_place["left"] == 192
+
+
+def test_what_follows_an_error_has_its_own_place():
+    module = Twice()
+    with SavedTensors(module) as saved:
+        with pytest.raises(RuntimeError):
+            module(torch.randn(3, 7))
+        torch.ones(2, requires_grad=True) * torch.ones(2)
+        module(torch.randn(3, 8))
+    assert [x.place for x in saved.saved if x.shape == (3, 8)] == ["left"] and saved.by_place[""] == 8 + 120
+
+
 def test_what_is_watched_lives_no_longer():
     module, x = Twice(), torch.randn(3, 8)
     with SavedTensors(module) as saved:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from minitrain.ledger import Ledger
+from minitrain.memory.pools import on_host
 from minitrain.memory.tiles import TiledLinear
 from minitrain.plan.infinity import Shape
 
@@ -65,12 +66,30 @@ def test_the_working_memory_is_a_tile(tiles):
     assert peaks(1)[0] == tiles * forward
 
 
+def test_parameters_and_gradients_are_the_hosts():
+    """Copies of what was given. Each tile, of W and b, crosses once in each direction and pass."""
+    whole, tiled = linears(4)
+    for mine, given in zip(tiled.parameters(), whole.parameters(), strict=True):
+        assert on_host(mine) and mine.untyped_storage().on_host == "parameters"
+        assert mine.data_ptr() != given.data_ptr()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    with Ledger() as ledger:
+        y = tiled(x)
+    assert ledger.copied_bytes("to_device") == tiled.weight.nbytes + tiled.bias.nbytes
+    with Ledger() as ledger:
+        y.sum().backward()
+    assert ledger.copied_bytes("to_device") == tiled.weight.nbytes
+    assert ledger.copied_bytes("to_host") == tiled.weight.nbytes + tiled.bias.nbytes
+    assert {param.grad.untyped_storage().on_host for param in tiled.parameters()} == {"gradients"}
+    assert ledger.host_by_kind["gradients"] == tiled.weight.nbytes + tiled.bias.nbytes
+
+
 def test_the_formula_of_the_paper_counts_weight_and_gradient():
     shape = Shape(1, WIDTH, 4)
     assert shape.working_bytes() == 2 * 2 * 4 * WIDTH * WIDTH == 8 * shape.working_bytes(8)
 
 
 def test_wrong_use_is_refused():
-    for tiles in (0, 5, 97):
+    for tiles in (-1, 0, 5, 97):
         with pytest.raises(ValueError, match=f"tiles={tiles}: use a divisor of the 96 rows"):
             linears(tiles)

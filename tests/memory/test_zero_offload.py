@@ -273,6 +273,8 @@ def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_
     waited = {event.id: i for i, event in enumerate(ledger.events) if type(event) is Wait}
     ended = [waited[ledger.events[i].id] for i in copies[:-1]]
     assert all(end > after for end, after in zip(ended, copies[1:])), "one more may be on its way"
+    back = [i for i, event in enumerate(ledger.events) if type(event) is Copy and event.way == "to_device"]
+    assert len(back) > 5 and max(back) < min(waited[ledger.events[i].id] for i in back), "all at once"
 
 
 def test_it_fits_where_states_on_the_device_do_not():
@@ -371,7 +373,78 @@ def test_what_is_updated_behind_backward():
 
 
 def test_forty_steps_are_not_delayed_unless_told_otherwise():
-    assert HostOptimizer(adamw([torch.nn.Parameter(torch.ones(2))])).warmup_steps == 40
+    host = HostOptimizer(adamw([torch.nn.Parameter(torch.ones(2))]))
+    assert host.warmup_steps == 40 and not host.delayed
+
+
+def test_a_step_knows_nothing_of_the_one_before():
+    """A parameter without a gradient is not updated, nor counted; one on the host is its own twin, not copied."""
+    here = torch.nn.Parameter(torch.zeros(4))
+    there = torch.nn.Parameter(pools.new_host((3,), torch.float32, kind="parameters").zero_())
+    host = HostOptimizer(torch.optim.SGD([here, there], lr=1.0, momentum=0.5))
+    found = []
+    for params in ([here, there], [there], []):
+        with Ledger() as ledger:
+            host.zero_grad()
+            for param in params:
+                param.grad = torch.ones_like(param)
+                host.take(param, param.grad)
+                assert param.grad is None and host.has_taken(param)
+            host.step()
+            assert not host.settle(), "nothing is under way"
+        there_or_not = [host.grad_of(param) is not None for param in (here, there)]
+        copied = ledger.copied_bytes("to_host"), ledger.copied_bytes("to_device")
+        found.append((there_or_not, host.exposed_elements, copied))
+    assert found == [([True, True], 7, (28, 16)), ([False, True], 3, (12, 0)), ([False, False], 0, (0, 0))]
+    assert here.tolist() == [-1] * 4 and there.tolist() == [-2.5] * 3 and host.updates == 3
+    here.grad = torch.ones(4)
+    assert host.grad_of(here) is here.grad and not host.has_taken(here), "it is on the device yet"
+    with Ledger() as ledger:
+        host.refresh()
+    assert ledger.copied_bytes() == 16
+    assert host.own_state(there)["momentum_buffer"] is host.inner.state[there]["momentum_buffer"], "no copy"
+
+
+def test_gradients_on_their_way_are_forgotten_too():
+    param = torch.nn.Parameter(torch.zeros(4))
+    host = HostOptimizer(torch.optim.SGD([param], lr=1.0))
+    host.take(param, torch.ones(4))
+    host.zero_grad()
+    assert not host.has_taken(param) and host.grad_of(param) is None
+    host.step()
+    assert param.tolist() == [0] * 4
+
+
+def test_a_taken_over_optimizer_keeps_its_states_and_the_device_keeps_none():
+    param = torch.nn.Parameter(torch.zeros(4))
+    plain = torch.optim.SGD([param], lr=1.0, momentum=0.5)
+    param.grad = torch.ones(4)
+    plain.step()
+    before = plain.state[param]["momentum_buffer"]
+    host = HostOptimizer(plain)
+    moved = host.own_state(param)["momentum_buffer"]
+    assert torch.equal(moved, before) and moved is not before and pools.on_host(moved)
+    assert param not in plain.state and [*host.state] == [param] and len(host.state) == 1
+    del host.state[param]
+    assert param not in host.state and host.own_state(param) == {}
+    given = torch.full((4,), 2.0)
+    host.state[param] = {"momentum_buffer": given}
+    given.zero_()
+    assert host.state[param]["momentum_buffer"].tolist() == [2.0] * 4, "what is written is a copy"
+
+
+def test_what_an_update_or_a_state_makes_is_the_hosts():
+    param = torch.nn.Parameter(torch.zeros(4))
+    host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5))
+    host.take(param, torch.ones(4))
+    host.step()
+    own = host.own_state(param)["momentum_buffer"]
+    assert pools.on_host(own) and own.untyped_storage().on_host == "optimizer state"
+    assert host.twin_of[param].untyped_storage().on_host == "parameters"
+    assert host.grad_of(param).untyped_storage().on_host == "gradients"
+    again = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5))
+    again.load_state_dict(copy.deepcopy(host.state_dict()))
+    assert again.own_state(param)["momentum_buffer"].untyped_storage().on_host == "optimizer state"
 
 
 # ---- states -----------------------------------------------------------------------------------------------
