@@ -19,6 +19,7 @@ from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.parallelize import parallelize
+from minitrain.precision.chance import Chance
 from minitrain.simulate.events import Compute, Copy, Wait
 from minitrain.simulate.machines import machine
 from minitrain.strategy import Strategy
@@ -431,6 +432,32 @@ def test_a_taken_over_optimizer_keeps_its_states_and_the_device_keeps_none():
     host.state[param] = {"momentum_buffer": given}
     given.zero_()
     assert host.state[param]["momentum_buffer"].tolist() == [2.0] * 4, "what is written is a copy"
+
+
+@pytest.mark.parametrize("kind", ["gradients in float32", "rounded by chance"])
+def test_what_a_parameter_has_about_it_goes_along(kind):
+    """To the host, and into each update: the dtype of its gradients, the numbers by which it is rounded."""
+    start, found = torch.linspace(-1, 1, 40).bfloat16(), []
+    for away in (False, True):
+        param, settings = torch.nn.Parameter(start.clone()), dict(master_dtype=torch.float32)
+        if kind == "rounded by chance":
+            param.chance, settings = Chance([("w", lambda: torch.arange(40))], 3), dict(by_chance=True)
+        else:
+            param.grad_dtype = torch.float32
+        optimizer = AdamW([param], lr=1e-3, **settings)
+        host = HostOptimizer(optimizer) if away else None
+        for step in range(3):
+            grad = torch.linspace(1, 2 + step, 40).to(param.grad_dtype)
+            if away:
+                host.zero_grad()
+                host.take(param, grad)
+                assert host.grad_of(param).dtype == grad.dtype
+                host.step()
+            else:
+                param.grad = grad
+                optimizer.step()
+        found.append(param.detach())
+    assert torch.equal(*found) and not torch.equal(found[0], start)
 
 
 def test_what_an_update_or_a_state_makes_is_the_hosts():
