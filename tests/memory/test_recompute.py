@@ -1,6 +1,7 @@
 """Recomputation on one process: gradients bit by bit, bytes that are kept and FLOPs that are repeated, exactly."""
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -13,12 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.ledger import Ledger
 from minitrain.memory import segment
+from minitrain.memory.dropping import dropping
 from minitrain.memory.policies import NAMES, of_block, parse, segments
 from minitrain.memory.recompute import recompute
 from minitrain.memory.saved_tensors import SavedTensors
@@ -307,9 +310,19 @@ def test_a_forward_that_does_otherwise_is_refused_in_one_line():
         y = x if len(calls) == 1 else x[:2]
         return (y * 2).exp().sum()
 
+    def wider(x):
+        calls.append(1)
+        return ((x if len(calls) == 1 else x.double()) * 2).exp().sum()
+
+    def two_less(x):
+        calls.append(1)
+        return (x * 2).exp().sin().cos().sum() if len(calls) == 1 else x.exp().sum()
+
     for run, said in (
         (shorter, "the second pass saved 1 tensors, without"),
         (narrower, "was .3. torch.float32 in"),
+        (wider, "was .3. torch.float32 in the first pass and is .3. torch.float64 in the second"),
+        (two_less, "the second pass saved 1 tensors, without the 1th of"),
     ):
         calls.clear()
         loss = recompute(run, x)
@@ -387,6 +400,105 @@ def test_where_all_that_is_saved_is_kept_anyway_nothing_runs_again():
     assert calls == ["linear", "sine", "sine", "sine"]
 
 
+def test_a_second_pass_stops_when_it_has_all_unless_told_otherwise():
+    """Also in front of a kept result that saved nothing but its input, and is not fetched; so does `dropping`."""
+    results, x = Results(), torch.randn(3, dtype=torch.float64, requires_grad=True)
+    calls, fetched = [], []
+
+    def run(x):
+        y = x.cos().sin() * 2
+        calls.append("behind")
+        return y
+
+    def core(x):
+        y = results("core", torch.sin, x.cos())
+        calls.append("behind")
+        return y
+
+    for way, stops, each in (
+        (partial(recompute, run), True, run),
+        (partial(recompute, run, early_stop=False), False, run),
+        (partial(recompute, core, results=results, keep={"core"}), True, core),
+    ):
+        calls.clear(), fetched.clear()
+        with saved_tensors_hooks(lambda x: x, lambda x: fetched.append(x) or x):
+            y = way(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert len(calls) == 2 - stops and len(fetched) == 2  # x for the second pass and for the first cosine
+        assert torch.equal(grad, torch.autograd.grad(each(x).sum(), x)[0])
+    for early_stop, times in ((True, 1), (False, 2)):
+        calls.clear()
+        how = {} if early_stop else dict(early_stop=False)
+        with dropping({"run"}, results, **how):
+            y = results("run", run, x).sin()
+        torch.autograd.grad(y.sum(), x)
+        assert len(calls) == 2  # the result itself is wanted, by the sine
+        calls.clear()
+        with dropping((), results, inside={"run"}, **how):
+            y = results("run", run, x)
+        torch.autograd.grad(y.sum(), x)
+        assert len(calls) == times
+
+
+def test_of_a_held_input_a_part_is_kept_and_of_numbers_of_tokens_all():
+    """Kept through the hooks around; not twice, though it is saved; and nothing of it asks for a gradient."""
+    x, places, kept, met = torch.randn(6, requires_grad=True), torch.arange(6), [], []
+
+    def run(x, places, other):
+        met.append((x.requires_grad, other.requires_grad, places))
+        return (x * x).cos() * other * places
+
+    def hold(x):
+        return x[: len(x) // 2], lambda part: torch.cat((part, part))
+
+    x.data[3:] = x.data[:3]
+    other = torch.ones(6)
+    with saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        y = recompute(run, x, places, other, hold=hold)
+    assert kept == [(3,), (3,)]  # of x and of other
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(run(x, places, other).sum(), x)[0])
+    assert [flags[:2] for flags in met] == [(True, False)] * 3 and met[1][2] is places
+
+
+def test_a_mode_that_is_still_on_sees_the_second_pass_once():
+    class Counts(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__) if func.__name__ == "cos" else None
+            return func(*args, **kwargs or {})
+
+    for inside in (True, False):
+        seen, x = [], torch.randn(3, requires_grad=True)
+        with Counts():
+            y = recompute(lambda x: x.cos().sin(), x).sum()
+            if inside:
+                y.backward()
+        if not inside:
+            y.backward()
+        assert seen == ["cos"] * 2
+
+
+def test_a_door_is_its_threads_own_and_goes_back_to_who_stood_in_it():
+    class Doubles:
+        def result(self, name, compute, inputs):
+            return 2 * compute(*inputs)
+
+    class Adds(Doubles):
+        def result(self, name, compute, inputs):
+            return 100 + compute(*inputs)
+
+    results, found = Results(), []
+    ask = partial(results, "name", lambda x: x, 3)
+    with results.inside(Doubles()):
+        with results.inside(Adds()):
+            found.append(ask())
+        found.append(ask())
+        other = threading.Thread(target=lambda: found.append(ask()))
+        other.start()
+        other.join()
+    assert [*found, ask()] == [103, 6, 3, 3]
+
+
 def test_what_the_second_pass_finds_has_no_graph():
     """Of a saved tensor and of a view of a result: the second pass is over, and nothing of it is held."""
     inputs = []
@@ -432,13 +544,23 @@ def test_words():
     assert [list(part) for part, _ in segments(parse("every:2"), range(2, 7))] == [[2, 3], [4, 5], [6]]
     for blocks, lengths in ((1, [1]), (2, [2]), (4, [2, 2]), (7, [4, 3]), (9, [3] * 3), (16, [4] * 4)):
         assert [len(part) for part, _ in segments(parse("sqrt"), range(blocks))] == lengths
-    assert segments(parse("revolve:3"), range(4))[0][1].slots == 3
+    ((whole, policy),) = segments(parse("revolve:3"), range(4, 8))
+    assert policy.slots == 3 and whole == range(4, 8)
+    kept = segments(parse("keep:core,full*2,none"), range(2, 6))  # of the whole model's blocks
+    assert [(list(part), policy.again) for part, policy in kept] == [([2], True), ([3], False)] + [
+        ([block], False) for block in (4, 5)
+    ]
+    assert [parse(word)[0].drops for word in ("none", "full", "selective", "drop:up")] == [False] + [True] * 3
+    assert parse("keep:core")[0].again and not parse("drop:core")[0].again
     for word, said in {
         "some": "recompute='some'; use none, stage, full",
         "full:2": "recompute='full:2'; use none",
         "": "recompute=''; use none",
         "keep:kore": "no result is called 'kore'; use norm1, latents, qkv",
         "drop:": "no result is called ''",
+        "drop:up+zoo+gates": "no result is called 'gates'",  # of several the first in the alphabet
+        "revolve:2,none": "use one of them alone",
+        "revolve:0": "revolve:0; give the number of inputs kept at once, 1 or more",
         "every:0": "every:0; give the number of blocks in a segment, 1 or more",
         "revolve:x": "revolve:x; give the number of inputs kept at once",
         "full*0,none": "'full.0' is repeated '0' times; use 1 or more",
