@@ -302,6 +302,68 @@ def test_views_share_the_memory_of_what_they_view():
         assert not block.resident
 
 
+def test_each_part_of_a_split_is_taken_again():
+    """One view of several; where the block of two of them is gone, a view of them has the right place."""
+    with Dynamic(evictor := Evictor(), operator_cost):
+        a = torch.arange(12.0) + 1
+        first, second, third = a.split(4)
+        evictor.evict(a.hold.value.block)
+        for view, numbers in ((second, [5, 6, 7, 8]), (third[1:], [10, 11, 12]), (first, [1, 2, 3, 4])):
+            assert torch.equal(view, torch.tensor(numbers) * 1.0)
+        assert (second.storage_offset(), third[1:].storage_offset()) == (4, 9) and evictor.recomputed == 2
+
+
+def test_what_comes_from_outside_counts_as_long_as_it_lives():
+    """Named ones from the start, others from their first use, views of them too; once each."""
+    weight, evictor = torch.ones(10), Evictor()
+    with Dynamic(evictor, operator_cost, [weight, weight[2:]]):
+        assert evictor.resident_bytes == 40
+        weight.view(5, 2)
+        assert evictor.resident_bytes == 40
+    other = torch.ones(6)
+    with Dynamic(evictor := Evictor(), operator_cost):
+        assert evictor.resident_bytes == 0
+        part = other[:2]
+        assert evictor.resident_bytes == 24, "the block of what is viewed"
+        y = part * 2
+        assert evictor.resident_bytes == 24 + 8
+        del y, part, other
+        assert evictor.resident_bytes == 0
+
+
+def test_what_stays_is_released_with_its_tensor():
+    """Numbers for Python, and constants that are written to in place: no copy of them is made."""
+    x = torch.ones(4)
+    with Ledger() as ledger, Dynamic(evictor := Evictor(), operator_cost, [x]):
+        y = x * 3
+        assert y.sum().item() == 12
+        live = evictor.resident_bytes
+        for _ in range(3):
+            assert float(y[0]) == 3
+        assert evictor.resident_bytes == live == ledger.live_bytes
+        x.add_(1)
+        assert evictor.resident_bytes == live == ledger.live_bytes
+    assert x.tolist() == [2] * 4 and type(x) is torch.Tensor
+
+
+def test_operators_that_write_into_several_tensors_are_refused_with_their_number():
+    with Dynamic(Evictor(), operator_cost):
+        a, b, x = torch.rand(4) + 1, torch.arange(4) + 1, torch.rand(4) + 1
+        with pytest.raises(ValueError, match="sort writes into 2 tensors or out=; write to a clone"):
+            torch.sort(x, out=(a, b))
+
+
+def test_an_operator_inside_a_hook_of_autograd_counts_again_behind_it():
+    """The hook that makes a gradient plain sets the mode aside for itself alone."""
+    x = torch.ones(3, requires_grad=True)
+    with Dynamic(evictor := Evictor(), operator_cost, [x]):
+        (x * 2).sum().backward()
+        assert type(x.grad) is torch.Tensor
+        before = evictor.operators
+        y = x.detach() * 5
+        assert isinstance(y, Evictable) and evictor.operators > before
+
+
 def test_long_chains_of_operators_and_of_views():
     """Nothing here recurses, neither to make results again nor to take views."""
     x = torch.ones(4)
