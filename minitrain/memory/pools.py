@@ -121,7 +121,6 @@ def _nothing() -> None:
     """Fake tensors are there at once."""
 
 
-@torch.no_grad()
 def _move(both: list[Tensor]) -> None:
     x, out = both
     both.clear()  # or the worker would hold them for a moment after it is done

@@ -80,7 +80,7 @@ def test_training_is_the_plain_models():
 
 def step(depth, microbatches=2, rows=ROWS, stash="device"):
     layers, (inputs, targets) = stack(depth), batch(microbatches, rows)
-    run = LayerToLayer(layers, loss_fn, stash)
+    run = LayerToLayer(layers, loss_fn, **({} if stash == "device" else dict(stash=stash)))
     with Ledger() as ledger:
         run(inputs, targets)
     return ledger
@@ -171,3 +171,5 @@ def test_bad_input():
             LayerToLayer(layers, loss_fn)
     with pytest.raises(ValueError, match="2 microbatches of inputs and 1 of targets"):
         LayerToLayer(stack(1), loss_fn)(batch(2)[0], batch(1)[1])
+    with pytest.raises(ValueError, match="0 microbatches of inputs and 0 of targets; give .* at least one"):
+        LayerToLayer(stack(1), loss_fn)([], [])

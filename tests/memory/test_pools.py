@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from minitrain import collectives
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.memory import pools
@@ -129,6 +130,22 @@ def test_each_direction_has_a_thread_and_in_it_one_follows_the_other():
     first = pools.work(lambda: begun.wait(0.02), x)
     pools.work(begun.set, x).result()
     assert first.result() is False, "the second begins when the first is over"
+
+
+def test_a_copy_is_reported_once_with_what_moves_and_what_the_host_computes_is_not():
+    """Also in a dry run, where it is done at once."""
+
+    def reported():
+        x, whole = torch.ones(4), new_host((10,), torch.float32)
+        said = []
+        with Ledger() as ledger, collectives.observe(lambda kind, what: said.append((kind, what.bytes))):
+            transfer = to_host(x, out=whole[:4])
+            transfer.wait(), transfer.wait()
+            pools.work(lambda: x * 2, x).result()
+        return said, ledger.copied_bytes(), len(ledger.events), ledger.peak_bytes
+
+    for found in (reported(), dryrun.run(reported, ranks=1)):
+        assert found == ([("copy", 16), ("copied", 16)], 16, 2, 16)  # x
 
 
 def test_a_transfer_keeps_its_source_until_it_is_waited_for():

@@ -100,9 +100,14 @@ def test_of_chunks_that_are_not_used_again_the_least_recent_goes_and_no_more_tha
 
 
 def test_a_pass_is_looked_beyond_if_another_follows():
-    assert Recorded("ab", room=2).run() == "+a +b a b"  # one ahead, unless told otherwise
+    assert Recorded("abc", room=3).run() == "+a +b a +c b c"  # one ahead, unless told otherwise
     assert Recorded("abc", room=2).run().endswith("-b +a c")
     assert not Recorded("abc", room=2, circular=False).run().endswith("+a c")
+
+
+def test_nothing_is_fetched_past_a_chunk_for_which_there_is_no_room():
+    run = Recorded("abc", room=3, sizes=dict(a=2, b=3, c=1), ahead=2, circular=False)
+    assert run.run() == "+a a -a +b b -b +c c"
 
 
 @cache

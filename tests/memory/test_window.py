@@ -11,6 +11,7 @@ from minitrain.memory.in_turn import Kept, forward_backward, of_microbatches, or
 from minitrain.memory.pools import on_host
 from minitrain.memory.window import LayerWindow
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.simulate.events import Compute
 from minitrain.training.optim import AdamW, clip_grad_norm
 from tests.parallel import small
 
@@ -169,7 +170,9 @@ class Plus(nn.Module):
 def test_bytes_over_the_link_and_on_the_device(count, window):
     """A layer of 50 x 50 + 50 float32: 10,200 bytes, of which m + 1 are on the device, however deep."""
     layers, x, size = uniform(count), torch.randn(3, 50), 4 * (50 * 50 + 50)
-    through = LayerWindow(layers, window)
+    with Ledger() as ledger:
+        through = LayerWindow(layers, window)
+    assert ledger.copied_bytes("to_host") == ledger.copied_bytes() == size * count
     optimizer = AdamW(through.parameters)
     for _ in range(3):
         optimizer.zero_grad()
@@ -182,6 +185,8 @@ def test_bytes_over_the_link_and_on_the_device(count, window):
         assert max(live["parameters"] for _, live in ledger.timeline()) == size * (window + 1)
         assert max(live["gradients"] for _, live in ledger.timeline()) == 2 * size
         assert device["optimizer state"] == 0 and ledger.live_by_kind["gradients"] == 0
+        host = ledger.host_by_kind
+        assert (host["parameters"], host["gradients"], host["activations"]) == (size * count, size * count, 0)
         optimizer.step()
 
 
@@ -282,6 +287,32 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
         forward_backward(layers, inputs, torch.sum)
     product = 2 * 4 * 8 * 8
     assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
+    assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
     parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
     of_microbatches(parts, [*inputs.split(1)], loss_of, lambda i: None, lambda i: None, keep=Watched)
     assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one
+
+
+def test_of_several_microbatches_each_passes_a_layer_before_the_next_is_asked_for():
+    said, linears = [], [nn.Linear(2, 2) for _ in range(3)]
+
+    def of(number):
+        def run(x, other):
+            assert other == "both get it"
+            said.append((number, len(x)))
+            return linears[number](x)
+
+        return run
+
+    def loss_of(y, u):
+        said.append(("loss", u))
+        return y.sum()
+
+    layers, parts = [of(number) for number in range(3)], [torch.ones(rows, 2) for rows in (1, 2)]
+    before, after = lambda i: said.append(("before", i)), lambda i: said.append(("after", i))
+    of_microbatches(layers, parts, loss_of, before, after, ("both get it",))
+    assert said == [
+        ("before", 0), (0, 1), (0, 2), ("before", 1), (1, 1), (1, 2),
+        ("before", 2), (2, 1), ("loss", 0), (2, 2), ("loss", 1), ("after", 2),
+        ("before", 1), (1, 1), (1, 2), ("after", 1), ("before", 0), (0, 1), (0, 2), ("after", 0),
+    ]  # fmt: skip
