@@ -188,6 +188,24 @@ def test_views_of_one_block_travel_once_and_parameters_stay():
         loss.backward()  # fetched again: the host has it as long as the graph lives
     assert once == 2 * (160 + 160)  # y and what was squared; weight and x stay
     assert torch.equal(x.grad, 2 * wanted)
+    assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
+    layer.weight.data = layer.weight.data.clone()  # what stays is asked for in every forward
+    with Ledger() as ledger:
+        loss = model(x)
+        assert ledger.copied_bytes() == once // 2
+        del loss
+        assert ledger.host_bytes == 0, "nothing of a forward is held behind it"
+
+
+def test_a_forward_that_fails_is_not_watched_any_longer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
+    AwayActivations(model.parameters).watch(model, model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 4))
+    x = torch.ones(3, requires_grad=True)
+    with Ledger() as ledger:
+        x.exp().sum().backward()
+    assert ledger.copied_bytes() == 0
 
 
 def test_what_was_opened_leaves_the_device_though_its_graph_stays():

@@ -131,3 +131,28 @@ def test_uneven_parts():
     for parts in (0, 8):
         with pytest.raises(ValueError, match=f"parts = {parts} of 7 rows; use 1 to 7"):
             split(lambda part: part, x, parts)
+
+
+def test_what_a_part_saves_goes_as_it_is_and_comes_to_where_it_was():
+    """Without a copy of it in between; `stays` are not copied at all."""
+    weight, x, moved = torch.ones(3, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True), []
+
+    class There:
+        def __init__(self, x):
+            moved.append(x)
+
+        def wait(self):
+            return torch.empty(moved[-1].shape, device="meta")
+
+    class Back(There):
+        def wait(self):
+            return torch.ones(moved[-1][0].shape)
+
+    swap = Swap(There, lambda x, device: Back((x, device)), stays=[weight])
+    y = swap(lambda x: (x @ weight).exp(), x)
+    there = {x.untyped_storage().data_ptr() for x in moved}
+    assert there == {x.untyped_storage().data_ptr(), y.untyped_storage().data_ptr()} and len(moved) == 2
+    moved.clear()
+    y.sum().backward()
+    assert {(x.device.type, device.type) for x, device in moved} == {("meta", "cpu")}
+    assert torch.equal(weight.grad, torch.full((3, 3), 4.0))
