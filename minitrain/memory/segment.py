@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -113,11 +113,11 @@ class Segment:
         outside = {number: self.outputs[number] for number in wanted if number in self.outputs}
         with ExitStack() as stack:
             for mode in self.modes:
-                stack.enter_context(mode if mode not in function_modes() else nullcontext())
+                stack.enter_context(mode)
             for context in self.replay:
                 stack.enter_context(context())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.results.inside(self.frame(self, self.early_stop and not outside)))
+            stack.enter_context(self.results.inside(self.frame(self, self.early_stop)))
             stack.enter_context(saved_tensors_hooks(partial(self.catch, not outside), as_it_is))
             try:
                 made = self.run(*(given() for given in self.inputs))

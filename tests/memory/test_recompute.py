@@ -203,6 +203,16 @@ def test_parts_of_a_graph_one_after_the_other():
     a.sum().backward()
     b.sum().backward()
     assert len(calls) == 2
+
+    def in_turn(x):
+        a = x.sin().exp()
+        calls.append("behind a")
+        return a, x.cos().exp()
+
+    a, b = recompute(in_turn, x.detach().requires_grad_())
+    del b
+    a.sum().backward()
+    assert calls == [1, 1, "behind a"], "of what is gone nothing is wanted"
     z = x.detach().requires_grad_()
     (z.sin().exp().sum() + z.cos().exp().sum()).backward()
     assert torch.allclose(x.grad, z.grad, rtol=1e-15)
@@ -461,21 +471,21 @@ def test_of_a_held_input_a_part_is_kept_and_of_numbers_of_tokens_all():
     assert [flags[:2] for flags in met] == [(True, False)] * 3 and met[1][2] is places
 
 
-def test_a_mode_that_is_still_on_sees_the_second_pass_once():
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_mode_sees_the_second_pass_once_whether_it_is_still_on_or_not(inside):
     class Counts(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func.__name__) if func.__name__ == "cos" else None
             return func(*args, **kwargs or {})
 
-    for inside in (True, False):
-        seen, x = [], torch.randn(3, requires_grad=True)
-        with Counts():
-            y = recompute(lambda x: x.cos().sin(), x).sum()
-            if inside:
-                y.backward()
-        if not inside:
-            y.backward()
-        assert seen == ["cos"] * 2
+    seen, x = [], torch.randn(3, requires_grad=True)
+    with Counts():
+        y = recompute(lambda x: x.cos().sin(), x).sum()
+        if inside:
+            torch.autograd.backward(y)
+    if not inside:
+        torch.autograd.backward(y)
+    assert seen == ["cos"] * 2
 
 
 def test_a_door_is_its_threads_own_and_goes_back_to_who_stood_in_it():
