@@ -350,6 +350,16 @@ def test_a_forward_that_does_otherwise_is_refused_in_one_line():
     with pytest.raises(RuntimeError, match="comes to 'b' after 1 tensors, the first came to 'a'"):
         loss.backward()
 
+    def later(x):
+        calls.append(1)
+        y = x.sin() if len(calls) == 1 else x.sin().sin()
+        return results("a", torch.exp, y).cos().exp().sum()
+
+    calls.clear()
+    loss = recompute(later, x, results=results, keep={"a"})
+    with pytest.raises(RuntimeError, match="comes to 'a' after 2 tensors, the first came to 'a'"):
+        loss.backward()
+
 
 def test_a_draw_without_a_tensor_is_repeated():
     """A segment whose inputs are no tensors draws from the CPU's generator, and so does its second pass."""
@@ -448,6 +458,46 @@ def test_a_second_pass_stops_when_it_has_all_unless_told_otherwise():
             y = results("run", run, x)
         torch.autograd.grad(y.sum(), x)
         assert len(calls) == times
+
+
+def test_a_dropped_result_is_made_again_for_what_it_made_alone():
+    """Not for a weight that it has read, nor for its input, of which it gives a view; nor is it kept for what
+    is made of it and dropped too. A kept pair of results is a pair in the second pass."""
+    results, linear, calls, x = Results(), nn.Linear(3, 3), Counter(), torch.randn(3, 3, requires_grad=True)
+
+    def count(name, compute):
+        def run(*inputs):
+            calls[name] += 1
+            return compute(*inputs)
+
+        return partial(results, name, run)
+
+    linear.register_forward_pre_hook(results.know)
+    with dropping({"linear", "view"}, results):
+        y = count("linear", linear)(x)
+        flat = count("view", torch.flatten)(y)
+        (y + flat.view(3, 3)).sum().backward()
+        (x * x).sum().backward()
+    assert calls == {"linear": 1, "view": 1}
+    with dropping({"view"}, results):
+        y = x.cos()
+        z = (count("view", torch.flatten)(y) * 2).sum() + (y * y).sum()
+    z.backward()
+    assert calls == {"linear": 1, "view": 2}
+    with SavedTensors(linear) as saved, dropping({"first", "second"}, results):
+        z = count("second", torch.exp)(count("first", torch.sin)(x)).sin().sum()
+    assert saved.bytes == x.nbytes
+    z.backward()
+    assert (calls["first"], calls["second"]) == (2, 2)
+
+    def two(x):
+        pair = results("pair", lambda x: (x.sin(), x.cos()), x)
+        met.append(type(pair))
+        return (pair[0] * pair[1]).exp().sum()
+
+    met = []
+    recompute(two, x, results=results, keep={"pair"}, early_stop=False).backward()
+    assert met == [tuple, tuple]
 
 
 def test_of_a_held_input_a_part_is_kept_and_of_numbers_of_tokens_all():
@@ -568,7 +618,7 @@ def test_words():
         "": "recompute=''; use none",
         "keep:kore": "no result is called 'kore'; use norm1, latents, qkv",
         "drop:": "no result is called ''",
-        "drop:up+zoo+gates": "no result is called 'gates'",  # of several the first in the alphabet
+        "drop:up+zoo+gates+tables+worlds+things+yards": "no result is called 'gates'",  # of several the first in the alphabet
         "revolve:2,none": "use one of them alone",
         "revolve:0": "revolve:0; give the number of inputs kept at once, 1 or more",
         "every:0": "every:0; give the number of blocks in a segment, 1 or more",
@@ -631,6 +681,9 @@ def test_bytes_of_a_block(s, b, h, a, device):
     )
     assert kept("drop:norm1+norm2") == (30 * s * b * h + 5 * a * s * s * b, 0)
     assert kept("drop:act") == (26 * s * b * h + 5 * a * s * s * b, 4)
+    assert (
+        kept("drop:qkv")[0] - kept("drop:qkv+norm1")[0] == 2 * s * b * h
+    )  # of the two the input of the first
     assert kept("keep:out") == (4 * s * b * h, 0)
 
 
