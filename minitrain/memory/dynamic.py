@@ -220,4 +220,4 @@ def _makes_tensors(func: OpOverload) -> bool:
 
 
 def _layout(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.storage_offset()

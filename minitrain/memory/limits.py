@@ -123,7 +123,6 @@ def serve(fd: int) -> None:
     try:
         line.recv()()
         gc.collect()  # what the warm-up left would be room for every run
-        ctypes.CDLL(None).malloc_trim(0)
         error = None
     except Exception as raised:
         error = _said(raised)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -311,6 +312,36 @@ def test_bytes_of_operators(expected, function):
 def test_bytes_are_read_or_written(read, written, function):
     *_, event = account(function, torch.randn(100), torch.randn(100)).events
     assert (event.read, event.written, event.bytes) == (read, written, read + written)
+
+
+def test_what_overwrites_reads_nothing_and_rows_are_what_is_touched_of_a_table():
+    """100 numbers, two indices of 8 bytes each, two numbers or two rows of 4."""
+    two, x, y = torch.tensor([0, 4]), torch.rand(100), torch.rand(100)
+    rows, others = x.view(25, 4), y.view(25, 4)[:2]
+    overwrites = [
+        x.zero_, partial(x.fill_, 2), x.normal_, x.uniform_, x.random_, partial(x.bernoulli_, 0.5),
+        x.exponential_, partial(torch.rand_like, x), partial(x.new_zeros, 100), partial(x.new_full, (100,), 2),
+    ]  # fmt: skip
+    gathers = [lambda: x[two], lambda: x.gather(0, two), lambda: x.index_select(0, two)]
+    of_rows = [lambda: F.embedding(two, rows), lambda: rows[two]]
+    scatters = [
+        lambda: x.index_put_((two,), y[:2]), lambda: x.scatter_(0, two, y[:2]),
+        lambda: x.scatter_add_(0, two, y[:2]), lambda: x.index_add_(0, two, y[:2]),
+    ]  # fmt: skip
+    to_rows = [lambda: rows.index_add_(0, two, others), lambda: rows.index_copy_(0, two, others)]
+    for functions, read, written in (
+        (overwrites, 0, 400),
+        (gathers, 16 + 8, 8),
+        (of_rows, 16 + 32, 32),
+        (scatters, 16 + 2 * 8, 8),
+        (to_rows, 16 + 2 * 32, 32),
+        ([lambda: torch.add(x, x, out=y)], 800, 400),
+        ([lambda: x[:50] + y[:50]], 400, 200),
+        ([lambda: torch.stack((x, y))], 800, 800),
+    ):
+        for function in functions:
+            (event,) = account(function).events
+            assert (event.read, event.written) == (read, written), event
 
 
 # ---- memory ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Dynamic rematerialization: gradients of a plain run, bytes that a ledger saw, and what is refused."""
 
+import weakref
 from contextlib import nullcontext
 from math import ceil, inf, sqrt
 
@@ -14,6 +15,7 @@ from minitrain.memory import evictable
 from minitrain.memory.dynamic import Dynamic
 from minitrain.memory.evictable import Evictable
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.random_state import random_state
 from minitrain.simulate.eviction import RULES, Evictor
 from minitrain.simulate.eviction_traces import chain, simulate
 
@@ -328,7 +330,7 @@ def test_what_comes_from_outside_counts_as_long_as_it_lives():
         y = part * 2
         assert evictor.resident_bytes == 24 + 8
         del y, part, other
-        assert evictor.resident_bytes == 0
+        assert evictor.resident_bytes == 0 and evictor.trace[-1] == ("release", 0), "as those who replay it"
 
 
 def test_what_stays_is_released_with_its_tensor():
@@ -341,8 +343,9 @@ def test_what_stays_is_released_with_its_tensor():
         for _ in range(3):
             assert float(y[0]) == 3
         assert evictor.resident_bytes == live == ledger.live_bytes
+        operators = evictor.operators
         x.add_(1)
-        assert evictor.resident_bytes == live == ledger.live_bytes
+        assert evictor.resident_bytes == live == ledger.live_bytes and evictor.operators == operators + 1
     assert x.tolist() == [2] * 4 and type(x) is torch.Tensor
 
 
@@ -353,15 +356,32 @@ def test_operators_that_write_into_several_tensors_are_refused_with_their_number
             torch.sort(x, out=(a, b))
 
 
-def test_an_operator_inside_a_hook_of_autograd_counts_again_behind_it():
-    """The hook that makes a gradient plain sets the mode aside for itself alone."""
+def test_a_gradient_is_plain_and_counts_on_and_so_is_a_sum_of_gradients():
+    """Behind the hook that makes it so operators are seen again; behind the block it holds no leaf."""
     x = torch.ones(3, requires_grad=True)
-    with Dynamic(evictor := Evictor(), operator_cost, [x]):
-        (x * 2).sum().backward()
-        assert type(x.grad) is torch.Tensor
+    with Dynamic(evictor := Evictor(), operator_cost, [x]) as mode:
+        for number in (1, 2):
+            (x * 2).sum().backward()
+            assert type(x.grad) is torch.Tensor and x.grad.tolist() == [2 * number] * 3
+            assert evictor.resident_bytes == 24, "x and its gradient"
         before = evictor.operators
         y = x.detach() * 5
         assert isinstance(y, Evictable) and evictor.operators > before
+        del y
+    leaf = weakref.ref(x)
+    del x
+    assert leaf() is None and mode is not None
+
+
+def test_the_random_state_is_kept_for_what_draws_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        evictable, "random_state", lambda source: asked.append(source) or random_state(source)
+    )
+    with Dynamic(Evictor(), operator_cost):
+        a = (torch.ones(4) + 1) * torch.rand(4)
+        b = a.sum() * a
+    assert len(asked) == 1 and b.shape == (4,)
 
 
 def test_long_chains_of_operators_and_of_views():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -92,7 +93,7 @@ def test_an_error_that_is_not_of_memory_is_not_called_so(runs):
     assert runs.run(lambda: "still there") == "still there"
 
 
-def test_what_a_warm_up_leaves_is_no_room():
+def test_what_a_warm_up_leaves_is_no_room_and_a_run_ends_with_its_helper():
     """A ring that nobody refers to: collected within the run it would make room for another tensor."""
 
     def leaves_a_ring():
@@ -104,8 +105,26 @@ def test_what_a_warm_up_leaves_is_no_room():
         gc.collect()
         return hold(10 * MEGA)
 
-    with LimitedRuns(leaves_a_ring) as runs, pytest.raises(MemoryError):
-        runs.run(collects, limit_bytes=4 * MEGA)
+    read, write = os.pipe()
+
+    def sleeps():
+        with open(f"/proc/{caller}/fd/{write}", "wb", buffering=0) as line:
+            line.write(b"%d" % os.getpid())
+        time.sleep(60)
+
+    caller = os.getpid()
+    with LimitedRuns(leaves_a_ring) as runs:
+        with pytest.raises(MemoryError):
+            runs.run(collects, limit_bytes=4 * MEGA)
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(runs.run, sleeps)
+            child = int(os.read(read, 20))
+            assert not gone(child)
+            runs._helper.kill()
+            with pytest.raises(RuntimeError, match="the helper process is gone; make a new LimitedRuns"):
+                ended.result(timeout=30)
+        wait_until(lambda: gone(child))
+    os.close(read), os.close(write)
 
 
 def test_what_runs_print_is_no_answer(runs):
@@ -136,10 +155,18 @@ def test_wrong_use_is_refused(runs):
         LimitedRuns(lambda: 1 / 0)
 
 
-def test_no_process_stays_behind():
-    def gone(pid):
-        return not os.path.exists(f"/proc/{pid}") or "Z (zombie)" in open(f"/proc/{pid}/status").read()
+def gone(pid):
+    return not os.path.exists(f"/proc/{pid}") or "Z (zombie)" in open(f"/proc/{pid}/status").read()
 
+
+def wait_until(done):
+    until = time.monotonic() + 5
+    while not done() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert done()
+
+
+def test_no_process_stays_behind():
     with LimitedRuns() as runs:
         child, helper = runs.run(os.getpid), runs._helper.pid
     assert gone(child) and gone(helper)
@@ -149,16 +176,16 @@ def test_no_process_stays_behind():
 import os, threading, time
 from minitrain.memory.limits import LimitedRuns
 runs = LimitedRuns()
+runs.run(lambda: print("of a run", flush=True))
 print(runs.run(os.getppid), flush=True)
 threading.Timer(0.3, os._exit, (0,)).start()
 runs.run(lambda: open("/dev/stderr", "w").write(str(os.getpid())) and time.sleep(60))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
-    helper, child = int(ended.stdout), int(ended.stderr)
-    until = time.monotonic() + 5
-    while not (gone(child) and gone(helper)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert gone(child) and gone(helper)
+    said, child = ended.stderr.rsplit("\n", 1)  # what a run prints goes where errors go
+    helper, child = int(ended.stdout), int(child)
+    assert said == "of a run"
+    wait_until(lambda: gone(child) and gone(helper))
 
 
 @pytest.mark.parametrize("need", range(1, 40))
