@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from functools import partial
+from itertools import permutations
 from math import prod
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from minitrain.collectives import call_log
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.ledger.contractions import ATTENTION, visible_scores
+from minitrain.ledger.memory_meter import MemoryMeter
 from minitrain.ledger.operators import describe
 from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Block, GPTConfig, cross_entropy_sum
@@ -411,6 +413,33 @@ def test_the_peak_by_kind_is_that_of_the_first_moment_it_was_reached():
     assert ledger.peak_bytes == 800
     assert ledger.peak_by_kind["gradients"] == 0 == ledger.live_bytes - 800
     assert sum(ledger.peak_by_kind.values()) == 800 > ledger.peak_by_kind["parameters"]
+    assert ledger.live_by_kind["gradients"] == 400, "nobody asked while it was open"
+
+
+def test_of_several_kinds_the_first_holds_in_whatever_order_they_are_named():
+    order = ("parameters", "gradients", "optimizer state", "checkpoint", "buffers", "activations")
+    for kinds in permutations(order, 3):
+        meter, x = MemoryMeter(lambda: 0), torch.ones(2)
+        for kind in kinds:
+            meter.name(x, kind)
+        assert meter.block_kinds() == [min(kinds, key=order.index)]
+
+
+def test_a_parameter_in_the_place_of_one_that_is_gone_has_its_gradient_named():
+    with Ledger() as ledger:
+        for _ in range(5):
+            weight = nn.Parameter(torch.ones(100))
+            (weight * weight).sum().backward()
+            assert ledger.live_by_kind["gradients"] == 400
+            del weight
+
+    def dry():
+        with Ledger() as ledger:
+            linear = nn.Linear(10, 10)
+            linear(torch.ones(2, 10)).sum().backward()
+        return ledger.live_by_kind
+
+    assert dryrun.run(dry, ranks=1) == dry() | {"activations": 0} and dry()["parameters"] == 440
 
 
 def test_kinds_of_what_was_there_before():
@@ -530,6 +559,40 @@ def test_timeline():
     ]  # after event 2 the fullest moment is half-way
     assert max(sum(live.values()) for _, live in ledger.timeline()) == ledger.peak_bytes
     assert [event.name for event in ledger.events] == ["zeros", "add", "mul"]
+
+
+def test_of_equally_full_moments_of_an_event_the_first_counts():
+    with Ledger() as ledger:
+        x = torch.zeros(100)
+        first = call_log.announce_buffer(torch.empty(100))
+        del x
+        second = call_log.announce_buffer(torch.empty(100))
+    (_, then), (_, fullest) = ledger.timeline()
+    assert then["activations"] == 400 and (fullest["activations"], fullest["buffers"]) == (400, 400)
+    assert len(first) == len(second) and ledger.live_by_kind["buffers"] == 800
+
+
+def test_what_an_optimizer_holds_is_named_whatever_it_is():
+    """A plain tensor that it updates, a number in its state; a gradient that was there when its parameter was
+    first read, and is gone before anybody asks."""
+    plain, weight = torch.ones(100, requires_grad=True), nn.Parameter(torch.ones(100))
+    optimizer = AdamW([plain])
+    plain.grad, weight.grad = torch.ones(100), torch.ones(100)
+    with Ledger() as ledger:
+        weight * 2
+        weight.grad = None
+        optimizer.step()
+        optimizer.state[plain]["number"] = torch.ones(())
+        optimizer.step()
+        weight.grad = torch.ones(100)
+        assert ledger.live_by_kind["gradients"] == 800
+        plain.grad = torch.ones(100)
+        kinds = ledger.block_kinds
+        assert kinds[-1] == "gradients"
+        kinds.clear()
+    assert ledger.block_kinds, "each asks for a list of his own"
+    assert ledger.live_by_kind["optimizer state"] == 804 and ledger.live_by_kind["parameters"] == 800
+    assert ledger.peak_by_kind["gradients"] == 400 and ledger.timeline()[0][1]["gradients"] == 800
 
 
 # ---- communication ---------------------------------------------------------------------------------------
@@ -668,6 +731,7 @@ def test_a_closed_ledger_leaves_nothing_behind(fails):
             assert hooks() == tuple(n + 1 for n in before)
             result = model(torch.ones(1, 4)).sum()
             result.backward()
+            alive = torch.ones(3)
             if fails:
                 raise KeyError
     except KeyError:
@@ -683,6 +747,7 @@ def test_a_closed_ledger_leaves_nothing_behind(fails):
         copy.events == ledger.events
         and copy.timeline() == ledger.timeline()
         and copy.table() == ledger.table()
+        and len(alive) == 3
     )
 
 

@@ -62,6 +62,9 @@ def test_a_run_gives_its_result_and_one_that_does_not_fit_an_error_of_one_line(r
             runs.run(hold, 5 * MEGA, kind, limit_bytes=4 * MEGA)
         assert "\n" not in str(error.value)
     assert runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA) == 5 * MEGA  # one failure is not the next one's
+    assert (
+        len(runs.run(bytes, 3 * MEGA, limit_bytes=4 * MEGA)) == 3 * MEGA
+    )  # there is room to tell the result
 
 
 def test_a_limit_is_of_one_run_and_of_no_other_process(runs):
@@ -201,7 +204,7 @@ def test_bisection_ends_at_the_smallest_multiple(need):
 
     ask = partial(Pretended().smallest_limit, None, "x", timeout_s=7)
     assert ask(most_bytes=39, step_bytes=4) == -(-need // 4) * 4
-    need *= 1 << 20
+    need = 3 * need << 16
     assert ask() == need  # to 64 KiB, of at most a GiB
     need = (1 << 30) + 1
     with pytest.raises(ValueError, match="try 2,147,483,648"):

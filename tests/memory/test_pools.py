@@ -200,6 +200,17 @@ def test_what_does_not_fit_fails_with_what_is_there():
             x * 1
             to_device(first)
     del z
+    with Ledger(limit_bytes=4000, host_limit_bytes=4000):  # each its own, though both were there before
+        x.add_(first)
+    with pytest.raises(MemoryError, match="4,000 bytes on the host, which has 3,999: activations 4,000"):
+        with Ledger(host_limit_bytes=3999):
+            x.add_(first)
+    with pytest.raises(MemoryError, match="4,000 bytes on the device, which has 0: activations 4,000"):
+        with Ledger(limit_bytes=0):
+            torch.zeros(1000)
+    with pytest.raises(MemoryError, match="on the device, which has 10: buffers 40"):
+        with Ledger(limit_bytes=10):
+            collectives.announce_buffer(torch.empty(10))
 
 
 def test_a_host_without_room_says_so(monkeypatch):
