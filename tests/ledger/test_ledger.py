@@ -423,6 +423,10 @@ def test_of_several_kinds_the_first_holds_in_whatever_order_they_are_named():
         for kind in kinds:
             meter.name(x, kind)
         assert meter.block_kinds() == [min(kinds, key=order.index)]
+    meter, x = MemoryMeter(lambda: 0), torch.ones(2)
+    meter.write(x), meter.resized(x)
+    meter.read(nn.Parameter(x))
+    assert meter.block_kinds() == ["buffers"], "for good"
 
 
 def test_a_parameter_in_the_place_of_one_that_is_gone_has_its_gradient_named():
@@ -586,7 +590,7 @@ def test_what_an_optimizer_holds_is_named_whatever_it_is():
         optimizer.step()
         weight.grad = torch.ones(100)
         assert ledger.live_by_kind["gradients"] == 800
-        plain.grad = torch.ones(100)
+        weight.grad = torch.ones(100)
         kinds = ledger.block_kinds
         assert kinds[-1] == "gradients"
         kinds.clear()
