@@ -84,6 +84,10 @@ def test_table_shows_copies_and_the_host():
         "copies     bytes\nto_host    4,000\nto_device  4,000\ntotal      8,000",
         "host memory  live bytes   peak\ntotal                 0  4,000",
     ]
+    with Ledger() as ledger:
+        kept = new_host((1000,), torch.float32)
+    assert ledger.table().endswith("\n\nhost memory  live bytes   peak\ntotal             4,000  4,000")
+    assert len(kept) == 1000 and "host memory" not in Ledger().table()
 
 
 def test_without_the_mark_the_host_would_be_the_device(monkeypatch):
