@@ -62,8 +62,7 @@ class _Dropping:
     def result(self, name: str, compute: Callable, inputs: tuple):
         if self.segment is not None or name not in self.drop | self.inside:
             return compute(*inputs)
-        hooks = self.pack, self.unpack
-        segment = Segment(compute, inputs, self.replay, self.early_stop, self.results, hooks=hooks)
+        segment = Segment(compute, inputs, self.replay, self.early_stop, self.results)
         self.segment, self.reads = segment, storages(inputs)
         try:
             made = compute(*inputs)

@@ -70,11 +70,11 @@ class Done(Exception):
 class Segment:
     """One call of `run`, that can be made again."""
 
-    def __init__(self, run, inputs: Sequence, replay, early_stop, results: Results, *, hold=None, hooks=None):
-        """`hooks`: through which inputs are kept; else those that are in force around the segment."""
+    def __init__(self, run, inputs: Sequence, replay, early_stop, results: Results, hold: Hold | None = None):
+        """Inputs are kept through the hooks that are in force around the segment."""
         self.outer = saved_hooks() or (as_it_is, as_it_is)
         self.run, self.early_stop, self.results = run, early_stop, results
-        self.inputs = [held(x, hooks or self.outer, hold) for x in inputs]
+        self.inputs = [held(x, self.outer, hold) for x in inputs]
         self.devices = {x.device for x in inputs if isinstance(x, Tensor)} or {torch.device("cpu")}
         generators = [partial(drawing_again, device) for device in self.devices]
         self.replay = [kept() for kept in (*generators, *replay)]
