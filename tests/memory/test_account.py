@@ -104,6 +104,17 @@ class Views(nn.Module):
         return self.result("square", torch.square, self.result("view", lambda y: y.view(-1), x.exp()))
 
 
+class Named(nn.Module):
+    result = staticmethod(lambda name, compute, *inputs: compute(*inputs))
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self.result, x)
+
+
 def test_what_has_no_name_is_made_again_by_those_before_it():
     """Of a view nothing more is kept; what a result saves of its inputs does not make it needed."""
     layer = Views()
@@ -113,6 +124,10 @@ def test_what_has_no_name_is_made_again_by_those_before_it():
         UnitCost("square", 0, 2 * X.nbytes, X.nbytes, False),
     ]
     assert layer.result is door
+    part = Named(lambda result, x: result("part", lambda y: (y * 2)[:1], x))
+    assert account(Ledger, part, X)[0].bytes == X.nbytes, "the block of what is viewed"
+    nested = Named(lambda result, x: result("outer", lambda y: result("inner", torch.exp, y).sin(), x))
+    assert [(unit.name, unit.bytes) for unit in account(Ledger, nested, X)] == [("outer", 2 * X.nbytes)]
     block = block_of()
     doors = [part.result for part in block.modules() if hasattr(part, "result")]
     units = {unit.name: unit for unit in account(Ledger, block, X, POSITIONS)}
@@ -131,7 +146,10 @@ def test_a_dry_run_gives_the_same_account_and_the_block_is_as_before():
     before = block(X, POSITIONS)
     real = account(Ledger, block, X, POSITIONS), layer_bytes(Ledger, block, X, POSITIONS)
     assert torch.equal(block(X, POSITIONS), before)
-    assert all(parameter.grad is None for parameter in block.parameters())
+    assert all(parameter.grad is None for parameter in block.parameters()) and not X.requires_grad
+    for parameter in block.parameters():  # gradients from before are no part of it
+        parameter.grad = torch.ones_like(parameter)
+    assert layer_bytes(Ledger, block, X, POSITIONS) == real[1]
 
     def dry():
         block, x = block_of(), torch.randn(B, T, D)
