@@ -3,6 +3,7 @@ byte.
 """
 
 import math
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -280,9 +281,25 @@ def test_a_gpt_and_a_dry_run():
     ],
 )
 def test_plans_that_cannot_be_carried_out(plan, said):
-    with pytest.raises(ValueError, match=said) as error:
-        check(parse(plan), 2)
-    assert "\n" not in str(error.value)
+    for use in (lambda: check(parse(plan), 2), lambda: chain([nn.Tanh(), nn.Tanh()], parse(plan))):
+        with pytest.raises(ValueError, match=said) as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+def test_a_layer_whose_gradient_is_there_has_no_graph_any_more():
+    with pytest.raises(ValueError, match="action 5, T1, comes after the gradient of x_1"):
+        check(parse("F0 T1 B1 T0 F0 T1 B0"), 2)
+
+
+def test_the_result_is_the_callers_alone():
+    x = torch.randn(3, requires_grad=True)
+    y = chain([nn.Linear(3, 3), nn.Linear(3, 3)], every(2, 1))(x)
+    storage, loss = weakref.ref(y.untyped_storage()), y.sum()
+    del y
+    assert storage() is None
+    loss.backward()
+    assert x.grad is not None
 
 
 def test_sizes_are_checked():
