@@ -221,6 +221,8 @@ def test_model_data_are_14_bytes_a_parameter_and_plainly_16():
             chunks.step()
             assert held(ledger) == 14 * elements
         assert with_gradients == 14 * elements
+        kind = "optimizer state"
+        assert (ledger.host_by_kind[kind], ledger.live_by_kind[kind]) == (8 * elements, 0)  # the moments
     assert elements * utilization(sizes, chunk) == pytest.approx(total)
 
 
