@@ -2,13 +2,14 @@
 scores.
 """
 
+import math
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from minitrain.attention import flash, lazy
+from minitrain.attention import flash, kernel, lazy
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.incoherent import hadamard, random_signs, turned
@@ -507,3 +508,46 @@ def test_the_fused_kernel_is_given_rows_wherever_they_lie():
         grads = fused_backward(dout, q, k, v, out, lse, causal)
         for found, wanted in zip(grads, plain_backward(dout, q, k, v, out, lse, causal)):
             assert (found - wanted).abs().max() < 1e-12
+
+
+def test_what_is_there_already_is_not_copied():
+    """A first result and a first gradient of all tokens, rows that lie as the kernel wants them, and what is
+    kept for backward."""
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    assert kernel.in_rows(q, q[..., ::2])[0] is q
+    out, lse = kernel.plain_forward(q, k, v, True)
+    online = kernel.OnlineSoftmax(q)
+    online.add(slice(0, 6), out, lse)
+    assert online.exact()[0] is out and online.exact()[1] is lse and online.result()[0] is out
+    total = kernel.GradSum(q)
+    total.add(slice(0, 6), out)
+    assert total.total is out
+    kept, q = [], q.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        y = kernel.recomputed(kernel.fused_forward, kernel.fused_backward, q, k, v, True)
+    assert [x.data_ptr() for x in kept[:4]] == [x.data_ptr() for x in (q, k, v, y)] and len(kept) == 5
+
+
+def test_results_of_half_precision_are_rounded_once_and_nothing_is_a_number():
+    q = torch.randn(1, 2, 6, 4).bfloat16()
+    online = kernel.OnlineSoftmax(q)
+    online.add(slice(0, 3), *kernel.plain_forward(q[..., :3, :], q, q, False))
+    out, lse = online.result()
+    assert (out.dtype, lse.dtype, online.exact()[0].dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    ours, theirs = kernel.empty_result(q), kernel.empty_result(q)
+    kernel.merge(*ours, *theirs)
+    assert not ours[0].any() and (ours[1] == -math.inf).all(), "of nothing and nothing"
+    nothing = kernel.GradSum(q)
+    assert nothing.by_token.is_contiguous() and nothing.by_token.shape == (1, 6, 2, 4)
+    nothing.add(slice(0, 2), torch.ones(1, 2, 2, 4))
+    assert nothing.by_token.is_contiguous() and nothing.total.dtype == torch.float32
+    for forward in (kernel.plain_forward, kernel.fused_forward):
+        with pytest.raises(ValueError, match="causal: 3 queries and 6 keys are no triangle"):
+            forward(q[..., :3, :].float(), q.float(), q.float(), True)
+
+
+def test_tiles_are_as_large_as_the_fast_memory_allows():
+    assert flash.A100_ELEMENTS == 98_304
+    assert [flash.tile_sizes(*sizes) for sizes in ((98_304, 64), (100, 7), (112, 7), (1, 3))] == [
+        (384, 64), (4, 4), (4, 4), (1, 1),
+    ]  # fmt: skip
