@@ -514,7 +514,8 @@ def test_what_is_there_already_is_not_copied():
     """A first result and a first gradient of all tokens, rows that lie as the kernel wants them, and what is
     kept for backward."""
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
-    assert kernel.in_rows(q, q[..., ::2])[0] is q
+    by_token = q.transpose(1, 2)
+    assert kernel.in_rows(by_token, q[..., ::2])[0] is by_token
     out, lse = kernel.plain_forward(q, k, v, True)
     online = kernel.OnlineSoftmax(q)
     online.add(slice(0, 6), out, lse)
@@ -551,3 +552,26 @@ def test_tiles_are_as_large_as_the_fast_memory_allows():
     assert [flash.tile_sizes(*sizes) for sizes in ((98_304, 64), (100, 7), (112, 7), (1, 3))] == [
         (384, 64), (4, 4), (4, 4), (1, 1),
     ]  # fmt: skip
+
+
+def test_lazy_attention_takes_1024_queries_and_a_root_of_the_keys_at_a_time(monkeypatch):
+    chunks, x = [], torch.ones(1, 1, 1030, 2)
+    monkeypatch.setattr(lazy, "attend_rows", lambda q, k, v, *how: chunks.append((q.size(-2), how[-1])) or q)
+    lazy_attention(x, x, x)
+    assert chunks == [(1024, 32), (6, 32)]
+
+
+def test_a_blockwise_block_drops_where_the_block_does():
+    class Times(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def forward(self, x, positions=None):
+            return self.by * x
+
+    block = GPT(GPTConfig(d_model=16, num_layers=1, num_heads=2), seed=1, dtype=torch.float64).layers[1]
+    block.dropout1, block.dropout2 = Times(2), Times(3)
+    x, positions = torch.randn(2, 8, 16, dtype=torch.float64), torch.arange(8)
+    found = blockwise_block(block, x, positions, rows=3)
+    assert torch.allclose(found, block(x, positions), rtol=0, atol=1e-12)
