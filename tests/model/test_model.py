@@ -679,3 +679,43 @@ def test_a_table_that_two_stages_share_is_a_part_of_its_own():
     *alone, shared = Stages(config, {0: range(2), 1: range(2, 4)}).parts()
     assert [*shared.values()] == ["layers.0.tokens"] and len(alone) == 2
     assert not any("layers.0.tokens" in part.values() for part in alone)
+
+
+def test_text_is_generated_without_dropout_and_the_mode_is_as_before():
+    """With a window of the model's positions, and by chance unless told otherwise."""
+    model = GPT(GPTConfig(vocab_size=29, d_model=16, num_heads=2, dropout=0.5, max_positions=4), seed=1)
+    prompt = torch.arange(12).view(2, 6) % 29  # longer than the window
+    likeliest = generate(model.eval(), prompt, 5, temperature=0)
+    assert torch.equal(model(likeliest[:, 4:8])[:, -1].argmax(-1), likeliest[:, 8])
+    for training in (True, False):
+        model.train(training)
+        assert torch.equal(generate(model, prompt, 5, temperature=0), likeliest)
+        assert all(part.training == training for part in model.modules())
+        drawn = [
+            generate(model, prompt, 5, **how) for how in (dict(), dict(temperature=1.0, seed=0), dict(seed=1))
+        ]
+        assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(kv_latent=8, rope_head_dim=2)])
+def test_scores_are_dropped_in_training_alone(kind):
+    seen = []
+
+    def core(q, k, v, dropout=0.0):
+        seen.append(dropout)
+        return causal_attention(q, k, v)
+
+    model = GPT(GPTConfig(vocab_size=29, d_model=16, num_heads=2, dropout=0.25, **kind), attention=core)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    model.eval()(torch.zeros(1, 4, dtype=torch.int64))
+    assert seen == [0.25, 0.25, 0.0, 0.0]
+
+
+def test_slopes_are_no_state_and_queries_are_as_many_as_keys():
+    model = GPT(GPTConfig(vocab_size=29, d_model=16, num_heads=2, positions="alibi"))
+    assert model.layers[1].attention.slopes.shape == (2,)
+    assert not [name for name in model.state_dict() if "slopes" in name]
+    x = torch.ones(1, 2, 6, 4)
+    for queries, keys in ((3, 6), (6, 3)):
+        with pytest.raises(ValueError, match=f"causal_attention: {queries} queries, {keys} keys; it is"):
+            causal_attention(x[..., :queries, :], x[..., :keys, :], x[..., :keys, :])
