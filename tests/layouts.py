@@ -150,7 +150,8 @@ def draw(number: int, seed: int) -> Draw:
     chance = random.Random(f"{seed}/{number}")
     while True:
         try:
-            return reordered(attempt(chance), random.Random(f"order of {seed}/{number}"))
+            case = reordered(attempt(chance), random.Random(f"order of {seed}/{number}"))
+            return hosted(case, random.Random(f"host of {seed}/{number}"))
         except ValueError:
             pass
 
@@ -161,6 +162,14 @@ def reordered(case: Draw, chance: random.Random) -> Draw:
         return case
     orders = [order for order in permutations(AXES) if order.index("dp") < order.index("cp")]
     return replace(case, strategy=replace(case.strategy, order="-".join(chance.choice(orders[1:]))))
+
+
+def hosted(case: Draw, chance: random.Random) -> Draw:
+    """Two of three tied tables on both ends of a pipeline are updated on the host, which must wait for both."""
+    s = case.strategy
+    if not case.config.tied or s.pp == 1 or s.offloads or s.post_validation or s.policy.scaled:
+        return case
+    return case if chance.random() < 1 / 3 else replace(case, strategy=replace(s, offload="optimizer"))
 
 
 def draw_axes(chance: random.Random) -> dict[str, int]:
@@ -618,6 +627,9 @@ FEATURES = {
     "ep, shadows": lambda s, c: s.ep_shadow > 0,
     "pairs overlap": lambda s, c: s.pp > 1 and s.hides_transfers(s.build_schedule()),
     "offload, optimizer": lambda s, c: "optimizer" in s.offloads,
+    "offload, tied ends": lambda s, c: (
+        c.config.tied and s.pp > 1 and "optimizer" in s.offloads and not matches("layers.0.tokens", c)
+    ),
     "offload, parameters": lambda s, c: "parameters" in s.offloads,
     "offload, activations": lambda s, c: "activations" in s.offloads,
     "recompute": lambda s, c: s.recompute != "none",

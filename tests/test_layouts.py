@@ -65,6 +65,7 @@ def test_the_draws_meet_every_feature():
             "frozen",
             "dropout",
             "clipping",
+            "offload, tied ends",
         ):
             assert frozenset((one, other)) in pairs, (one, other)
 
