@@ -78,6 +78,19 @@ def test_checks_accept_what_they_say_and_name_what_they_refuse(check, good, bad)
         assert len(str(caught.value)) < 200
 
 
+def test_the_wrong_entry_is_counted_from_0_and_60_letters_are_shown():
+    for values, said in (
+        ((1, 2, 0), "v[2]=0"),
+        ([[1], [3, -4]], "v[1][1]=-4"),
+        ("x" * 58, f"v={'x' * 58!r}"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            checks.counts(v=values)
+        assert str(caught.value).split(":")[0] == said
+    with pytest.raises(ValueError, match=r"^v='x{56}\.\.\.: "):
+        checks.counts(v="x" * 59)
+
+
 def test_one_of_names_all_that_are_allowed():
     checks.one_of(("a", 1), value="a")
     for wrong in ("b", True, None):

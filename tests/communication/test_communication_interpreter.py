@@ -25,6 +25,7 @@ from minitrain.communication.interpreter import run_schedule
 from minitrain.communication.schedule import Schedule, sent_elements, sent_shares
 from minitrain.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
 from minitrain.launch import dryrun
+from minitrain.ledger import Ledger
 
 NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
 
@@ -199,3 +200,16 @@ def test_bad_calls_are_refused_before_anyone_waits():
             "x has 5 rows, not a block for each of n=2 ranks; pad to a multiple of 2",
             "x has no rows, not a block for each of n=2 ranks; pad to a multiple of 2",
         ]
+
+
+def test_a_step_posts_all_then_waits_for_all_and_only_then_adds():
+    """Else what arrives could be written while a send still reads. Three messages each way in each of two steps."""
+
+    def rank():
+        with Ledger() as ledger:
+            run_schedule(direct_all_reduce(4), torch.ones(8), dist.group.WORLD)
+        kinds = {"Issue": "i", "Wait": "w"}
+        return "".join(kinds.get(type(event).__name__, "c") for event in ledger.events).strip("c")
+
+    issued, rest = "i" * 6, "w" * 6
+    assert dryrun.run(rank, ranks=4).rstrip("c") == issued + rest + "ccc" + issued + rest

@@ -230,6 +230,10 @@ def test_the_chunk_matrix_is_drawn():
     ]
     frames = history(ring_all_reduce(3))
     assert len(frames) == 5 and frames[0] == [[1] * 3] * 3 and frames[-1] == [[3] * 3] * 3
+    cells = {
+        cell for line in draw(ring_all_reduce(12)).splitlines()[1:] for cell in "".join(line.split()[1:])
+    }
+    assert cells == set("123456789+#")
 
 
 @pytest.mark.parametrize(
