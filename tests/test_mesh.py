@@ -35,6 +35,7 @@ def compare_with_torch(shapes):
             total = collectives.all_reduce(torch.tensor(dist.get_rank()), ours.group(axis))
             assert total.item() == sum(members)
         assert ours.shape == shape and torch.equal(ours.device_mesh.mesh, theirs.mesh)
+        assert ours.device_mesh is ours.device_mesh
         assert ours.device_mesh.mesh_dim_names == tuple(shape)
     assert collectives.axis_of(dist.group.WORLD) == "world"
 

@@ -1,6 +1,7 @@
 """Rectangles of flat ranges, of cuts and of shares: every element once, whatever the numbers."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -147,8 +148,11 @@ def test_shares_of_what_ranks_hold_alike(data):
             name = f"{number}/{i if kind == 'outer' else (o, i) if kind == 'own' else ''}"
             own.append(whole_piece(name, torch.zeros(shape, dtype=dtype), holders[kind]))
         mine = share_out(reversed(own) if (o + i) % 2 else own)
-        few = [piece.name for piece in share_out(own, writers=2)]  # the first two of those that hold the same
-        assert all(not few.count(piece.name) for piece in own if piece.holders and piece.replica > 1)
+        few = Counter()  # of the first two of those that hold the same; who is alone writes all
+        for piece in share_out(own, writers=2):
+            few[piece.name] += piece.values.numel()
+        assert all(not few[piece.name] for piece in own if piece.holders and piece.replica > 1)
+        assert all(few[piece.name] == piece.values.numel() for piece in own if piece.replicas == 1)
         for kind, dtype in product(set(kinds), set(dtypes)):
             alike = [x for x, k, d in zip(own, kinds, dtypes) if (k, d) == (kind, dtype)]
             names = {piece.name for piece in alike}

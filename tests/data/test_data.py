@@ -126,6 +126,7 @@ def test_open_reads_a_file_or_a_folder_in_order(tmp_path):
         (tmp_path / name).write_text(words)
     assert Text.open(tmp_path).data == b"first\n\nsecond\n\nthird"
     assert Text.open(str(tmp_path / "b.txt")).data == b"second"
+    assert Text.open(tmp_path / ".git").data == b"hidden"  # who names it means it
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,13 @@ def test_minhash_estimates_the_similarity_of_sets():
     a, b = set(map(str, range(300))), set(map(str, range(100, 400)))  # J = 200 / 400
     same = [x == y for x, y in zip(minhash(a, 256), minhash(b, 256))]
     assert sum(same) / 256 == pytest.approx(0.5, abs=0.12)  # four standard deviations
+
+
+def test_what_was_not_kept_pushes_nothing_out():
+    """The second is near the first and goes; the third is near the second only, and stays."""
+    documents = [" ".join(map(str, range(first, first + 10))) for first in (0, 2, 4)]
+    for share, kept in ((0.6, [0, 2]), (0.4, [0]), (0.7, [0, 1, 2])):  # 8 of 12 words in common, 6 of 14
+        assert keep_first_of_each(documents, share, words=1, bands=64, rows=1) == kept
 
 
 def test_a_document_that_is_just_as_near_as_the_threshold_goes():

@@ -192,6 +192,7 @@ def test_no_compiler_is_imported():
         (dict(weight_decay=-0.1), "weight_decay=-0.1"),
         (dict(master_dtype=torch.int8), "master_dtype=torch.int8"),
         (dict(params=[dict(params=[torch.zeros(1)], wd=1)]), "unknown setting 'wd'; AdamW knows lr, betas"),
+        (dict(params=[dict(params=[torch.zeros(1)], wd=1, b=2, a=3, c=4)]), "unknown setting 'a'; "),
         (dict(params=[torch.zeros(1), 3]), "updates leaf tensors, got int"),
         (dict(params=[torch.zeros(1, requires_grad=True) * 2]), "updates leaf tensors"),
         (dict(params=[TWICE := torch.zeros(1), TWICE]), "given twice"),

@@ -651,10 +651,8 @@ def test_the_rate_of_a_recipe():
     assert [hyper.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and hyper.lr_at(
         100
     ) == pytest.approx(0.1)
-    assert (
-        Hyperparameters(steps=4, lr=1.0).lr_at(3) == 1.0
-        and Hyperparameters(steps=4, warmup=0, min_lr=0, lr=1.0).lr_at(4) == 0
-    )
+    short, down = Hyperparameters(steps=4, lr=1.0), Hyperparameters(steps=4, warmup=0, min_lr=0, lr=1.0)
+    assert [short.lr_at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0] and down.lr_at(4) == 0
     assert asdict(hyper)["warmup"] is None  # what was said, not what follows from it
 
 
