@@ -2,6 +2,7 @@
 interleaving and breadth-first.
 """
 
+import gc
 import random
 import subprocess
 import sys
@@ -396,6 +397,15 @@ REFUSED = {
     "is stuck: rank 0 at B0.0 waits for B0.1": Schedule(
         "", ((F(0, 0), F(0, 1), B(0, 0), B(0, 1)),), 1, 2, slices=2
     ),
+    "is stuck: rank 0 at B0.1 waits for F0.1, rank 1 at B1.1 waits for F1.1; move": Schedule(
+        "", [(F(r, 0), B(r, 0), B(r, 1), F(r, 1)) for r in range(2)], 2, 2
+    ),
+    "rank 2 at B2.0 waits for F2.0, rank 3 at B3.0 waits for F3.0; move": Schedule(
+        "", [(B(r, 0), F(r, 0)) for r in range(4)], 4, 1
+    ),
+    r"rank 3 at B3.0 waits for F3.0, \.\.\.; move": Schedule(
+        "", [(B(r, 0), F(r, 0)) for r in range(5)], 5, 1
+    ),
     r"\(B0.0 F0.1\) is no pair": Schedule("", ((F(0, 0), Pair(B(0, 0), F(0, 1)), B(0, 1)),), 1, 2),
     r"\(F0.0 B0.0\) is no pair": Schedule("", ((Pair(F(0, 0), B(0, 0)),),), 1, 1),
     "3 units are not a multiple of slices=2": Schedule(
@@ -409,6 +419,17 @@ def test_bad_schedules_are_refused(message):
     with pytest.raises(ValueError, match=message) as refused:
         check(REFUSED[message])
     assert "\n" not in str(refused.value)
+
+
+def test_a_simulation_leaves_the_garbage_collector_as_it_was():
+    try:
+        for switch in (gc.disable, gc.enable):
+            switch()
+            before = gc.isenabled()
+            simulate(gpipe(2, 2))
+            assert gc.isenabled() == before
+    finally:
+        gc.enable()
 
 
 def test_bad_sizes_and_costs_are_refused():
