@@ -10,6 +10,7 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.checks import MOST
+from minitrain.context.dynamic import next_cut
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.negotiated import NegotiatedReducer
 from minitrain.data_parallel.zero1 import Zero1
@@ -19,6 +20,7 @@ from minitrain.ledger import Ledger
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.strategy import Strategy
 from minitrain.strategy_checks import MOST_CELLS
+from minitrain.tensor_parallel import sequence, vocabulary
 from minitrain.training.optim import AdamW
 from tests.parallel import small
 
@@ -121,6 +123,44 @@ def lists_in_states():
 
 def test_lists_in_states_are_copied_out_and_in():
     assert launch.run(lists_in_states, ranks=1)[0] == [[1], [1]]
+
+
+# ---- tokens and matrices ---------------------------------------------------------------------------------
+
+
+def beside_logits():
+    logits, targets = torch.ones(1, 64, 32), torch.zeros(1, 64, dtype=torch.int64)
+    with Ledger() as ledger:
+        logits.sum()
+        before = ledger.live_bytes
+        kept = vocabulary.cross_entropy_forward(logits, targets, collectives.world(), 128)
+        assert len(kept) == 5
+        return (ledger.peak_bytes - before) / logits.nbytes
+
+
+def test_beside_logits_a_loss_has_room_for_the_softmax_alone():
+    """And for some numbers of each token, a 32nd of it each."""
+    assert 1 < dryrun.run(beside_logits, ranks=4) < 1.5
+
+
+def peak_of_backward(matrices):
+    x, dy, weight = torch.ones(1, 64, 32), torch.ones(1, 256, 8), torch.ones(8, 32)
+    with Ledger() as ledger:
+        for given in (x, dy, weight):
+            given.sum()
+        wanted = [True] * matrices
+        sequence.column_backward([dy] * matrices, x, [weight] * matrices, wanted, collectives.world())
+    return ledger.peak_bytes
+
+
+def test_gradients_of_one_input_are_added_up_in_place():
+    """With a small matrix more a backward needs no more memory."""
+    one, *more = (dryrun.run(peak_of_backward, number, ranks=4) for number in (1, 2, 3))
+    assert more == [one, one]
+
+
+def test_of_equal_dims_the_first_is_cut():
+    assert next_cut([3], (1, 2, 3), home=3) == 1 and next_cut([], (1, 2, 3), home=2) == 2
 
 
 # ---- a strategy ------------------------------------------------------------------------------------------
