@@ -217,9 +217,12 @@ def test_scattered_gradients_are_whole_until_they_are_added():
             scattered.add()
             yield
 
-    live, _ = dryrun.run(beside_parameters, work, ranks=RANKS)
+    live, peak = dryrun.run(beside_parameters, work, ranks=RANKS)
     part = LAYERS / RANKS
     assert live == [LAYERS, part, LAYERS + part, part]
+    assert (
+        peak == part + 2 * LAYERS
+    )  # the sum so far, and gradients packed; those go before others are received
 
 
 def test_two_copies_are_broadcast():

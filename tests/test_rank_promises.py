@@ -12,6 +12,7 @@ from minitrain import collectives, launch
 from minitrain.checks import MOST
 from minitrain.context.dynamic import next_cut
 from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.data_parallel.choices import Choice, ShardingPlan, Traffic, cheapest
 from minitrain.data_parallel.negotiated import NegotiatedReducer
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
@@ -52,7 +53,9 @@ def who_is_named():
     zeros.append(message(zero.finish))
     reducers = [message(make(vectors(7), world).finish) for make in (GradReducer, NegotiatedReducer)]
     left = message(lambda: Zero1(vectors(6), world, lambda params: sgd(params[:1])))
-    return [text.split(";")[0] for text in (*zeros, *reducers, left)]
+    state = Zero1(vectors(2), world, sgd).state_dict()
+    other = message(lambda: zero.load_state_dict(state))
+    return [text.split(";")[0] for text in (*zeros, *reducers, left, other.split(": ")[0])]
 
 
 def test_of_what_is_missing_the_first_are_named():
@@ -64,6 +67,7 @@ def test_of_what_is_missing_the_first_are_named():
         "7 parameters got no gradient (shapes [(7,), (6,), (5,)])",
         "parameters [0, 1, 2, 3, 4] got no gradient on this rank",
         "make_optimizer left out 1, 2, 3",
+        "the state has shards of [3] elements, this model of [21]",
     ]
 
 
@@ -123,6 +127,45 @@ def lists_in_states():
 
 def test_lists_in_states_are_copied_out_and_in():
     assert launch.run(lists_in_states, ranks=1)[0] == [[1], [1]]
+
+
+def shards_in_a_state():
+    zero = Zero1(vectors(2), collectives.world(), lambda params: torch.optim.SGD(params, 1.0, momentum=0.9))
+
+    def step():
+        for param in zero.trainable:
+            param.sum().backward()
+        zero.finish()
+        zero.step()
+
+    def numbers():
+        held = [
+            *saved["shards"],
+            *(state["momentum_buffer"] for state in saved["optimizer"]["state"].values()),
+        ]
+        return [x.tolist() for x in held]
+
+    step()
+    saved = zero.state_dict()
+    seen = [numbers()]
+    for again in (step, lambda: zero.load_state_dict(saved), step):
+        again()
+        seen.append(numbers())
+    return seen
+
+
+def test_training_does_not_write_into_a_state_of_shards_that_was_given_or_taken():
+    first, *later = launch.run(shards_in_a_state, ranks=1)[0]
+    assert later == [first] * 3 and first == [[0.0] * 3, [1.0] * 3]
+
+
+def test_of_equally_fast_plans_the_smallest_and_of_those_the_coarsest_whatever_the_order():
+    plans = [
+        ShardingPlan(Choice(*cut), memory, Traffic(1.0, 1.0), 2.0)
+        for cut, memory in (((1, 2, 4), 8.0), ((1, 1, 4), 8.0), ((1, 1, 1), 9.0))
+    ]
+    for candidates in (plans, plans[::-1]):
+        assert cheapest(9.0, candidates).choice == Choice(1, 1, 4)
 
 
 # ---- tokens and matrices ---------------------------------------------------------------------------------
