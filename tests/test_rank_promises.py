@@ -16,6 +16,7 @@ from minitrain.data_parallel.choices import Choice, ShardingPlan, Traffic, cheap
 from minitrain.data_parallel.negotiated import NegotiatedReducer
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
+from minitrain.data_parallel.zero3 import Zero3
 from minitrain.launch import dryrun
 from minitrain.ledger import Ledger
 from minitrain.model.experts_config import ExpertsConfig
@@ -48,7 +49,7 @@ def who_is_named():
     world = collectives.world()
     zeros = [message(make(vectors(6), world, sgd).finish) for make in (Zero1, Zero2)]
     zero = Zero1(vectors(6), world, sgd)
-    for param in zero.trainable[:2]:
+    for param in zero.trainable[-2:]:
         param.sum().backward()
     zeros.append(message(zero.finish))
     reducers = [message(make(vectors(7), world).finish) for make in (GradReducer, NegotiatedReducer)]
@@ -63,7 +64,7 @@ def test_of_what_is_missing_the_first_are_named():
     assert launch.run(who_is_named, ranks=1)[0] == [
         "no gradient for 5, 4, 3",
         "no gradient for 5, 4, 3",
-        "no gradient for 5, 4, 3",
+        "no gradient for 3, 2, 1",
         "7 parameters got no gradient (shapes [(7,), (6,), (5,)])",
         "parameters [0, 1, 2, 3, 4] got no gradient on this rank",
         "make_optimizer left out 1, 2, 3",
@@ -157,6 +158,33 @@ def shards_in_a_state():
 def test_training_does_not_write_into_a_state_of_shards_that_was_given_or_taken():
     first, *later = launch.run(shards_in_a_state, ranks=1)[0]
     assert later == [first] * 3 and first == [[0.0] * 3, [1.0] * 3]
+
+
+class FromTheEnd(nn.Sequential):
+    def forward(self, x):
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def units_in_another_order():
+    model = FromTheEnd(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    zero, calls = Zero3(model, collectives.world(), sgd), []
+    with torch.no_grad():
+        for _ in range(2):  # learns it, and frees what came too early before
+            model(torch.ones(1, 4))
+        with Ledger() as ledger:
+            model(torch.ones(1, 4))
+        calls += [ledger.num_calls("all_gather"), sum(flat.is_whole for flat in zero.flats)]
+        with Ledger() as ledger:
+            zero.flats[0].start(zero.gather)
+            zero.flats[0].free()
+        calls += [type(event).__name__ for event in ledger.events if hasattr(event, "id")]
+    return calls
+
+
+def test_the_order_of_units_is_learnt_and_what_was_gathered_for_nothing_is_waited_for():
+    assert dryrun.run(units_in_another_order, ranks=2) == [4, 0, "Issue", "Wait"]
 
 
 def test_of_equally_fast_plans_the_smallest_and_of_those_the_coarsest_whatever_the_order():
