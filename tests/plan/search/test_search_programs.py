@@ -131,8 +131,8 @@ def check_co_shard():
     assert max(times(layer).values()) == max(times(cut).values()) == 10
     assert (peak_bytes(layer, 0), peak_bytes(cut, 0)) == (16, 4)
     assert cut["y"].needs == tuple(f"attention.{i}" for i in range(4))
-    with pytest.raises(ValueError, match="circle"):
-        times(op_order(layer, "y", "x"))
+    with pytest.raises(ValueError, match="^attention waits for itself: orders and needs are a circle"):
+        times(op_order({**layer, "z": Operator(1, device=0)}, "y", "attention"))
     with pytest.raises(ValueError, match="no device"):
         times({"x": Operator(1)})
 
@@ -178,10 +178,32 @@ def bytes_of_a_step(strategy, config):
 # ---- all of them ------------------------------------------------------------------------------------------
 
 
+# Priced by hand: OptCNN 2·16³ + 16²; Tofu 2 levels of 4 layers, 8 cuts of an operator's tensors, 3 operators of 3
+# indices; HyPar 2 levels of 2·2³ + 2²; AutoDDL 40 sweeps of 4·16. Spaces: 16⁴, 9⁴, 2 levels of 2⁴, 4⁴ and so on.
+TABLE = """
+search                       cost  in           gap  looked at       of    share
+OptCNN                 0.00274658  microbatch  0.0%      8,448   65,536   12.89%
+TensorOpt              0.00274658  microbatch  0.0%      2,160   65,536    3.30%
+FlexFlow               0.00244141  simulated   0.0%      1,007    6,561   15.35%
+HyPar                  2.7263e+07  bytes       0.0%         40       32  125.00%
+AutoDDL               9.43718e+06  bytes       0.0%      2,560   65,536    3.91%
+Tofu                  1.88744e+07  elements    0.0%        576  262,144    0.22%
+RL placement           0.00830078  simulated   0.0%        215      256   83.98%
+Automap                0.00549316  microbatch  0.0%         90      388   23.20%
+Unity                  0.00219727  microbatch  0.0%         13      365    3.56%
+Piper                  0.00244141  slowest     0.0%      1,144      542  211.07%
+Alpa                    0.0106201  step        0.0%      3,413   66,377    5.14%
+Aceso                   0.0106201  step        0.0%      1,114   66,377    1.68%
+Galvatron               0.0106201  step        0.0%      1,638   38,673    4.24%
+Galvatron-BMW           0.0106201  step        0.0%      3,356   39,185    8.56%
+nnScaler               0.00317383  simulated   0.0%         34    5,136    0.66%
+DeepSpeed-Autotuning    0.0405535  simulated   0.0%          6       44   13.64%
+"""
+
+
 def test_auto_parallel():
     """On the 4 layers and 4 devices of the chapter each search returns the best of its own space."""
     rows = race(example())
     assert len(rows) == 16 and all(row.cost == row.best for row in rows), table(rows)
-    shares = {row.name: row.share for row in rows}
-    assert shares["Aceso"] < 0.05 and shares["Tofu"] < 0.01 and shares["Alpa"] < 0.1
-    assert table(rows).count("\n") == 16 and "0.0%" in table(rows)
+    assert table(rows).splitlines() == TABLE.strip().splitlines()
+    assert [(row.gap, row.share) for row in rows[:2]] == [(0, 8448 / 65536), (0, 2160 / 65536)]

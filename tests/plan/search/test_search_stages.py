@@ -1,5 +1,6 @@
 """Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
 
+import sys
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -8,7 +9,7 @@ import pytest
 
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plan.search import alpa, galvatron, piper, stages
+from minitrain.plan.search import alpa, galvatron, piper, stages, tensoropt
 from minitrain.plan.search.aceso import aceso, primitives, resized, slowest, starts
 from minitrain.plan.search.exhaustive import every
 from minitrain.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
@@ -261,3 +262,43 @@ def test_galvatron_bmw():
     assert faster >= 3
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         galvatron.galvatron_bmw(replace(problem, memory_bytes=1))
+
+
+# ---- what a search says that it looked at ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("search", [piper.piper, galvatron.galvatron, galvatron.galvatron_bmw])
+def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
+    """Also of cuts in which a later stage turns out not to fit."""
+    problem = blocks(0, layers=3, words=("dp", "tp"))
+    tight = capped(search, problem)[-1]
+    counted, whole = [], tensoropt.frontier
+    monkeypatch.setattr(
+        tensoropt, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
+    )
+    for case in (problem, tight):
+        counted.clear()
+        assert search(case).looked_at == sum(looked for _, looked in counted) > 0
+
+
+def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
+    problem = chain(0, layers=3, levels=1, words=("dp", "col"))
+    programs, sums, solve, stages_of = [], [], alpa.intra, alpa.by_stages
+
+    def by_stages(problem, stage, join):
+        return stages_of(problem, stage, lambda here, rest: sums.append(here) or join(here, rest))
+
+    monkeypatch.setattr(alpa, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
+    monkeypatch.setattr(alpa, "by_stages", by_stages)
+    found = alpa.alpa(problem)
+    # 6 runs of layers on 1 and 2 devices: 1 and 2 words for each layer, as many squared for each of 0 to 2 edges
+    layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
+    assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
+
+
+def test_aceso_counts_the_plans_that_it_priced(monkeypatch):
+    priced = []
+    module = sys.modules[aceso.__module__]
+    monkeypatch.setattr(module, "with_behind", lambda plan: priced.append(plan) or stages.with_behind(plan))
+    found = aceso(chain(4, layers=3))
+    assert found.looked_at == len(priced) == len(set(priced))
