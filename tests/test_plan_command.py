@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from minitrain import cli, plan_command
 from minitrain.measured_work import work_of
 from minitrain.model.config import presets
-from minitrain.plan.emit import megatron, plan_file
+from minitrain.plan.emit import megatron, plan_file, torchtitan
 from minitrain.plan.planner import RECOMPUTE, Task
 from minitrain.plan.predict.step import predict
 from minitrain.simulate.machines import machine
@@ -150,3 +151,72 @@ def test_the_launcher_is_for_the_nodes_of_the_machine(capsys):
     said = capsys.readouterr()
     assert said.out.startswith("torchrun --nnodes 2 --nproc-per-node 1 pretrain_gpt.py ")
     assert "start it on each of 2 nodes" in said.err
+
+
+# ---- what is said of numbers that are known --------------------------------------------------------------
+
+
+def told(step_s=2.0, strategy=Strategy(), **parts):
+    """A prediction with these seconds by part, and 3 GB."""
+    run = SimpleNamespace(strategy=strategy, microbatch=3)
+    memory = {"parameters": 1.04e9, "gradients": 0, "activations": 1.96e9}
+    return SimpleNamespace(run=run, step_s=step_s, mfu=0.456, memory=memory, parts=parts)
+
+
+def test_the_table_says_every_number_of_a_layout():
+    chunked = Strategy(
+        dp=2, pp=4, tp=2, zero=1, schedule="interleaved", chunks=2, microbatches=8, recompute="full"
+    )
+    rows = [told(products=1.5, bubble=0.5), told(0.0123, chunked, products=0.003, bubble=0.009)]
+    plain = replace(chunked, schedule="1f1b", chunks=1, zero=0)
+    head, first, second, third = plan_command.table([*rows, told(strategy=plain, products=1)]).splitlines()
+    assert (
+        head.split()
+        == "dp pp cp tp ep ZeRO schedule rows times recompute step MFU memory most time goes to".split()
+    )
+    assert first.split() == "1 1 1 1 1 1 0 - 3 1 none 2.00 s 45.6% 3.0 GB products 75%".split()
+    assert second.split() == "2 2 4 1 2 1 1 interleaved x 2 3 8 full 12.3 ms 45.6% 3.0 GB bubble 73%".split()
+    assert third.split()[6:8] == ["0", "1f1b"]
+
+
+def test_reasons_and_parts_come_largest_first():
+    best = told(2.0, products=1.5, bubble=0.5, network=0.0)
+    other = told(2.6, products=1.25, bubble=0.75, network=0.6)
+    assert plan_command.reasons(best, other) == "network +600 ms, products -250 ms, bubble +250 ms"
+    assert plan_command.reasons(best, best) == "they are equal"
+    rows = [line.split() for line in plan_command.parts(best).splitlines()]
+    assert rows == [["products", "1.50", "s", "75.0%"], ["bubble", "500", "ms", "25.0%"]]
+    assert (
+        plan_command.memory(best) == "Memory of 1 in GB on the fullest rank: parameters 1.0, activations 2.0"
+    )
+    assert [plan_command.in_words(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
+
+
+def test_a_plan_is_for_one_set_of_sizes():
+    tiny = presets["tiny"]
+    assert plan_command.same_sizes(tiny, replace(tiny, vocab_size=7))
+    for name in ("d_model", "num_layers", "num_heads"):
+        other = replace(tiny, **{name: 2 * getattr(tiny, name)})
+        assert not plan_command.same_sizes(tiny, other), name
+
+
+def test_the_first_that_can_be_written_is_and_it_is_said_how_much_slower_it_is(monkeypatch, capsys, tmp_path):
+    def write(job):
+        if job.strategy.dp < 3:
+            raise ValueError(f"dp={job.strategy.dp} cannot be said")
+        return "text\n", ["a note"], {}
+
+    monkeypatch.setattr(torchtitan, "write", write)
+    best = [told(s, Strategy(dp=dp)) for s, dp in ((2.0, 1), (2.1, 2), (2.5, 3), (2.6, 4))]
+    for one in best:
+        one.run.model, one.run.batch, one.run.length = presets["tiny"], 12, 8
+    plan_command.write(best, torchtitan, tmp_path / "file")
+    said = capsys.readouterr()
+    notes = ["1: dp=1 cannot be said", "written is 3, 25.0% slower than 1", "a note"]
+    assert said.err.splitlines() == notes and said.out == f"written to {tmp_path / 'file'}\n"
+    assert (tmp_path / "file").read_text() == "text\n"
+    plan_command.write(best[2:], torchtitan, None)
+    said = capsys.readouterr()
+    assert (said.err, said.out) == ("a note\n", "text\n")
+    with pytest.raises(ValueError, match="^none of the 2 fastest can be written. 1: dp=1 cannot be said$"):
+        plan_command.write(best[:2], torchtitan, None)

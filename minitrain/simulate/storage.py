@@ -82,9 +82,8 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     now: Time = 0
     for i, read_time in enumerate(read_times):
         begin = now if depth == 0 else starts[i - depth] if i >= depth else 0
-        if read_time:
-            begin = max(begin, free_at[0])
-            heapq.heapreplace(free_at, begin + read_time)
+        begin = max(begin, free_at[0])
+        heapq.heapreplace(free_at, begin + read_time)
         waits.append(max(0, begin + read_time - now))
         starts.append(now + waits[i])
         now = starts[i] + step_time

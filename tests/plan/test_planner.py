@@ -16,6 +16,7 @@ from minitrain.plan.accounting.memory import zero_bytes
 from minitrain.plan.fleet import least_ranks, race
 from minitrain.plan.planner import LEAST_TOKENS, Task, front, layouts, needs, pareto, search, why
 from minitrain.plan.predict.rates import RATES
+from minitrain.plan.predict.run import STACKS
 from minitrain.plan.predict.step import least_s, predict
 from minitrain.simulate.machines import V100, machine
 
@@ -58,6 +59,32 @@ def test_each_layout_is_there_once_and_families_differ_in_rows_alone():
     assert {s.zero for s in every if s.dp == 1} == {0}
     assert {s.schedule for s in every if s.pp == 2} == {"1f1b", "zb_h1", "interleaved"}
     assert all(s.sequence_parallel == (s.tp > 1) for s in every)
+
+
+def test_limits_and_what_a_task_is_by_itself():
+    task = Task(MODEL, NODE, 4, 8, 512)
+    assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["megatron-2023"])
+    assert task.room_bytes == 0.9 * 80e9 and {s.precision for f in layouts(task) for s in f} == {
+        task.precision
+    }
+    rows = {64 // (s.dp * s.microbatches) for family in layouts(small(batch=64)) for s in family}
+    assert rows == {1, 2, 4, 8}, "eight rows at most"
+    deep = replace(MODEL, num_layers=32)
+    assert planner.schedules(deep, 1) == [("1f1b", 1)]
+    every = [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)]
+    assert planner.schedules(deep, 2) == every and planner.schedules(deep, 3) == every[:2]
+    assert planner.schedules(deep, 32) == every[:2], "a block per stage"
+    assert planner.experts_over(MODEL, 8) == [1]
+    cp = lambda length: {s.cp for family in layouts(small(length=length)) for s in family}
+    assert cp(4096) == {1, 2} and cp(4092) == {1}, "2048 tokens of a row on a rank"
+    odd = {
+        s.microbatches for f in layouts(small(batch=12, ranks=8)) for s in f if s.schedule == "interleaved"
+    }
+    assert odd and all(m % 2 == 0 for m in odd)
+    flash = {s.recompute for family in layouts(small()) for s in family}
+    assert flash == ({"none", "full"} if task.stack.flash else {"none", "selective", "full"})
+    scores = replace(task.stack, flash=not task.stack.flash)
+    assert len({s.recompute for family in layouts(small(stack=scores)) for s in family}) == 5 - len(flash)
 
 
 def test_experts_are_dealt_out_over_what_divides_them():
@@ -112,8 +139,10 @@ def test_the_best_are_those_of_brute_force_whatever_fits(everything, seed):
     for keep in (1, 4, len(everything)):
         ranking = search(task, work_of, keep=keep)
         assert [(one.step_s, needs(one)) for one in ranking.best] == fitting[:keep]
+        assert ranking.task is task
         assert len(ranking.best) <= ranking.predicted <= ranking.layouts == len(everything)
         assert (ranking.predicted < len(everything)) == (keep < len(fitting))
+    assert len(search(task, work_of).best) == min(5, len(fitting)), "five, unless told"
     found = [(one.step_s, needs(one)) for one in front(task, work_of)]
     assert found == [one for n, one in enumerate(fitting) if all(one[1] < size for _, size in fitting[:n])]
 
@@ -154,13 +183,21 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would_do(everything):
     said = str(error.value)
     assert f"{least / 1e9:.1f} GB on a rank at least" in said and "\n" not in said
     assert "8 ranks with a batch of 16 would do" in said
+    room = (
+        f"{least * 0.8 / 1e9:.1f} GB are 100% of {NODE.device.name}, {least * 0.2 / 1e9:.1f} GB too little; "
+    )
+    assert room in said
     with pytest.raises(ValueError, match="use a machine with more memory"):
         search(small(machine=memory_of(1000), room=1.0), work_of)
 
 
 def test_a_batch_that_nothing_divides():
-    with pytest.raises(ValueError, match="batch=3 on 64 ranks .* no sizes of tp, pp, cp and dp divide"):
+    said = "^batch=3 on 64 ranks of 2 a node: no sizes of tp, pp, cp and dp divide both batch and ranks; "
+    with pytest.raises(ValueError, match=said + "use a batch of 64, or fewer ranks$"):
         search(small(ranks=64, batch=3), work_of)
+    assert planner.nothing_divides(small(ranks=64, batch=100)).endswith(
+        "use a batch of 64 or 128, or fewer ranks"
+    )
     with pytest.raises(ValueError, match="max_positions=8192"):
         small(length=10_000)
 

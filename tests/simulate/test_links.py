@@ -36,6 +36,8 @@ def test_two_copies_share_a_link_until_one_has_ended():
     alone = play([Task("a", "1", 12, ("bus",)), Task("b", "1", 4, ("bus",))], {"bus": 4})
     assert alone.end_s == 4 and alone.most_at_once("bus") == 1 and not alone.is_slowed("a")
     assert not run.is_slowed("work") and alone.most_at_once("no link") == 0
+    both = play([Task("a", "1", 8, ("bus", "net"))], {"bus": 4, "net": 2})
+    assert both.end_s == 4 and not both.is_slowed("a"), "as fast as the slowest of its links"
     nothing = play([Task("a", "1", 0, ("bus",)), Task("b", "2", 0, ("bus",))], {"bus": 4})
     assert nothing.end_s == nothing.most_at_once("bus") == 0 and not nothing.is_slowed("a")
 
@@ -90,14 +92,20 @@ def test_floats_do_as_well():
 @pytest.mark.parametrize(
     "tasks, match",
     [
-        ([Task("a", "x", 1), Task("a", "y", 1)], "two tasks are called 'a'"),
+        ([Task("b", "x", 1), Task("a", "x", 1), Task("a", "y", 1)], "two tasks are called 'a'"),
         ([Task("a", "x", 1, after=("b",))], "a comes after 'b', which is no task"),
         ([Task("a", "x", 1, ("net",))], "a passes 'net': give that link its bytes per second"),
         ([Task("a", "x", 1, ("bus", "bus"))], "a copy passes a link once"),
         ([Task("a", "x", -1)], "an amount is 0 or more"),
+        ([Task("a", "x", float("nan"))], "an amount is 0 or more"),
         ([Task("a", "x", 1, after=("b",)), Task("b", "x", 1)], "wait for each other: a; order lanes"),
+        (
+            [Task("z", "w", 1), Task("a", "x", 1, after=("b",)), Task("b", "y", 1, after=("a",))],
+            "^tasks wait for each other: a, b; order lanes",
+        ),
+        ([Task("a", "x", 1, ("slow",))], "a passes 'slow': give that link its bytes per second"),
     ],
 )
 def test_what_cannot_run(tasks, match):
     with pytest.raises(ValueError, match=match):
-        play(tasks, {"bus": 1})
+        play(tasks, {"bus": 1, "slow": 0})

@@ -46,7 +46,7 @@ def test_two_levels_by_hand():
     """Every third save to disk: in a job without failures they end at 11, 22, 34, 45, 56, 68."""
 
     def out(*failures, work=60):
-        light = {15, 40, 52, 71}
+        light = {15, 40, 52, 56, 71}
         survives = lambda failure: failure.at_s in light
         return simulate(work, 10, at(*failures), memory=MEMORY, disk=DISK, every=3, memory_survives=survives)
 
@@ -56,6 +56,7 @@ def test_two_levels_by_hand():
     assert out(40) == Outcome(60, 6, 6, 3, 1, 0), "the save on disk is in memory, too"
     assert out(51).lost_s == 51 - 34
     assert out(51, 52) == Outcome(60, 6, 17, 1 + 5, 2, 1), "while it restarts from disk memory is empty"
+    assert out(51, 56) == Outcome(60, 6, 17, 5 + 3, 2, 1), "it has just ended: memory is full again"
     assert out(51, 71) == Outcome(60, 6, 17 + 4, 5 + 3, 2, 1), "and afterwards it is not: back to 45"
 
 
@@ -72,6 +73,19 @@ def test_a_write_that_is_cut_short_begins_again_from_memory():
     assert lost_s(41) == 41 and lost_s(42) == 42 - 34
     assert lost_s(40, 43 + 7) == 6 + 34 + 7, "not yet on disk: back to the start"
     assert lost_s(40, 43 + 8) == 6 + 8
+
+
+def test_what_a_run_came_back_to_counts_whatever_the_lag():
+    """The save ends at 11 and counts at 15; back there at 23, a failure a second later loses that second."""
+    out = simulate(60, 10, at(20, 24), memory=Level(1, 3, lag_s=4))
+    assert (out.lost_s, out.restarting_s) == (9 + 1, 6)
+    both = dict(memory=Level(1, 3), disk=Level(1, 3, lag_s=4), memory_survives=lambda failure: False)
+    assert simulate(60, 10, at(20, 24), **both).lost_s == 9 + 1, "on disk as well"
+
+
+def test_a_save_may_count_just_as_the_next_begins():
+    assert simulate(10, 3, [], disk=Level(1, 1, 3)) == simulate(10, 3, [], disk=Level(1, 1))
+    assert simulate(10, 3, [], memory=Level(1, 1, 3), disk=DISK, every=2).saving_s == 1 + 2 + 1
 
 
 def test_memory_alone_starts_again():
@@ -151,6 +165,14 @@ def test_many_machines_fail_as_if_by_chance():
     assert pstdev(alone) / fmean(alone) > 1.6
     assert 1 < pstdev(crowd) / fmean(crowd) < 1.15
     assert fmean(crowd) == pytest.approx(100, rel=0.05)
+
+
+def test_a_machine_is_renewed_where_it_failed():
+    """With a shape of 50 machines wear out like clockwork: each of four fails every 1000 s, give or take a tenth."""
+    found = [*islice(failing(2, 1000.0, 4, shape=50), 400)]
+    for machine in range(4):
+        own = [failure.at_s for failure in found if failure.machines == (machine,)]
+        assert 90 < len(own) < 110 and all(850 < b - a < 1150 for a, b in zip([0, *own], own))
 
 
 def test_clusters_of_failures_waste_less():

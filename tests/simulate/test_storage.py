@@ -118,7 +118,18 @@ def test_fluid(threshold):
 
 
 def test_fluid_stays_at_the_most_when_nothing_is_enough():
-    assert list(islice(autoscale(lambda capacity: 5, 60, 1), 20)) == [60] * 20
+    assert list(islice(autoscale(lambda capacity: 1, 60, 1), 20)) == [60] * 20, "1 is not below 1"
+
+
+def test_fluid_epoch_by_epoch():
+    """A stall of 10 - size is below 7 from 4 on: all, half, a quarter more, one less; and each tenth epoch 3 again."""
+    found = list(islice(autoscale(lambda size: 10 - size, 6, 7), 24))
+    assert found == [6, 2, 4, 3, *[*[4] * 9, 3] * 2]
+    for given in (dict(most=-1), dict(trial_every=1)):
+        with pytest.raises(
+            ValueError, match="most=-1|most=6, trial_every=1: need most >= 0 .* trial_every >= 2"
+        ):
+            next(autoscale(lambda size: 0, **{"most": 6, "threshold": 1} | given))
 
 
 def test_fluid_needs_no_cache_when_nothing_stalls():
