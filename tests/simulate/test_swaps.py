@@ -140,6 +140,11 @@ def test_weights_are_swapped_as_often_wherever_layers_are_bound():
         assert swaps.swap_volume(steps, 1, peers=False).by_host == 2 * volume.peer
 
 
+def test_layers_are_bound_to_devices_in_turn_if_nothing_is_said():
+    forwards = [(step.layer, step.device) for step in swaps.harmony_pp(2, 5, 1) if step.kind == "F"]
+    assert forwards == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
+
+
 def test_bound_late_a_layer_goes_where_it_is_done_first():
     layer_s, speeds = [6, 1, 1, 6, 2, 2], [1, 3]
 
@@ -207,7 +212,7 @@ def test_a_layer_is_fetched_one_ahead_of_use():
 
 def test_memory_without_room_for_two_layers_is_refused():
     with pytest.raises(ValueError, match="free memory of 19 bytes; every step needs 20 bytes"):
-        swaps.resident([40, 19], 10, 6, dynamic=True)
+        swaps.resident([19, 40], 10, 6, dynamic=True)
     with pytest.raises(ValueError, match="give each of 3 layers one of 2 devices"):
         swaps.harmony_pp(2, 3, 1, [0, 1])
     with pytest.raises(ValueError, match="room=0: a device needs room"):
