@@ -15,7 +15,7 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
 from minitrain.plan.emit.job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.emit.table import BESIDE, Cases, System, check_option, flat, known, nested
-from minitrain.precision.policies import POLICIES, PRODUCTS
+from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
 from minitrain.strategy import Strategy
 
 SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
@@ -576,6 +576,202 @@ def test_what_changes_no_number_is_noted():
     assert [note.split(":")[0] for note in notes] == ["ep_chunks=2", "overlap=True", "bucket_bytes=1000"]
     back, _ = megatron.read(megatron.write(job).text)
     assert back.strategy == replace(strategy, overlap=False, ep_chunks=1, bucket_bytes=25_000_000)
+
+
+# ---- word by word: a mistake that writer and reader share comes back as the plan
+
+
+def options_of(system, strategy: dict, model="plain") -> dict:
+    """What is said more, or otherwise, than of one rank in float32."""
+    say = lambda **fields: system.SYSTEM.write(Job(Strategy(**fields), MODELS[model], 8, 64))[0]
+    plain, found = say(), say(**strategy)
+    return {name: value for name, value in found.items() if plain.get(name) != value}
+
+
+def test_the_words_of_megatron():
+    said = lambda name, value, **more: options_of(megatron, {name: value, **more})
+    numbers = {
+        "bfloat16": {"--bf16": True, "--grad-reduce-in-bf16": True},
+        "bfloat16_main_grads": {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True},
+    }
+    for precision, words in numbers.items():
+        assert said("precision", precision) == words
+    moments = {
+        "--use-precision-aware-optimizer": True,
+        "--exp-avg-dtype": "bf16",
+        "--exp-avg-sq-dtype": "bf16",
+    }
+    assert said("precision", "bfloat16_short_moments") == numbers["bfloat16_main_grads"] | moments
+    scale = {"--fp16": True, "--initial-loss-scale": 1024.0, "--loss-scale-window": 500.0}
+    assert said("precision", "float16", loss_scale=1024.0, loss_scale_window=500) == scale
+    assert said("precision", "float16")["--initial-loss-scale"] == FIRST_SCALE
+    eight = lambda kind, recipe: {"--fp8-format": kind, "--fp8-recipe": recipe}
+    assert said("products", "fp8_tensor") == eight("hybrid", "tensorwise")
+    last = {"--fp8-amax-history-len": 16, "--fp8-amax-compute-algo": "max"}
+    assert said("products", "fp8_delayed") == eight("hybrid", "delayed") | last
+    assert said("products", "fp8_e4m3") == eight("e4m3", "tensorwise")
+    assert said("products", "fp8_tiles") == eight("e4m3", "blockwise")
+    assert said("products", "mxfp8") == eight("e4m3", "mxfp8")
+    assert said("products", "nvfp4") == {"--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"}
+    words = {"ring": "p2p", "gathered": "allgather", "ulysses": "a2a"}
+    for core, word in words.items():
+        found = said("core", core, cp=2)
+        assert found == {"--context-parallel-size": 2, "--cp-comm-type": [word], "WORLD_SIZE": 2}
+    two = said("core", "usp", cp=4, ulysses=4)
+    assert two["--cp-comm-type"] == ["a2a+p2p"] and two["--hierarchical-context-parallel-sizes"] == [4, 1]
+    zero = lambda zero, **more: set(said("zero", zero, dp=4, **more).items()) - {("WORLD_SIZE", 4)}
+    one, shards = {("--use-distributed-optimizer", True)}, "--data-parallel-sharding-strategy"
+    fsdp = one | {("--use-megatron-fsdp", True)}
+    assert zero(1) - {("--micro-batch-size", 2)} == one
+    assert zero(2) - {("--micro-batch-size", 2)} == fsdp | {(shards, "optim_grads")}
+    whole = fsdp | {(shards, "optim_grads_params")}
+    assert zero(3) - {("--micro-batch-size", 2)} == whole
+    copies = {("--num-distributed-optimizer-instances", 2)}
+    assert zero("III", node=2) - {("--micro-batch-size", 2)} == whole | copies, "two nodes of two"
+    again = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
+    assert said("recompute", "full") == again
+    assert said("recompute", "every:2") == again | {"--recompute-num-layers": 2}
+    assert said("recompute", "selective") == {"--recompute-granularity": "selective"}
+    assert said("offload", "optimizer") == {"--optimizer-cpu-offload": True}
+    chunks = said("schedule", "interleaved", pp=2, chunks=2, microbatches=2)
+    assert chunks["--num-virtual-stages-per-pipeline-rank"] == 2
+    assert said("order", "pp-dp-cp-tp", dp=2, pp=2).get("--use-tp-pp-dp-mapping") is None
+    plain = megatron.SYSTEM.write(Job(Strategy(), MODELS["plain"], 8, 64))[0]
+    assert plain["--use-tp-pp-dp-mapping"] is True and plain["--make-vocab-size-divisible-by"] == 1
+
+
+def test_the_words_of_megatron_for_models():
+    def said(model):
+        return megatron.SYSTEM.write(Job(Strategy(), MODELS[model], 8, 64))[0]
+
+    gpt2 = said("GPT-2")
+    assert (gpt2["--normalization"], gpt2["--position-embedding-type"]) == ("LayerNorm", "learned_absolute")
+    assert (gpt2["--attention-dropout"], gpt2["--hidden-dropout"], gpt2["--norm-epsilon"]) == (0.1, 0.1, 1e-5)
+    assert not {"--swiglu", "--openai-gelu", "--disable-bias-linear"} & gpt2.keys()
+    odd = said("RMS with biases")
+    assert odd["--openai-gelu"] and odd["--position-embedding-type"] == "none" and "--swiglu" not in odd
+    grouped = said("GQA")
+    assert (grouped["--num-query-groups"], grouped["--kv-channels"], grouped["--ffn-hidden-size"]) == (
+        2,
+        16,
+        96,
+    )
+    assert (grouped["--rotary-base"], grouped["--rotary-percent"]) == (500_000, 0.5)
+    latent = {
+        "--kv-lora-rank": 16,
+        "--q-lora-rank": 24,
+        "--qk-pos-emb-head-dim": 4,
+        "--qk-head-dim": 8,
+        "--v-head-dim": 8,
+    }
+    assert latent.items() <= said("latent").items()
+    mixtral, switch, deepseek = said("Mixtral"), said("Switch"), said("DeepSeek")
+    assert (mixtral["--moe-aux-loss-coeff"], mixtral["--moe-z-loss-coeff"]) == ([0.01], 1e-3)
+    assert mixtral["--moe-layer-freq"] == "[1, 1, 1, 1, 1, 1, 1, 1]" and mixtral["--moe-router-topk"] == 2
+    assert switch["--moe-layer-freq"] == "[0, 1, 0, 1, 0, 1, 0, 1]" and switch["--moe-router-pre-softmax"]
+    assert (switch["--moe-expert-capacity-factor"], switch["--moe-router-load-balancing-type"]) == (
+        1.5,
+        ["none"],
+    )
+    assert deepseek["--moe-layer-freq"] == "[0, 0, 0, 1, 1, 1, 1, 1]"
+    asked = {"num-groups": 4, "group-topk": 2, "topk-scaling-factor": 2.5, "score-function": "sigmoid"}
+    asked |= {"enable-expert-bias": True, "bias-update-rate": 1e-3, "topk": 4}
+    assert {f"--moe-router-{name}": value for name, value in asked.items()}.items() <= deepseek.items()
+    sizes = deepseek["--moe-ffn-hidden-size"], deepseek["--moe-shared-expert-intermediate-size"]
+    assert sizes == (32, 2 * 32)
+
+
+def test_what_megatron_means_where_a_command_says_nothing():
+    read = lambda more: megatron.read(f"{COMMAND} {more}")[0]
+    half = read("--fp16")
+    assert (half.strategy.loss_scale, half.strategy.loss_scale_window) == (2.0**32, 1000)
+    assert read("--fp16 --initial-loss-scale 512 --loss-scale-window 7").strategy.loss_scale == 512
+    model = half.model
+    assert (model.d_ff, model.head_dim, model.norm_eps, model.dropout) == (256, 16, 1e-5, 0.1)
+    assert (model.norm, model.positions, model.activation, model.tied) == ("layer", "learned", "gelu", True)
+    turned = read("--position-embedding-type rope").model
+    assert (turned.rope_theta, turned.rope_fraction) == (10_000, 1.0)
+    assert read("--group-query-attention").model.num_kv_heads == 1
+    assert read("--vocab-size 300 --tensor-model-parallel-size 2").model.vocab_size == 512, "padded to 128 tp"
+    assert read("--vocab-size 300 --make-vocab-size-divisible-by 8").model.vocab_size == 304
+    experts = read("--num-experts 4").model.experts
+    assert experts == ExpertsConfig(4, 2, expert_width=256, balance_alpha=0.0, capacity_factor=0.0)
+    deepseek = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    assert read(f"--num-experts 4 {deepseek}").model.experts.bias_speed == 1e-3
+    every = read("--num-experts 4 --moe-layer-freq [0,1]").model.experts
+    assert (every.expert_every, every.dense_first) == (1, 1)
+    latent = "--multi-latent-attention --rope-type rope --qk-layernorm --position-embedding-type rope"
+    model = read(latent).model
+    assert (model.kv_latent, model.rope_head_dim, model.head_dim, model.query_latent) == (32, 64, 128, 0)
+    assert read("--recompute-granularity full --recompute-method uniform").strategy.recompute == "full"
+    assert read("--recompute-activations").strategy.recompute == "selective"
+    (job, _) = megatron.read(f"torchrun --nproc-per-node 4 x.py {COMMAND} --micro-batch-size 3")
+    assert (job.strategy.dp, job.rows, job.strategy.microbatches) == (4, 12, 1)
+
+
+def test_the_words_of_deepspeed_and_what_it_means_by_itself():
+    said = lambda name, value, **more: options_of(deepspeed, {name: value, **more})
+    sixteen = {"bf16.enabled": True, "data_types.grad_accum_dtype": "bf16"}
+    assert said("precision", "bfloat16") == sixteen
+    assert said("precision", "bfloat16_main_grads") == sixteen | {"data_types.grad_accum_dtype": "fp32"}
+    half = {"fp16.enabled": True, "fp16.initial_scale_power": 10, "fp16.loss_scale_window": 500}
+    assert said("precision", "float16", loss_scale=1024.0, loss_scale_window=500) == half
+    cpu = lambda *what: {f"zero_optimization.offload_{one}.device": "cpu" for one in what}
+    assert cpu("optimizer").items() <= said("offload", "optimizer", dp=2, zero=2).items()
+    assert cpu("optimizer", "param").items() <= said("offload", "optimizer+parameters", dp=2, zero=3).items()
+    assert said("core", "ulysses", cp=2, layout="contiguous")["sequence_parallel_size"] == 2
+    read = lambda text: deepspeed.read(text, SIZES_OF | {"length": 16})[0].strategy
+    half = read('{"fp16": {"enabled": true}, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}')
+    assert (half.loss_scale, half.loss_scale_window, half.dp) == (
+        0.0 if FIRST_SCALE == 2**16 else 2.0**16,
+        1000,
+        2,
+    )
+    assert (half.bucket_bytes, half.zero) == (500_000_000 * 2, 0)
+    steps = read('{"train_batch_size": 12, "gradient_accumulation_steps": 3}')
+    assert (steps.dp, steps.microbatches) == (1, 3), "a microbatch is then what is left"
+
+
+def test_the_words_of_torchtitan_and_what_it_means_by_itself():
+    said = lambda name, value, **more: options_of(torchtitan, {"precision": "float32", name: value, **more})
+    fp8, mx = "quantize.linear.float8", "quantize.linear.mx"
+    recipes = {"fp8_tensor": (fp8, "tensorwise"), "fp8_rows": (fp8, "rowwise"), "mxfp8": (mx, "mxfp8_cublas")}
+    for products, (converter, recipe) in recipes.items():
+        words = {"model.converters": [converter], f"{converter}.recipe_name": recipe}
+        assert said("products", products) == words
+    assert said("offload", "optimizer+parameters", dp=2, zero=3)["training.enable_cpu_offload"] is True
+    p = "parallelism."
+    degrees = lambda zero, **more: [
+        said("zero", zero, dp=4, **more).get(f"{p}{name}")
+        for name in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "fsdp_reshard_after_forward",
+        )
+    ]
+    assert degrees(0)[:1] == [4] and degrees(2) == [None, 4, "never"] and degrees(3) == [None, 4, "always"]
+    assert degrees("III", node=2) == [2, 2, "always"]
+    schedules = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
+    schedules |= {"interleaved": "Interleaved1F1B", "zb_interleaved": "InterleavedZeroBubble"}
+    for schedule, name in schedules.items():
+        more = dict(chunks=2) if "interleaved" in schedule else {}
+        found = said("schedule", schedule, pp=2, microbatches=4, **more)
+        size = 4 if schedule in ("1f1b", "gpipe") else 2
+        asked = {f"{p}pipeline_parallel_schedule": name, f"{p}pipeline_parallel_layers_per_stage": size}
+        assert asked.items() <= found.items() and found[f"{p}pipeline_parallel_microbatch_size"] == 2
+    for core, word in (("gathered", "allgather"), ("ring", "alltoall")):
+        assert said("core", core, cp=2)[f"{p}context_parallel_rotate_method"] == word
+    tp = said("overlap", True, tp=2, sequence_parallel=True)
+    assert tp == {f"{p}tensor_parallel_degree": 2, f"{p}enable_async_tensor_parallel": True}
+    job = torchtitan.read(SHARDED, SIZES_OF | {"max_positions": 2048})[0]
+    assert (job.length, job.rows, job.strategy.zero, job.strategy.precision) == (
+        2048,
+        16,
+        3,
+        "bfloat16_main_grads",
+    )
+    kept = SHARDED.replace("[activation", "fsdp_reshard_after_forward = 'never'\n[activation")
+    assert torchtitan.read(kept, SIZES_OF | {"max_positions": 2048})[0].strategy.zero == 2
 
 
 # ---- our own file
