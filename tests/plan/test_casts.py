@@ -110,6 +110,40 @@ def test_a_block():
     assert time(narrow, cheapest(narrow)) <= time(narrow, ()) < time(narrow, all_half(narrow))
 
 
+def test_a_block_by_hand():
+    """Two tokens, width 3, five heads: FLOPs alone, and bytes alone, of 4 or 2 per element; a cast moves 6."""
+    inf = float("inf")
+    flops = {op.name: (op.full, op.half) for op in block_graph(2, 3, Device(1, 2, inf), heads=5)}
+    moved = {op.name: (op.full, op.half, op.cast) for op in block_graph(2, 3, Device(inf, inf, 1), heads=5)}
+    weights = {f"weight of {name}" for name in ("q", "k", "v", "out", "up", "down")}
+    assert flops.keys() == moved.keys() and weights < moved.keys()
+    products = {"q": 36, "k": 36, "v": 36, "scores": 24, "attended": 24, "out": 36, "up": 144, "down": 144}
+    assert {name: full for name, (full, _) in flops.items() if full} == products
+    assert all(flops[name][1] == full / 2 for name, full in products.items())
+    bytes_of = {"q": 84, "scores": 128, "attended": 128, "out": 84, "up": 264, "gelu": 192, "down": 264}
+    assert {name: moved[name][0] for name in bytes_of} == bytes_of
+    assert all(moved[name][1] == full / 2 for name, full in bytes_of.items())
+    whole = {"norm1": 48, "softmax": 160, "sum1": 72, "norm2": 48, "sum2": 72, "x": 0}
+    assert {name: moved[name][:2] for name in whole} == {name: (full, None) for name, full in whole.items()}
+    sizes = {
+        "x": 6,
+        "scores": 20,
+        "up": 24,
+        "down": 6,
+        "weight of q": 9,
+        "weight of up": 36,
+        "weight of down": 36,
+    }
+    assert {name: moved[name][2] / 6 for name in sizes} == sizes
+    reads = {op.name: op.inputs for op in block_graph(2, 3, Device(1, 1, 1))}
+    assert reads["sum1"] == ("x", "out") and reads["sum2"] == ("sum1", "down") and reads["norm2"] == ("sum1",)
+    assert wrapped([Op("x", (), 0, None, 1), Op("square", ("x", "x"), 4, 1, 1)], {"square"}) == [
+        Cast("x", "half", "square"),
+        Cast("x", "half", "square"),
+        Cast("square", "full"),
+    ]
+
+
 @pytest.mark.parametrize(
     "graph,halves,complaint",
     [

@@ -4,23 +4,24 @@ import pytest
 
 from minitrain.plan.infinity import FIGURE_2A, TIB, Shape, bandwidth_for, efficiency, fetch_s, flops_per_byte
 
-# parameters (T), states and kept activations (TiB), working memory (GiB)
+# parameters (T), states and kept activations (TiB), working memory (GiB); activations of 4 rows at work (GiB, exact)
 PRINTED = {
-    "0.1T": (0.10, 1.83, 0.05, 1.56),
-    "0.5T": (0.50, 9.16, 0.12, 6.25),
-    "1T": (1.01, 18.31, 0.20, 9.77),
-    "10T": (10.05, 182.81, 0.76, 64.0),
-    "100T": (101.47, 1845.70, 3.08, 400.0),
+    "0.1T": (0.10, 1.83, 0.05, 1.56, 1.625),
+    "0.5T": (0.50, 9.16, 0.12, 6.25, 2.50),
+    "1T": (1.01, 18.31, 0.20, 9.77, 3.5625),
+    "10T": (10.05, 182.81, 0.76, 64.0, 8.0),
+    "100T": (101.47, 1845.70, 3.08, 400.0, 18.0),
 }
 
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_figure_2a(name):
-    shape, (parameters, states, kept, working) = FIGURE_2A[name], PRINTED[name]
+    shape, (parameters, states, kept, working, active) = FIGURE_2A[name], PRINTED[name]
     assert round(shape.parameters / 1e12, 2) == parameters
     assert round(shape.model_state_bytes() / TIB, 2) == states
     assert round(shape.checkpoint_bytes() / TIB, 2) == kept
     assert round(shape.working_bytes() / 2**30, 2) == working
+    assert shape.activation_bytes(batch=4) / 2**30 == active
 
 
 def test_states_are_20_bytes_a_parameter_and_activations_2_a_number():
@@ -80,6 +81,7 @@ def test_wrong_input_is_refused():
         (lambda: Shape(6, 10, 2).working_bytes(tiles=3), "tiles=3: use a divisor of 40"),
         (lambda: flops_per_byte("weights", 1, 1), "'weights': use 'parameters'"),
         (lambda: bandwidth_for(1.0, 1, 1), "efficiency=1.0"),
+        (lambda: bandwidth_for(0.0, 1, 1), "efficiency=0.0"),
         (lambda: fetch_s(1, {}, 0, partitioned=True), "ranks=0"),
     ):
         with pytest.raises(ValueError, match=said):

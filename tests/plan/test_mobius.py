@@ -115,6 +115,21 @@ def test_the_partition_is_the_best_of_all():
     assert tried < every / 2 and refused < 10
 
 
+def test_cuts_that_were_timed_are_counted_and_the_room_may_be_full(monkeypatch):
+    timed, makespan = [], mobius.makespan
+    monkeypatch.setattr(mobius, "makespan", lambda *given: timed.append(given) or makespan(*given))
+    layers = [Layer(1, 2, 10)] * 4
+    found = mobius.partition(layers, 2, 2, 20, 10)
+    assert found.tried == len(timed) and found.seconds == min(makespan(*given) for given in timed)
+    assert found.cut == (range(1), range(1, 2), range(2, 3), range(3, 4)), (
+        "two stages of 10 bytes on a device of 20"
+    )
+    assert mobius.partition(layers, 2, 2, 40, 10).seconds <= found.seconds
+    assert mobius.partition([Layer(1, 2, 10)], 1, 1, 10, 10).cut == (range(1),)
+    with pytest.raises(ValueError, match="4 layers on 2 devices with 19 bytes"):
+        mobius.partition(layers, 2, 2, 19, 10)
+
+
 def test_neighbours_are_behind_different_roots_while_there_are_such():
     assert mobius.crossed((0, 0, 0, 1)) == [0, 3, 1, 2]
     assert mobius.crossed((0,)) == [0] and mobius.crossed((0, 0)) == [0, 1]

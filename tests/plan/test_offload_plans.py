@@ -131,6 +131,10 @@ def test_fuyou():
     )
 
 
+def test_without_activations_nothing_is_swapped():
+    assert fuyou_share(Work(1, 0, 1, 1, 1), SERVER) == 0
+
+
 def test_phases_by_hand():
     work, server = Work(2, 60, 7, 9, 6), Server(bus=4, read=8, write=2, update=1, host_bytes=10)
     assert fuyou_phases(work, server, Fraction(1, 3)) == {

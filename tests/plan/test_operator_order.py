@@ -187,12 +187,22 @@ def test_the_tree_changes_no_peak(monkeypatch):
 def test_what_cannot_be_searched_is_refused():
     with pytest.raises(ValueError, match=r"a segment of \d+ operators has more than 3 sets"):
         least_memory(drawn(3, count=12), most_states=3)
+    # two operators whose results stay: nothing done, the one, the other; then all is done
+    pair = Graph(
+        {"x": 1, "y": 1, "z": 1}, [Operator("f", ("x",), ("y",)), Operator("g", ("x",), ("z",))], ("y", "z")
+    )
+    assert sorted(least_memory(pair, most_states=3)) == [0, 1]
+    with pytest.raises(ValueError, match="a segment of 2 operators has more than 2 sets to look at"):
+        least_memory(pair, most_states=2)
 
 
 def test_a_cut_is_before_or_after_everything():
     graph = training(3, 1, 1)
     cuts = [graph.operators[group[0]].name for group in segments(graph) if len(group) == 1]
     assert cuts == ["forward 1", "forward 2", "forward 3", "loss"]
+    names = [one.name for one in graph.operators]
+    back = [f"{what} {i}" for i in (3, 2, 1) for what in ("weight gradient", "backward")]
+    assert names == [*cuts, *back, "update 1", "update 2", "update 3"]
 
 
 def test_input():
@@ -201,6 +211,10 @@ def test_input():
         Graph({"x": 1, "y": 1, "z": 1}, [Operator("g", ("y",), ("z",)), ok])
     with pytest.raises(ValueError, match="writes y again"):
         Graph({"x": 1, "y": 1}, [ok, ok])
+    with pytest.raises(ValueError, match="g writes a again"):
+        Graph({"x": 1, "y": 1, "a": 1}, [ok._replace(writes=("a", "y")), Operator("g", ("x",), ("y", "a"))])
+    with pytest.raises(ValueError, match="tensor a has no size"):
+        Graph({"x": 1}, [ok._replace(writes=("y", "a"))])
     with pytest.raises(ValueError, match="tensor y has no size"):
         Graph({"x": 1}, [ok])
     graph = Graph({"x": 1, "y": 1, "z": 1}, [ok, Operator("g", ("y",), ("z",))])

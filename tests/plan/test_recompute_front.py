@@ -72,6 +72,9 @@ def test_yuan_pareto():
         assert {(choice.bytes, choice.time) for choice in found} == exhaustive(units)
         for choice in found:
             assert costs_of(units, set(choice.kept)) == (choice.bytes, choice.time)
+            names = [unit.name for unit in units]
+            assert [*choice.kept] == [name for name in names if name in choice.kept], "in order"
+            assert [*choice.again] == [name for name in names if name in choice.again]
     for stages, microbatches in ((4, 8), (3, 5)):
         ranks = one_f_one_b(stages, microbatches).ranks
         for rank, actions in enumerate(ranks):
@@ -103,6 +106,7 @@ def test_layers_choose_apart():
     found = over_layers(choices, 3)
     assert {point[:2] for point in found} == best
     assert found[0][2] == "full*3"
+    assert over_layers(choices, 1)[0][2] == "full", "once needs no number"
     by_word = {choice.word: choice for choice in choices}
     for size, time, words in found:
         parts = [word.partition("*") for word in words.split(",")]
@@ -121,6 +125,16 @@ def test_a_stage_waits_for_what_does_not_cross_in_time():
         assert offloaded(actions, 10 * copy, 10).time == 2 + 2 * copy + 2
     assert offloaded(actions, 25, 10).time == max(4, 2 + Fraction(5, 2)) + Fraction(5, 2) + 2
     assert offloaded(actions, 40, 10, away=[]) == (8, 2)
+
+
+def test_what_is_held_at_once_by_hand():
+    """F0 F1 F2 B2 B1 B0 of 2: 0 leaves from 2 on, 1 from 4; 1 comes back from 6 on, 0 from 8. A place that one
+    leaves is another's at once; what is on its way back has its place."""
+    actions = [("F", 0, 2), ("F", 1, 2), ("F", 2, 2), ("B", 2, 2), ("B", 1, 2), ("B", 0, 2)]
+    assert offloaded(actions, 20, 10) == (12, 2) and offloaded(actions, 0, 10) == (12, 2)
+    assert offloaded(actions[:1] + actions[-1:], 0, 10) == (4, 1)
+    with pytest.raises(ValueError, match="^offloaded: -1 bytes at 1; use 0 bytes or more"):
+        offloaded(actions, -1, 1)
 
 
 def test_one_link_carries_one_stage_at_a_time():

@@ -49,5 +49,9 @@ def test_by_hand():
     assert choose(works, 100) == (0.2, 80, (Choice(1, False), Choice(3, False)))
     assert choose(works, 80).choices == (Choice(2, False), Choice(2, True))
     assert choose(works, 20).choices == (Choice(3, True), Choice(3, True))
+    free = Work("free", 0.0, 0, 10, 4)
+    assert choose([free, free], 10).choices == (Choice(1, False),) * 2, "of equal choices what stays"
+    with pytest.raises(ValueError, match="^b needs 30 bytes by single rows; budget is 25"):
+        choose([Work("a", 1, 5, 10, 2), Work("b", 1, 0, 60, 2)], 25)
     with pytest.raises(ValueError, match="attention needs 10 bytes by single rows; budget is 9, raise it"):
         choose(works, 9)

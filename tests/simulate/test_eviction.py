@@ -119,6 +119,48 @@ def test_what_is_released_while_it_is_read_stays_and_who_is_gone_costs_nothing()
     assert neighbourhood(near) == 1 + 10 + 20
 
 
+def test_counts_by_hand():
+    """What has no bytes is never evicted; an operand that is read twice is one; a limit may be full."""
+    evictor = Evictor(10, "lru")
+    x = evictor.constant(2)
+    (a,) = evictor.run("a", [x], [5], 3)
+    (empty,) = evictor.run("empty", [x], [0], 1)
+    (b,) = evictor.run("b", [x], [4], 1)  # 2 + 5 + 4 are too many: a goes
+    assert (evictor.evictions, evictor.evicted_bytes, evictor.peak_bytes, a.resident) == (1, 5, 7, False)
+    (twice,) = evictor.run("twice", [a, a], [1], 1)  # b goes for a
+    assert (evictor.evictions, evictor.evicted_bytes, evictor.peak_bytes) == (2, 9, 8)
+    assert (evictor.recomputed, evictor.recomputed_cost, evictor.operators, evictor.clock) == (1, 3, 5, 9)
+    assert a.resident and not a.locks and empty.resident and twice.parents == (a,)
+    evictor.run("full", [twice], [2], 1)
+    assert (evictor.evictions, evictor.peak_bytes) == (2, 10)
+    for rule in RULES:
+        tight = Evictor(3, rule)
+        x = tight.constant(1)
+        kept = [
+            tight.run("empty", [x], [0], 1)[0],
+            tight.run("y", [x], [2], 1)[0],
+            tight.run("z", [x], [2], 1)[0],
+        ]
+        assert [block.resident for block in kept] == [True, False, True], rule
+
+
+def test_a_limit_that_is_too_small_says_what_would_do():
+    evictor = Evictor(4)
+    kept = evictor.constant(3)
+    with pytest.raises(ValueError) as error:
+        evictor.constant(2)
+    assert str(error.value) == (
+        "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or by operators "
+        "that wait for it); limit_bytes is 4, raise it to 5 or more"
+    )
+    (a,) = evictor.run("a", [kept], [1], 1)
+    with pytest.raises(
+        ValueError, match="^b asks for 1 bytes beside 4 that cannot go .* raise it to 5 or more$"
+    ):
+        evictor.run("b", [a], [1], 1)
+    assert a.resident and not a.locks and not kept.locks, "after an error nothing is locked"
+
+
 def test_rules_by_hand():
     """Four results of operators that take so long: who goes first."""
     victims = {}
