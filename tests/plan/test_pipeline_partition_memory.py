@@ -97,6 +97,11 @@ def test_mcap():
     assert worst_error(one_number_a_layer) > 0.05
 
 
+def test_the_cuts_that_are_measured():
+    ends = [[len(run) for run in cut] for cut in profiled(5, 3)]
+    assert ends == [[1, 1, 3], [2, 1, 2], [3, 1, 1]] and len(profiled(10, 4)) == 7
+
+
 def test_of_several_models_the_one_with_the_smallest_numbers():
     """Of two layers in one cut only sums are known: base + fixed + 2 · kept. Any change that leaves the sums makes
     the squares larger."""

@@ -184,6 +184,23 @@ def same_order(programs):
             ]
 
 
+def test_ends_of_what_is_allowed():
+    """A sample, and a microbatch, may be as large as the cap; equal samples stay in order; the last of a fixed size
+    is what is left."""
+    assert dynapipe.microbatches([8], time, 2, 8).groups == ((0,),)
+    assert dynapipe.microbatches([2, 2, 2, 2], lambda rows, length: 1, 2, cap_tokens=4).groups == (
+        (0, 1),
+        (2, 3),
+    )
+    assert dynapipe.microbatches([3, 1, 3], lambda rows, length: 1, 2).groups == ((0, 2, 1),)
+    assert dynapipe.fixed(5, 2) == ((0, 1), (2, 3), (4,)) and dynapipe.fixed(0, 2) == ()
+    assert dynapipe.padding([3, 1, 2], [[0, 1], [2]]) == 2
+    assert dynapipe.adaptive([[(1, 2)]], [3], 3).ranks == ((F(0, 0), B(0, 0)),)
+    both = [Op("a", 3), Op("b", 3)]
+    assert graphpipe.plan_graphpipe(both, 2, 1).stages == (("a", "b"),), "as fast, and less deep"
+    assert graphpipe.plan_graphpipe(both, 2, 2)[:3] == (9, 2, 3)
+
+
 def test_an_order_that_gets_stuck_is_refused():
     with pytest.raises(
         ValueError,
@@ -194,6 +211,11 @@ def test_an_order_that_gets_stuck_is_refused():
         with pytest.raises(ValueError, match="stuck: rank 0 at Send"):
             dynapipe.rendezvous(dynapipe.naive(one_f_one_b(p, m)))
         dynapipe.rendezvous(dynapipe.planned(one_f_one_b(p, m)))
+    with pytest.raises(ValueError) as stuck:
+        dynapipe.rendezvous(dynapipe.naive(one_f_one_b(5, 8)))
+    assert [f"rank {rank} at" in str(stuck.value) for rank in range(5)] == [True] * 4 + [False], (
+        "four are enough"
+    )
     programs = [list(program) for program in dynapipe.planned(one_f_one_b(2, 3))]
     first, second = [i for i, step in enumerate(programs[1]) if isinstance(step, Receive)][:2]
     programs[1][first], programs[1][second] = programs[1][second], programs[1][first]

@@ -289,6 +289,27 @@ def test_completing_a_pattern_costs_the_same_for_any_number_of_microbatches():
             completed(pattern, m, most=10)
 
 
+def test_states_are_counted_and_the_most_may_be_reached():
+    """1F1B of two ranks and two microbatches starts and ends something at 0, 1, 2, 4, 5, 6 and 7: no way is tried
+    that leads nowhere."""
+    assert [shortest(*given).states for given in (([0, 1], 2, WHOLE), ([0, 1], 4, WHOLE))] == [7, 13]
+    assert shortest([0, 1, 2], 4, WHOLE, [3, 2, 1]).states == 16
+    assert shortest([0, 1], 3, Costs(), 2, split=True, span=True).states == 17
+    assert shortest([0, 1], 2, WHOLE, most=7).time == 9
+    with pytest.raises(
+        ValueError, match="^shortest: more than 6 states for 2 ranks, 2 microbatches; use fewer"
+    ):
+        shortest([0, 1], 2, WHOLE, most=6)
+    for place, limit, most in (([0, 1], 2, 5), ([0, 1, 1, 0], None, 9), ([0, 1, 2], 2, 686)):
+        repetend(place, WHOLE, limit, most=most)
+        with pytest.raises(ValueError, match=f"more than {most - 1} patterns"):
+            repetend(place, WHOLE, limit, most=most - 1)
+    pattern = repetend([0, 1], limit=2)
+    completed(pattern, 4, most=6)
+    with pytest.raises(ValueError, match="more than 5 partial orders"):
+        completed(pattern, 4, most=5)
+
+
 def test_patterns_keep_to_the_limit():
     line = [repetend(range(4), Costs(), limit, split=True) for limit in (2, 3, 4)]
     assert [pattern.period for pattern in line] == [5, 4, 3]

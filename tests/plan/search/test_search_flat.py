@@ -13,7 +13,7 @@ from minitrain.plan.search import automap, flexflow, hypar, placement, tofu
 from minitrain.plan.search.autoddl import autoddl, descend
 from minitrain.plan.search.exhaustive import every, exhaustive
 from minitrain.plan.search.optcnn import eliminate, optcnn
-from minitrain.plan.search.problem import Graph, Layer, Level, Option, Problem, example, linear
+from minitrain.plan.search.problem import Graph, Layer, Level, Option, Problem, cheapest, example, linear
 from minitrain.plan.search.race import every_placement, every_simulated
 from minitrain.plan.search.tensoropt import every_point, fastest, frontier, tensoropt, unbeaten
 from tests.plan.search.drawn import blocks, chain
@@ -343,6 +343,81 @@ def test_automap():
         automap.automap(replace(mlp, memory_bytes=1))
     with pytest.raises(ValueError, match="one axis"):
         automap.automap(example())
+
+
+def test_of_equals_the_first_and_what_is_there_stays():
+    """Each rule where it alone decides."""
+    names = [Option((word,)) for word in "abcd"]
+    alone = Graph([names], [[5, 2, 2, 9]], {}, [[0, 0, 0, 0]])
+    assert [descend(alone, [start])[0] for start in range(4)] == [[1], [1], [2], [1]]
+    assert [descend(alone, [start])[1] for start in (0, 1)] == [2, 1], (
+        "a sweep that changes nothing is one too"
+    )
+    assert cheapest([(2, "b"), (1, "z"), (1, "a")]) == (1, "z")
+    with pytest.raises(ValueError, match="^nothing fits into 1,000 bytes; give more memory or devices$"):
+        cheapest([(math.inf, "a")], 1000)
+    with pytest.raises(ValueError, match="^no choice fits into 3 bytes; the least is 4$"):
+        fastest([(1, 5, (0,)), (2, 4, (1,))], 3)
+    assert (
+        fastest([(1, 5, (0,)), (2, 4, (1,))], 5) == (1, 5, (0,))
+        and fastest([(1, 5, ()), (2, 4, ())], 4)[0] == 2
+    )
+    square = Problem((linear("0", 64, 64), linear("1", 64, 64)), 64, (Level(2, 1.0),), 1.0)
+    assert automap.moves({}, square) == [
+        automap.propagate({name: dim}, 2)
+        for name, dims in (
+            ("W0", ("f0", "f1")),
+            ("W1", ("f1", "f2")),
+            ("x0", ("m", "f0")),
+            ("x1", ("m", "f1")),
+        )
+        for dim in dims
+    ]
+    assert automap.moves({}, replace(square, rows=65))[0] == automap.propagate({"x0": "m"}, 2), (
+        "the largest first"
+    )
+    frontier_of_two = frontier(drawn_graph(1, 2, 3, [(0, 1)]))
+    assert frontier_of_two[1] == 3 + 3 * 3
+
+
+def test_what_is_looked_at_is_counted(monkeypatch):
+    problem = chain(2, layers=3, levels=1, words=("dp", "col", "row"))
+    priced = {}
+    steps = [*flexflow.walk(problem, 50, None, 3, priced)]
+    found = flexflow.flexflow(problem, steps=50, seed=3)
+    assert found.looked_at == len(priced) == len({*priced}) and len(steps) == 50
+    assert found.cost == min(priced.values()) and priced[found.choice] == found.cost
+    graph, sweeps = problem.graph(unit="bytes"), 0
+    draw = random.Random(0)
+    for start in range(3):
+        sweeps += descend(graph, [draw.randrange(3) if start else 0 for _ in range(3)])[1]
+    assert autoddl(problem, starts=3).looked_at == sweeps * 3 * 3
+    sets, prices = [], automap.pricer
+    monkeypatch.setattr(
+        automap,
+        "pricer",
+        lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts),
+    )
+    assert automap.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
+    times, seconds = [], placement.step_seconds
+    monkeypatch.setattr(placement, "step_seconds", lambda *given: times.append(given[1]) or seconds(*given))
+    found = placement.reinforce(problem, steps=3, batch=4)
+    assert len({*times}) == len(times), "each is timed once"
+    assert times[found.looked_at :] in ([], [found.choice]), (
+        "and its end, if it was never drawn, is not counted"
+    )
+
+
+def test_a_placement_pays_for_its_messages():
+    """Two devices, two layers of 3·2·256·256·8 FLOPs: one after the other, and x there and back between them."""
+    two = Problem((linear("0", 256, 256),) * 2, 8, (Level(2, 8.0), Level(1, 64.0)), 2.0**10)
+    layer, message = 3 * 2 * 256 * 256 * 8 / 2**10, 2 * 256 * 8 * 4 / 64
+    assert placement.step_seconds(two, (0, 0)) == 2 * layer
+    assert placement.step_seconds(two, (0, 1)) == placement.step_seconds(two, (1, 0)) == 2 * layer + message
+    wide = replace(two, layers=(linear("0", 512, 256), linear("1", 256, 256)))
+    assert placement.step_seconds(wide, (0, 1)) == 3 * layer + message, (
+        "nobody sends the first layer its input"
+    )
 
 
 def test_slow_links_carry_shards():

@@ -15,7 +15,7 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.search import autotuning, nnscaler, unity
 from minitrain.plan.search.nnscaler import Operator, in_row, op_assign, op_order, op_trans, peak_bytes, times
-from minitrain.plan.search.problem import example
+from minitrain.plan.search.problem import block, example
 from minitrain.plan.search.race import race, table
 from minitrain.strategy import Strategy
 from minitrain.training.optim import AdamW
@@ -50,6 +50,17 @@ def test_unity():
         assert joint.cost == unity.seconds(joint.choice, shapes, rates) and joint.looked_at <= 105
         better.append(joint.cost < first.cost)
     assert any(better) and not all(better)
+
+
+def test_unity_looks_at_no_more_than_it_may():
+    """One graph; the first graph and all that one rewrite makes of it; what costs more than slack times the best."""
+    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, unity.Rates(4, 64.0, 32.0, launch_s=0.5)
+    once = len({MLP, *unity.rewrites(MLP, (unity.algebra, unity.parallel))})
+    assert [unity.optimize(MLP, shapes, rates, most=most).looked_at for most in (1, 2)] == [1, once]
+    first = unity.sequential(GATED, shapes | {"b": (8, 12)}, rates)
+    alone = unity.optimize(GATED, shapes | {"b": (8, 12)}, replace(rates, devices=1), (unity.algebra,))
+    then = unity.optimize(alone.choice, shapes | {"b": (8, 12)}, rates, (unity.parallel,))
+    assert first == (then.choice, then.cost, alone.looked_at + then.looked_at)
 
 
 def test_unity_prices():
@@ -157,6 +168,18 @@ def test_deepspeed_autotuning():
         assert found.looked_at == len(ran) == len(set(ran)) < best.looked_at / 2
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         autotuning.autotune(replace(problem, memory_bytes=1))
+    alike, ran = replace(example(), memory_bytes=2**40), []
+    found = autotuning.autotune(alike, lambda config: ran.append(config) or 1.0)
+    assert ran == autotuning.grid(alike) and found == (ran[0], 1.0, len(ran)), (
+        "as fast is not slower; the first"
+    )
+    assert autotuning.grid(alike)[:3] == [autotuning.Config(0, rows) for rows in (1024, 512, 256)]
+    full = replace(example(), memory_bytes=autotuning.memory(example(), autotuning.Config(3, 1)))
+    assert autotuning.autotune(full).choice == autotuning.every_config(full).choice == autotuning.Config(3, 1)
+    odd = replace(example(), rows=6, microbatches=2)
+    assert {config.rows for config in autotuning.grid(odd)} == {3}, "an odd number has no half"
+    uneven = replace(example(layers=(block("b", 4, 8),), rows=4, microbatches=1), memory_bytes=2**40)
+    assert autotuning.memory(uneven, autotuning.Config(0, 2)) == 16 * 2 * 4 * 8 + 2 * (4 + 8) * 4
     config = small(tied=False, num_layers=1)
     parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
     for zero, microbatches in product(autotuning.STAGES, (1, 2)):

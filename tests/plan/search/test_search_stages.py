@@ -217,6 +217,7 @@ def test_aceso_changes_one_thing():
     assert less == stages.Stage(range(2, 4), 2, (Option(("row",), True),) * 2)
     assert resized(problem, less, range(3, 4), 4).options == (Option(("dp", "row"), True),)
     assert slowest(problem, [1.0, 3.0, 2.0], [0, 0, problem.memory_bytes]) == [1, 2, 0]
+    assert slowest(problem, [2.0, 3.0, 2.0, 3.0], [0] * 4) == [1, 3, 0, 2], "of equals the first"
     assert slowest(problem, [1.0, 3.0, 2.0], [0, 1, problem.memory_bytes + 1]) == [2, 1, 0]
     plan = (stages.Stage(range(0, 3), 1, (Option(()),) * 3), stages.Stage(range(3, 4), 2, (Option(("dp",)),)))
     handed, swapped = primitives(problem, plan, 0)
