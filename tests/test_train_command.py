@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -436,6 +437,66 @@ def test_state_bytes_are_those_of_the_formulas():
     assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
     assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
     assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 7 * count
+
+
+def test_experts_are_cut_by_ep_first_and_by_zero_beyond():
+    """Of 4 data ranks in blocks of 2: a rank has half of the experts, whatever ZeRO does to the rest of them."""
+    config = presets["tiny-moe"]
+    experts = train_command.spread_parameters(config)
+    blocks = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
+    assert experts == blocks * 3 * config.d_model * config.expert_width
+    rest = parameters(config) - experts
+    bytes_of = lambda **fields: train_command.state_bytes(
+        config, Strategy(dp=4, precision="bfloat16", **fields)
+    )
+    assert bytes_of(ep=2) == 16 * (rest + experts // 2)
+    assert bytes_of(ep=2, zero=1) == int(4 * (rest + experts / 2) + 12 * (rest + experts) / 4)
+    assert bytes_of(ep=2, zero=2) == int(2 * (rest + experts / 2) + 14 * (rest + experts) / 4)
+    assert bytes_of(ep=4, zero=3) == int(16 * (rest + experts) / 4)
+
+
+def test_what_does_not_fit_says_how_much_is_free(monkeypatch):
+    """Of this machine's ranks alone; a checkpoint needs room as well."""
+    config, strategy = presets["tiny"], Strategy(dp=2, precision="bfloat16")
+    needed = 2 * train_command.state_bytes(config, strategy)
+    free = lambda number: SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=number))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train_command, "psutil", free(needed))
+    train_command.check_memory(config, strategy, saves=False)
+    with pytest.raises(ValueError) as error:
+        train_command.check_memory(config, strategy, saves=True)
+    assert (
+        f"{parameters(config):,} parameters need 0 GB on 2 ranks (with a checkpoint), 0 GB are free: "
+        in str(error.value)
+    )
+    monkeypatch.setattr(train_command, "psutil", free(needed - 1))
+    with pytest.raises(ValueError, match="on 2 ranks, 0 GB are free"):
+        train_command.check_memory(config, strategy, saves=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    train_command.check_memory(config, strategy, saves=False)
+
+
+def test_a_report_says_its_numbers():
+    record = dict(loss=1.23456, held_out=None, tokens_per_s=12_345, mfu=0.345)
+    assert train_command.describe(record) == "loss 1.235, 12.3k tokens/s, MFU 34%"
+    assert train_command.describe(record | {"held_out": 2.0004}).startswith("loss 1.235 (held out 2.000), ")
+
+
+def test_what_is_held_out_is_long_enough_for_a_window(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"abcde " * 50)
+    _, held_out = train_command.open_text(file, 4)
+    size = len(held_out)
+    assert train_command.open_text(file, size - 1)[1] is not None
+    assert train_command.open_text(file, size)[1] is None, "a window is a token longer, for its last target"
+
+
+def test_ranks_are_those_of_a_whole_job_or_as_many_as_are_asked_for(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert train_command.ranks_there(Strategy(dp=3)) == 3
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert train_command.ranks_there(Strategy(dp=3)) == 3, "no job is told by that alone"
 
 
 def test_the_command_line_answers_without_torch():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from minitrain.memory.chain_plan import Action, LayerBytes, check, every, peak_bytes, recomputed, show, sqrt
-from minitrain.plan.chain_search import cheapest
+from minitrain.plan.chain_search import cheapest, ways_to_drop
 from minitrain.plan.revolve import revolve
 
 
@@ -99,3 +99,16 @@ def test_wrong_input_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             cheapest(costs, layers, 100)
+
+
+def test_what_is_let_go_is_no_more_than_must_be():
+    """Every set of at least so many bytes in which none could stay, each once; what has no bytes stays."""
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.choice((0, 1, 2, 3, 5)) for _ in range(6)]
+        held, over = draw.randrange(64), draw.randint(-1, 9)
+        members_of = lambda drop: [i for i in range(6) if drop >> i & 1]
+        size = lambda drop: sum(sizes[i] for i in members_of(drop))
+        enough = [drop for drop in range(64) if not drop & ~held and size(drop) >= over]
+        least = [drop for drop in enough if all(size(drop) - sizes[i] < over for i in members_of(drop))]
+        assert sorted(ways_to_drop(sizes, held, over)) == (least if over > 0 else [0])

@@ -122,6 +122,10 @@ def test_best_fit_by_hand():
     assert best_fit(lives) == {0: 0, 1: 1, 2: 4, 3: 5, 4: 7, 5: 5, 6: 8, 7: 1}
 
 
+def test_of_those_that_are_born_together_the_first_is_put_first():
+    assert best_fit([Lifetime(0, 0, 2, 1), Lifetime(1, 0, 2, 2)]) == {0: 0, 1: 1}
+
+
 def test_the_best_of_all_tries_is_returned(monkeypatch):
     """Not the last one; and on the way some changes for the worse are kept."""
     drop, tried = memory_layout._Falling.drop, []
@@ -154,10 +158,15 @@ def test_annealing_leaves_places_where_descending_stays(monkeypatch):
     assert 600 <= annealing < heights()
 
 
-def test_around_what_lies_there_already():
+def test_around_what_lies_there_already(monkeypatch):
     fixed = [(Lifetime(90, 0, 10, 4), 2), (Lifetime(91, 4, 6, 2), 8)]
     lives = [Lifetime(0, 0, 5, 2), Lifetime(1, 3, 8, 2), Lifetime(2, 7, 10, 2)]
+    drop, tried = memory_layout._Falling.drop, []
+    monkeypatch.setattr(
+        memory_layout._Falling, "drop", lambda self, order: tried.append(order) or drop(self, order)
+    )
     found = annealed(lives, around=fixed)
+    assert len(tried) == 1, "what lies there is as high as the bound"
     together = [*lives, *(life for life, _ in fixed)]
     assert painted(together, found | {life.block: at for life, at in fixed}) == 10 == fullest(together) + 0
     assert found[0] + found[1] == 6 and {found[0], found[1]} == {0, 6}
