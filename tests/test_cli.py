@@ -88,6 +88,33 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, monkeypatch, capf
     assert ended.value.code == 2 and message in errors and errors.count("\n") == 1
 
 
+def test_a_complaint_is_one_line_that_ends(capsys):
+    """Blanks of any kind are one, what is no text is escaped, and of more than 800 letters both ends are said."""
+    for given, said in (
+        ("a\n b\t\tc ", "a b c"),
+        ("caf\udce9", "caf\\udce9"),
+        ("x" * 400 + "y" * 400, "x" * 400 + "y" * 400),
+        ("x" * 401 + "y" * 400, "x" * 400 + " ... " + "y" * 400),
+    ):
+        cli.complain(given)
+        assert capsys.readouterr().err == f"minitrain: {said}\n"
+
+
+@pytest.mark.parametrize("error, code", [(ValueError, 2), (OSError, 2), (RuntimeError, 1)])
+def test_what_went_wrong_is_in_the_exit_code(error, code, monkeypatch, capsys):
+    def fails():
+        raise error("this")
+
+    monkeypatch.setattr(cli, "app", fails)
+    for rank, said in ((None, "minitrain: this\n"), ("0", "minitrain: this\n"), ("1", "")):
+        monkeypatch.delenv("RANK", raising=False)
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code, capsys.readouterr().err) == (code, said)
+
+
 def test_the_same_of_the_command_itself():
     command = [sys.executable, "-m", "minitrain.cli", "run", "77"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

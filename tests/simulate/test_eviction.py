@@ -185,6 +185,16 @@ def test_rules_by_hand():
     }
 
 
+@pytest.mark.parametrize("rule", ["dtr", "local"])
+def test_bytes_and_staleness_are_multiplied(rule):
+    """12 for 3 bytes, 9 ago, is .44, and 8 for 10 bytes that are new .8; by their sums it would be 1 and .73."""
+    evictor = Evictor(14, rule)
+    x = evictor.constant(1)
+    (small,), (large,) = evictor.run("small", [x], [3], 12), evictor.run("large", [x], [10], 8)
+    evictor.run("next", [x], [1], 1)
+    assert (small.resident, large.resident) == (False, True)
+
+
 def test_the_neighbourhood_protects_what_much_depends_on():
     """Two equal results, one between evicted ones: evicting it too would make a long chain to run again."""
     victims = {}

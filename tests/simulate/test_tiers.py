@@ -185,3 +185,13 @@ def test_chunks_that_overlap_come_close_to_the_busiest_link(devices, near):
 def test_chunks_must_divide():
     with pytest.raises(ValueError, match="10 parameters: give a multiple of 2 devices x 3 chunks"):
         tiers.updating(10, 2, Sizes(), near=True, chunks=3)
+
+
+def test_speeds_are_above_0_and_numbers_whole():
+    for call, said in (
+        (lambda: tiers.update_s(4, 1, Sizes(), 0, 1, near=True), "host=0"),
+        (lambda: tiers.links_of(1, 1, -1), "device=-1"),
+        (lambda: tiers.links_of(0, 1, 1), "devices=0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
