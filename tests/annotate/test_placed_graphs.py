@@ -81,6 +81,8 @@ def test_gradients_of_what_nobody_asked_for_are_not_made():
 def test_a_step_function_passes_no_gradient():
     on, gated = Op("on", "step", "bd->bd", ("x",)), Op("y", "product", "bd,bd->bd", ("x", "on"))
     full, gradients = with_gradients(Graph({"x": (4, 6)}, (on, gated)), "y", ["x"])
+    values = {"x": torch.tensor([[-1.0, 0.0, 2.0]]).repeat(4, 2), "d_y": torch.ones(4, 6)}
+    assert evaluate(full, values)["on"][0].tolist() == [0, 0, 1] * 2, "0 has no gradient, as relu's"
     assert gradients == {"x": "d_x"} and full.ops[-1].inputs == ("d_y", "on") and len(full.ops) == 3
     with pytest.raises(ValueError, match="gradient of 'on' by 'x': it does not depend on that"):
         with_gradients(Graph({"x": (4, 6)}, (on,)), "on", ["x"])

@@ -141,6 +141,10 @@ def test_checkmate():
 
 def test_no_plan_and_too_large_an_operator_are_told_apart():
     nodes = [Node(1, 5), Node(1, 5), Node(1, 1, (0,)), Node(1, 1, (1,)), Node(1, 1, (0, 1, 2, 3))]
+    assert checkmate([Node(1, 4), Node(1, 1, (0, 0))], 5).peak == 5, "what is read twice is held once"
+    three = [Node(1, 1), Node(1, 1), Node(1, 1, (1, 0))]
+    with pytest.raises(ValueError, match="^step 0, compute 2: node 0 is not held; compute it before$"):
+        carried_out(three, [("compute", 2)])
     with pytest.raises(ValueError, match=r"node 4 alone needs 13 bytes \(inputs 12, .*budget 12"):
         checkmate(nodes, 12)
     assert checkmate(nodes, 13).extra == 0
