@@ -139,6 +139,12 @@ def test_checkmate():
     assert dearer
 
 
+def test_the_example_of_the_module():
+    plan = checkmate([Node(1, 4), Node(1, 4, (0,)), Node(1, 1, (0, 1))], budget=9)
+    steps = [*(("compute", node) for node in range(3)), *(("drop", node) for node in range(3))]
+    assert plan == (3, 0, 9, tuple(steps)), "what goes at once goes in order"
+
+
 def test_no_plan_and_too_large_an_operator_are_told_apart():
     nodes = [Node(1, 5), Node(1, 5), Node(1, 1, (0,)), Node(1, 1, (1,)), Node(1, 1, (0, 1, 2, 3))]
     assert checkmate([Node(1, 4), Node(1, 1, (0, 0))], 5).peak == 5, "what is read twice is held once"
