@@ -66,6 +66,9 @@ def test_what_no_layout_can_say_is_one_line():
 
 def test_without_a_file_the_text_is_printed():
     said = plan("--emit", "minitrain")
+    assert said.startswith("small on 2 x A100 SXM 80GB, 4 x 64 tokens per step, stack megatron-2023\n\n")
+    assert len(re.findall(r"^[1-9] +\d", said, re.M)) == 5, "five, unless told"
+    assert "; room for 72 GB\n" in said and "2 is " in said and "3 is " not in said
     job = plan_file.read(said[said.index("{") :])
     assert (job.rows, job.length, job.strategy.ranks) == (4, 64, 2)
     said = plan("--emit", "megatron")
