@@ -1,5 +1,5 @@
-"""What a caller of plan/, simulate/ and annotate/ gets who does not say: chapters, docstrings and figures of papers
-rest on these numbers.
+"""What a caller of planners, simulators and commands gets who does not say: chapters, docstrings and the figures of
+papers rest on these numbers.
 """
 
 import importlib
@@ -7,6 +7,11 @@ import inspect
 
 # module, function or class, and what its parameters are by themselves
 DEFAULTS = """
+plan_command plan model='llama3-70b' machine='h100' ranks=512 batch=1024 length=8192 stack='megatron-2023' precision='bfloat16_main_grads' room=0.9 top=5 explain=False
+replay_command replay machine='h100' fused_optimizer=True compute_efficiency=0.7 memory_efficiency=0.9 network_efficiency=0.8
+train_command train preset='tiny' report_every=25 every=100 keep=2 beside=False resume=False sample=200
+training.hyperparameters Hyperparameters steps=1000 batch_size=8 length=128 lr=0.003 weight_decay=0.1 clip=1.0 seed=0
+strategy Strategy order='dp-pp-cp-tp' ep_travel='tokens' ep_shadow=0 zero=0 sequence_parallel=False overlap=False schedule='1f1b' microbatches=1 recompute='none' core='ring' layout='zigzag' precision='float32' products='plain' loss_scale=0.0 loss_scale_window=2000 bucket_bytes=25000000 offload='none' delayed_update=False
 plan.accounting.compute forward_flops_per_token causal='triangle'
 plan.accounting.compute flops_per_token causal='triangle' recompute=False
 plan.accounting.compute training_days flops_per_parameter=6
