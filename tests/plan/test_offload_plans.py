@@ -85,6 +85,9 @@ def test_a_host_that_is_faster_than_the_device_is_refused():
     """Then offloading more than must be could pay, and the search would miss it."""
     with pytest.raises(ValueError, match="host_update=200, device_update=100; the host updates no faster"):
         offload.elixir(Profile([[4]], 0, 1), RATES._replace(host_update=200), 1000, [4])
+    assert offload.elixir(Profile([[4]], 0, 1), RATES._replace(host_update=100), 1000, [4]).offloaded == 0, (
+        "as fast"
+    )
 
 
 def test_tensors_are_packed_whole_and_in_order():
