@@ -126,6 +126,9 @@ def test_cuts_that_were_timed_are_counted_and_the_room_may_be_full(monkeypatch):
     )
     assert mobius.partition(layers, 2, 2, 40, 10).seconds <= found.seconds
     assert mobius.partition([Layer(1, 2, 10)], 1, 1, 10, 10).cut == (range(1),)
+    # three layers on one device: single ones take 20 s, and so does 0 | 1 2; what can be no faster is not timed
+    thirds = (range(1), range(1, 2), range(2, 3))
+    assert mobius.partition(layers[:3], 1, 2, 30, 10) == (20, thirds, 2)
     with pytest.raises(ValueError, match="4 layers on 2 devices with 19 bytes"):
         mobius.partition(layers, 2, 2, 19, 10)
 
