@@ -121,7 +121,9 @@ def test_each_call_by_itself():
     message = [call("send", 5, (2, 3)), call("receive", 0, (3, 2), 1), call("barrier", 0, id=2)]
     assert traffic({2: message}, 6).pairs() == {(2, 3): 5}
     assert odd.leaving(2) == 13 and odd.leaving(4) == 7 and odd.leaving(6) == 0
-    assert odd.offsets() == {-2: 1, 2: 1}
+    assert odd.offsets() == {-2: 1, 2: 1} and [*odd.offsets()] == [-2, 2]
+    turned = renumbered({rank: [] for rank in range(4)}, {"dp": 2, "tp": 2}, ["tp", "dp"])
+    assert [*turned] == [0, 1, 2, 3], "in the order of the new ranks"
 
 
 def test_what_an_event_does_not_say_is_refused():
