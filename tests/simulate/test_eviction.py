@@ -230,6 +230,8 @@ def test_wrong_arguments_are_named():
         Evictor(rule="best")
     with pytest.raises(ValueError, match="layers = 0, every = 0; use at least 1 layer"):
         chain(0)
+    with pytest.raises(ValueError, match="cost=-1"):
+        chain(2, cost=-1)
 
 
 def test_a_static_plan_by_hand():
