@@ -83,7 +83,8 @@ class Watch(DispatchMode):
         if operator.gathers:
             read[0] = written
         elif operator.scatters:
-            read[0] = written = read[-1]
+            # the last one brings values, or the indices of a number
+            read[0] = written = read[-1] * inputs[0].itemsize // inputs[-1].itemsize
         elif operator.ignores_first and read:
             read[0] = 0
         flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0

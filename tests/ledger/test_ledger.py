@@ -336,6 +336,7 @@ def test_what_overwrites_reads_nothing_and_rows_are_what_is_touched_of_a_table()
         (gathers, 16 + 8, 8),
         (of_rows, 16 + 32, 32),
         (scatters, 16 + 2 * 8, 8),
+        ([lambda: x.scatter_(0, two, 3.0)], 16 + 8, 8),
         (to_rows, 16 + 2 * 32, 32),
         ([lambda: torch.add(x, x, out=y)], 800, 400),
         ([lambda: x[:50] + y[:50]], 400, 200),
