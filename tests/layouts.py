@@ -660,6 +660,11 @@ def features(case: Draw) -> list[str]:
     return [name for name, has in FEATURES.items() if has(case.strategy, case)]
 
 
+def together(case: Draw) -> Counter:
+    """Pairs of a draw's features, each with itself too."""
+    return Counter(combinations_with_replacement(sorted(features(case)), 2))
+
+
 def table(pairs: Counter) -> str:
     """How many draws had both, as Markdown."""
     columns = list(FEATURES)[: list(FEATURES).index("experts")]
@@ -698,7 +703,7 @@ def main() -> None:
             failed += 1
             print(f"draw {number}: {wrong}\n    {describe(case)}", flush=True)
         else:
-            pairs.update(combinations_with_replacement(sorted(features(case)), 2))
+            pairs += together(case)
     if asked.table:
         print(table(pairs))
     print(

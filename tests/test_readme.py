@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from minitrain.model.config import presets
 from minitrain.plan.emit import plan_file
 from minitrain.plan.emit.job import Job
 from minitrain.strategy import Strategy
+from tests import layouts
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -29,6 +31,12 @@ def test_an_example_is_ten_lines_and_prints_what_the_readme_says(number, tmp_pat
     script.write_text(code)
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.strip() == re.search(r"# (.*?):", code).group(1)
+
+
+def test_the_table_of_layouts_is_what_the_generator_draws():
+    """`python -m tests.layouts --draws 90 --seed 7 --table`, but for the runs."""
+    drawn = sum((layouts.together(layouts.draw(number, 7)) for number in range(90)), Counter())
+    assert layouts.table(drawn).strip() in TEXT
 
 
 def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):

@@ -233,7 +233,7 @@ def _scales(amax: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
         exponent = (amax.view(torch.int32) >> 23).sub_(f.max_exponent).clamp_(0, 254)  # as a code of E8M0
         exponent.masked_fill_(~amax.isfinite(), 255)
         return exponent.to(torch.uint8).view(formats.E8M0.dtype), None
-    tensor_scale = amax.amax() / (f.max * E4M3.max)
+    tensor_scale = (amax.amax() if amax.numel() else amax.sum()) / (f.max * E4M3.max)
     units = amax / f.max / tensor_scale.masked_fill(tensor_scale == 0, 1.0)
     return units.clamp_(max=E4M3.max).to(E4M3.dtype), tensor_scale
 
