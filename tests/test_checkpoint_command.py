@@ -112,6 +112,8 @@ def test_a_byte_that_has_changed_is_found(saved):
     assert code == 1 and second == "step-00000004  whole"
     assert first.startswith("step-00000002  DAMAGED") and "rank-00003" in first
     assert [said("verify", root / "GPT-2", "--step", step)[0] for step in (2, 4)] == [1, 0]
+    with pytest.raises(ValueError, match="^no checkpoint of step 0 in .*; there are 2, 4$"):
+        said("verify", root / "GPT-2", "--step", 0)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -149,6 +149,15 @@ dp groups: [0 1 2 3 4 5 6 7 ...]"""
     )
 
 
+def test_eight_groups_are_drawn_and_of_nine_the_first_eight():
+    """Of each axis."""
+    groups = {
+        n: dryrun.run(lambda n=n: Mesh(dp=n, tp=2).draw(), ranks=2 * n).splitlines()[-1] for n in (8, 9)
+    }
+    eight = "tp groups: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]"
+    assert groups == {8: eight, 9: eight + " ..."}
+
+
 def large():
     mesh = Mesh(dp=1024, pp=16, tp=8)
     group = mesh.group("dp", "tp")

@@ -64,6 +64,16 @@ def test_what_no_layout_can_say_is_one_line():
     assert isinstance(error, ValueError) and "fastest can be written" in str(error)
 
 
+def test_of_several_that_cannot_be_written_the_first_says_why():
+    def refuse(job):
+        raise ValueError(f"dp={job.strategy.dp} has no word")
+
+    task = dict(model=presets["tiny"], batch=8, length=64)
+    best = [SimpleNamespace(run=SimpleNamespace(strategy=Strategy(dp=dp), **task)) for dp in (4, 2, 8)]
+    with pytest.raises(ValueError, match="^none of the 3 fastest can be written. 1: dp=4 has no word$"):
+        plan_command.write(best, SimpleNamespace(write=refuse, BESIDE={}), None)
+
+
 def test_without_a_file_the_text_is_printed():
     said = plan("--emit", "minitrain")
     assert said.startswith("small on 2 x A100 SXM 80GB, 4 x 64 tokens per step, stack megatron-2023\n\n")

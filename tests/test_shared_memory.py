@@ -169,7 +169,8 @@ def of_a_runs_state(folder):
 
 
 def state_of_a_run():
-    run = parallelize(small(), Strategy(), lambda params: AdamW(params, lr=1e-2), seed=3)
+    frozen = ["layers.1.norm1.weight"]
+    run = parallelize(small(), Strategy(), lambda params: AdamW(params, lr=1e-2), seed=3, frozen=frozen)
     rows = Rows(lambda step, rank, ranks: random_tokens(step, rank, ranks, 4, 8, 29, seed=5), 4, 8)
     run.step(run.batch(rows, 0), 1.0)
 
@@ -182,6 +183,7 @@ def state_of_a_run():
     saved = run.state_dict()
     whole = [*saved["parameters"].values()]
     whole += [x for state in saved["optimizer"].values() for x in state.values() if torch.is_tensor(x)]
+    whole += map(run.sync.full_tensor, run.model.parameters())
     found = {"given": shared(whole, live())}
     run.load_state_dict(saved)
     found["taken"] = shared(whole, live())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.collectives import backends
+from minitrain.launch import dryrun
 from minitrain.mesh import Mesh
 
 WORLD = [1, 2, 3, 4, 8]
@@ -190,6 +191,11 @@ def results():
             for y in (call(given), call(given, async_op=True).wait()):
                 apart = y.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
                 found.setdefault(op, set()).add((apart, y.is_contiguous(), y.requires_grad))
+    whole = torch.ones(4, 8)
+    for dim in range(2):
+        part = collectives.scatter_to(whole, group, dim)
+        apart = part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        found.setdefault("scatter_to", set()).add((apart, part.is_contiguous(), part.requires_grad))
     return found
 
 
@@ -445,7 +451,9 @@ def test_every_rank_sends_what_the_formulas_say(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
     for elements in (1, ranks + 1, 8 * ranks - 1):
-        sent = [calls["all_reduce"][1] for calls in per_rank(volumes, ranks, elements)]
+        accounts = per_rank(volumes, ranks, elements)
+        assert accounts == [dryrun.run(volumes, elements, rank=rank, ranks=ranks) for rank in range(ranks)]
+        sent = [calls["all_reduce"][1] for calls in accounts]
         assert sum(sent) == 2 * (ranks - 1) * 4 * elements and max(sent) - min(sent) <= 2 * 4
 
 

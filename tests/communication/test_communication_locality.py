@@ -72,6 +72,15 @@ def test_control_one_sample_of_a_noisy_network_is_not_enough():
 def test_no_structure_is_one_group():
     rtt = probe([0] * 12, near_s=20e-6, far_s=60e-6, noise=0.5, samples=5, seed=3)
     assert clusters(rtt) == [list(range(12))]
+    for pair_s, rack_s, groups in (
+        (1.0, 10.0, 2),
+        (1.0, 2.0, 4),
+    ):  # then 40: of two jumps the larger ends a rack
+        levels = [
+            [pair_s if a // 2 == b // 2 else rack_s if a // 4 == b // 4 else 40.0 for a in range(8)]
+            for b in range(8)
+        ]
+        assert clusters(levels) == [list(range(first, first + groups)) for first in range(0, 8, groups)]
     assert clusters([[0.0]]) == [[0]] and clusters([[0.0, 1.0], [1.0, 0.0]]) == [[0, 1]]
 
 

@@ -127,6 +127,9 @@ def test_open_reads_a_file_or_a_folder_in_order(tmp_path):
     assert Text.open(tmp_path).data == b"first\n\nsecond\n\nthird"
     assert Text.open(str(tmp_path / "b.txt")).data == b"second"
     assert Text.open(tmp_path / ".git").data == b"hidden"  # who names it means it
+    (tmp_path / ".git/below").mkdir()
+    (tmp_path / ".git/below/y.txt").write_text("and what is below")
+    assert Text.open(tmp_path / ".git/below").data == b"and what is below"
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ def test_llama():
     tied = llama_state(tied=True)
     config = config_of(LLAMA | {"tie_word_embeddings": True})
     assert config.tied and apart(tied, config, llama_forward(tied, LLAMA)) < TOLERANCE
+    silent = config_of({key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"})
+    assert not silent.tied and config_of(GPT2).tied, "where the file does not say"
 
 
 def test_gpt2():

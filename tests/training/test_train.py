@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,35 @@ def test_a_step_runs_dry_and_sends_the_count_and_the_gradients():
     assert dryrun.run(account_of_a_step, rank=5, ranks=4096)[1] == real[0][1]
 
 
+def sampled():
+    run = parallelize(replace(CONFIG, max_positions=18), Strategy(cp=2), seed=0)
+    return run.sample(torch.zeros(1, 17, dtype=torch.int64), n=3).shape
+
+
+def test_a_text_may_grow_beyond_positions_that_pieces_do_not_divide():
+    """The last 16 tokens of it are looked at, four for each piece, where 18 would fit."""
+    assert launch.run(sampled, ranks=2) == [(1, 20)] * 2
+
+
+def paced():
+    here, _ = start(CONFIG, Strategy(), replace(HYPER, steps=4), report_every=1)
+    clock, step = [0.0], here.train_one_step
+
+    def train_one_step():
+        clock[0] += 1
+        return step()
+
+    trainer.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    here.train_one_step = train_one_step
+    for _ in here.run():
+        clock[0] += 100
+    return [record["tokens_per_s"] for record in here.records]
+
+
+def test_who_looks_at_a_record_takes_no_time_of_the_next():
+    assert launch.run(paced, ranks=1) == [[HYPER.batch_size * HYPER.length] * 4]
+
+
 def test_measure_peak_flops():
     assert 1e8 < measure_peak_flops(size=256) < 1e16
 
@@ -180,6 +210,10 @@ def train(config, strategy, hyper, out=None, stop_after=None, **settings):
     }
     written = here.sample(n=6)
     assert all(module.training for module in here.parallel.model.modules())  # what was looked at goes on
+    here.parallel.train(False)
+    assert (
+        here.held_out_loss() > 0 and not here.parallel.training
+    )  # and so does what is no more to be trained
     return here.records, state["parameters"] | moments, written
 
 
