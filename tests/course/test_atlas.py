@@ -64,6 +64,9 @@ def test_words_come_before_beginnings_and_both_before_letters_inside(monkeypatch
     monkeypatch.setattr(atlas, "rows", lambda: [*reversed(order), row(name="tree")])
     assert atlas.search("ring") == order and atlas.search("RING") == order
     assert atlas.search("ring round") == [order[2]]
+    both = [row(idea="a tree beside a ring"), row(name="Tree", idea="on strings")]
+    monkeypatch.setattr(atlas, "rows", lambda: both[::-1])
+    assert atlas.search("tree ring") == both, "the word that is worst to find decides"
 
 
 def test_search_ranks_real_rows_by_name_first():

@@ -78,6 +78,7 @@ def test_terapipe():
             found = slice_lengths(length, k, cost, p)
             assert makespan(found, cost, p) == min(makespan(way, cost, p) for way in ways)
             assert list(found) == sorted(found, reverse=True) and sum(found) == length
+    assert slice_lengths(5, 2, lambda context, new: new, 2) == (3, 2), "of equals the longest in front"
     for value_width in (4, 3):
         assert slices_equal_whole(terapipe(2, 1, 3, (5, 2, 1)), value_width) < TOLERANCE
     assert equal(2, terapipe(2, 2, 4)) < TOLERANCE

@@ -112,6 +112,12 @@ def test_two_levels_without_memory_are_one():
         )
 
 
+def test_of_two_numbers_of_saves_the_one_that_costs_less():
+    """Of n around the 1.45 that would be best: (1 + 2.1025/n) · (.5 + .5n) is 3.10 for 1 and 3.08 for 2."""
+    assert plan.two_levels(1.0, 3.1025, 1000.0, 0.5).every == 2
+    assert plan.two_levels(1.0, 2.96, 1000.0, 0.5).every == 1  # 1.4: 2.96 and 2.97
+
+
 def test_the_best_two_levels_are_best():
     """Against all numbers up to 40 and intervals around; the first-order plan is close."""
     chosen = plan.best_two_levels(MEMORY, DISK, LLAMA_S, SURVIVES)

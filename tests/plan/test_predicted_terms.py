@@ -171,6 +171,7 @@ def test_where_ranks_sit():
     assert inside.ranks_of((0, 8, 16)) == (0, 8, 16) and outside.ranks_of((0, 8, 16)) == (0, 16, 32)
     assert inside.stages_apart(1) == (0, 32) and place(pp=8, tp=2).stages_apart(1) == (6, 8)
     assert place(pp=2, tp=2).stages_apart(1) == (0, 2)
+    assert place(pp=4, tp=2).stages_apart(1) == (0, 2), "a node full of stages"
 
 
 # ---- a step ----------------------------------------------------------------------------------------------
