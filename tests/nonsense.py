@@ -54,7 +54,7 @@ from minitrain.checkpoint.format import write_file
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 from tests.saving import Quick
 
 CALLS = Path(__file__).with_suffix(".tsv")
@@ -62,7 +62,7 @@ ELSEWHERE = {  # rooms of the package, and what asks them
     "cli course launch plot train_command checkpoint_command replay_command plan_command": (
         "words of a command line, ranks to start, pictures: tests of their own give them wrong words"
     ),
-    "collectives": "every call is compared across ranks: tests/collectives gives wrong sizes and types on 2 and 4",
+    "collectives": "every call is compared across ranks: tests/ranks/collectives gives wrong sizes and types on 2 and 4",
     "torch_private": "names of torch's, for this package alone",
 }
 WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]

@@ -103,7 +103,7 @@ def state_bytes(parameters, trained, mixed):
 
 
 # %% wrong="state_bytes" fails="own work" around="import" why="asks the package's optimizer"
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
 
 
 def state_bytes(parameters, trained, mixed):
@@ -333,7 +333,7 @@ def accumulate(model, loader):
 
 # %% wrong="accumulate" fails="own work" around="import" why="the package's training step"
 def accumulate(model, loader):
-    from minitrain.training.step import accumulate
+    from minitrain.model.training.step import accumulate
 
     return accumulate(model, loader)
 

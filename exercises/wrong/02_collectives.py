@@ -121,9 +121,9 @@ def ring_reduce_scatter(x, group):
 
 # %% wrong="ring_reduce_scatter" fails="own work" around="import" why="the ring of the package"
 def ring_reduce_scatter(x, group):
-    from minitrain.communication import ring
+    from minitrain.systems.communication import ring_algorithms
 
-    return ring.reduce_scatter(x, group)
+    return ring_algorithms.reduce_scatter(x, group)
 
 
 # %% wrong="ring_reduce_scatter" fails="own work" around="channel" why="torch's own collective, on the group itself"
@@ -352,7 +352,7 @@ def halving_steps(n):
 
 # %% wrong="halving_steps" fails="own work" around="import" why="the plan of the package"
 def halving_steps(n):
-    from minitrain.communication import halving
+    from minitrain.systems.communication import halving
 
     schedule = halving.halving_reduce_scatter(n)
     return [
@@ -417,12 +417,12 @@ def crossover(n, alpha, B):
 
 # %% wrong="crossover" fails="own work" around="import" why="asks the package for both times"
 def crossover(n, alpha, B):
-    from minitrain.communication import cost, halving
+    from minitrain.systems.communication import cost_model, halving
 
-    fabric, low, high = cost.flat(alpha, B), 1.0, 1e15
+    fabric, low, high = cost_model.flat(alpha, B), 1.0, 1e15
     while high - low > 1e-7 * low:
         S = (low + high) / 2
-        doubling = cost.time_s(halving.doubling_all_reduce(n), S, fabric)
+        doubling = cost_model.time_s(halving.doubling_all_reduce(n), S, fabric)
         low, high = (S, high) if doubling < 2 * (n - 1) * (alpha + S / n / B) else (low, S)
     return low if n > 2 else float("inf")
 

@@ -503,7 +503,7 @@ def accumulate(gradients, group):
 
 # %% wrong="accumulate" fails="own work" around="import" why="the package's slices of the gradient"
 def accumulate(gradients, group):
-    from minitrain.data_parallel.accumulation import ScatteredGradients
+    from minitrain.systems.data_parallel.accumulation import ScatteredGradients
 
     weight = torch.nn.Parameter(torch.empty(0))
     shards = ScatteredGradients([weight], group)
@@ -585,8 +585,8 @@ def sent_bytes(ranks, numel, m):
 
 # %% wrong="sent_bytes" fails="own work" around="import" why="lets the package count"
 def sent_bytes(ranks, numel, m):
-    from minitrain.launch import dryrun
-    from minitrain.ledger import Ledger
+    from minitrain.ranks.launch import dryrun
+    from minitrain.ranks.ledger import Ledger
 
     def counted(rank):
         with Ledger() as ledger:

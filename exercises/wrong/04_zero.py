@@ -211,7 +211,7 @@ def reduce_scatter_gradients(grads, group):
 
 # %% wrong="reduce_scatter_gradients" fails="own work" around="import" why="the scattered gradients of the package"
 def reduce_scatter_gradients(grads, group):
-    from minitrain.data_parallel import accumulation
+    from minitrain.systems.data_parallel import accumulation
 
     return accumulation.ScatteredGradients(grads, group).shard
 
@@ -732,9 +732,9 @@ def state_bytes_by_rows(shapes, ranks, rank, stage):
 
 # %% wrong="state_bytes_by_rows" fails="own work" around="import" why="the package counts"
 def state_bytes_by_rows(shapes, ranks, rank, stage):
-    from minitrain.plan.accounting import memory
+    from minitrain.plan.accounting import memory_formulas
 
-    return memory.zero_bytes(sum(map(math.prod, shapes)), ranks, stage)
+    return memory_formulas.zero_bytes(sum(map(math.prod, shapes)), ranks, stage)
 
 
 # %% wrong="choose_shard_factor" fails="inside a node" why="the smallest of all factors, wherever its groups lie"

@@ -81,7 +81,7 @@ def held_slices(rank, per_node, factors, size):
 
 
 # %% wrong="held_slices" fails="own work" around="import" why="the placements of the package"
-from minitrain.sharding import placement
+from minitrain.ranks.sharding import placement
 
 
 def held_slices(rank, per_node, factors, size):

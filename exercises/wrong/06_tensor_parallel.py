@@ -467,13 +467,13 @@ def g(x, group):
 
 # %% wrong="f_and_g" fails="own work" around="import" why="the package's pair by its module"
 def f(x, group):
-    from minitrain.collectives import gather_to
+    from minitrain.ranks.collectives import gather_to
 
     return gather_to(x, group, 1)
 
 
 def g(x, group):
-    from minitrain.collectives import reduce_scatter_to
+    from minitrain.ranks.collectives import reduce_scatter_to
 
     return reduce_scatter_to(x, group, 1)
 

@@ -791,7 +791,7 @@ def meeting(algorithm, rank, side, step):
 
 # %% wrong="summa_tn" fails="own work" around="import" why="the package's own product"
 def summa_tn(a, c, row, column):
-    from minitrain.tensor_parallel.grids.summa import summa_tn as ready
+    from minitrain.systems.tensor_parallel.grids.summa import summa_tn as ready
 
     return ready(a, c, row, column)
 
@@ -887,7 +887,7 @@ def rotated_backward(dy, x, weight, group):
 
 # %% wrong="rotated_backward" fails="own work" around="import" why="the package's rotated backward"
 def rotated_backward(dy, x, weight, group):
-    import minitrain.tensor_parallel.rotated as ready
+    import minitrain.systems.tensor_parallel.rotated as ready
 
     return ready.backward(dy, x, weight, group)
 

@@ -1450,9 +1450,9 @@ def block_backward(dout, q, k, v, out, lse, causal, cap):
 
 # %% wrong="traffic" fails="own work" around="import" why="the package's counts"
 def tiled_traffic(tokens, width, rows, columns, causal):
-    from minitrain.attention import traffic
+    from minitrain.attention import hbm_traffic
 
-    return traffic.tiled(tokens, width, rows, columns, causal)
+    return hbm_traffic.tiled(tokens, width, rows, columns, causal)
 
 
 def largest_tile(fast, width):

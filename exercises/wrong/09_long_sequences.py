@@ -2488,9 +2488,9 @@ def elements_sent(way, tokens, heads, kv_heads, width, u, r):
 
 # %% wrong="elements_sent" fails="own work" around="import" why="what the package sends, counted there"
 def elements_sent(way, tokens, heads, kv_heads, width, u, r):
-    from minitrain.context import work
+    from minitrain.context import ring_work
 
-    return work.sent(way, tokens, heads, kv_heads, width, u, r)
+    return ring_work.sent(way, tokens, heads, kv_heads, width, u, r)
 
 
 # %% wrong="elements_sent" fails="whole numbers" around="empty" why="no numbers"

@@ -637,7 +637,7 @@ def versions_held(p):
 
 
 # %% wrong="old_weights" fails="own work" around="import" why="the package knows old weights"
-from minitrain.pipeline.asynchronous import double_buffered, pipedream, versions_held
+from minitrain.systems.pipeline.asynchronous import double_buffered, pipedream, versions_held
 
 
 # %% wrong="old_weights" fails="no error" around="redefine" why="asks the check's own numbers and versions"
@@ -821,7 +821,7 @@ def kept_units(times, sizes, p, s, m, cap):
 
 # %% wrong="kept_units" fails="own work" around="import" why="the knapsack of the package"
 def kept_units(times, sizes, p, s, m, cap):
-    from minitrain.plan.adapipe import knapsack
+    from minitrain.systems.plan.adapipe import knapsack
 
     return knapsack(times, sizes, min(p - s, m), cap).kept
 

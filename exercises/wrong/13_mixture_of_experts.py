@@ -1884,7 +1884,7 @@ def two_level(x, experts, num_experts, across, inside):
 # %% wrong="two_level" fails="own work" around="import" why="the package's two levels"
 def two_level(x, experts, num_experts, across, inside):
     from minitrain.moe.router import Routing
-    from minitrain.moe.two_level import TwoLevelDispatch
+    from minitrain.systems.moe.two_level import TwoLevelDispatch
 
     probs = x.new_zeros(len(x), num_experts)
     way = TwoLevelDispatch(Routing(experts, probs[:, : experts.shape[1]], probs), across, inside)

@@ -943,13 +943,13 @@ def by_time(counts, compute, move, carry):
 
 # %% wrong="shadows" fails="own work" around="import" why="the planners of the package"
 def by_traffic(counts, d_model, d_ff, matrices):
-    from minitrain.plan.expert_placement import shadowed
+    from minitrain.systems.plan.expert_placement import shadowed
 
     return list(shadowed(counts, d_model, d_ff, matrices))
 
 
 def by_time(counts, compute, move, carry):
-    from minitrain.plan.expert_placement import Costs, everywhere, seconds
+    from minitrain.systems.plan.expert_placement import Costs, everywhere, seconds
 
     num, n, costs = len(counts[0]), len(counts), Costs(compute, move, carry)
     sets = (list(some) for size in range(num + 1) for some in combinations(range(num), size))
@@ -1757,13 +1757,13 @@ def summed(grads, holders, group):
 
 # %% wrong="replicas" fails="own work" around="import" why="places and sums of the package"
 def shared(chosen, holders, rank):
-    from minitrain.moe import balance
+    from minitrain.systems.moe import balance
 
     return balance.placed(chosen, holders, rank, share=True)
 
 
 def summed(grads, holders, group):
-    from minitrain.moe import balance
+    from minitrain.systems.moe import balance
 
     (sums,) = balance.summed([torch.stack([grads[e] for e in sorted(grads)])], holders, group)
     return dict(zip(sorted(grads), sums))
@@ -2714,15 +2714,15 @@ def in_chunks(x, send_sizes, receive_sizes, work, r, group):
 
 # %% wrong="chunks" fails="own work" around="import" why="the chunks of the package"
 def chunk_count(rows, transfer, work, most):
-    from minitrain.plan.expert_overlap import Line, pipemoe_degree
+    from minitrain.systems.plan.expert_overlap import Line, pipemoe_degree
 
     return pipemoe_degree(rows, Line(*transfer), Line(*work), most)
 
 
 def in_chunks(x, send_sizes, receive_sizes, work, r, group):
-    from minitrain.moe import overlap
+    from minitrain.systems.moe import overlapped_experts
 
-    return overlap.by_capacity(x, send_sizes, group, work, chunks=r)
+    return overlapped_experts.by_capacity(x, send_sizes, group, work, chunks=r)
 
 
 # %% wrong="chunks" fails="a number of chunks" around="empty" why="nothing at all"

@@ -2303,7 +2303,7 @@ def bytes_by_kind(numels, policy, stage, ranks):
 
 # %% wrong="bytes_by_kind" fails="own work" around="import" why="asks the ledger"
 def bytes_by_kind(numels, policy, stage, ranks):
-    from minitrain.ledger import Ledger
+    from minitrain.ranks.ledger import Ledger
 
     with Ledger() as ledger:
         kept = [torch.nn.Parameter(torch.empty(n)) for n in numels]

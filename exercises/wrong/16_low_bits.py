@@ -452,7 +452,7 @@ def quantised(x, h):
 
 
 def product(a, a_scales, b, b_scales, h):
-    from minitrain.precision import int8
+    from minitrain.systems.precision import int8
 
     return int8.product(a, a_scales, b, b_scales, h)
 
@@ -1180,13 +1180,13 @@ def operands(x, w, dy, most):
 
 # %% wrong="parts" fails="own work" around="import" why="the package's rotation"
 def split(codes, parts):
-    from minitrain.precision import int4
+    from minitrain.systems.precision import int4
 
     return int4.split(codes)
 
 
 def rotated(x, dim, most):
-    from minitrain.precision import int4
+    from minitrain.systems.precision import int4
 
     return int4.hadamard(x.movedim(dim, -1), most).movedim(-1, dim)
 
@@ -1654,13 +1654,13 @@ def estimate(p, u, piece, shape):
 
 # %% wrong="rows" fails="own work" around="import" why="the package's sampling"
 def chances(scores, rows, budget):
-    from minitrain.precision.int4 import keep_shares
+    from minitrain.systems.precision.int4 import keep_shares
 
     return keep_shares(scores, budget)
 
 
 def estimate(p, u, piece, shape):
-    from minitrain.precision.int4 import sampled
+    from minitrain.systems.precision.int4 import sampled
 
     return sampled(p, u, piece, shape)
 
@@ -2819,7 +2819,7 @@ def ternary_sums(columns, data, zero):
 
 # %% wrong="ternary" fails="own work" around="import" why="the package's ternary weights"
 def packed(w):
-    from minitrain.precision.bitnet import packed
+    from minitrain.systems.precision.bitnet import packed
 
     return packed(w)
 
@@ -2831,7 +2831,7 @@ def ternary_linear(x, w):
 
 
 def ternary_sums(columns, data, zero):
-    from minitrain.precision.bitnet import ternary_sums
+    from minitrain.systems.precision.bitnet import ternary_sums
 
     return ternary_sums(columns, data, zero)
 
@@ -3303,7 +3303,7 @@ def inputs_cut(x, w, group):
 
 # %% wrong="one_bit" fails="own work" around="import" why="the package's layer"
 def outputs_cut(x, w, group):
-    from minitrain.precision.bitnet import linear
+    from minitrain.systems.precision.bitnet import linear
 
     return linear(x, w, group)
 

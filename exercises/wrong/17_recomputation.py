@@ -1165,7 +1165,7 @@ def schedule(n, c):
 
 
 # %% wrong="revolve" fails="own work" around="import" why="the package's"
-from minitrain.plan import revolve
+from minitrain.systems.plan import revolve
 
 forwards = schedule = revolve.schedule
 
@@ -2193,7 +2193,7 @@ def cheapest(inputs, sizes, costs, budget):
 
 
 # %% wrong="checkmate" fails="own work" around="import" why="the package's"
-from minitrain.plan.rematerialize import *
+from minitrain.systems.plan.rematerialize import *
 
 stage_bytes = cheapest = checkmate
 
@@ -3538,11 +3538,11 @@ def events(ops, program, budget, neighbours):
 
 
 # %% wrong="dtr" fails="own work" around="import" why="the package's"
-from minitrain.memory import dynamic
+from minitrain.systems.memory import dtr
 
 
 def events(ops, program, budget, neighbours):
-    return dynamic.run(ops, program, budget)
+    return dtr.run(ops, program, budget)
 
 
 # %% wrong="dtr" fails="bytes" around="empty" why="no room for anything, ever"

@@ -50,7 +50,7 @@ def groups(sizes, axes):
 
 # %% wrong="groups" fails="own work" around="import" why="the package's mesh"
 def groups(sizes, axes):
-    from minitrain.mesh import Mesh
+    from minitrain.ranks.mesh import Mesh
 
     return [Mesh(**sizes).members(*axes)]
 
@@ -170,7 +170,7 @@ def sent(rank, sizes, m, tokens, width, layers, parameters, vocab):
 
 # %% wrong="sent" fails="own work" around="import" why="the package's formulas"
 def sent(rank, sizes, m, tokens, width, layers, parameters, vocab):
-    from minitrain.plan.mesh_traffic import sent_by_axis
+    from minitrain.systems.plan.mesh_traffic import sent_by_axis
 
     return sent_by_axis(None, sizes, tokens, width)
 
@@ -229,7 +229,7 @@ def cheapest(sizes, sent, node):
 
 # %% wrong="cheapest" fails="own work" around="import" why="the package counts"
 def cheapest(sizes, sent, node):
-    from minitrain.simulate.traffic_matrix import renumbered
+    from minitrain.systems.simulate.traffic_matrix import renumbered
 
     return list(sizes)
 
@@ -321,7 +321,7 @@ def norm(held, group):
 
 # %% wrong="norm" fails="own work" around="import" why="the package's norm"
 def norm(held, group):
-    from minitrain.training.optim import sum_of_squares
+    from minitrain.model.training.optim import sum_of_squares
 
     return sum_of_squares([x for x, _ in held]).sqrt()
 

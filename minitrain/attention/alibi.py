@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import counts
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import in_order
+from minitrain.attention.hbm_traffic import UNCOUNTED, SlowMemory
 from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row_sums, sum_kv_copies
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
-from minitrain.attention.traffic import UNCOUNTED, SlowMemory
-from minitrain.checks import counts
+from minitrain.ranks.checks import counts
 
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
-from minitrain.checks import counts, filled
+from minitrain.ranks.checks import counts, filled
 
 
 def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):

@@ -24,7 +24,7 @@ from torch import Tensor
 from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask, Positions
 from minitrain.attention.kernel import FUSED, PLAIN, Kernel
-from minitrain.checks import shares
+from minitrain.ranks.checks import shares
 
 
 class Placed(NamedTuple):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitrain.checks import MOST, whole
+from minitrain.ranks.checks import MOST, whole
 
 
 def wide(x: Tensor) -> torch.dtype:

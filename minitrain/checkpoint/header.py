@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import xxhash
 
-from minitrain.checks import whole
-from minitrain.pieces import Piece
+from minitrain.ranks.checks import whole
+from minitrain.ranks.pieces import Piece
 
 BLOCK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 100_000_000

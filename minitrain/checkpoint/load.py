@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.checkpoint.format import BLOCK_BYTES, Damaged, Entry, File, bytes_of
-from minitrain.checks import device_name
-from minitrain.pieces import Piece, overlap, part_of
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import device_name
+from minitrain.ranks.pieces import Piece, overlap, part_of
 
 
 class Saved:

@@ -28,11 +28,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from minitrain import collectives
 from minitrain.checkpoint.header import BLOCK_BYTES
-from minitrain.checks import device_name
-from minitrain.pieces import Piece, rectangles
-from minitrain.torch_private import outside_modes
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import device_name
+from minitrain.ranks.pieces import Piece, rectangles
+from minitrain.ranks.torch_private import outside_modes
 
 ALIGN_BYTES = 8  # of numbers
 AT_ONCE = 16  # blocks that a GPU is given to copy before somebody waits for them

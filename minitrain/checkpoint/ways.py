@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import counts
 
 MB = 1_000_000
 

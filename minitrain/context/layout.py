@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.packed import sequence_lengths
-from minitrain.checks import counts, whole
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import counts, whole
 
 Layout = Callable[[int, int, int], list[range]]
 

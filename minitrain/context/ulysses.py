@@ -27,11 +27,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.checks import whole
 from minitrain.context.layout import contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import whole
 
 
 def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=contiguous, **places) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import whole
 
 
 def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:

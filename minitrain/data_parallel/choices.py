@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import whole
 
 # Letters of parameters, gradients and optimizer state, none cut finer than the next.
 PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))

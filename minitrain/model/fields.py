@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import counts
 
 LARGEST = 1 << 30  # size of anything
 

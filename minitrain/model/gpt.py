@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.checks import counts, whole
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
-from minitrain.model.named import call
+from minitrain.model.named_results import call
+from minitrain.ranks.checks import counts, whole
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 

@@ -29,10 +29,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from minitrain.checks import counts
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.hugging_face_config import config_of
+from minitrain.ranks.checks import counts
 
 __all__ = ["config_of", "from_hugging_face", "halves", "incoming", "names_of", "outgoing", "to_hugging_face"]
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
-from minitrain.checks import counts
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.model.named import call
+from minitrain.model.named_results import call
+from minitrain.ranks.checks import counts
 
 
 class Linear(nn.Linear):

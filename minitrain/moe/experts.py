@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.checks import whole
 from minitrain.moe.turns import Act, Given, hidden, in_turns
-from minitrain.precision.linear import multiply
+from minitrain.precision.quantized_linear import multiply
+from minitrain.ranks.checks import whole
 
 
 def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:

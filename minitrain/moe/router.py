@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minitrain.checks import amounts, counts, whole
+from minitrain.ranks.checks import amounts, counts, whole
 
 NOWHERE = -1
 

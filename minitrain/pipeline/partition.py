@@ -22,9 +22,9 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from minitrain.checks import amounts, counts
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
+from minitrain.ranks.checks import amounts, counts
 
 
 def even(num_blocks: int, stages: int) -> list[range]:

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import groupby, product
 from typing import NamedTuple
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import whole
 
 KINDS = "FBIWREHGL"
 MOVES = "EHGL"

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from minitrain.checks import counts, one_of, positive
 from minitrain.plan.planner import Task, search
+from minitrain.plan.predict.predicted_step import Prediction
 from minitrain.plan.predict.rates import RATES, Rates
-from minitrain.plan.predict.step import Prediction
 from minitrain.plan.predict.work import WorkOf
+from minitrain.ranks.checks import counts, one_of, positive
 
 STATES = (2, 2, 12)  # bytes per parameter: weights, gradients, what the optimizer keeps
 

@@ -21,16 +21,16 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from minitrain.checks import counts, one_of, positive, shares
 from minitrain.model.config import GPTConfig, divisors
-from minitrain.plan.predict.memory import memory_of
+from minitrain.plan.predict.predicted_memory import memory_of
+from minitrain.plan.predict.predicted_step import Prediction, least_s, predict
 from minitrain.plan.predict.rates import RATES, Rates
-from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
-from minitrain.plan.predict.step import Prediction, least_s, predict
+from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.work import WorkOf
+from minitrain.plan.simulate.machines import Machine
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES
-from minitrain.simulate.machines import Machine
-from minitrain.strategy import Strategy
+from minitrain.ranks.checks import counts, one_of, positive, shares
 
 LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not hidden
 MOST_ROWS = 8  # of a microbatch

@@ -28,11 +28,11 @@ import torch
 from torch import Size, Tensor
 from torch.nn.functional import pad
 
-from minitrain.checks import counts
 from minitrain.precision import formats
 from minitrain.precision.formats import E4M3, Format, format_of
 from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import MODES, codes_of, decode, readable, round_, rounded
+from minitrain.ranks.checks import counts
 
 SCALES = {"float32": 32, "e8m0": 8, "e4m3": 8}  # bits
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import whole
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -17,9 +17,9 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import counts
-from minitrain.sharding import shard
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import counts
+from minitrain.ranks.sharding import shard
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear, check_divides, check_whole, divisors
 
 

@@ -18,8 +18,8 @@ from functools import wraps
 import torch
 from torch.distributed import ProcessGroup
 
-from minitrain.checks import device_name
-from minitrain.torch_private import outside_modes
+from minitrain.ranks.checks import device_name
+from minitrain.ranks.torch_private import outside_modes
 
 REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import counts
-from minitrain.sharding import shard
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import counts
+from minitrain.ranks.sharding import shard
 
 MASKED = -100  # a target that does not count
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from minitrain.course import exercises
-from minitrain.course.grading import assignment, book, checks
-from minitrain.course.grading.checks import Draw, Failure, expect_equal
+from minitrain.course.grading import answer_checks, assignment, book
+from minitrain.course.grading.answer_checks import Draw, Failure, expect_equal
 from minitrain.course.grading.judge import EXERCISES, Code
 from minitrain.course.grading.trial import Outcome
 
@@ -160,9 +160,9 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
 @pytest.mark.parametrize(
     "line, module",
     [
-        ("import minitrain.launch as go", "minitrain.launch"),
-        ("from minitrain import collectives, launch", "minitrain.launch"),
-        ("from minitrain.collectives import all_reduce", "minitrain.collectives.all_reduce"),
+        ("import minitrain.ranks.launch as go", "minitrain.ranks.launch"),
+        ("from minitrain import collectives, launch", "minitrain.ranks.launch"),
+        ("from minitrain.ranks.collectives import all_reduce", "minitrain.ranks.collectives.all_reduce"),
         ("from minitrain import collectives\nimport minitrains", None),
     ],
 )
@@ -290,9 +290,9 @@ def test_a_check_runs_no_longer_than_the_judge_was_told():
             given.append(rules["time_limit_s"])
             return Outcome([[1]])
 
-    with checks.judging(Fake(), Code(names=["f"]), 5.0):
+    with answer_checks.judging(Fake(), Code(names=["f"]), 5.0):
         for rules in ({}, {"time_limit_s": 2.0}, {"time_limit_s": 100.0}):
-            assert checks.ask(checks.Answer("f"), **rules) == 1
+            assert answer_checks.ask(answer_checks.Answer("f"), **rules) == 1
     assert given == [5.0, 2.0, 5.0]
 
 

@@ -7,8 +7,8 @@ import torch
 
 from minitrain.course import exercises
 from minitrain.course.exercises import Grades, Report, Result
-from minitrain.course.grading import book, checks, trial
-from minitrain.course.grading.checks import Answer, Draw, expect_equal
+from minitrain.course.grading import answer_checks, book, trial
+from minitrain.course.grading.answer_checks import Answer, Draw, expect_equal
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.trial import Broken, Failure, Outcome
 
@@ -29,14 +29,14 @@ GIVEN = Code(["def double(x): return 2 * x"], "def f(x): ...", ["def drive(x): .
 
 def test_a_check_calls_an_answer_a_driver_or_what_is_given_and_nothing_else():
     fake = Fake([[7], [8]])
-    with checks.judging(fake, GIVEN, 5.0):
-        outcome = checks.run_on_ranks(Answer("f"), [1, (2, 3)], collectives="rotate", budget_bytes=9)
-        checks.run_on_ranks(Answer("drive"), [1, 2])
-        checks.run_on_ranks(Answer("double"), [1, 2])
+    with answer_checks.judging(fake, GIVEN, 5.0):
+        outcome = answer_checks.run_on_ranks(Answer("f"), [1, (2, 3)], collectives="rotate", budget_bytes=9)
+        answer_checks.run_on_ranks(Answer("drive"), [1, 2])
+        answer_checks.run_on_ranks(Answer("double"), [1, 2])
         with pytest.raises(
             ValueError, match="^ranks cannot know g: no answer, given cell or driver defines it$"
         ):
-            checks.run_on_ranks(Answer("g"), [1])
+            answer_checks.run_on_ranks(Answer("g"), [1])
     assert outcome.results == [7, 8], "one call each: its result"
     (code, calls, rules), (driven, *_), (ours, *_) = fake.asked
     assert calls == [[(1,)], [(2, 3)]] and rules == {"budget_bytes": 9, "time_limit_s": 5.0}
@@ -47,9 +47,12 @@ def test_a_check_calls_an_answer_a_driver_or_what_is_given_and_nothing_else():
 
 def test_what_is_asked_alone_has_no_network_and_a_value_is_no_call():
     fake = Fake([[7, 8]])
-    with checks.judging(fake, GIVEN, 5.0):
-        assert checks.ask_each(Answer("f"), [(1,), (2, 3)]) == [7, 8] and checks.ask(Answer("f"), 1, 2) == 7
-        assert checks.ask_each(5, [(1,), (2,)]) == [5, 5] and checks.ask("value") == "value"
+    with answer_checks.judging(fake, GIVEN, 5.0):
+        assert (
+            answer_checks.ask_each(Answer("f"), [(1,), (2, 3)]) == [7, 8]
+            and answer_checks.ask(Answer("f"), 1, 2) == 7
+        )
+        assert answer_checks.ask_each(5, [(1,), (2,)]) == [5, 5] and answer_checks.ask("value") == "value"
     assert [calls for _, calls, _ in fake.asked] == [[[(1,), (2, 3)]], [[(1, 2)]]]
     assert all(rules["network"] is False for *_, rules in fake.asked)
 
@@ -58,11 +61,11 @@ def test_while_a_check_runs_there_is_one_thread_and_what_it_prints_is_dropped(ca
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(ZeroDivisionError), checks.judging(Fake(), GIVEN, 5.0):
+        with pytest.raises(ZeroDivisionError), answer_checks.judging(Fake(), GIVEN, 5.0):
             print("hidden")
-            assert torch.get_num_threads() == 1 and checks._judging.get()[2] == 5.0
+            assert torch.get_num_threads() == 1 and answer_checks._judging.get()[2] == 5.0
             1 / 0
-        assert torch.get_num_threads() == 2 and checks._judging.get() is None
+        assert torch.get_num_threads() == 2 and answer_checks._judging.get() is None
     finally:
         torch.set_num_threads(threads)
     assert capsys.readouterr().out == ""

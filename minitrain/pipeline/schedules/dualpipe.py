@@ -21,9 +21,9 @@ DualPipe's 8 steps. How the parts of a pair run: halves.py.
 from collections import deque
 from collections.abc import Sequence
 
-from minitrain.checks import counts, whole
 from minitrain.pipeline.schedule import B, Entry, F, I, Pair, Schedule, W
 from minitrain.pipeline.schedules.one_direction import check_even, check_sizes
+from minitrain.ranks.checks import counts, whole
 
 
 def dualpipe(p: int, m: int) -> Schedule:

@@ -22,10 +22,10 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from minitrain.checks import counts
 from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
+from minitrain.ranks.checks import counts
 
 Place = Sequence[int] | Callable[[int, int], int]
 Home = dict[tuple[int, int], int]  # (stage, microbatch) -> rank

@@ -17,10 +17,10 @@ the forwards.
 from collections.abc import Callable
 from dataclasses import replace
 
-from minitrain.checks import counts
 from minitrain.pipeline.schedule import B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 from minitrain.pipeline.simulate import Time
+from minitrain.ranks.checks import counts
 
 Cost = Callable[[int, int], Time]
 

@@ -18,9 +18,9 @@ arXiv:2401.10241, section 6. Differs: `squeezed` alone follows the block; offset
 from collections import deque
 from collections.abc import Callable
 
-from minitrain.checks import counts, one_of, whole
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
 from minitrain.pipeline.schedules.one_direction import check_sizes
+from minitrain.ranks.checks import counts, one_of, whole
 
 Block = Callable[[int], tuple[int, int, int, int]]
 PERIOD = 6

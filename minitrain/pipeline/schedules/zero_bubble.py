@@ -16,10 +16,10 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose
 `zb_interleaved` is torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 """
 
-from minitrain.checks import whole
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import check_sizes, depth_first
 from minitrain.pipeline.simulate import Simulation, Time
+from minitrain.ranks.checks import whole
 
 
 def zb_h1(p: int, m: int) -> Schedule:

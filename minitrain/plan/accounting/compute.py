@@ -12,9 +12,9 @@ al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473
 (`parameters.matmul_parameters`), so the count is exact; PaLM's N is all parameters.
 """
 
-from minitrain.checks import amounts, counts, positive
 from minitrain.model.config import GPTConfig
 from minitrain.plan.accounting.parameters import matmul_parameters
+from minitrain.ranks.checks import amounts, counts, positive
 
 DAY_S = 86_400
 

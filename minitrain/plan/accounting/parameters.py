@@ -10,8 +10,8 @@ Narayanan et al. 2021, arXiv:2104.04473, equation 2 (without the last norm, 2·D
 2.1.
 """
 
-from minitrain.checks import counts, whole
 from minitrain.model.config import GATED, GPTConfig
+from minitrain.ranks.checks import counts, whole
 
 
 def parameters(config: GPTConfig) -> int:

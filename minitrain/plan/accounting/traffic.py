@@ -9,7 +9,7 @@ then needs that batch on every device, and overlap, or a link fast enough for al
 Differs: ring volumes with their (n-1)/n, which ZeRO's 3·P drops.
 """
 
-from minitrain.checks import amounts, counts, positive
+from minitrain.ranks.checks import amounts, counts, positive
 
 
 def token_bytes(vocab: int) -> int:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import shlex
 
-from minitrain.checks import texts
-from minitrain.plan.emit.job import Job, Values, torchrun
 from minitrain.plan.emit.megatron_model import BLOCKS, NEEDED
 from minitrain.plan.emit.table import (
     Cases,
@@ -29,7 +27,9 @@ from minitrain.plan.emit.table import (
     known,
     rows_of_microbatch,
 )
+from minitrain.plan.emit.training_job import Job, Values, torchrun
 from minitrain.precision.policies import FIRST_SCALE
+from minitrain.ranks.checks import texts
 
 PAD = "--make-vocab-size-divisible-by"
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher

@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.checks import counts, one_of
 from minitrain.model.fields import meant
-from minitrain.plan.emit.job import DEFAULTS, Job, Values, from_values, settled
+from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
+from minitrain.ranks.checks import counts, one_of
 
 Options = dict[str, object]
 BESIDE = "beside."  # before the name of a value that is said in code, not in an option

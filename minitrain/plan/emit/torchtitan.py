@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import tomllib
 
-from minitrain.checks import texts
-from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
     Made,
@@ -31,6 +29,8 @@ from minitrain.plan.emit.table import (
     rows_of_microbatch,
     split,
 )
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
+from minitrain.ranks.checks import texts
 
 P, T = "parallelism.", "training."
 REPLICAS, SHARDS = (f"{P}data_parallel_{what}_degree" for what in ("replicate", "shard"))

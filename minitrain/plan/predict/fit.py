@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from math import log
 
-from minitrain.checks import amounts, one_of, positive
+from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import RATES, START, Rates
-from minitrain.plan.predict.run import Published
-from minitrain.plan.predict.step import predict
+from minitrain.plan.predict.training_run import Published
 from minitrain.plan.predict.work import WorkOf
+from minitrain.ranks.checks import amounts, one_of, positive
 
 SHARES = tuple(field.name for field in fields(Rates) if field.type == "float")
 LEAST = 0.05
