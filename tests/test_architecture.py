@@ -36,10 +36,10 @@ BUDGETS = {  # lines of Python as `wc -l` counts them
         ["minitrain/systems", "minitrain/course"],
         24_000,
     ),
-    "minitrain/systems": (["minitrain/systems"], [], 15_000),
+    "minitrain/systems": (["minitrain/systems"], [], 20_200),
     "minitrain/course": (["minitrain/course"], [], 8_000),
-    "exercises/wrong": (["exercises/wrong"], [], 12_000),
-    "tests": (["tests"], [], 64_000),
+    "exercises/wrong": (["exercises/wrong"], [], 32_000),
+    "tests": (["tests"], [], 76_400),
 }
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
@@ -314,7 +314,6 @@ def test_no_drawer_for_odds_and_ends():
 
 def test_every_module_says_what_it_is_and_fits_in_the_head():
     for path in SOURCES:
-        text = path.read_text()
         tree = tree_of(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"
         for node in ast.walk(tree):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.score_tiles import diagonal, score_matrix
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 class SlowMemory:
@@ -103,7 +103,7 @@ def standard_traffic(tokens: int, width: int) -> tuple[Traffic, Traffic]:
 
 def flash_traffic(version: int, tokens: int, width: int, outer: int, inner: int, causal: bool):
     """(forward, backward) of one head in FlashAttention 1 or 2 with these tiles (flash.py: `tile_sizes`)."""
-    counts(tokens=tokens, width=width, outer=outer, inner=inner)
+    require_positive_ints(tokens=tokens, width=width, outer=outer, inner=inner)
     starts = range(0, tokens, outer)
     rows = keys = tokens * len(starts)  # that outer tiles see, in all: T · ceil(T/outer) without a mask
     if causal:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.pieces import Piece
 
 BLOCK_BYTES = 1 << 20
@@ -115,7 +115,7 @@ def pack(pieces: Sequence[Piece], plain: dict[str, Any], hashes: Sequence[str] |
 
 
 def count_blocks(size: int) -> int:
-    whole(size=size)
+    require_ints(size=size)
     return -(-size // BLOCK_BYTES)
 
 

@@ -22,7 +22,7 @@ from minitrain.plan.planner import search as search_all
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
 
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=plan_file)
@@ -53,7 +53,7 @@ def plan(
     minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --batch 1536 --length 2048 --explain
     minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json
     """
-    counts(top=top)
+    require_positive_ints(top=top)
     writer = None if emit is None else known(EMIT, system=emit)
     if out and (not writer or out.is_dir() or not out.parent.is_dir()):
         raise ValueError(f"out={out}: give a file in a folder that is there, and a system with --emit")

@@ -15,7 +15,7 @@ from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.simulate.machines import MACHINES, Machine
 from minitrain.plan.simulate.machines import machine as described
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 
 PICTURES = (".png", ".svg", ".pdf")
 DRAWN = 16  # stages: more cannot be read as a picture
@@ -89,7 +89,7 @@ def replay(
 def strategy_for(given: dict[str, Any], ranks: int | None) -> Strategy:
     """The strategy of the flags; what is not given is what large runs use."""
     if ranks is not None:
-        whole(1, 1 << 30, ranks=ranks)
+        require_ints(1, 1 << 30, ranks=ranks)
     wanted = Strategy(**{"dp": 1} | given)
     if "dp" not in given:
         beside = wanted.ranks
@@ -108,7 +108,7 @@ def step_for(config: GPTConfig, strategy: Strategy, batch: int | None, length: i
     """One row per data rank and microbatch, if nothing is said."""
     rows = strategy.dp * strategy.microbatches if batch is None else batch
     tokens = min(8192, config.max_positions) if length is None else length
-    whole(1, 1 << 30, batch=rows, length=tokens)
+    require_ints(1, 1 << 30, batch=rows, length=tokens)
     return Hyperparameters(batch_size=rows, length=tokens)
 
 

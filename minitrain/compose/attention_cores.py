@@ -25,7 +25,7 @@ from minitrain.context.ring import ring_attention
 from minitrain.context.sliced import last_attention, sliced
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
-from minitrain.ranks.checks import one_of
+from minitrain.ranks.checks import require_one_of
 from minitrain.systems.context.balanced import balanced_attention
 from minitrain.systems.context.ring_self_attention import ring_self_attention
 from minitrain.systems.context.wallfacer import wallfacer_attention
@@ -48,14 +48,14 @@ FUNCTIONS = {
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
     """The core of whole sequences whose tokens are laid out by data_layout(name, .., layout)."""
-    one_of(LAYOUTS, layout=layout)
-    one_of(FUNCTIONS, name=name)
+    require_one_of(LAYOUTS, layout=layout)
+    require_one_of(FUNCTIONS, name=name)
     return _core(name, groups, LAYOUTS[layout])
 
 
 def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices = 1) -> Layout:
     """How batches are cut over cp."""
-    one_of(LAYOUTS, layout=layout)
+    require_one_of(LAYOUTS, layout=layout)
     dealing = dealt_to(name, sizes)
     whole = dealt(LAYOUTS[layout], dealing) if dealing > 1 else LAYOUTS[layout]
     return whole if slices == 1 else sliced(whole, slices)

@@ -55,7 +55,7 @@ from minitrain.pipeline.whole_stages import WholeStages
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import device_name
+from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
 from minitrain.systems.data_parallel.scaled import Scaled
@@ -85,7 +85,7 @@ def parallelize(
     layers of each stage (else as even as they can be), and `runner` a kind of Runner, for actions of your
     own.
     """
-    device_name(device="cpu" if device is None else device)
+    require_device(device="cpu" if device is None else device)
     ranks, config = collectives.world().size(), model if isinstance(model, GPTConfig) else None
     if config:
         strategy.check(config, ranks)

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, one_of
+from minitrain.ranks.checks import require_one_of, require_positive_ints
 
 
 class Kind(NamedTuple):
@@ -64,13 +64,13 @@ def check_choice(
 
 def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
     """To how many ranks each rank of the rings deals its tokens; the layout is that of the rings."""
-    one_of(CORES, name=name)
+    require_one_of(CORES, name=name)
     return sizes["ulysses"] if len(CORES[name].axes) > 1 and "ulysses" in sizes else 1
 
 
 def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[int]:
     """Tokens of each slice on all ranks, from how many there are, or as given if they add up."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     if isinstance(slices, int):
         return even_slices(length, slices, ranks)
     if sum(slices) != length:
@@ -82,7 +82,7 @@ def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[
 def even_slices(length: int, count: int, ranks: int) -> list[int]:
     """Tokens of each slice, if every rank cuts its T/n into `count`, the first ones a token longer if need
     be."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     if count < 1 or length % ranks or length // ranks < count:
         what = f"{count} slices of T={length} over {ranks} ranks"
         raise ValueError(f"{what}: each rank needs the same number of tokens, {count} or more")

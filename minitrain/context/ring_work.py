@@ -18,13 +18,13 @@ arXiv:2407.21783, section 3.3.2. Differs: entries of the mask are counted, where
 from fractions import Fraction
 
 from minitrain.context.layout import Layout, tiles
-from minitrain.ranks.checks import counts, shares
+from minitrain.ranks.checks import require_fractions, require_positive_ints
 
 
 def entries(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1) -> list[list[Fraction]]:
     """[step][rank]: scores that are computed and count."""
-    shares(diagonal=diagonal)
-    counts(ranks=ranks, length=length)
+    require_fractions(diagonal=diagonal)
+    require_positive_ints(ranks=ranks, length=length)
     held = [layout(rank, ranks, length) for rank in range(ranks)]
     # in step 0 every token's score with itself is one of them
     less = length // ranks * (1 - Fraction(diagonal)) if causal else Fraction(0)

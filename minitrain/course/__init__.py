@@ -7,6 +7,7 @@ First  notebook            show a function, set numbers beside formulas, run a n
        home                where chapters and exercises are: in a clone, or laid out from a wheel
 then   lab                 copies of both for the reader to work in
        exercises           make, prove and grade exercise notebooks
+       plot/               every picture
        grading/            the judge stays outside; an answer runs in processes that give back data
 beside loopback            the kernel's own count of bytes, which the ledger is checked with
        install             PyTorch as it fits the machine, and the tested versions of all else

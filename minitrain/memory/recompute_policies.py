@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minitrain.ranks.checks import texts
+from minitrain.ranks.checks import require_text
 
 NAMES = ("norm1", "latents", "qkv", "core", "out", "norm2", "up", "act", "down", "experts")
 WORDS = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revolve:3, or a list full*2,none"
@@ -64,7 +64,7 @@ def parse(text: str) -> list[Policy]:
 
 
 def policy_of(word: str, text: str) -> Policy:
-    texts(word=word)
+    require_text(word=word)
     kind, _, rest = word.partition(":")
     match kind:
         case "none" | "stage" | "full" | "selective" | "sqrt" if not rest:

@@ -17,7 +17,7 @@ from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 def _by_name(*functions: Callable[..., Schedule]) -> dict[str, Callable[..., Schedule]]:
@@ -53,7 +53,7 @@ def stages_of(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False)
 
     Planners ask thousands of times, and a schedule of many microbatches is long: rules look at m modulo p and
     2p and whether it is at least 2p, so one of 2p to 4p microbatches answers for all that are alike."""
-    counts(p=p, m=m, chunks=chunks, slices=slices)
+    require_positive_ints(p=p, m=m, chunks=chunks, slices=slices)
     few = m if m < 4 * p else 2 * p + m % (2 * p)
     stages = _stages(name, p, few, chunks, slices, recompute)
     return stages or named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages

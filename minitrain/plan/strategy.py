@@ -36,7 +36,7 @@ from minitrain.plan.strategy_checks import (
     check_tensor_parallel,
 )
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
-from minitrain.ranks.checks import texts
+from minitrain.ranks.checks import require_text
 
 AXES = ("dp", "pp", "cp", "tp")
 TRAVEL = ("tokens", "experts", "cheaper")
@@ -84,7 +84,7 @@ class Strategy:
 
     def __post_init__(self):
         check_sizes(self, AXES)
-        texts(offload=self.offload)
+        require_text(offload=self.offload)
         check_order(self.order, AXES)
         if isinstance(self.zero, str) and self.zero.isdigit():
             object.__setattr__(self, "zero", int(self.zero))  # as flags say it

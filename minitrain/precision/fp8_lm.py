@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
 from minitrain.precision.formats import E4M3, FP16
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 BLOCKS = {f.dtype: Blocks(f) for f in (E4M3, FP16)}
 INTEGERS = {torch.float8_e4m3fn: torch.uint8, torch.float16: torch.uint16}
@@ -45,6 +45,6 @@ def wide(x: Tensor, amax: Tensor) -> Tensor:
 
 def next_mu(mu: Tensor, sums: Tensor, ranks: int) -> Tensor:
     """After a step in which the codes of a tensor's gradient added up to `sums`, E4M3."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     share = (sums.float().abs() == E4M3.max).double().mean()
     return torch.where(share > OVERFLOWS, mu / 2, mu * 2 ** (1 / DOUBLES_IN)).clamp(1 / ranks, 1.0)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.sharding import placement, whole_shape
 
 
@@ -94,7 +94,7 @@ def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tupl
     """Elements first .. last of an array, counted along its rows: (start, shape) of rectangles, in order."""
     if first >= last:
         return []
-    whole(first=first, last=last)
+    require_ints(first=first, last=last)
     if not shape:
         return [((), ())]
     row = math.prod(shape[1:])

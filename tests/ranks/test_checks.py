@@ -63,15 +63,19 @@ def test_nonsense_is_refused_by_name(call, name):
 @pytest.mark.parametrize(
     "check, good, bad",
     [
-        (checks.counts, [1, 7, (1, 2), [[3]]], [0, -1, 1.0, True, None, "1", 10**9, (1, 0), [[0]]]),
-        (checks.whole, [0, 5, (0,)], [-1, 0.5, NAN, False, (0, -1), ()]),
-        (checks.amounts, [0, 0.5, 10**300], [-1, NAN, INF, 10**400, None, "", True]),
-        (checks.positive, [0.5, 3], [0, -1, INF, NAN]),
-        (checks.shares, [0, 1, 0.5], [-0.1, 1.1, NAN]),
-        (checks.finite, [-3, 0.0], [INF, NAN, "x"]),
-        (checks.texts, ["", "word"], [None, 5, ()]),
-        (checks.device_name, ["cpu", "cuda:1", "meta"], ["", "nope", "cuda:", None, 5]),
-        (checks.filled, [[1], (0,), {2: 3}], [[], (), "text", 3, None]),
+        (
+            checks.require_positive_ints,
+            [1, 7, (1, 2), [[3]]],
+            [0, -1, 1.0, True, None, "1", 10**9, (1, 0), [[0]]],
+        ),
+        (checks.require_ints, [0, 5, (0,)], [-1, 0.5, NAN, False, (0, -1), ()]),
+        (checks.require_nonnegative, [0, 0.5, 10**300], [-1, NAN, INF, 10**400, None, "", True]),
+        (checks.require_positive, [0.5, 3], [0, -1, INF, NAN]),
+        (checks.require_fractions, [0, 1, 0.5], [-0.1, 1.1, NAN]),
+        (checks.require_finite, [-3, 0.0], [INF, NAN, "x"]),
+        (checks.require_text, ["", "word"], [None, 5, ()]),
+        (checks.require_device, ["cpu", "cuda:1", "meta"], ["", "nope", "cuda:", None, 5]),
+        (checks.require_nonempty, [[1], (0,), {2: 3}], [[], (), "text", 3, None]),
     ],
 )
 def test_checks_accept_what_they_say_and_name_what_they_refuse(check, good, bad):
@@ -90,14 +94,14 @@ def test_the_wrong_entry_is_counted_from_0_and_60_letters_are_shown():
         ("x" * 58, f"v={'x' * 58!r}"),
     ):
         with pytest.raises(ValueError) as caught:
-            checks.counts(v=values)
+            checks.require_positive_ints(v=values)
         assert str(caught.value).split(":")[0] == said
     with pytest.raises(ValueError, match=r"^v='x{56}\.\.\.: "):
-        checks.counts(v="x" * 59)
+        checks.require_positive_ints(v="x" * 59)
 
 
 def test_one_of_names_all_that_are_allowed():
-    checks.one_of(("a", 1), value="a")
+    checks.require_one_of(("a", 1), value="a")
     for wrong in ("b", True, None):
         with pytest.raises(ValueError, match=r": use a, 1$"):
-            checks.one_of(("a", 1), value=wrong)
+            checks.require_one_of(("a", 1), value=wrong)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 VOCAB = 256
 MASKED = -100  # torch's default ignore_index: a target that no loss counts
@@ -167,8 +167,8 @@ def permute(index: int, size: int, key: str) -> int:
     -> (right, left ^ hash) can be undone. Repeating it until the result is below `size`, under four times on
     average, permutes range(size).
     """
-    counts(1 << 62, size=size)
-    whole(0, size - 1, index=index)
+    require_positive_ints(1 << 62, size=size)
+    require_ints(0, size - 1, index=index)
     half = ((size - 1).bit_length() + 1) // 2
     while True:
         left, right = index >> half, index & (1 << half) - 1
@@ -194,7 +194,7 @@ def random_tokens(
     valid tokens."""
     if length < 1 or vocab < 1:
         raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
-    counts(batch_size=batch_size, length=length, vocab=vocab)
+    require_positive_ints(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.
     seeds = [torch.Generator().manual_seed(_hash(f"{seed}/{step}/{row}")) for row in rows]

@@ -17,7 +17,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 
-from minitrain.ranks.checks import counts, texts
+from minitrain.ranks.checks import require_positive_ints, require_text
 
 
 def keep_first_of_each(
@@ -26,7 +26,7 @@ def keep_first_of_each(
     """Numbers of the documents to keep, in order: each that is no near-duplicate of one kept before it."""
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold}: a share of common shingles, in (0, 1]")
-    counts(words=words, bands=bands, rows=rows)
+    require_positive_ints(words=words, bands=bands, rows=rows)
     kept: list[int] = []
     sets: dict[int, set[str]] = {}
     in_band: dict[tuple, list[int]] = defaultdict(list)  # (band, its minima) -> kept documents that have them
@@ -45,7 +45,7 @@ def keep_first_of_each(
 
 def shingles(document: str, words: int = 5) -> set[str]:
     """All runs of `words` words, blind to case and spacing; the whole document if it is shorter."""
-    texts(document=document)
+    require_text(document=document)
     split = document.lower().split()
     return {" ".join(split[i : i + words]) for i in range(max(1, len(split) - words + 1))}
 
@@ -56,7 +56,7 @@ def jaccard(a: set[str], b: set[str]) -> float:
 
 def minhash(items: set[str], num_hashes: int) -> list[int]:
     """The least hash of any item, for each of `num_hashes` hash functions x -> (a·x + b) mod 2^61 - 1."""
-    counts(1 << 16, num_hashes=num_hashes)
+    require_positive_ints(1 << 16, num_hashes=num_hashes)
     prime = (1 << 61) - 1
     xs = [_hash(item) for item in items]
     functions = [(_hash(f"a{i}"), _hash(f"b{i}")) for i in range(num_hashes)]

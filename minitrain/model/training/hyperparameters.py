@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
-from minitrain.ranks.checks import amounts
+from minitrain.ranks.checks import require_nonnegative
 
 LARGEST = 1 << 30  # rows, tokens or steps
 
@@ -81,7 +81,7 @@ class Hyperparameters:
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of wholes."""
-    amounts(weight_decay=weight_decay)
+    require_nonnegative(weight_decay=weight_decay)
     matrices, vectors = [], []
     for param in params:
         (matrices if param.dim() >= 2 else vectors).append(param)

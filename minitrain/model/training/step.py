@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from minitrain.model.data.batches import MASKED
 from minitrain.model.training.optim import clip_grad_norm
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Batch(NamedTuple):
@@ -180,7 +180,7 @@ def accumulate(
 
 def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int = 1024) -> float:
     """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU."""
-    counts(size=size)
+    require_positive_ints(size=size)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     best_s = math.inf
     for _ in range(8):

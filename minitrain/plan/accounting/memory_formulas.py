@@ -14,12 +14,12 @@ out.
 from dataclasses import dataclass
 
 from minitrain.model.config import GPTConfig
-from minitrain.ranks.checks import amounts, counts
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 def model_state_bytes(parameters: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12) -> int:
     """Bytes per rank without sharding. ZeRO-Infinity counts an fp32 gradient too: `gradient=6`, 20 in all."""
-    amounts(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
+    require_nonnegative(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
     return parameters * (weight + gradient + optimizer)
 
 
@@ -27,15 +27,15 @@ def zero_bytes(parameters: int, ranks: int, stage: int, *, weight=2, gradient=2,
     """Bytes per rank: stage 1 shards the optimizer states, 2 gradients too, 3 weights too; 0 nothing."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage = {stage}; ZeRO has stages 1, 2 and 3 (0: nothing is sharded)")
-    amounts(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
-    counts(ranks=ranks)
+    require_nonnegative(parameters=parameters, weight=weight, gradient=gradient, optimizer=optimizer)
+    require_positive_ints(ranks=ranks)
     sharded = sum((optimizer, gradient, weight)[:stage])
     return parameters * (weight + gradient + optimizer - sharded + sharded / ranks)
 
 
 def checkpoint_bytes(parameters: int, *, weight: int = 2, optimizer: int = 12) -> int:
     """What must be written to go on training: the next step computes its gradients itself."""
-    amounts(parameters=parameters, weight=weight, optimizer=optimizer)
+    require_nonnegative(parameters=parameters, weight=weight, optimizer=optimizer)
     return parameters * (weight + optimizer)
 
 
@@ -84,7 +84,7 @@ def activation_bytes(
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
     sizes = dict(length=length, batch=batch, width=width, heads=heads, tensor_parallel=tensor_parallel)
-    counts(1 << 40, **sizes)
+    require_positive_ints(1 << 40, **sizes)
     if heads % tensor_parallel or width % heads:
         raise ValueError(
             f"width={width}, heads={heads}, tensor_parallel={tensor_parallel}: heads divide the width, "
@@ -105,7 +105,7 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, elem
     latents they are made of, a quarter of the bytes. This helps it to train without tensor parallelism. Left
     out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per
     head."""
-    counts(element_bytes=element_bytes)
+    require_positive_ints(element_bytes=element_bytes)
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
     outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
     inputs = outputs + R  # of the first norm and of the latents' norms

@@ -30,7 +30,7 @@ from minitrain.plan.emit.table import (
     split,
 )
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
-from minitrain.ranks.checks import texts
+from minitrain.ranks.checks import require_text
 
 P, T = "parallelism.", "training."
 REPLICAS, SHARDS = (f"{P}data_parallel_{what}_degree" for what in ("replicate", "shard"))
@@ -226,7 +226,7 @@ def write(job: Job) -> Written:
 
 def read(text: str, beside: Values) -> tuple[Job, Options]:
     """A TOML and the sizes that its model has."""
-    texts(text=text)
+    require_text(text=text)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

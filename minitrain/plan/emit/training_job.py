@@ -19,7 +19,7 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 Values = dict[str, object]
 
@@ -93,7 +93,7 @@ def from_values(values: Mapping[str, object]) -> Job:
 def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
     """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
     node = ranks if node is None else node
-    counts(ranks=ranks, node=node)
+    require_positive_ints(ranks=ranks, node=node)
     each = max(n for n in divisors(ranks) if n <= node)
     if ranks == each:
         return f"torchrun --nproc-per-node {ranks}", []

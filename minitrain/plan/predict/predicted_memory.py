@@ -27,7 +27,7 @@ from minitrain.pipeline.schedule import parts
 from minitrain.plan.predict.predicted_pipeline import LAYERS, Layout, layout_of, splits
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import Layer, Work
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 
@@ -66,7 +66,7 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
 @lru_cache(maxsize=1 << 12)
 def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
     """Parameters of a rank with so many of LAYERS; a tied table counts once where both ends are."""
-    whole(numbers=numbers)
+    require_ints(numbers=numbers)
     layers = layers_of(work)
     every = sum(number * layer.parameters for number, layer in zip(numbers, layers))
     return every - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
@@ -75,7 +75,7 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
 @lru_cache(maxsize=1 << 12)
 def dealt_of(work: Work, numbers: tuple[int, ...]) -> int:
     """Of these, routed experts: ranks of ep have others."""
-    whole(numbers=numbers)
+    require_ints(numbers=numbers)
     if len(numbers) != len(LAYERS):
         raise ValueError(f"numbers={numbers}: give one for each of {', '.join(LAYERS)}")
     return numbers[LAYERS.index("block")] * work.expert_parameters

@@ -24,7 +24,7 @@ from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.predict.work import Collective, Operator, Pass
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Device, Machine
-from minitrain.ranks.checks import amounts
+from minitrain.ranks.checks import require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rates:
     def __post_init__(self) -> None:
         for share in fields(self):
             value = getattr(self, share.name)
-            amounts(**{share.name: value})
+            require_nonnegative(**{share.name: value})
             if share.type == "float" and not 0 < value <= 1:
                 raise ValueError(f"{share.name}={value}: give a share of the datasheet's rate, in (0, 1]")
         if self.tile < 1:

@@ -19,7 +19,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.plan.simulate.machines import Machine
 from minitrain.plan.simulate.machines import machine as described
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 TABLE = Path(__file__).with_name("published.tsv")
 
@@ -75,7 +75,7 @@ class TrainingRun:
     name: str = ""
 
     def __post_init__(self) -> None:
-        counts(1 << 40, batch=self.batch, length=self.length)
+        require_positive_ints(1 << 40, batch=self.batch, length=self.length)
         parts = self.strategy.dp * self.strategy.microbatches
         if self.batch % parts:
             sizes = f"dp x microbatches = {self.strategy.dp} x {self.strategy.microbatches}"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import inf, sqrt
 
 from minitrain.plan.simulate.machines import Machine
-from minitrain.ranks.checks import amounts
+from minitrain.ranks.checks import require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
     """Seconds of every algorithm which this placement allows."""
     if op not in ALGORITHMS:
         raise ValueError(f"no cost is known for {op!r}; choose from {', '.join(ALGORITHMS)}")
-    amounts(payload_bytes=payload_bytes)
+    require_nonnegative(payload_bytes=payload_bytes)
     if placement.n == 1:
         return {name: 0.0 for name in ALGORITHMS[op]}
     costs = {name: cost(payload_bytes, placement) for name, cost in ALGORITHMS[op].items()}

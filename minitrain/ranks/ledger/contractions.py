@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from minitrain.ranks import torch_private
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.torch_private import schema_of
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _attention(
 
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
     """What a causal mask leaves of [Tq, Tk]: the diagonal starts in the first row or ends in the last."""
-    whole(queries=queries, keys=keys)
+    require_ints(queries=queries, keys=keys)
     side = min(queries, keys)
     rest = (queries - side) * keys if aligned == "top left" else queries * (keys - side)
     return side * (side + 1) // 2 + rest

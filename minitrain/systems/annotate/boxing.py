@@ -18,7 +18,7 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.ranks.checks import amounts, counts
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split
 
 
@@ -45,8 +45,8 @@ def collective(source: Place, target: Place) -> str | None:
 
 def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
     """Elements sent by all ranks together, of a tensor that has so many whole: table 2."""
-    counts(ranks=ranks)
-    amounts(elements=elements)
+    require_positive_ints(ranks=ranks)
+    require_nonnegative(elements=elements)
     factor = {
         None: 0,
         "all_to_all": Fraction(ranks - 1, ranks),
@@ -80,7 +80,7 @@ def moves(source: Spec, target: Spec) -> list[Move]:
 
 def sent_along(path: list[Move], source: Spec, elements: int, ranks: tuple[int, ...]) -> list[Fraction]:
     """Elements that each move sends, over all groups of its axis together."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     if len(source) != len(ranks):
         raise ValueError(f"places {source} on ranks {ranks}: give a place for each axis of the mesh")
     now, totals = list(source), []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from minitrain.ranks.checks import texts
+from minitrain.ranks.checks import require_text
 
 LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
 POINTWISE = ("relu", "step", "exp", "reciprocal")
@@ -37,7 +37,7 @@ class Op:
     copies: tuple[tuple[str, int], ...] = ()  # letters that the result alone has, and their sizes
 
     def __post_init__(self):
-        texts(name=self.name, equation=self.equation)
+        require_text(name=self.name, equation=self.equation)
         if self.function not in FUNCTIONS:
             raise ValueError(f"{self.name}: function {self.function!r}; use {', '.join(FUNCTIONS)}")
         said = f"{self.name}: {self.function} {self.equation!r}"

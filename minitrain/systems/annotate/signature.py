@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minitrain.ranks.checks import one_of, whole
+from minitrain.ranks.checks import require_ints, require_one_of
 from minitrain.systems.annotate.graph import LINEAR, Op
 
 
@@ -66,7 +66,7 @@ def signatures(op: Op) -> list[Signature]:
 
 def cut_along(op: Op, letter: str | None) -> Signature:
     every = {one.letter: one for one in signatures(op)}
-    one_of(every, letter=letter)
+    require_one_of(every, letter=letter)
     return every[letter]
 
 
@@ -77,7 +77,7 @@ def _at(term: str, letter: str, otherwise: Place) -> Place:
 def local_shape(shape: tuple[int, ...], spec: Spec, axes: dict[str, int], what: str) -> tuple[int, ...]:
     """What one rank has of a tensor; ValueError where a dim does not divide."""
     if shape:
-        whole(shape=shape)
+        require_ints(shape=shape)
     local = list(shape)
     for place, (axis, ranks) in zip(spec, axes.items()):
         if isinstance(place, Split):

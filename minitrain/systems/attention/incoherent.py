@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 def turned(x: Tensor, signs: Tensor) -> Tensor:
@@ -37,6 +37,6 @@ def hadamard(x: Tensor) -> Tensor:
 
 def random_signs(width: int, seed: int = 0) -> Tensor:
     """`[K]` of +1 and -1, equal for equal seeds."""
-    counts(width=width)
-    whole(seed=seed)
+    require_positive_ints(width=width)
+    require_ints(seed=seed)
     return torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1

@@ -14,7 +14,7 @@ Shah et al. 2024, arXiv:2407.08608, sections 3.1 and 3.2. Differs: simulated, no
 
 from dataclasses import dataclass, replace
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ def _block(group: str, j: int, gemm: float, softmax: float) -> list[Step]:
 
 def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Step]:
     """One warpgroup after the other, one step after the other."""
-    counts(blocks=blocks)
+    require_positive_ints(blocks=blocks)
     return [step for group in groups for j in range(blocks) for step in _block(group, j, gemm, softmax)]
 
 
 def pingpong(blocks: int, gemm: float, softmax: float) -> list[Step]:
     """Two warpgroups: PV_j and S_j+1 of one, then of the other, each while the other's softmax runs."""
-    counts(blocks=blocks)
+    require_positive_ints(blocks=blocks)
     steps = []
     for j in range(blocks + 1):
         for group in "AB":
@@ -72,7 +72,7 @@ def pingpong(blocks: int, gemm: float, softmax: float) -> list[Step]:
 
 def within(blocks: int, gemm: float, softmax: float) -> list[Step]:
     """One warpgroup, two stages (algorithm 2): softmax_j runs beside PV_j-1, which is issued with S_j."""
-    counts(blocks=blocks)
+    require_positive_ints(blocks=blocks)
     steps = []
     for j in range(blocks + 1):
         if j < blocks:

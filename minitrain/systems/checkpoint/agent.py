@@ -42,8 +42,11 @@ class Agent:
         with socket.socket(socket.AF_UNIX) as listener:  # trainers can connect before the agent has started
             listener.bind(str(self.memory / SOCKET))
             listener.listen()
-            code = "import sys; sys.path[:] = sys.argv[5:]; "
-            code += "from minitrain.systems.checkpoint.agent import serve; serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
+            code = (
+                "import sys; sys.path[:] = sys.argv[5:]; "
+                "from minitrain.systems.checkpoint.agent import serve; "
+                "serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
+            )
             given = [str(self.memory), str(disk), str(keep), str(listener.fileno())]
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, *given, *sys.path],

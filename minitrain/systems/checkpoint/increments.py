@@ -31,7 +31,7 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.snapshot import parameter_of
 from minitrain.precision.packing import pack, unpack
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import amounts, counts, whole
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 from minitrain.ranks.pieces import Piece, overlap, whole_piece
 
 
@@ -83,7 +83,7 @@ class Increments:
 def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
     """[k, D] -> as they are, or codes and the scale and offset of each row."""
     if bits is not None:
-        whole(1, 8, bits=bits)
+        require_ints(1, 8, bits=bits)
     if bits is None:
         return {"values": rows}
     if not rows.numel():
@@ -98,7 +98,7 @@ def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
 def decoded(parts: Mapping[str, Tensor], bits: int | None, width: int) -> Tensor:
     """The rows [k, D] that `encoded` was given, or near."""
     if bits is not None:
-        whole(1, 8, bits=bits)
+        require_ints(1, 8, bits=bits)
     if bits is None:
         return parts["values"]
     codes = unpack(parts["codes"], bits, width).to(parts["scale"].dtype)
@@ -215,9 +215,9 @@ def full_is_cheaper(sizes: list[float]) -> bool:
 
 def touched_share(rows: int, lookups: int, exponent: float) -> float:
     """The expected share of rows that so many lookups touch, row i with a probability like i^-exponent."""
-    counts(rows=rows)
-    whole(lookups=lookups)
-    amounts(exponent=exponent)
+    require_positive_ints(rows=rows)
+    require_ints(lookups=lookups)
+    require_nonnegative(exponent=exponent)
     chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
     return float(-np.expm1(lookups * np.log1p(-chance / chance.sum())).mean())
 
@@ -228,10 +228,10 @@ def savings(
     """How many times less is written, and stored at most, than with full float32 tables at each of so many
     saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
     if bits is not None:
-        whole(1, 32, bits=bits)
-    counts(rows=rows, width=width, saves=saves)
-    whole(lookups=lookups)
-    amounts(exponent=exponent)
+        require_ints(1, 32, bits=bits)
+    require_positive_ints(rows=rows, width=width, saves=saves)
+    require_ints(lookups=lookups)
+    require_nonnegative(exponent=exponent)
     row = 4 * width if bits is None else width * bits / 8 + 8
     written, stored, since = 0.0, 0.0, []
     for save in range(saves):

@@ -27,7 +27,7 @@ from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import File, write_file
 from minitrain.checkpoint.store import file_name
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.pieces import Piece, whole_piece
 from minitrain.systems.checkpoint.in_memory import FETCHED, Shares, gather_plain
 
@@ -37,7 +37,7 @@ WORD = 8  # bytes added at a time
 
 def stripe_bytes(sizes: Iterable[int], ranks: int) -> int:
     """Of shares of these sizes, padded to the longest and to whole words."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     return -(-max(sizes) // (WORD * (ranks - 1))) * WORD
 
 

@@ -23,7 +23,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 class Transfer(NamedTuple):
@@ -56,7 +56,7 @@ class Schedule:
 
 
 def check_ranks(n: int) -> None:
-    counts(n=n)
+    require_positive_ints(n=n)
 
 
 def then(*schedules: Schedule) -> Schedule:
@@ -98,7 +98,7 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
 
 def span(chunks: range, schedule: Schedule, numel: int) -> tuple[int, int]:
     """Where `chunks` begin and end in a flat tensor of any size, cut as by `tensor_split`."""
-    whole(numel=numel)
+    require_ints(numel=numel)
     size, longer = divmod(numel, schedule.chunks)
     return chunks.start * size + min(chunks.start, longer), chunks.stop * size + min(chunks.stop, longer)
 

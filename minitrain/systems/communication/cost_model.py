@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from minitrain.ranks.checks import amounts
+from minitrain.ranks.checks import require_nonnegative
 from minitrain.systems.communication.chunk_schedule import Schedule
 
 
@@ -57,7 +57,7 @@ def time_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> float:
 
 
 def step_times_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> list[float]:
-    amounts(size_bytes=size_bytes)
+    require_nonnegative(size_bytes=size_bytes)
     times = []
     for step in schedule.steps:
         alpha_s, busy_s = 0.0, defaultdict(float)

@@ -22,7 +22,7 @@ Differs: two_level reduces over a binomial tree, not in pieces that follow each 
 from collections.abc import Sequence
 from math import prod
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.communication.algorithms import (
     binomial_reduce,
     ring_all_gather,
@@ -37,7 +37,7 @@ def nodes_of(n: int, per_node: int) -> list[range]:
     """[node] -> its ranks, numbered node by node."""
     if per_node < 1 or n % per_node:
         raise ValueError(f"n={n} ranks do not fill nodes of {per_node}; choose a divisor of {n}")
-    counts(n=n)
+    require_positive_ints(n=n)
     return [range(first, first + per_node) for first in range(0, n, per_node)]
 
 
@@ -62,7 +62,7 @@ def two_level(nodes: Sequence[Sequence[int]]) -> Schedule:
 
 def within_and_across(per_node: int, across: Schedule) -> Schedule:
     """Ring reduce-scatter in nodes; `across` on each shard, by its holders; ring all-gather in nodes."""
-    counts(per_node=per_node)
+    require_positive_ints(per_node=per_node)
     nodes = nodes_of(per_node * across.ranks, per_node)
     size = (per_node * across.ranks, per_node * across.chunks)
     everything = range(per_node * across.chunks)
@@ -77,7 +77,7 @@ def within_and_across(per_node: int, across: Schedule) -> Schedule:
 
 def torus2d_all_reduce(x: int, y: int) -> Schedule:
     """Rows of x ranks, columns of y: reduce-scatter in rows, all-reduce of S/x in columns, all-gather."""
-    counts(x=x, y=y)
+    require_positive_ints(x=x, y=y)
     return within_and_across(x, ring_all_reduce(y))
 
 

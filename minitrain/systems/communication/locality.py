@@ -16,7 +16,7 @@ largest jump, racks may differ in size, and the plan does not adapt while traini
 from collections.abc import Sequence
 from random import Random
 
-from minitrain.ranks.checks import amounts, counts, whole
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 from minitrain.systems.communication.algorithms import ring_all_reduce
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
@@ -35,9 +35,9 @@ Matrix = Sequence[Sequence[float]]
 
 def probe(rack_of: Sequence[int], near_s: float, far_s: float, *, noise: float, samples: int, seed: int):
     """Simulated round trips [n][n]: the least of `samples`, each longer by a share of mean `noise`."""
-    amounts(near_s=near_s, far_s=far_s, noise=noise)
-    counts(samples=samples)
-    whole(seed=seed)
+    require_nonnegative(near_s=near_s, far_s=far_s, noise=noise)
+    require_positive_ints(samples=samples)
+    require_ints(seed=seed)
     random, n = Random(seed), len(rack_of)
     rtt = [[0.0] * n for _ in range(n)]
     for a in range(n):

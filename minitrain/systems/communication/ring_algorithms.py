@@ -11,7 +11,7 @@ Patarasuk and Yuan 2009; Gibiansky 2017 (Baidu). `algorithms.ring_all_reduce` se
 
 import torch
 
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.collectives import exchange
 
 
@@ -28,7 +28,7 @@ def reduce_scatter(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> to
 
 def all_gather(chunk: torch.Tensor, group: torch.distributed.ProcessGroup, numel: int) -> torch.Tensor:
     """Everyone's chunk, in rank order: [numel / n] -> [numel]."""
-    whole(numel=numel)
+    require_ints(numel=numel)
     n, rank = group.size(), group.rank()
     result = chunk.new_empty(numel)
     places = result.tensor_split(n)

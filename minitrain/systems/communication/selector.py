@@ -22,7 +22,7 @@ section 4.
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import amounts, counts
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 from minitrain.systems.communication.chunk_schedule import check_ranks
 
 AS_NCCL = ("ring", "double tree")
@@ -56,15 +56,15 @@ def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, t
 def steps(algorithm: str, n: int, pieces: int = 1) -> int:
     """Messages that follow one another, at any n; `pieces` concerns the double tree."""
     _check(algorithm, n)
-    counts(pieces=pieces)
+    require_positive_ints(pieces=pieces)
     return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
     _check(algorithm, n)
-    amounts(size_bytes=size_bytes)
-    counts(pieces=pieces)
+    require_nonnegative(size_bytes=size_bytes)
+    require_positive_ints(pieces=pieces)
     messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 

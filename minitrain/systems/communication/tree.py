@@ -15,7 +15,7 @@ which hides one of the two fillings of the pipe; here the tensor is reduced firs
 the reduce.
 """
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
     Transfer,
@@ -55,14 +55,14 @@ def double_binary_tree(n: int) -> tuple[Tree, Tree]:
 
 def inner(tree: Tree) -> set[int]:
     """The ranks that have a child."""
-    whole(parents=[parent or 0 for parent in tree])
+    require_ints(parents=[parent or 0 for parent in tree])
     return {parent for parent in tree if parent is not None}
 
 
 def depths(tree: Tree) -> list[int]:
     """[rank] -> hops to the root."""
 
-    whole(0, len(tree) - 1, parents=[parent or 0 for parent in tree])
+    require_ints(0, len(tree) - 1, parents=[parent or 0 for parent in tree])
 
     def hops(rank: int) -> int:
         count = 0
@@ -98,7 +98,7 @@ def tree_all_reduce(tree: Tree, pieces: int = 1) -> Schedule:
 
 def double_tree_all_reduce(n: int, pieces: int = 1) -> Schedule:
     """Each tree carries half of the tensor, in `pieces` pieces of S / (2 · pieces)."""
-    counts(n=n, pieces=pieces)
+    require_positive_ints(n=n, pieces=pieces)
     halves = (range(pieces), range(pieces, 2 * pieces))
     return in_parallel(
         place(tree_all_reduce(tree, pieces), range(n), half, of=(n, 2 * pieces))

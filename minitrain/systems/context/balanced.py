@@ -30,7 +30,7 @@ from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, recompute
 from minitrain.context.layout import Tile, contiguous, tiles
 from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import Handle
 
 ALL = slice(None)
@@ -48,7 +48,7 @@ Schedule = list[list[Work | None]]
 
 def balanced(ranks: int) -> Schedule:
     """n // 2 + 1 rounds."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     rounds: Schedule = [[Work(rank, rank) for rank in range(ranks)]]
     for t in range(1, ranks // 2 + 1):
         own = [Work(rank, rank - t) for rank in range(t, ranks)]
@@ -59,7 +59,7 @@ def balanced(ranks: int) -> Schedule:
 
 def unbalanced(ranks: int) -> Schedule:
     """n rounds: each rank computes for its own queries, as in a ring."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     return [[Work(rank, rank - t) if rank >= t else None for rank in range(ranks)] for t in range(ranks)]
 
 

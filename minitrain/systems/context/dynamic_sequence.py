@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.ulysses import switch
-from minitrain.ranks.checks import filled, whole
+from minitrain.ranks.checks import require_ints, require_nonempty
 
 Stage = tuple[int, Callable[[Tensor], Tensor]]
 
@@ -49,13 +49,13 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
 def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
     """Which dim to cut now, for few switches: the one that coming stages need whole last; if none does, as x
     came."""
-    filled(dims=dims)
-    whole(dims=dims)
+    require_nonempty(dims=dims)
+    require_ints(dims=dims)
     return max(dims, key=lambda dim: (coming.index(dim) if dim in coming else len(coming), dim == home))
 
 
 def along(x: Tensor, dim: int, layer: Callable[[Tensor], Tensor]) -> Tensor:
     """The layer along one dim of `[B, T, S, .., D]`; all others are rows of its batch."""
-    whole(-x.dim(), x.dim() - 1, dim=dim)
+    require_ints(-x.dim(), x.dim() - 1, dim=dim)
     rows = x.movedim(dim, -2)
     return layer(rows.flatten(0, -3)).unflatten(0, rows.shape[:-2]).movedim(-2, dim)

@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.buckets import flatten, views
 from minitrain.data_parallel.naive import trainable_once, with_gradients
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import receive, send
 
 
 def slices(numel: int, servers: int) -> list[slice]:
     """Equal slices of a flat vector, the first ones larger by one when `servers` does not divide it."""
-    counts(servers=servers)
+    require_positive_ints(servers=servers)
     size, more = divmod(numel, servers)
     edges = [size * k + min(k, more) for k in range(servers + 1)]
     return [slice(a, b) for a, b in zip(edges, edges[1:])]

@@ -30,7 +30,7 @@ from minitrain.data_parallel.sync import Sync
 from minitrain.precision.formats import E4M3
 from minitrain.precision.fp8_lm import narrow, next_mu, wide
 from minitrain.precision.rounding import encode
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import all_gather, all_reduce, all_to_all, broadcast
 from minitrain.ranks.pieces import Piece, whole_piece
 from minitrain.ranks.sharding import place, placement
@@ -251,7 +251,7 @@ def _added(codes: Tensor, group: ProcessGroup) -> Tensor:
 
 def deal_out(sizes: dict, ranks: int) -> dict:
     """Who has what, in the order of ranks: the largest first, each to the rank that has least."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     loads, owner = [0] * ranks, {}
     for item in sorted(sizes, key=sizes.get, reverse=True):
         owner[item] = loads.index(min(loads))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import MOST, texts, whole
+from minitrain.ranks.checks import MOST, require_ints, require_text
 
 
 class Action(NamedTuple):
@@ -43,7 +43,7 @@ class LayerBytes(NamedTuple):
 
 def parse(text: str) -> tuple[Action, ...]:
     """ "F0 T1 B1 T0 B0" -> actions."""
-    texts(text=text)
+    require_text(text=text)
     return tuple(Action(word[0], int(word[1:])) for word in text.split())
 
 
@@ -75,7 +75,7 @@ def sqrt(layers: int) -> tuple[Action, ...]:
 
 def advance(start: int, end: int) -> list[Action]:
     """From x_start to x_end, which are both held then."""
-    whole(0, MOST, start=start, end=end)
+    require_ints(0, MOST, start=start, end=end)
     plan = []
     for i in range(start, end):
         plan += [Action("F", i)] + [Action("D", i)] * (i > start)
@@ -95,7 +95,7 @@ def forwards(plan: Iterable[Action]) -> Counter[int]:
 
 def recomputed(plan: Sequence[Action], layers: int) -> int:
     """How many forwards of a layer a step has beyond one each."""
-    whole(0, forwards(plan).total(), layers=layers)
+    require_ints(0, forwards(plan).total(), layers=layers)
     return forwards(plan).total() - layers
 
 

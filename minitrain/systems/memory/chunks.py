@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
-from minitrain.ranks.checks import counts, filled
+from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.ranks.collectives import announce_host
 from minitrain.systems.memory.in_turn import forward_backward
 from minitrain.systems.memory.window import lie_in, parameters_of, sent_home
@@ -44,16 +44,16 @@ def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
 
 def utilization(sizes: Sequence[int], chunk: int) -> float:
     """The part of all chunks that is used."""
-    filled(sizes=sizes)
-    counts(sizes=sizes, chunk=chunk)
+    require_nonempty(sizes=sizes)
+    require_positive_ints(sizes=sizes, chunk=chunk)
     return sum(sizes) / (chunk * len(pack(sizes, chunk)))
 
 
 def best_chunk(sizes: Sequence[int], most: int) -> int:
     """The chunk size up to `most` that wastes least; of those the smallest. Only sums of neighbours are
     tried: a chunk of any other size could be smaller."""
-    filled(sizes=sizes)
-    counts(sizes=sizes)
+    require_nonempty(sizes=sizes)
+    require_positive_ints(sizes=sizes)
     sums = {sum(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
     fitting = sorted(size for size in sums if max(sizes) <= size <= most)
     if not fitting:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from minitrain.memory.pools import Transfer
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.collectives import announce_host
 
 BLOCK = 4096
@@ -70,7 +70,7 @@ class FileStore:
     def __init__(
         self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4, direct: bool = True
     ):
-        whole(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
+        require_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
         if buffer_bytes < 1 or buffers < 1 or threads < 1:
             given = f"buffer_bytes={buffer_bytes}, buffers={buffers}, threads={threads}"
             raise ValueError(f"{given}: use at least 1 of each")

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minitrain.ranks.checks import MOST, whole
+from minitrain.ranks.checks import MOST, require_ints
 
 
 def order_of_use(count: int) -> list[int]:
     """Which layer is asked for, step by step, by `forward_backward`: the last one once."""
-    whole(0, MOST, count=count)
+    require_ints(0, MOST, count=count)
     return [*range(count - 1), *reversed(range(count))]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
 from minitrain.memory.prefetch import Prefetch
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.systems.memory.in_turn import forward_backward, order_of_use
 
 
@@ -130,7 +130,7 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
     """A copy of them on the host, in one block, of `size` elements if it is to have more than they have."""
-    whole(0, 1 << 40, size=size)
+    require_ints(0, 1 << 40, size=size)
     size, some = size or sum(param.numel() for param in params), params[0]
     home = new_host((size,), some.dtype, some.is_cuda, "parameters").zero_()
     for param, place in zip(params, views(home, params)):

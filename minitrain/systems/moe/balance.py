@@ -32,7 +32,7 @@ from minitrain.moe import experts
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE, Routing
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 Holders = Sequence[Sequence[int]]
 Weights = Sequence[Tensor]  # up, down, each [experts that are here, ..]; or gate, up, down
@@ -40,7 +40,7 @@ Weights = Sequence[Tensor]  # up, down, each [experts that are here, ..]; or gat
 
 def held_by(holders: Holders, ranks: int) -> list[list[int]]:
     """The experts of each rank. Raises ValueError if a rank has none, or one twice."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     held = [[e for e, there in enumerate(holders) if rank in there] for rank in range(ranks)]
     if not all(held) or sum(map(len, held)) != sum(map(len, holders)) or not all(holders):
         rule = f"each expert has holders, all different, of 0 to {ranks - 1}, and each rank holds an expert"

@@ -28,14 +28,14 @@ from torch.distributed import ProcessGroup
 from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing, counts_of
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
 
 
 def take_turns(travels: Iterable[Generator], enter: int = 1) -> list:
     """What each travel returns. In each round `enter` more begin; all move on to a `yield`, these first."""
-    counts(enter=enter)
+    require_positive_ints(enter=enter)
     waiting, under_way, results = list(enumerate(travels)), [], {}
     while waiting or under_way:
         moving, under_way, waiting = waiting[:enter] + under_way, [], waiting[enter:]
@@ -197,7 +197,7 @@ def combine(homes: Sequence[Tensor], parts: Sequence[Part], way: Dispatch, weigh
 
 def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
     """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
-    counts(chunks=chunks)
+    require_positive_ints(chunks=chunks)
 
     def chunk_of(piece: Tensor, pieces: int) -> Tensor:
         sizes = counts_of(piece, pieces)
@@ -264,7 +264,7 @@ def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Di
 
 def by_rank(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Of each expert -> of each rank its experts'."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     here = len(sizes) // ranks
     return [list(sizes[rank * here : (rank + 1) * here]) for rank in range(ranks)]
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from minitrain.moe.router import Routing, tokens_of
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 def bandwidths(rank: int, ranks: int, per_node: int, local: float, intra: float, inter: float) -> Tensor:
     """[ranks]: of the way from `rank` to each: itself, those of its node (`per_node` ranks), all others."""
-    counts(ranks=ranks, per_node=per_node)
-    whole(0, ranks - 1, rank=rank)
+    require_positive_ints(ranks=ranks, per_node=per_node)
+    require_ints(0, ranks - 1, rank=rank)
     if ranks % per_node or min(local, intra, inter) <= 0:
         rule = "nodes are full and bandwidths larger than 0"
         raise ValueError(f"{ranks} ranks, {per_node} a node, bandwidths {local}, {intra}, {inter}: {rule}")

@@ -30,7 +30,7 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.experts import grouped
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import filled, whole
+from minitrain.ranks.checks import require_ints, require_nonempty
 from minitrain.systems.moe.balance import shadows
 from minitrain.systems.moe.move_experts import pull_is_cheaper, pulled
 from minitrain.systems.moe.overlapped_experts import by_capacity
@@ -136,7 +136,7 @@ def table_of(routing: Routing, group: ProcessGroup, beside: Sequence[ProcessGrou
 
 def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool) -> bool:
     """Do the experts that are wanted elsewhere take fewer bytes than the rows that are?"""
-    filled(table=table)
+    require_nonempty(table=table)
     here = len(table[0]) // len(table)
     away = [rows for rank, own in enumerate(table) for e, rows in enumerate(own) if e // here != rank]
     wanted = sum(rows > 0 for rows in away)
@@ -145,8 +145,8 @@ def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool
 
 def busiest(table: Table, experts: Sequence[int], most: int) -> list[int]:
     """Of these at most so many, those with the most rows; of equal ones the first."""
-    filled(table=table)
+    require_nonempty(table=table)
     if experts:
-        whole(0, len(table[0]) - 1, experts=experts)
+        require_ints(0, len(table[0]) - 1, experts=experts)
     loads = [sum(rows) for rows in zip(*table)]
     return sorted(sorted(experts, key=lambda e: (-loads[e], e))[:most])

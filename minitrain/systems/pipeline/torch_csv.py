@@ -23,7 +23,7 @@ from collections import Counter
 from minitrain.pipeline.lower import user_of
 from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, parts
 from minitrain.pipeline.simulate import simulate
-from minitrain.ranks.checks import texts
+from minitrain.ranks.checks import require_text
 
 CELL = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|I|B|W)(\d*)")
 PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
@@ -76,7 +76,7 @@ def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
 
 def entry_of(written: str, where: str) -> Entry | None:
     """What a cell says; None for a message, for weights that come and go, and for a step of waiting."""
-    texts(written=written)
+    require_text(written=written)
     written = written.strip()
     if not written:
         return None

@@ -18,7 +18,7 @@ from itertools import product
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, undominated
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.dapple import Ahead, Stage, in_front
 
 Flags = tuple[bool, ...]  # is each unit of a layer kept?
@@ -68,7 +68,7 @@ def bytes_of(model: Model, layers: range, kept: tuple[Flags, ...], in_flight: in
 
 def knapsack(model: Model, layers: range, in_flight: int, cap: Number) -> StagePlan | None:
     """The units to keep so that the stage fits and recomputes least; None if it cannot fit."""
-    counts(in_flight=in_flight)
+    require_positive_ints(in_flight=in_flight)
     unbeaten: list = [((0, 0, 0), ())]  # (fixed and kept bytes, largest recomputed layer, recomputation)
     for layer in model.layers[layers.start : layers.stop]:
         found = []

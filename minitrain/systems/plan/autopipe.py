@@ -21,7 +21,7 @@ from minitrain.pipeline.partition import Number, balanced, check_costs
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
-from minitrain.ranks.checks import positive, whole
+from minitrain.ranks.checks import require_ints, require_positive
 
 
 class AutoPipePlan(NamedTuple):
@@ -81,7 +81,7 @@ def sliced(p: int, m: int, k: int = 1) -> Schedule:
 
 
 def units(action: Action, k: int) -> list[Action]:
-    whole(k=k)
+    require_ints(k=k)
     i = action.microbatch
     return [action._replace(microbatch=unit) for unit in ([2 * i, 2 * i + 1] if i < k else [i + k])]
 
@@ -94,7 +94,7 @@ def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Me
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
     """The fewest halved microbatches that make the whole step (p-1)·F/2 shorter; all m always do."""
-    positive(F=F, B=B)
+    require_positive(F=F, B=B)
 
     def time(k: int) -> Number:
         schedule = sliced(p, m, k)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Op(NamedTuple):
@@ -143,7 +143,7 @@ class Device(NamedTuple):
 def block_graph(tokens: int, width: int, device: Device, heads: int = 1) -> list[Op]:
     """A pre-norm block with GELU and F = 4D over one sequence, weights kept in 32 bits. Norms, softmax and
     the residual stream stay in 32 bits."""
-    counts(tokens=tokens, width=width, heads=heads)
+    require_positive_ints(tokens=tokens, width=width, heads=heads)
     graph: list[Op] = []
 
     def add(name: str, inputs: tuple[str, ...], size: int, read: int, flops: int = 0, narrow=True) -> None:

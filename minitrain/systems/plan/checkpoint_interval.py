@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import counts, finite
+from minitrain.ranks.checks import require_finite, require_positive_ints
 from minitrain.systems.simulate.failures import Level
 
 # ---- one level ---------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def expected_s(interval_s: float, save_s: float, mtbf_s: float, restart_s: float
 
 def waste(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """The expected share of time that is not useful."""
-    finite(interval_s=interval_s)
+    require_finite(interval_s=interval_s)
     return 1 - interval_s / expected_s(interval_s, save_s, mtbf_s, restart_s)
 
 
@@ -197,7 +197,7 @@ class CheckFreq:
         budget: float = 0.035,
         window: int = 5,
     ) -> None:
-        counts(window=window)
+        require_positive_ints(window=window)
         self.costs = update_s, snapshot_s, persist_s, budget
         self.every = checkfreq_steps(step_s, *self.costs)
         self._steps_s: deque[float] = deque(maxlen=window)

@@ -25,7 +25,13 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import amounts, counts, positive, shares, whole
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_ints,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 
 Ways = list[int]  # at k: the sets of k failed machines that lose nothing
 
@@ -35,7 +41,7 @@ Ways = list[int]  # at k: the sets of k failed machines that lose nothing
 def groups(machines: int, replicas: int) -> list[range]:
     """Gemini's rings: of `replicas` machines each; what is left over joins the last."""
     _check(machines, replicas)
-    counts(machines=machines)
+    require_positive_ints(machines=machines)
     count = machines // replicas
     starts = [replicas * i for i in range(count)]
     return [range(a, b) for a, b in zip(starts, [*starts[1:], machines])]
@@ -49,7 +55,7 @@ def ring(machines: int, replicas: int) -> list[range]:
 
 def holders(rings: Iterable[Sequence[int]], replicas: int) -> dict[int, frozenset[int]]:
     """The machines that have each machine's state: itself and the next in its ring."""
-    counts(replicas=replicas)
+    require_positive_ints(replicas=replicas)
     return {
         machine: frozenset(members[(i + step) % len(members)] for step in range(replicas))
         for members in rings
@@ -72,7 +78,7 @@ def parity_recovers(members: Iterable[Collection[int]], failed: Collection[int])
 
 def replica_ways(rings: Iterable[Sequence[int]], replicas: int) -> Ways:
     """Of a placement in rings; for k = 0 .. N."""
-    counts(replicas=replicas)
+    require_positive_ints(replicas=replicas)
     return _product([_ring_ways(len(members), replicas) for members in rings])
 
 
@@ -90,8 +96,8 @@ def probability(ways: Ways, failures: int) -> Fraction:
 
 def reliability(ways: Ways, failing: Number) -> Number:
     """The probability that nothing is lost if each machine fails with probability `failing`."""
-    whole(ways=ways)
-    shares(failing=failing)
+    require_ints(ways=ways)
+    require_fractions(failing=failing)
     machines = len(ways) - 1
     return sum(count * failing**k * (1 - failing) ** (machines - k) for k, count in enumerate(ways))
 
@@ -101,8 +107,8 @@ def group_bound(machines: int, replicas: int, failures: int) -> Fraction:
     _check(machines, replicas)
     if machines % replicas:
         raise ValueError(f"{machines} machines in groups of {replicas}: the bound is for whole groups")
-    counts(machines=machines)
-    whole(0, machines, failures=failures)
+    require_positive_ints(machines=machines)
+    require_ints(0, machines, failures=failures)
     if failures < replicas:
         return Fraction(1)
     lost = machines // replicas * comb(machines - replicas, failures - replicas)
@@ -153,7 +159,7 @@ class Protection(NamedTuple):
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
     """Of whole copies on `replicas` - 1 other machines."""
     _check(replicas, replicas)
-    amounts(state_bytes=state_bytes)
+    require_nonnegative(state_bytes=state_bytes)
     return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)
 
 
@@ -161,8 +167,8 @@ def parity_cost(state_bytes: Number, machines: int) -> Protection:
     """Of RAIM5 in a group of so many, exact; n - 2 pieces and their parity make a lost piece."""
     if machines < 2:
         raise ValueError(f"{machines} machines: a parity needs 2 machines or more")
-    amounts(state_bytes=state_bytes)
-    counts(machines=machines)
+    require_nonnegative(state_bytes=state_bytes)
+    require_positive_ints(machines=machines)
     return Protection(divided(state_bytes, machines - 1), state_bytes, (machines - 1) * state_bytes)
 
 
@@ -205,8 +211,8 @@ def interleave(
         raise ValueError(
             f"{given}: need 0 < used <= 1, a byte or more a part, nothing below 0, a speed above"
         )
-    positive(bytes_per_s=bytes_per_s, used=used)
-    amounts(latency_s=latency_s)
+    require_positive(bytes_per_s=bytes_per_s, used=used)
+    require_nonnegative(latency_s=latency_s)
     chunks: list[list[int]] = []
     for span_s in idle_s:
         left_s = used * span_s

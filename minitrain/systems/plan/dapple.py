@@ -21,7 +21,7 @@ from itertools import product
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs, divided, undominated
-from minitrain.ranks.checks import MOST, counts, whole
+from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
 
 Devices = tuple[int, ...]  # how many of each machine
 
@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 def paper_latency(stages: Sequence[Stage], m: int) -> Number:
     """Warm-up, steady, ending, with the paper's pivot: found from the last stage back to the first."""
-    counts(m=m)
+    require_positive_ints(m=m)
     F, B, sync = zip(*((stage.F, stage.B, stage.sync) for stage in stages))
     steady = [(m - 1) * (f + b) for f, b in zip(F, B)]
     pivot = len(stages) - 1
@@ -133,7 +133,7 @@ def stages_of(planned: Sequence[tuple[range, Devices]], model: Model, cluster: C
 
 def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
     """Every number of devices from every machine, at least one in all."""
-    whole(0, MOST, free=free)
+    require_ints(0, MOST, free=free)
     return (devices for devices in product(*(range(count + 1) for count in free)) if any(devices))
 
 

@@ -26,7 +26,7 @@ from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, Schedule, in_order, parts
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.ranks.checks import MOST, counts, whole
+from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
 
 Programs = tuple[tuple[Step, ...], ...]
 
@@ -40,7 +40,7 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
     """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
 
     `time(rows, length)` is that of a microbatch on a stage."""
-    counts(stages=stages)
+    require_positive_ints(stages=stages)
     if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
         found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
         raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
@@ -60,14 +60,14 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
 
 def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
     """The usual microbatches: as many samples in each, in the order in which they come."""
-    whole(0, MOST, samples=samples)
-    counts(rows=rows)
+    require_ints(0, MOST, samples=samples)
+    require_positive_ints(rows=rows)
     return tuple(tuple(range(start, min(start + rows, samples))) for start in range(0, samples, rows))
 
 
 def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Tokens computed in vain."""
-    whole(0, len(lengths) - 1, groups=groups)
+    require_ints(0, len(lengths) - 1, groups=groups)
     by_group = [[lengths[sample] for sample in group] for group in groups]
     return sum(len(group) * max(group) - sum(group) for group in by_group)
 

@@ -21,7 +21,13 @@ from typing import NamedTuple
 
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
-from minitrain.ranks.checks import amounts, counts, one_of, positive, whole
+from minitrain.ranks.checks import (
+    require_ints,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 
@@ -40,8 +46,8 @@ class Line(NamedTuple):
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
     """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
-    counts(ranks=ranks)
-    amounts(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
+    require_positive_ints(ranks=ranks)
+    require_nonnegative(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
     place = collectives.place(range(ranks), on)
     none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
     rate = on.device.peak("bf16") * on.compute_efficiency
@@ -52,8 +58,8 @@ def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     """r chunks: all dispatches, then all combines on one link, a chunk's work between its two.
 
     Either the link is never idle, or the experts are busy from the first arrival to the last."""
-    counts(r=r)
-    amounts(rows=rows)
+    require_positive_ints(r=r)
+    require_nonnegative(rows=rows)
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
 
@@ -62,8 +68,8 @@ def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> i
 
     The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work. The two
     are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
-    amounts(rows=rows)
-    counts(most=most)
+    require_nonnegative(rows=rows)
+    require_positive_ints(most=most)
     a, c = 2 * transfer.alpha - work.alpha, -2 * transfer.beta * rows
     b = (2 * transfer.beta - work.beta) * rows - 2 * transfer.alpha
     points = [1, most]
@@ -79,8 +85,8 @@ def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> i
 
 def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:
     """The same as events of rank 0, for `replay(.., launch_s=)`: what the closed form is checked against."""
-    counts(r=r, ranks=ranks)
-    amounts(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
+    require_positive_ints(r=r, ranks=ranks)
+    require_nonnegative(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
     members, size = tuple(range(ranks)), rows / r * row_bytes
     way = "all_to_all", "ep", members, size, size * (ranks - 1) / ranks
     events: list[Event] = [Issue(i, *way, i, "dispatch") for i in range(r)]
@@ -101,7 +107,7 @@ class Task(NamedTuple):
 
 def schemoe_tasks(compress: float, all_to_all: float, decompress: float, expert: float) -> tuple[Task, ...]:
     """What each chunk goes through, one after the other."""
-    amounts(compress=compress, all_to_all=all_to_all, decompress=decompress, expert=expert)
+    require_nonnegative(compress=compress, all_to_all=all_to_all, decompress=decompress, expert=expert)
     way = Task("compress", "compute", compress), Task("all-to-all", "link", all_to_all)
     way = *way, Task("decompress", "compute", decompress)
     return *way, Task("expert", "compute", expert), *way
@@ -112,15 +118,15 @@ def schemoe_order(chunks: int) -> list[int]:
 
     All chunks are compressed and sent first; then each is decompressed, worked on, compressed and sent;
     decompressing what came home is left for the end, behind the all-to-alls of later chunks."""
-    counts(chunks=chunks)
+    require_positive_ints(chunks=chunks)
     first, last = [*range(chunks)] * 2, [*range(chunks)]
     return first + [chunk for chunk in range(chunks) for _ in range(4)] + last
 
 
 def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     """Seconds until all is done; a task starts when its stream and the task before it in its chunk end."""
-    counts(chunks=chunks)
-    whole(0, chunks - 1, order=order)
+    require_positive_ints(chunks=chunks)
+    require_ints(0, chunks - 1, order=order)
     free, ready, step = defaultdict(int), [0] * chunks, [0] * chunks
     for chunk in order:
         _, stream, seconds = tasks[step[chunk]]
@@ -152,7 +158,7 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     if policy not in ("share", "priority"):
         raise ValueError(f"policy {policy!r}; use 'share' or 'priority'")
     if micro_s is not None:
-        positive(micro_s=micro_s)
+        require_positive(micro_s=micro_s)
     queue: deque[float] = deque()  # what is left of each all-reduce or micro-op
     now, reduced, took, under_way = 0, 0, [], 0
 
@@ -202,8 +208,8 @@ def mpipemoe_s(way: tuple[str, str], chunk: Chunk, chunks: int) -> float:
 
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
     of the two products, sending rows again a crossing."""
-    one_of(WAYS, way=way)
-    counts(chunks=chunks)
+    require_one_of(WAYS, way=way)
+    require_positive_ints(chunks=chunks)
     copies = (way[0] == "offload") * chunk.copy_rows + (way[1] == "offload") * chunk.copy_middle
     work = (2 + (way[1] != "offload") / 2) * chunk.work
     forward = max(chunk.work, 2 * chunk.transfer, copies)
@@ -217,6 +223,6 @@ def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
 
 def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
     """Rows in the buffers that experts read from: all chunks, or the one at work and the one arriving."""
-    whole(rows=rows)
-    counts(chunks=chunks)
+    require_ints(rows=rows)
+    require_positive_ints(chunks=chunks)
     return -(-rows // chunks) * (min(2, chunks) if reused else chunks)

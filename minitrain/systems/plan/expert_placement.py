@@ -24,7 +24,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from minitrain.plan.simulate.machines import Machine
-from minitrain.ranks.checks import MOST, counts, filled, texts, whole
+from minitrain.ranks.checks import MOST, require_ints, require_nonempty, require_positive_ints, require_text
 
 Counts = Sequence[Sequence[int]]
 Holders = tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ def balance_ratio(loads: Sequence) -> float:
 
 def owners(experts: int, ranks: int) -> Holders:
     """No copies: expert e on rank e // (experts / ranks)."""
-    whole(1, MOST, experts=experts, ranks=ranks)
+    require_ints(1, MOST, experts=experts, ranks=ranks)
     if experts % ranks:
         raise ValueError(f"{experts} experts on {ranks} ranks; each rank owns as many, so choose a divisor")
     return tuple((e // (experts // ranks),) for e in range(experts))
@@ -62,8 +62,8 @@ class Costs(NamedTuple):
 
 def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype: str = "bfloat16") -> Costs:
     """Of experts of `matrices` matrices (3 if gated), 2 bytes per element, a device a node's link away."""
-    counts(d_model=d_model, d_ff=d_ff, matrices=matrices)
-    texts(dtype=dtype)
+    require_positive_ints(d_model=d_model, d_ff=d_ff, matrices=matrices)
+    require_text(dtype=dtype)
     weights, bytes_per_s = matrices * d_model * d_ff, machine.inter_bytes_per_s
     flops_per_s = machine.device.peak(dtype) * machine.compute_efficiency
     return Costs(2 * weights / flops_per_s, 2 * d_model / bytes_per_s, 2 * weights / bytes_per_s)
@@ -77,7 +77,7 @@ class Loads(NamedTuple):  # of each rank
 
 
 def loads_of(counts: Counts, holders: Holders) -> Loads:
-    filled(counts=counts)
+    require_nonempty(counts=counts)
     ranks = range(len(counts))
     computed, sent, received, given, taken = ([0 for _ in ranks] for _ in range(5))
     for e, (owner, *copies) in enumerate(holders):
@@ -109,7 +109,7 @@ def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tupl
     Each pass moves 2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once. This
     minimises the sum over experts, and of equal sets takes the smallest. Differs: theirs stops, in the order
     of loads, when `seconds` grows."""
-    filled(counts=counts)
+    require_nonempty(counts=counts)
     found = []
     for e, (owner,) in enumerate(owners(len(counts[0]), len(counts))):
         remote = sum(row[e] for r, row in enumerate(counts) if r != owner)
@@ -127,7 +127,7 @@ def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
     Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A step adds or
     removes the copy on one rank that saves most; where none saves, the best two that begin with one of the
     four best. Ends at most 5 % above the best of all in our small cases."""
-    filled(counts=counts)
+    require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
 
     def priced(options) -> list[tuple[float, Holders]]:
@@ -185,7 +185,7 @@ Step = Expand | Shrink | Migrate
 
 def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
     """The holders after these steps."""
-    filled(holders=holders)
+    require_nonempty(holders=holders)
     found = [list(ranks) for ranks in holders]
     for step in steps:
         ranks, gone = found[step.expert], step[1] if isinstance(step, (Shrink, Migrate)) else None
@@ -202,7 +202,7 @@ def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
 
 def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fraction]:
     """Rows of each rank if the holders of an expert share its rows evenly."""
-    whole(1, MOST, ranks=ranks)
+    require_ints(1, MOST, ranks=ranks)
     total = [Fraction(0)] * ranks
     for load, held in zip(loads, holders, strict=True):
         for rank in held:
@@ -217,7 +217,7 @@ def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most
     rank with fewer than `slots` experts; or on a full one, for which a replica there shrinks, or an expert
     comes in exchange. The round is taken after which the loads, largest first, are least; if they were no
     less, the best two rounds that begin with one of the eight best."""
-    whole(1, MOST, ranks=ranks, slots=slots)
+    require_ints(1, MOST, ranks=ranks, slots=slots)
     steps: list[Step] = []
     if max(Counter(chain(*holders)).values()) > slots:
         raise ValueError(f"a rank holds more than slots = {slots} experts; give it that many")
@@ -264,7 +264,7 @@ def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> 
 
 def round_robin(experts: int, ranks: int) -> Holders:
     """Expert e on rank e mod ranks."""
-    whole(1, MOST, experts=experts, ranks=ranks)
+    require_ints(1, MOST, experts=experts, ranks=ranks)
     return tuple((e % ranks,) for e in range(experts))
 
 
@@ -276,8 +276,8 @@ def greedy(loads: Sequence[int], ranks: int) -> Holders:
 def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
     """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
     if there is no such rank."""
-    filled(copies=copies)
-    whole(1, MOST, copies=copies, ranks=ranks, slots=slots)
+    require_nonempty(copies=copies)
+    require_ints(1, MOST, copies=copies, ranks=ranks, slots=slots)
     total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
     share = [Fraction(load) / number for load, number in zip(loads, copies)]
     for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
@@ -293,7 +293,7 @@ def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Ho
 
 def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
     """Offline: the greedy placements of sampled loads, each once, behind that of the owners."""
-    filled(samples=samples)
+    require_nonempty(samples=samples)
     return list(dict.fromkeys([owners(len(samples[0]), ranks), *(greedy(loads, ranks) for loads in samples)]))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, filled
+from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.systems.plan import expert_placement
 from minitrain.systems.plan.expert_placement import Costs, Holders, shared_loads
 
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
 def grids(ranks: int, layer: Layer, bytes_per_element: int, memory_bytes: int) -> list[Grid]:
     """All whose parts are whole and fit; `bytes_per_element`: of weight, gradient and optimizer state."""
-    counts(1 << 12, ranks=ranks)
+    require_positive_ints(1 << 12, ranks=ranks)
     found = []
     for ep, tp in product(range(1, ranks + 1), repeat=2):
         uneven = ranks % (ep * tp) or layer.experts % ep
@@ -57,7 +57,7 @@ def grids(ranks: int, layer: Layer, bytes_per_element: int, memory_bytes: int) -
 
 def pools(of: Sequence[Grid], samples: Sequence[Sequence[int]]) -> dict[Grid, list[Holders]]:
     """The plans of each grid: its owners' and those that suit a sample."""
-    filled(samples=samples)
+    require_nonempty(samples=samples)
     return {grid: expert_placement.pool(samples, grid.ep) for grid in of}
 
 
@@ -86,14 +86,14 @@ def best_grid(pools: Mapping[Grid, Sequence[Holders]], samples, layer: Layer, co
 
 def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: Layer, bytes_per_element: int) -> int:
     """On all links together: whole shards, in each replica."""
-    counts(bytes_per_element=bytes_per_element)
+    require_positive_ints(bytes_per_element=bytes_per_element)
     changed = sum(old != new for old, new in zip(before, after, strict=True))
     return grid.dp * changed * layer.expert_weights * bytes_per_element
 
 
 def switch_s(grid: Grid, before: Holders, after: Holders, costs: Costs, states: int = 7) -> float:
     """Of the rank that gets most; an expert moves as `states` times its weights (see expert_placement)."""
-    counts(states=states)
+    require_positive_ints(states=states)
     arriving = Counter(new for old, new in zip(before, after, strict=True) if old != new)
     return max(arriving.values(), default=0) * states * costs.carry / grid.tp
 

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.expert_placement import Holders, packed, shared_loads
 
 Path = tuple[int, ...]
@@ -41,7 +41,7 @@ def profiled(paths: Sequence[Path], length: int) -> Profile:
 
 def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int) -> list[Fraction]:
     """Rows of each expert of this layer, of tokens whose experts so far are `behind`, one path a token."""
-    counts(experts=experts)
+    require_positive_ints(experts=experts)
     rows = [Fraction(0)] * experts
     for path, tokens in Counter(map(tuple, behind)).items():
         while (layer, path) not in profile:
@@ -61,7 +61,7 @@ def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
     so that their numbers follow popularity; each time the heaviest replicas are placed first, on the least
     loaded rank with room.
     """
-    counts(ranks=ranks, slots=slots)
+    require_positive_ints(ranks=ranks, slots=slots)
     experts = len(loads)
     if not 0 < experts <= ranks * slots:
         raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -49,7 +49,7 @@ class GraphSchedule(Schedule):
 
 def heights(stages: int, edges: Edges) -> list[int]:
     """The stages on the longest path from each stage to the end, itself included."""
-    counts(stages=stages)
+    require_positive_ints(stages=stages)
     found = [1] * stages
     for _ in range(stages):
         before = found
@@ -66,7 +66,7 @@ def depth(stages: int, edges: Edges) -> int:
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
     check_sizes("one_f_one_b", stages=stages, m=m)
-    counts(stages=stages, m=m)
+    require_positive_ints(stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):
         lists.append(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1))

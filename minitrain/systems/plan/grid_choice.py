@@ -14,7 +14,7 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, positive
+from minitrain.ranks.checks import require_positive, require_positive_ints
 from minitrain.systems.plan.grid_costs import Cost, Grid, Layer, cost, grids
 
 
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, axis after axis, in the best order from the innermost outwards."""
-    counts(element_bytes=element_bytes)
+    require_positive_ints(element_bytes=element_bytes)
     sent = cost.forward_sent + cost.backward_sent
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
     return min(_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
@@ -71,7 +71,7 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes
 
     A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
     `element_bytes`."""
-    positive(weight_bytes=weight_bytes, element_bytes=element_bytes)
+    require_positive(weight_bytes=weight_bytes, element_bytes=element_bytes)
     rows = []
     for grid in grids(ranks):
         if grid.kind != "1-D" or len(layer.products) % 2 == 0:

@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def grids(ranks: int) -> list[Grid]:
     """All of so many ranks: 2-D for squares, 3-D for cubes, 2.5-D for q·q·d with 1 < d <= q."""
     if ranks < 1:
         raise ValueError(f"{ranks} ranks; need at least 1")
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     square, cube = math.isqrt(ranks), round(ranks ** (1 / 3))
     deep = [Grid("2.5-D", q, ranks // q**2) for q in range(2, square + 1) if 1 < ranks // q**2 <= q]
     candidates = [Grid("1-D", ranks), Grid("RTP", ranks), Grid("2-D", square), *deep, Grid("3-D", cube)]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from minitrain.plan.accounting.memory_formulas import model_state_bytes
-from minitrain.ranks.checks import counts, positive, whole
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 TIB = 2**40
 
@@ -70,7 +70,7 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
 
     8·b·s·P FLOPs (forward, recomputation, backward) over 8·P bytes (weights three times, gradients once),
     32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back)."""
-    counts(batch=batch, length=length)
+    require_positive_ints(batch=batch, length=length)
     match kind:
         case "parameters":
             return length * batch
@@ -83,7 +83,7 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
 
 def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: float) -> float:
     """Share of the peak that is left if nothing overlaps."""
-    positive(
+    require_positive(
         flops_per_byte=flops_per_byte, bandwidth_bytes_per_s=bandwidth_bytes_per_s, peak_flops=peak_flops
     )
     rate = flops_per_byte * bandwidth_bytes_per_s
@@ -94,7 +94,7 @@ def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -
     """Bytes per second that an efficiency asks for."""
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency={efficiency}: without overlap it is between 0 and 1, and is neither")
-    positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
+    require_positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
 
 
@@ -105,8 +105,8 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
     owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: use at least 1")
-    whole(bytes=bytes)
-    counts(ranks=ranks)
+    require_ints(bytes=bytes)
+    require_positive_ints(ranks=ranks)
     read = bytes / ranks if partitioned else bytes
     sent = bytes * (ranks - 1) / ranks if partitioned else bytes * (ranks > 1)
     return read / links["slow"] + sent / links["network"]

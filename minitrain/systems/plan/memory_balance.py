@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy
 
 from minitrain.pipeline.partition import least_largest
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 Cut = tuple[range, ...]
 
@@ -29,7 +29,7 @@ def profiled(layers: int, stages: int) -> list[Cut]:
     """The cuts to measure: single layers in the middle, the rest in front and behind."""
     if stages < 2 or layers < 2 * stages - 1:
         raise ValueError(f"mCAP: {layers=}, {stages=}; use 2 stages or more and at least 2·stages - 1 layers")
-    counts(layers=layers, stages=stages)
+    require_positive_ints(layers=layers, stages=stages)
     ends = [[0, *range(first, first + stages - 1), layers] for first in range(1, layers - stages + 2)]
     return [tuple(range(a, b) for a, b in zip(cut, cut[1:])) for cut in ends]
 

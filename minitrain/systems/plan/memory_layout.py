@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from math import exp
 from random import Random
 
-from minitrain.ranks.checks import whole
+from minitrain.ranks.checks import require_ints
 from minitrain.systems.simulate.memory_traces import Lifetime
 
 Addresses = dict[int, int]
@@ -58,7 +58,7 @@ def best_fit(lives: Sequence[Lifetime]) -> Addresses:
 def annealed(lives: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Addresses:
     """The best layout of so many tries; equal seeds give equal layouts. `around`: (life, address) of others
     that lie there already. ValueError if a block has two lives: give each a number of its own."""
-    whole(steps=steps, seed=seed)
+    require_ints(steps=steps, seed=seed)
     if len({life.block for life in lives}) < len(lives):
         raise ValueError("a block has several lives; give each life a number of its own")
     if steps < 0:

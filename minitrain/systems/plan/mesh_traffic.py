@@ -26,7 +26,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
 from minitrain.plan.accounting.parameters import attention_parameters, mlp_parameters
 from minitrain.precision.policies import BYTES
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 def sent_by_axis(
@@ -59,7 +59,7 @@ def stages_of(config: GPTConfig, strategy: Any, stage: int) -> list[range]:
 
 
 def share(n: int) -> Fraction:
-    counts(n=n)
+    require_positive_ints(n=n)
     return Fraction(n - 1, n)
 
 

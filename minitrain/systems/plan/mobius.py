@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task, divided
-from minitrain.ranks.checks import counts, positive, whole
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 class Layer(NamedTuple):
@@ -49,8 +49,8 @@ def tasks(stages: Sequence[Layer], m: int, order, roots, *, prefetch: bool = Tru
     """A step, on the links "down r" and "up r" of each root complex r.
 
     Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
-    whole(0, len(roots) - 1, order=order)
-    counts(m=m)
+    require_ints(0, len(roots) - 1, order=order)
+    require_positive_ints(m=m)
     made, n, last = [], len(order), len(stages) - 1
 
     def device(s: int) -> int:
@@ -113,8 +113,8 @@ class _Times:
 
 def makespan(stages: Sequence[Layer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True) -> Number:
     """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
-    counts(devices=devices, m=m)
-    positive(bytes_per_s=bytes_per_s)
+    require_positive_ints(devices=devices, m=m)
+    require_positive(bytes_per_s=bytes_per_s)
     times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
     for s, stage in enumerate(stages):
         times.add(s, stage, stage.forward_s, load=True)
@@ -130,8 +130,8 @@ def partition(layers: Sequence[Layer], devices: int, m: int, room: Number, bytes
     A step takes at least the forward of the stages so far, one microbatch through all others, one back
     through all, the other m - 1 back through the slowest stage so far, and the first stage's gradients' copy.
     """
-    counts(devices=devices, m=m)
-    positive(bytes_per_s=bytes_per_s)
+    require_positive_ints(devices=devices, m=m)
+    require_positive(bytes_per_s=bytes_per_s)
     best, tried = None, 0
     waiting = [(0,)]  # ends of the stages so far
     while waiting:

@@ -17,7 +17,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import shares
+from minitrain.ranks.checks import require_fractions
 
 # ---- Elixir ------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ Phases = dict[str, dict[str, Number]]
 
 def fuyou_phases(work: Work, server: Server, share: Number) -> Phases:
     """{phase: {what: seconds that it is busy}} if this share of the activations is swapped."""
-    shares(share=share)
+    require_fractions(share=share)
     weights, states, swapped = 2 * work.parameters, 12 * work.parameters, share * work.activation_bytes
     deep = max(0, swapped - server.host_bytes)
     forward = {

@@ -23,7 +23,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.plan.memory_layout import Addresses, annealed, best_fit, height
 from minitrain.systems.simulate.memory_traces import Lifetime
 
@@ -202,7 +202,7 @@ def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states:
 def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:
     """Addresses by the tree; or, if that is lower, by best fit."""
     _check_order(graph, order)
-    whole(steps=steps, seed=seed)
+    require_ints(steps=steps, seed=seed)
     group_of = {number: at for at, group in enumerate(segments(graph)) for number in group}
     every = lives(graph, order)
     inside: dict[int, list[Lifetime]] = {}
@@ -221,7 +221,7 @@ def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int 
 def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:
     """A step as a framework runs it: forward, backward, and then all updates. Each layer writes what its
     backward needs and its result; its backward makes the gradient of its input, and of its weights."""
-    counts(layers=layers)
+    require_positive_ints(layers=layers)
     sizes, operators = {"x0": activation_bytes}, []
     for i in range(1, layers + 1):
         sizes |= {f"kept{i}": activation_bytes, f"x{i}": activation_bytes}

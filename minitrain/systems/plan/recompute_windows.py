@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs, undominated
-from minitrain.ranks.checks import amounts, counts
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 KEPT, ON_DEMAND = "kept", "on demand"
 
@@ -129,8 +129,8 @@ def backward_of(layer: Sequence[Task], windows: Sequence[Number], layers: int) -
     the backward of the layer in front, so the first layer's tasks have none."""
     if layers < 1:
         raise ValueError(f"Lynx: {layers} layers; give 1 or more")
-    counts(layers=layers)
-    amounts(windows=windows)
+    require_positive_ints(layers=layers)
+    require_nonnegative(windows=windows)
     tasks = []
     for number in range(layers):
         shift = (number - 1) * len(windows)

@@ -15,7 +15,7 @@ gradients leave over the other direction of a full-duplex link.
 from collections.abc import Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import amounts, filled
+from minitrain.ranks.checks import require_nonempty, require_nonnegative
 
 Time = int | float | Fraction
 
@@ -41,7 +41,7 @@ def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_l
 
 def smallest_window(compute: Sequence[Time], transfer: Sequence[Time], one_link: bool = True) -> int:
     """The smallest window without a stall; all layers always do."""
-    filled(compute=compute, transfer=transfer)
+    require_nonempty(compute=compute, transfer=transfer)
     layers = len(compute)
     return next(window for window in range(1, layers + 1) if hides(compute, transfer, window, one_link))
 
@@ -68,7 +68,7 @@ def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_li
 def there_and_back(forward, backward, copies: Sequence[Time], window: int) -> tuple:
     """(compute, transfer) of a training step in order of use: layers 1 .. L, then L .. 1. The first `window`
     are left from the step before, the last are still here when backward begins."""
-    amounts(backward=backward)
+    require_nonnegative(backward=backward)
     layers = len(forward)
     _check(forward, copies, window)
     back = [0 if layers - i <= window else copies[i] for i in range(layers)][::-1]

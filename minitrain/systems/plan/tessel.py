@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.schedule import Action, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, Time
-from minitrain.ranks.checks import counts, positive
+from minitrain.ranks.checks import require_positive, require_positive_ints
 from minitrain.systems.plan.schedule_search import Kind, Limit, largest_divisor, prepared
 
 
@@ -75,7 +75,7 @@ def fits(kinds: list[Kind], starts: tuple, period: Time) -> bool:
 
 def held(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
     """The most activations in the steady state; fewer while the actions that free them have no times yet."""
-    positive(period=period)
+    require_positive(period=period)
     last = kinds[len(starts) - 1]
     now = 0 if last.letter == "W" else starts[-1] + last.time  # no backward to come starts before
     weights_time = {kind.stage: kind.time for kind in kinds if kind.letter == "W"}
@@ -94,7 +94,7 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
     """m microbatches at their times, read off rank by rank."""
     if m < 1:
         raise ValueError(f"unroll: m={m}; use 1 or more microbatches")
-    counts(m=m)
+    require_positive_ints(m=m)
     ranks = [[] for _ in range(1 + max(pattern.place))]
     for (letter, stage, rank, *_), start in zip(pattern.kinds, pattern.starts):
         ranks[rank] += [(start + n * pattern.period, Action(letter, stage, n)) for n in range(m)]

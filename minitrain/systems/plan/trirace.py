@@ -23,7 +23,7 @@ from typing import NamedTuple
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
-from minitrain.ranks.checks import amounts, counts, whole
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 
 
 class Call(NamedTuple):
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    counts(p=p, m=m, ahead=ahead)
+    require_positive_ints(p=p, m=m, ahead=ahead)
     forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
     lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
     return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
@@ -48,7 +48,7 @@ def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
-    whole(0, len(schedule.ranks) - 1, rank=rank)
+    require_ints(0, len(schedule.ranks) - 1, rank=rank)
     entries, last = schedule.ranks[rank], schedule.stages - 1
     calls = [Call(receives=needed_messages(schedule, entries[0]))]
     for here, after in zip(entries, (*entries[1:], None)):
@@ -65,7 +65,7 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
 def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
     """When each rank has done each action. A call ends when both sides of each of its messages have come to
     it and the messages have passed, one after the other in each direction of a link."""
-    amounts(forward=forward, backward=backward, message=message)
+    require_nonnegative(forward=forward, backward=backward, message=message)
     ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     arrived: dict[Action, Time] = {}
@@ -106,7 +106,7 @@ def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, a
     """Time from a microbatch to the next in the steady state, exact if the times are."""
     check_least(1, p=p, ahead=ahead)
     check_least(0, forward=forward, backward=backward, message=message)
-    counts(1 << 10, p=p, ahead=ahead)
+    require_positive_ints(1 << 10, p=p, ahead=ahead)
     m = 12 * p * ahead
     schedule = one_f_one_b_ahead(p, m, ahead)
     if paired:
@@ -127,7 +127,7 @@ def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
     check_least(1, steps=steps)
     check_least(0, compute=compute, reduce=reduce, bound=bound)
-    counts(steps=steps)
+    require_positive_ints(steps=steps)
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
         if t - applied > bound:

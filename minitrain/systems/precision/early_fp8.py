@@ -30,7 +30,7 @@ from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
 from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import codes_of, decode, round_to, rounded
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 CHUNK = 64
 HELD = 1 << 22  # products of a narrow sum in memory
@@ -84,7 +84,7 @@ PRODUCTS = {
 
 def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Tensor:
     """a [M, K], b [N, K] -> a · bᵀ [M, N] float64, filled up with zeros to whole chunks."""
-    counts(chunk=chunk)
+    require_positive_ints(chunk=chunk)
     missing = -a.shape[-1] % chunk if a.shape[-1] else chunk
     a, b = (pad(x, (0, missing)) for x in (a, b))
     rows = a.split(max(1, HELD // max(b.numel(), 1)))

@@ -30,7 +30,7 @@ from minitrain.precision.blocks import Blocks, Quantized, quantize
 from minitrain.precision.products import Grads, Scales, amax_of, usable
 from minitrain.precision.rounding import rounded
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.attention import incoherent
 
 FOUR, EIGHT = Blocks(formats.INT4), Blocks(formats.INT8)  # one scale for a tensor
@@ -103,7 +103,7 @@ def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> T
 
 def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
-    counts(block=block)
+    require_positive_ints(block=block)
     h = min(block, x.shape[-1] & -x.shape[-1])
     return incoherent.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
 
@@ -159,7 +159,7 @@ def sampled(parts: Tensor, sizes: Tensor, seed: Tensor, dtype: torch.dtype = tor
 def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     """Probabilities in proportion to the sizes, at most 1, that add up to `budget` (or all that are not 0 are
     kept): of all that do, the variance of the sum of what is kept is least."""
-    whole(budget=budget)
+    require_ints(budget=budget)
     if not sizes.numel():
         return sizes
     falling = sizes.flatten().sort(descending=True).values

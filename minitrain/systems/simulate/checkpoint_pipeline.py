@@ -23,7 +23,7 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
-from minitrain.ranks.checks import amounts, counts
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 class Work(NamedTuple):
@@ -71,7 +71,7 @@ def snapshot_stall() -> Way:
 
 def torchsnapshot(chunks: int) -> Way:
     """Training stops until all is written, but a chunk is written while others are copied."""
-    counts(chunks=chunks)
+    require_positive_ints(chunks=chunks)
     return Way("write", "forward", chunks, chunks)
 
 
@@ -82,25 +82,25 @@ def checkfreq() -> Way:
 
 def datastates(chunks: int, buffers: int) -> Way:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
-    counts(chunks=chunks, buffers=buffers)
+    require_positive_ints(chunks=chunks, buffers=buffers)
     return Way("copy", "update", chunks, buffers)
 
 
 def lightcheck(layers: int) -> Way:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
-    counts(layers=layers)
+    require_positive_ints(layers=layers)
     return Way("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> Way:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
-    counts(chunks=chunks, buffers=buffers)
+    require_positive_ints(chunks=chunks, buffers=buffers)
     return Way("write", "update", chunks, buffers)
 
 
 def tiered(hot: int) -> Way:
     """Snapshot-stall to a fast storage with room for `hot` saves, which move on to a cold one (InternEvo)."""
-    counts(hot=hot)
+    require_positive_ints(hot=hot)
     return Way("copy", "forward", hot=hot)
 
 
@@ -117,7 +117,7 @@ def train(work: Work, state: State, way: Way, steps: int, every: int = 1, move_s
         raise ValueError(f"{steps=}, {every=}, {way}: give 1 or more of each, and hot=0 for one storage")
     if way.until not in ("copy", "write") or way.by not in ("forward", "update"):
         raise ValueError(f"{way}: wait until 'copy' or 'write', by 'forward' or 'update'")
-    counts(steps=steps, every=every)
+    require_positive_ints(steps=steps, every=every)
     layers = way.chunks if way.by_layer else 1
     tasks: list[Task] = []
     saves = 0
@@ -165,7 +165,7 @@ def stall_s(work: Work, state: State, way: Way) -> Number:
 
 def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, Number]:
     """(when the last chunk is copied, when it is written), from the start of a save."""
-    counts(chunks=chunks, buffers=buffers)
+    require_positive_ints(chunks=chunks, buffers=buffers)
     copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     if buffers == 1:
         return chunks * copy_s + (chunks - 1) * write_s, state.copy_s + state.write_s
@@ -212,7 +212,7 @@ def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
 def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
     """The same in closed form: the fullest node is the last."""
     _check_writers(writers, storage)
-    amounts(nbytes=nbytes)
+    require_nonnegative(nbytes=nbytes)
     together = ceil(writers / storage.nodes)
     rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
     return writers * storage.setup_s + divided(divided(nbytes, writers), rate)
@@ -223,7 +223,7 @@ def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Seque
     if ranks < 1 or (measured_s and len(measured_s) != ranks):
         given = f"{ranks} ranks, {len(measured_s)} measured times"
         raise ValueError(f"{given}; give 1 rank or more, and a time for each number of them or none")
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     seconds = list(measured_s) or [writing_s(writers, nbytes, storage) for writers in range(1, ranks + 1)]
     return seconds.index(min(seconds)) + 1
 
@@ -231,4 +231,4 @@ def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Seque
 def _check_writers(writers: int, storage: Storage) -> None:
     if writers < 1 or storage.nodes < 1:
         raise ValueError(f"{writers} writers on {storage.nodes} nodes: give 1 or more of each")
-    counts(writers=writers)
+    require_positive_ints(writers=writers)

@@ -22,7 +22,7 @@ from bisect import insort
 from collections.abc import Sequence
 from math import inf
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.simulate.eviction import Block, Evictor, neighbourhood, staleness
 
 
@@ -146,7 +146,7 @@ def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int
 
     An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
     since costs are not negative."""
-    counts(1 << 50, bytes=bytes)
+    require_positive_ints(1 << 50, bytes=bytes)
     best, least, left, size = None, inf, 0, 0
     for right, (more, cost) in enumerate(parts):
         if cost == inf:

@@ -10,7 +10,7 @@ all limits and rules, and if the real program is run under one of them its count
 
 from itertools import count
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.simulate.eviction import Block, Evictor
 
 
@@ -39,8 +39,8 @@ def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tu
     if layers < 1 or every < 0:
         cure = "use at least 1 layer, and 0 (keep all) or more"
         raise ValueError(f"layers = {layers}, every = {every}; {cure}")
-    counts(layers=layers)
-    whole(bytes=bytes, cost=cost)
+    require_positive_ints(layers=layers)
+    require_ints(bytes=bytes, cost=cost)
     trace: list[tuple] = [("constant", 0, bytes)]
     numbers = count(1)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import ceil, gamma, inf, log
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, positive, whole
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 class Failure(NamedTuple):
@@ -60,9 +60,9 @@ def failing(
     seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
 ) -> Iterator[Failure]:
     """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
-    counts(machines=machines, together=together)
-    whole(seed=seed)
-    positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
+    require_positive_ints(machines=machines, together=together)
+    require_ints(seed=seed)
+    require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
     if machine_mtbf_s <= 0 or shape <= 0 or not 1 <= together <= machines:
         given = f"machine_mtbf_s={machine_mtbf_s}, shape={shape}, together={together}, machines={machines}"
         raise ValueError(f"{given}: need a mean and a shape above 0, and together from 1 to machines")
@@ -108,8 +108,8 @@ def simulate(
     """
     if work_s <= 0:
         raise ValueError(f"work_s={work_s}: give the seconds of training that the job needs, above 0")
-    positive(work_s=work_s, interval_s=interval_s)
-    counts(every=every)
+    require_positive(work_s=work_s, interval_s=interval_s)
+    require_positive_ints(every=every)
     saves = _Saves(interval_s, memory, disk, every)
     inside = ceil(work_s / interval_s) - 1  # saves; nothing is saved at the very end
     end = saves.ends(inside) + work_s - inside * interval_s

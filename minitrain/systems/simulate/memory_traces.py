@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 REGION = -1  # the block number of a region
 Event = tuple[str, int, int]
@@ -51,8 +51,8 @@ def live_bytes(trace: Sequence[Event]) -> list[int]:
 def checkpointed(layers: int, work_bytes: int, kept_bytes: int, asked_bytes: int) -> list[Event]:
     """Each layer has memory to work in and frees it before it puts its checkpoint somewhere; then comes the
     last request. Blocks 0, 1, .. are checkpoints, those from `layers` on the work, the last the request."""
-    counts(layers=layers)
-    whole(work_bytes=work_bytes, kept_bytes=kept_bytes, asked_bytes=asked_bytes)
+    require_positive_ints(layers=layers)
+    require_ints(work_bytes=work_bytes, kept_bytes=kept_bytes, asked_bytes=asked_bytes)
     trace: list[Event] = []
     for layer in range(layers):
         trace += [(what, layers + layer, work_bytes) for what in ("alloc", "free")]
@@ -62,7 +62,7 @@ def checkpointed(layers: int, work_bytes: int, kept_bytes: int, asked_bytes: int
 
 def growing(sizes: Sequence[int]) -> list[Event]:
     """A block of each size, freed before the next."""
-    whole(sizes=sizes)
+    require_ints(sizes=sizes)
     return [(what, block, size) for block, size in enumerate(sizes) for what in ("alloc", "free")]
 
 

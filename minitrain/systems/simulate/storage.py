@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import counts, whole
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 Time = int | float | Fraction
 
@@ -75,7 +75,7 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
         given = f"depth={depth}, step_time={step_time}, streams={streams}"
         raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
     if streams is not None:
-        counts(streams=streams)
+        require_positive_ints(streams=streams)
     free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
     starts: list[Time] = []
     waits: list[Time] = []
@@ -96,7 +96,7 @@ def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""
-    whole(most=most)
+    require_ints(most=most)
     if most < 0 or trial_every < 2:
         given = f"most={most}, trial_every={trial_every}"
         raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")

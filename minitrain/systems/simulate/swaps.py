@@ -18,7 +18,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task
-from minitrain.ranks.checks import amounts, counts, filled, positive
+from minitrain.ranks.checks import (
+    require_nonempty,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 
 # ---- TMOF: not the same tensors, not the same way ----------------------------------------------------------
 
@@ -27,7 +32,7 @@ def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int
     """Tensors that each device swaps, `needed` bytes at least, no tensor on two: dealt out in turn.
 
     None if there are not enough: then only turns in direction help."""
-    counts(devices=devices)
+    require_positive_ints(devices=devices)
     sets: list[set[int]] = [set() for _ in range(devices)]
     held = [0] * devices
     for tensor, size in enumerate(sizes):
@@ -43,7 +48,7 @@ def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], l
     """Forwards that swap out, device d what is in sets[d], all over the link "up".
 
     Layer l + 2 needs the memory of layer l's tensor, if that is to go."""
-    amounts(layer_s=layer_s)
+    require_nonnegative(layer_s=layer_s)
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):
@@ -58,8 +63,8 @@ def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
 
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
-    counts(devices=devices, rounds=rounds)
-    amounts(size=size)
+    require_positive_ints(devices=devices, rounds=rounds)
+    require_nonnegative(size=size)
     tasks = []
     for d in range(devices):
         ways = ("down", "up") if opposed and d % 2 else ("up", "down")
@@ -93,7 +98,7 @@ class Volume(NamedTuple):
 
 def virtualized(devices: int, layers: int, m: int) -> list[Step]:
     """Data parallel training that trusts a virtual memory on each device: microbatch by microbatch."""
-    counts(devices=devices, layers=layers, m=m)
+    require_positive_ints(devices=devices, layers=layers, m=m)
     steps = []
     for d in range(devices):
         for j in range(m):
@@ -105,13 +110,13 @@ def virtualized(devices: int, layers: int, m: int) -> list[Step]:
 
 def harmony_dp(devices: int, layers: int, m: int) -> list[Step]:
     """Each layer does all microbatches before it leaves, and is updated when its gradient is complete."""
-    counts(devices=devices, layers=layers, m=m)
+    require_positive_ints(devices=devices, layers=layers, m=m)
     return [step for d in range(devices) for step in _grouped([d] * layers, m)]
 
 
 def harmony_pp(devices: int, layers: int, m: int, binding: Sequence[int] | None = None) -> list[Step]:
     """The same with each layer on one device; `m` microbatches are those of all devices together."""
-    counts(devices=devices, layers=layers, m=m)
+    require_positive_ints(devices=devices, layers=layers, m=m)
     binding = [layer % devices for layer in range(layers)] if binding is None else list(binding)
     if len(binding) != layers or not {*binding} <= {*range(devices)}:
         raise ValueError(f"binding {binding}: give each of {layers} layers one of {devices} devices")
@@ -127,8 +132,8 @@ def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
 
 def late_binding(layer_s: Sequence[Number], speeds: Sequence[Number]) -> list[int]:
     """Each layer's device, chosen when its turn comes: where it would be done first."""
-    filled(speeds=speeds)
-    positive(speeds=speeds)
+    require_nonempty(speeds=speeds)
+    require_positive(speeds=speeds)
     busy, binding = [0] * len(speeds), []
     for seconds in layer_s:
         ends = [busy[d] + seconds / speeds[d] for d in range(len(speeds))]
@@ -181,8 +186,8 @@ def offloading(stay: Sequence[int], layers: int, layer_s: Number, layer_bytes: N
 
     A layer that stays is fetched in the first step for which there is room, and dropped where there is none.
     """
-    counts(layers=layers)
-    amounts(layer_s=layer_s, layer_bytes=layer_bytes)
+    require_positive_ints(layers=layers)
+    require_nonnegative(layer_s=layer_s, layer_bytes=layer_bytes)
     tasks: list[Task] = []
     for t, number in enumerate(stay):
         before = stay[t - 1] if t else 0

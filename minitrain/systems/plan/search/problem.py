@@ -28,7 +28,13 @@ from math import inf, prod
 from operator import itemgetter, truediv
 from typing import NamedTuple
 
-from minitrain.ranks.checks import amounts, counts, filled, one_of, positive
+from minitrain.ranks.checks import (
+    require_nonempty,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
 
 
 class Word(NamedTuple):
@@ -62,13 +68,13 @@ class Layer(NamedTuple):
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
-    counts(takes=takes, gives=gives)
+    require_positive_ints(takes=takes, gives=gives)
     return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
 
 
 def block(name: str, width: int, inner: int) -> Layer:
     """width -> inner -> width, for the word tp; the inner result is kept."""
-    counts(width=width, inner=inner)
+    require_positive_ints(width=width, inner=inner)
     return Layer(name, width, width, 2 * width * inner, 4 * width * inner, keeps=inner)
 
 
@@ -122,13 +128,19 @@ class Problem:
     state_bytes: int = 16  # of a weight with its gradient and AdamW's moments
 
     def __post_init__(self) -> None:
-        filled(layers=self.layers, words=self.words)
-        one_of(WORDS, **{f"words[{i}]": word for i, word in enumerate(self.words)})
-        one_of(("rows", "whole"), ends=self.ends)
-        counts(rows=self.rows, microbatches=self.microbatches, element_bytes=self.element_bytes)
-        counts(**{f"levels[{i}].devices": level.devices for i, level in enumerate(self.levels)})
-        positive(flops_per_s=self.flops_per_s, bytes_per_s=[level.bytes_per_s for level in self.levels])
-        amounts(state_bytes=self.state_bytes)
+        require_nonempty(layers=self.layers, words=self.words)
+        require_one_of(WORDS, **{f"words[{i}]": word for i, word in enumerate(self.words)})
+        require_one_of(("rows", "whole"), ends=self.ends)
+        require_positive_ints(
+            rows=self.rows, microbatches=self.microbatches, element_bytes=self.element_bytes
+        )
+        require_positive_ints(
+            **{f"levels[{i}].devices": level.devices for i, level in enumerate(self.levels)}
+        )
+        require_positive(
+            flops_per_s=self.flops_per_s, bytes_per_s=[level.bytes_per_s for level in self.levels]
+        )
+        require_nonnegative(state_bytes=self.state_bytes)
         for i, j in self.skips:
             if not 0 <= i < j - 1 < len(self.layers) - 1:
                 raise ValueError(f"skip {(i, j)} of {len(self.layers)} layers; it goes past at least one")
@@ -209,7 +221,7 @@ class Problem:
         """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
         seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
         are not in it; the last one gives rows, or `ends`."""
-        one_of(("seconds", "bytes"), unit=unit)
+        require_one_of(("seconds", "bytes"), unit=unit)
         layers = range(len(self.layers)) if layers is None else layers
         levels, counted = self.mesh(self.devices if devices is None else devices), unit == "bytes"
         options = [self.options(levels)] * len(layers) if options is None else options

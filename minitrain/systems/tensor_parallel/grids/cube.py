@@ -24,7 +24,7 @@ from itertools import combinations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import all_gather, reduce_scatter
 from minitrain.ranks.sharding import Shard, shard
 from minitrain.systems.tensor_parallel.grids.summa import check_crossing
@@ -111,7 +111,7 @@ def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_gro
 
 def check_linear(what: str, linear: nn.Linear, side: int) -> None:
     """Whole, and of sizes that a cube of this side divides."""
-    counts(side=side)
+    require_positive_ints(side=side)
     check_whole(what, linear)
     _check_multiple(f"{what}: out_features", linear.out_features, "l²", side**2)
     _check_multiple(f"{what}: in_features", linear.in_features, "l", side)
