@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python as `wc -l` counts them
     "minitrain without systems and course": (
         ["minitrain"],
         ["minitrain/systems", "minitrain/course"],
-        24_000,
+        29_500,
     ),
     "minitrain/systems": (["minitrain/systems"], [], 20_200),
     "minitrain/course": (["minitrain/course"], [], 8_000),
