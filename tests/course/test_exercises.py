@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def edited_by_the_reader(path):
 def test_a_chapter_is_worth_ten_points_and_gives_nothing_away(number):
     of = CHAPTERS[number]
     points = [int(check.attributes["points"]) for task in of.tasks for check in task.checks]
-    assert {cell.name for cell in of.wrong} == {task.answer.name for task in of.tasks}
+    wrong = Counter(cell.name for cell in of.wrong)
+    assert {*wrong} == {task.answer.name for task in of.tasks} and max(wrong.values()) <= 12
     assert sum(points) == 10 and len(of.tasks) >= 3 and all(task.title and task.checks for task in of.tasks)
     student = assignment.notebooks(of)[of.student]
     assert "BEGIN" not in student and "HIDDEN" not in student
@@ -174,6 +176,52 @@ def test_a_rank_imports_of_the_package_what_it_has(tmp_path, line, module):
     else:
         with pytest.raises(ValueError, match=rf"00_imports.py:1: a rank cannot import {module};"):
             book.read_cells(path)
+
+
+RIGHT = "def f(x):\n    y = x\n\n    y = x\n    return y\n### END"
+
+
+@pytest.mark.parametrize(
+    "text, made",
+    [
+        ("def f(x):\n    return 0", "def f(x):\n    return 0"),
+        ("", ""),
+        ("-     return y\n+     return -y", "def f(x):\n    y = x\n\n    y = x\n    return -y\n### END"),
+        ("- def f(x):\n-     y = x\n-\n+ def f(x):", "def f(x):\n    y = x\n    return y\n### END"),
+        ("-     return y\n\n- def f(x):\n+ if x:", "if x:\n    y = x\n\n    y = x\n### END"),
+        ("-     return y\n+     return z\n-     return z\n+     z", RIGHT.replace("return y", "z")),
+        ("+ y = 1\n+\n+ z = 2", f"{RIGHT}\ny = 1\n\nz = 2"),
+        ("-     return y\n+     return 1\n\n+ f = 2", RIGHT.replace("return y", "return 1") + "\nf = 2"),
+    ],
+)
+def test_a_wrong_solution_is_a_whole_text_or_changes_the_right_one(tmp_path, monkeypatch, text, made):
+    """In order: a change finds what the one before it has written."""
+    header = '# %% wrong="f" fails="sum" why="w"\n'
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong/07_x.txt").write_text(f"{header}{text}\n\n{header.replace('f', 'g', 1)}- x\n")
+    monkeypatch.setattr(book, "EXERCISES", tmp_path)
+    of = book.Chapter("07", Path("07_x.py"), [book.Cell("answer", "f", RIGHT)])
+    first, unknown = of.wrong
+    assert first == book.Cell("wrong", "f", made, {"fails": "sum", "why": "w"})
+    assert unknown.source == "- x", "of a task that is not there, nothing can be changed"
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("-     y = x\n+     y = 0", "the old lines of change 1 stand 2 times in the solution"),
+        ("-     return y\n\n- y = x", "the old lines of change 2 stand 0 times in the solution"),
+        ("-     return y\n-     return y", "the old lines of change 1 stand 0 times in the solution"),
+        ("- return", "the old lines of change 1 stand 0 times in the solution"),
+        ("-     return y\n    return 0", "neither `- old` nor `+ new`:     return 0"),
+        ("+ y = 1\n+z = 1", "neither `- old` nor `+ new`: +z = 1"),
+    ],
+)
+def test_a_change_that_does_not_fit_is_named_in_one_line(text, problem):
+    cell = book.Cell("wrong", "f", text, {"fails": "sum", "why": "twice"})
+    with pytest.raises(ValueError) as error:
+        book.changed(RIGHT, cell, "07_x.txt")
+    assert str(error.value) == f"07_x.txt: f, twice: {problem}"
 
 
 def test_what_a_cell_defines():

@@ -2,6 +2,8 @@
 what knows nothing of its task or walks around it earns nothing.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from minitrain.course import exercises
@@ -45,8 +47,8 @@ def test_prove_sees_a_check_that_catches_nothing(judge):
     assert len(faults) == 1 + sum(cell.name == "relay_bytes" for cell in FIRST.wrong)
     tried, faults = exercises.attack(only, judge)
     assert tried == 10 and len(faults) == 10, "blind checks give points to everything, and attack says so"
-    zero = "def relay_bytes(ranks, numel): return 0"
-    broken = [book.Cell("answer", cell.name, zero) if cell.role == "answer" else cell for cell in last]
+    zero = "\n\ndef relay_bytes(ranks, numel): return 0"
+    broken = [replace(cell, source=cell.source + zero) if cell.role == "answer" else cell for cell in last]
     faults = exercises.prove(book.Chapter("00", FIRST.path, broken), judge)
     assert (
         "the solution fails relay_bytes-four: bytes of each rank: a list of 4 is wanted, not a value"
