@@ -213,7 +213,9 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
     for task in of.tasks:
         count = sum(cell.name == task.answer.name for cell in of.wrong)
-        faults += [f"{task.answer.name} has {count} wrong solutions; write at least three"] * (count < 3)
+        faults += [f"{task.answer.name} has {count} wrong solutions; write three to twelve"] * (
+            not 3 <= count <= 12
+        )
     return [f"{of.number}: {fault}" for fault in faults] + wrong_ones(of, of.wrong, judge, seed)
 
 

@@ -205,10 +205,13 @@ def test_prove_names_what_is_wrong_with_a_chapter(monkeypatch):
     attempted = {(stub, name): Failure(trial.NOT_ATTEMPTED) for name in ("a-1", "a-2")}
     caught = {("w = 1", "a-2"): bytes_fail, ("w = 2", "a-1"): bytes_fail, ("w = 2", "a-2"): bytes_fail}
     verdicts = attempted | caught
-    few = "07: a has 2 wrong solutions; write at least three"
+    few = "07: a has 2 wrong solutions; write three to twelve"
     assert exercises.prove(of, Judged, "9") == [few] and set(seeds) == {"9"}
-    monkeypatch.setattr(book.Chapter, "wrong", [*wrong, wrong[0]])
-    assert exercises.prove(of, Judged) == []
+    monkeypatch.setattr(book.Chapter, "wrong", [*wrong, *11 * wrong[:1]])
+    assert exercises.prove(of, Judged) == [few.replace("2", "13")]
+    for more in (10, 1):
+        monkeypatch.setattr(book.Chapter, "wrong", [*wrong, *more * wrong[:1]])
+        assert exercises.prove(of, Judged) == []
     verdicts = attempted | caught | {(stub, "a-1"): Failure("no error", "x")}
     assert exercises.prove(of, Judged) == [
         f"07: a stub gets 0 points, or another message than {trial.NOT_ATTEMPTED!r}"
@@ -251,6 +254,38 @@ def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, 
     monkeypatch.setattr(exercises.assignment, "build", lambda: ["a.ipynb", "b.ipynb"])
     exercises.main(["build"])
     assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
+
+
+def test_the_commands_say_in_one_line_which_wrong_solution_does_not_fit(tmp_path, monkeypatch, capsys):
+    """Before anything is run. `build` needs none of them."""
+    wrong = tmp_path / "exercises/wrong"
+    wrong.mkdir(parents=True)
+    monkeypatch.setattr(book, "chapters", lambda: {"00": book.EXERCISES / "source/00_start_here.py"})
+    monkeypatch.setattr(exercises.assignment, "build", lambda: [])
+    of = book.chapter("00")
+    monkeypatch.setattr(book, "chapter", lambda number: of)
+    monkeypatch.setattr(book, "EXERCISES", wrong.parent)
+    text = '# %% wrong="total" fails="sum" why="two zeros"\n- x = 0\n+ x = 00\n'
+    (wrong / "00_start_here.txt").write_text(text)
+    for wish in (["prove"], ["prove", "00"], ["attack"]):
+        with pytest.raises(SystemExit) as ended:
+            exercises.main(wish)
+        told = "00_start_here.txt: total, two zeros: the old lines of change 1 stand 0 times in the solution"
+        assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"error: {told}\n")
+    assert exercises.main(["build"]) == 0
+
+
+@pytest.mark.parametrize("fails, limit_s", [("time limit", 2.0), ("sum", 20.0)])
+def test_what_uses_up_its_time_is_given_a_tenth_of_it(monkeypatch, fails, limit_s):
+    of, limits = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS), []
+
+    def failure_in(chapter, check, judge, code, limit_s, seed):
+        limits.append(limit_s)
+        return Failure(fails)
+
+    monkeypatch.setattr(exercises, "failure_in", failure_in)
+    cell = book.Cell("wrong", "a", "w = 1", {"fails": fails, "why": "w"})
+    assert exercises.wrong_ones(of, [cell], Judged) == [] and limits == [limit_s]
 
 
 def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypatch):

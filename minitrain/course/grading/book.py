@@ -16,6 +16,7 @@ A wrong solution is a text of its own, or changes to the right one (`changed`).
 """
 
 import ast
+import functools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,12 +103,15 @@ def changed(right: str | None, wrong: Cell, file: str) -> str:
         old, new = ([line[2:] for line in part.splitlines()] for part in hunk.groups())
         places = [at for at in range(len(lines)) if lines[at : at + len(old)] == old] if old else [len(lines)]
         if len(places) != 1:
-            raise ValueError(f"{where}: the old lines of change {number} stand {len(places)} times in the solution")
+            raise ValueError(
+                f"{where}: the old lines of change {number} stand {len(places)} times in the solution"
+            )
         lines[places[0] : places[0] + len(old)] = new
     return "\n".join(lines)
 
 
-def defined_by(*sources: str) -> set[str]:
+@functools.cache  # asked anew in every run of an answer
+def defined_by(*sources: str) -> frozenset[str]:
     """The names of functions, classes and values at the top level of cells."""
     names = set()
     for node in ast.parse("\n".join(sources)).body:
@@ -115,7 +119,7 @@ def defined_by(*sources: str) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
+    return frozenset(names)
 
 
 def not_there(source: str) -> str:
