@@ -21,6 +21,7 @@ import pkgutil
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -211,11 +212,8 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
         faults.append(f"a stub gets {empty.earned} points, or another message than {NOT_ATTEMPTED!r}")
     failed = [result for result in full.results if result.property]
     faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
-    for task in of.tasks:
-        count = sum(cell.name == task.answer.name for cell in of.wrong)
-        faults += [f"{task.answer.name} has {count} wrong solutions; write three to twelve"] * (
-            not 3 <= count <= 12
-        )
+    counts, told = Counter(cell.name for cell in of.wrong), "{} has {} wrong solutions; write three to twelve"
+    faults += [told.format(name, counts[name]) for name in solutions if not 3 <= counts[name] <= 12]
     return [f"{of.number}: {fault}" for fault in faults] + wrong_ones(of, of.wrong, judge, seed)
 
 

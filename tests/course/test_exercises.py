@@ -213,10 +213,10 @@ def test_a_wrong_solution_is_a_whole_text_or_changes_the_right_one(tmp_path, mon
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("-     y = x\n+     y = 0", "the old lines of change 1 stand 2 times in the solution"),
-        ("-     return y\n\n- y = x", "the old lines of change 2 stand 0 times in the solution"),
-        ("-     return y\n-     return y", "the old lines of change 1 stand 0 times in the solution"),
-        ("- return", "the old lines of change 1 stand 0 times in the solution"),
+        ("-     y = x\n+     y = 0", "the solution has the old lines of change 1 2 times"),
+        ("-     return y\n\n- y = x", "the solution has the old lines of change 2 0 times"),
+        ("-     return y\n-     return y", "the solution has the old lines of change 1 0 times"),
+        ("- return", "the solution has the old lines of change 1 0 times"),
         ("-     return y\n    return 0", "neither `- old` nor `+ new`:     return 0"),
         ("+ y = 1\n+z = 1", "neither `- old` nor `+ new`: +z = 1"),
     ],

@@ -270,7 +270,7 @@ def test_the_commands_say_in_one_line_which_wrong_solution_does_not_fit(tmp_path
     for wish in (["prove"], ["prove", "00"], ["attack"]):
         with pytest.raises(SystemExit) as ended:
             exercises.main(wish)
-        told = "00_start_here.txt: total, two zeros: the old lines of change 1 stand 0 times in the solution"
+        told = "00_start_here.txt: total, two zeros: the solution has the old lines of change 1 0 times"
         assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"error: {told}\n")
     assert exercises.main(["build"]) == 0
 

@@ -104,7 +104,7 @@ def changed(right: str | None, wrong: Cell, file: str) -> str:
         places = [at for at in range(len(lines)) if lines[at : at + len(old)] == old] if old else [len(lines)]
         if len(places) != 1:
             raise ValueError(
-                f"{where}: the old lines of change {number} stand {len(places)} times in the solution"
+                f"{where}: the solution has the old lines of change {number} {len(places)} times"
             )
         lines[places[0] : places[0] + len(old)] = new
     return "\n".join(lines)
