@@ -33,7 +33,7 @@ from minitrain.checkpoint.format import File, bytes_of, write_file
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
-from minitrain.pieces import Piece, whole_piece
+from minitrain.ranks.pieces import Piece, whole_piece
 
 RANKS, LAYERS = 4, 8
 WIDTHS = {"200 MB": 416, "1 GB": 928}  # 8 layers of 12 · width² parameters, 12 bytes each

@@ -27,10 +27,10 @@ from benchmarks.measure import (
 )
 from minitrain import launch
 from minitrain.attention.kernel import FUSED, merge
-from minitrain.collectives.backends import renamed
 from minitrain.context.gathered import gathered_attention
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
+from minitrain.ranks.collectives.backends import renamed
 
 BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = (1024, 4096)

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
-from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8)

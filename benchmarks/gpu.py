@@ -20,14 +20,14 @@ from torch import nn
 
 from benchmarks.measure import Row, row, save
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
-from minitrain.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting.compute import flops_per_token
+from minitrain.plan.simulate.machines import MACHINES
+from minitrain.plan.strategy import Strategy
 from minitrain.precision import products
-from minitrain.simulate.machines import MACHINES
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
 
 FP8 = ("fp8_tensor", "fp8_rows")
 
@@ -54,7 +54,7 @@ def peak_flops() -> float:
     for machine in MACHINES.values():
         if machine.device.name.lower().split()[-1] in name:
             return machine.device.peak("bfloat16")
-    from minitrain.training.step import measure_peak_flops
+    from minitrain.model.training.step import measure_peak_flops
 
     return measure_peak_flops(torch.bfloat16, launch.device(), 4096 if name else 256)
 

@@ -37,12 +37,12 @@ from benchmarks.measure import (
     stock_group,
 )
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.mesh import Mesh
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.parallelize import parallelize
 from minitrain.pipeline.partition import even
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.mesh import Mesh
 
 CONFIG = GPTConfig(
     vocab_size=512,

@@ -10,14 +10,14 @@ from multiprocessing import get_context
 
 from benchmarks.measure import Row, in_turns, row
 from minitrain import launch
-from minitrain.data.batches import random_tokens
-from minitrain.dry_steps import dry_steps
-from minitrain.ledger import Ledger
+from minitrain.compose.dry_steps import dry_steps
 from minitrain.model.config import presets
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.strategy import Strategy
-from minitrain.training.hyperparameters import Hyperparameters
-from minitrain.training.optim import AdamW
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.ledger import Ledger
 
 CONFIG = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4)
 BATCH, LENGTH = 8, 128

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.collectives import channel_of
-from minitrain.launch import shared_cores
+from minitrain.ranks.collectives import channel_of
+from minitrain.ranks.launch import shared_cores
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"

@@ -27,15 +27,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.attention.dropout import Places
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.memory.files import FileStore, open_unnamed
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.recompute_passes import recompute_in
+from minitrain.compose.run import Run
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.parallelize import parallelize
-from minitrain.recompute_passes import recompute_in
-from minitrain.run import Run
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.systems.memory.files import FileStore, open_unnamed
 
 CONFIG = GPTConfig(vocab_size=512, d_model=384, num_layers=6, num_heads=6, max_positions=512, tied=False)
 ROWS, LENGTH = 4, 512

@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.measure import Row, row
 from minitrain import launch
-from minitrain.data.batches import random_tokens
-from minitrain.ledger import Ledger
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import naive_attention
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
 
 CONFIG = GPTConfig(
     vocab_size=256,

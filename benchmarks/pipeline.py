@@ -16,8 +16,9 @@ from torch.distributed.pipelining import schedules as theirs_of
 
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
-from minitrain.mesh import Mesh
+from minitrain.course.plot.pipeline_widget import SCHEDULES, picture
 from minitrain.model.gpt import GPTConfig, Stages, cross_entropy_sum
+from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedules.dualpipe import dualpipe_v
@@ -25,8 +26,7 @@ from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f
 from minitrain.pipeline.schedules.v_shape import zb_v
 from minitrain.pipeline.schedules.zero_bubble import zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.plot.pipeline_widget import SCHEDULES, picture
-from minitrain.training.step import Batch, NoReducer
+from minitrain.ranks.mesh import Mesh
 
 RANKS, MICROBATCHES = 4, 8
 LENGTH, LAUNCHES, TURNS = 64, 5, 21

@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.measure import Row, in_turns, row
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
-from minitrain.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import quantize
 from minitrain.precision.rounding import encode
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
 
 THEIRS = {
     "bf16": "bfloat16",

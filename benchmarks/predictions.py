@@ -27,13 +27,13 @@ from math import exp
 from statistics import mean, median
 from time import process_time
 
-from minitrain.measured_work import work_of
+from minitrain.compose.measured_work import work_of
 from minitrain.plan.predict.fit import fit, log_ratio
+from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import START, Rates
-from minitrain.plan.predict.run import Published, TrainingRun, published
-from minitrain.plan.predict.step import predict
-from minitrain.strategy import Strategy
-from minitrain.tables import aligned
+from minitrain.plan.predict.training_run import Published, TrainingRun, published
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.tables import aligned
 
 NAMES = ("products", "network")
 CALIBRATION = ("Nar21 145.6B", "MegaScale base 1024")

@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 from benchmarks.measure import Row, in_turns, one_after_the_other, row, slowest_then_median, stock_group
 from minitrain import launch
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, GPTConfig
-from minitrain.sharding import full_tensor, placement
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 

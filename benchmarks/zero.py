@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 from minitrain import launch
-from minitrain.data.batches import random_tokens
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8, tied=False)

@@ -34,13 +34,13 @@ import psutil
 from minitrain import collectives, launch
 from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.store import Store
-from minitrain.data.batches import Text
-from minitrain.launch.report import RankError
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.trainer import Trainer
 from minitrain.model.config import GPTConfig
-from minitrain.parallelize import parallelize
-from minitrain.strategy import Strategy
-from minitrain.trainer import Trainer
-from minitrain.training.hyperparameters import Hyperparameters
+from minitrain.model.data.batches import Text
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch.report import RankError
 
 CONFIG = GPTConfig(d_model=8, num_layers=1, num_heads=2, max_positions=8, dropout=0.1)
 STRATEGY = Strategy(dp=2, tp=2, zero=1)

@@ -33,23 +33,23 @@ from torch import Tensor
 
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, drop_by_place
-from minitrain.context.names import CORES
-from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.product_passes import multiply_in, roll_scales
+from minitrain.compose.run import Run
+from minitrain.compose.run_states import kept_buffers
+from minitrain.context.core_names import CORES
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.experts_config import FIXED, ROUTERS, ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
-from minitrain.parallelize import parallelize
-from minitrain.pipeline.named import CHUNKED, NAMES, SLICED
+from minitrain.model.training.optim import AdamW
+from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
+from minitrain.plan.strategy import AXES, PARO_SHARDINGS, Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
-from minitrain.product_passes import multiply_in, roll_scales
-from minitrain.run import Run
-from minitrain.run_states import kept_buffers
-from minitrain.simulate.events import WAYS
-from minitrain.strategy import AXES, PARO_SHARDINGS, Strategy
-from minitrain.training.optim import AdamW
+from minitrain.ranks.events import WAYS
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.saving import (
     Checkpoint,
     bits,
@@ -67,7 +67,7 @@ PLAIN_GRADS = ("plain", "bitnet", "bitnet_b158")
 EXACT = (*PLAIN_GRADS, "fp8_delayed", "hfp8")  # products whose scales no layout changes
 UNSCALED = ("hfp8", "fp8_wang")  # products that a loss times 2^20 overflows
 ROUNDING = 0.02  # how far a loss may be from float64's with 8 bits of mantissa
-RECOMPUTED = (  # words of memory/policies.py, each result once
+RECOMPUTED = (  # words of memory/recompute_policies.py, each result once
     *("full", "full", "selective", "keep:core", "keep:core", "every:2", "sqrt", "revolve:1", "revolve:2"),
     *("keep:qkv+out+experts", "keep:norm1+latents+up+down", "keep:norm2+act"),
     *("drop:act+norm1", "drop:core+norm2", "drop:qkv+out+up+experts", "drop:latents+qkv+core+down"),

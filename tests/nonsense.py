@@ -1,9 +1,10 @@
-"""Every public function of the package is called with nonsense, one argument at a time, and must say so or go on.
+"""Every door of the package is called with nonsense, one argument at a time, and must say so or go on.
 
     python -m tests.nonsense                     all of them: how many, and what was answered wrongly
     python -m tests.nonsense plan.mpress moe     those whose names begin so
 
-A function or class that takes a number, a word or a sequence of these is first called with arguments that make sense:
+Doors are the functions and classes that chapters, exercises, the README or a command take from the package, and those
+that take a process group. Behind them nothing is checked again. One that takes a number, a word or a sequence of these is first called with arguments that make sense:
 those of nonsense.tsv (function, arguments), or ones made from its type hints; a class that has a line there is made
 by it wherever a hint asks for one, and a process group is that of a world of one rank. Then each such argument in
 turn becomes 0, -1, NaN, infinity, 10**30 (1e30 where it is no whole number), 0.5, None, a word or an empty sequence.
@@ -17,12 +18,14 @@ A generator gives its first items, a context is entered and left. What is not ca
 
     nothing to get wrong    it takes no number, word or sequence: tensors, functions, objects of ours
     a record                holds what it is given; those who compute with it look at it
+    inside                  no door
     ELSEWHERE, INSIDE       as said there
     nothing said            an argument has no hint and no default, and nonsense.tsv no line: write one
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import csv
@@ -32,8 +35,10 @@ import importlib
 import inspect
 import io
 import itertools
+import json
 import math
 import pkgutil
+import re
 import resource
 import signal
 import sys
@@ -54,16 +59,16 @@ from minitrain.checkpoint.format import write_file
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 from tests.saving import Quick
 
 CALLS = Path(__file__).with_suffix(".tsv")
 ELSEWHERE = {  # rooms of the package, and what asks them
-    "cli course launch plot train_command checkpoint_command replay_command plan_command": (
+    "cli course ranks.launch": (
         "words of a command line, ranks to start, pictures: tests of their own give them wrong words"
     ),
-    "collectives": "every call is compared across ranks: tests/collectives gives wrong sizes and types on 2 and 4",
-    "torch_private": "names of torch's, for this package alone",
+    "ranks.collectives": "every call is compared across ranks: tests/ranks/collectives gives wrong sizes and types on 2 and 4",
+    "ranks.torch_private": "names of torch's, for this package alone",
 }
 WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
 REAL = [1e30 if value == 10**30 else value for value in WHOLE]
@@ -98,68 +103,26 @@ READ_AS = {  # parameters without a hint, by the names that this package gives t
     **dict.fromkeys("make_optimizer core act loss_fn work layout".split(), Callable),
 }
 MEANT = (  # by a name that several modules have
-    "pipeline.schedule.Action attention.traffic.Traffic plan.grid_costs.Sent plan.search.problem.example "
-    "plan.planner.Task simulate.machines.machine measured_work.work_of "
-    "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig strategy.Strategy"
+    "pipeline.schedule.Action attention.hbm_traffic.Traffic systems.plan.grid_costs.Sent systems.plan.search.problem.example "
+    "plan.planner.Task plan.simulate.machines.machine compose.measured_work.work_of "
+    "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig plan.strategy.Strategy"
 )
 MOST_BYTES = 8 << 30
-INSIDE = {  # names without a word of this package's reader in their arguments, and who has looked at these before
-    "a number made of a seed, a step and places; the seed is a whole number where it is given": (
-        "attention.dropout.hashed attention.dropout.keep attention.dropout.shifted "
-        "attention.dropout.uniform precision.chance.draws precision.chance.keep_by_chance "
-        "precision.int4.bits training.optim.bits_of"
-    ),
+INSIDE = {  # doors that are not called here, and who has looked at their arguments
     "sizes, names and a device that parallelize or a GPTConfig has looked at": (
-        "attention.kernel.empty_result attention.kernel.sum_kv_copies model.fields.check_choice "
-        "model.fields.check_least model.gpt.Block model.gpt.GPT model.gpt.initialise model.layers.Linear "
-        "model.layers.MLP model.layers.RMSNorm model.layers.causal_attention model.layers.drop "
-        "model.layers.naive_attention model.layers.norm model.mixture.Experts "
-        "model.mixture.MixtureOfExperts model.mixture.Router parallelize.build "
-        "pipeline.sliced_attention.attend strategy_checks.check_sizes tensor_parallel.block.SharedHead"
-    ),
-    "sizes and places that a layout, a table or a file's manifest has said, in the middle of a step or a load": (
-        "checkpoint.load.read checkpoint.load.runs checkpoint.parity.stripe "
-        "checkpoint.parity.stripe_bytes checkpoint.ways.stream_s context.balanced.exchange_all "
-        "context.hybrid.heads_and_rings memory.chunks.farthest memory.evictable.Value "
-        "memory.file_optimizer.piece_of memory.pools.Transfer memory.pools.new_host "
-        "memory.pools.to_device memory.segment.Segment memory.segment.Slot moe.dispatch.by_expert "
-        "moe.dispatch.combined moe.experts.low moe.experts.places moe.experts.whole_blocks "
-        "moe.parallel.all_tokens moe.router.counts_of moe.router.z_loss moe.topology.target "
-        "moe.turns.in_turns pipeline.halves.elsewhere precision.attention.fp8_attention "
-        "precision.int8.without_filling sharding.numbers tensor_parallel.linear.divisors "
-        "tensor_parallel.overlap.column_backward tensor_parallel.overlap.row_forward training.optim.tiles"
-    ),
-    "the order of a schedule, whose maker has looked at its sizes": (
-        "pipeline.schedules.chimera.in_slots pipeline.schedules.dualpipe.steps "
-        "pipeline.schedules.greedy.limits pipeline.schedules.v_shape.block_order "
-        "pipeline.schedules.v_shape.squeezed"
+        "model.gpt.Block model.gpt.GPT model.layers.MLP model.layers.causal_attention model.layers.drop "
+        "model.layers.naive_attention model.mixture.MixtureOfExperts attention.kernel.empty_result memory.segment.Segment tensor_parallel.block.SharedHead "
+        "data_parallel.flat.WholeParameters"
     ),
     "two ranks or more, where its own tests give it wrong sizes": (
-        "checkpoint.peers.PeerCopies data_parallel.parameter_server.Worker "
-        "data_parallel.parameter_server.check data_parallel.parameter_server.serve"
+        "systems.data_parallel.parameter_server.Worker systems.data_parallel.parameter_server.check "
+        "systems.data_parallel.parameter_server.serve"
     ),
-    "a base class; those made of it are called": ("data_parallel.flat.WholeParameters"),
-    "a process beside the training, and what a training has left in a folder": (
-        "checkpoint.agent.Agent checkpoint.agent.Connection checkpoint.just_in_time.survivors"
-    ),
-    "the number of an open file, which is closed afterwards": ("checkpoint.agent.serve memory.limits.serve"),
-    "numbers that come back as they were given": (
-        "plan.expert_popularity.settled plan.search.tensoropt.unbeaten simulate.storage.read_epoch "
-        "simulate.storage.read_epoch_substituting "
-        "simulate.wires.wires_of"
-    ),
-    "a step of a search, a million times, of arguments which the search has checked": (
-        "pipeline.partition.sending pipeline.partition.stage_time pipeline.simulate.divided "
-        "plan.adapipe.bytes_of plan.chain_search.ways_to_drop plan.dapple.compute_stage "
-        "plan.dapple.in_front plan.dapple.link_stage plan.recompute_windows.exposed "
-        "plan.recompute_windows.options plan.search.aceso.changes plan.search.aceso.improved "
-        "plan.search.aceso.primitives plan.search.aceso.resized plan.search.autoddl.descend "
-        "plan.search.automap.dims_of plan.search.automap.propagate plan.search.automap.words_of "
-        "plan.search.galvatron.words_of_tree "
-        "plan.predict.memory.dealt_of plan.predict.memory.elements_of plan.predict.rates.travel_s "
-        "plan.predict.update.update_s plan.search.placement.step_seconds plan.search.problem.moved "
-        "plan.search.stages.message_seconds plan.search.stages.pipelined plan.search.tofu.moved "
-        "simulate.intervals.outside simulate.links.divided"
+    "the steps of a layer or of a search, of arguments that its maker has checked": (
+        "systems.context.balanced.exchange_all moe.parallel.all_tokens tensor_parallel.overlap.column_backward "
+        "tensor_parallel.overlap.row_forward systems.plan.adapipe.bytes_of "
+        "systems.precision.fp8_attention.fp8_attention pipeline.partition.stage_time systems.moe.topology.target "
+        "systems.checkpoint.parity.stripe_bytes"
     ),
 }
 NEGATIVE = (
@@ -191,6 +154,42 @@ def functions() -> dict[str, Callable]:
     return found
 
 
+def names_from(source: str) -> set[str]:
+    """What a text of Python takes from the package: "room.module.name", and "room.module." of a whole module."""
+    tree, found, modules = ast.parse(source), set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minitrain"):
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}".removeprefix("minitrain.")
+    found |= set(modules.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            found.add(f"{modules[node.value.id]}.{node.attr}")
+    return found
+
+
+@functools.cache
+def doors() -> frozenset[str]:
+    """What a reader calls: the names that chapters, exercises, the README and the command line take."""
+    root, sources = CALLS.parents[1], []
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        sources += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    sources += [path.read_text() for path in (root / "exercises" / "source").glob("*.py")]
+    sources += [path.read_text() for path in (root / "minitrain" / "cli").glob("*.py")]
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        sources += re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    found = set()
+    for source in sources:
+        with contextlib.suppress(SyntaxError):  # a cell of the shell
+            found |= names_from(source)
+    return frozenset(found)
+
+
+def is_door(name: str, function: Callable) -> bool:
+    return name in doors() or any(word in parameters_of(function) for word in ("group", "groups"))
+
+
 def left_out(name: str, function: Callable, written: Collection[str] = ()) -> str | None:
     """Why it is not called; None: it is."""
     for rooms, why in ELSEWHERE.items():
@@ -199,6 +198,8 @@ def left_out(name: str, function: Callable, written: Collection[str] = ()) -> st
     for why, names in INSIDE.items():
         if name in names.split():
             return f"inside: {why}"
+    if not is_door(name, function):
+        return "inside: no chapter, exercise, command or page calls it; those who do have looked at its arguments"
     if is_record(function):
         return "a record: it holds what it is given, and those who compute with it look at it"
     if name not in written and not plain_parameters(function) and all_known(function):

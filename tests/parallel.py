@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch, accumulate, train_step, valid_tokens
 from minitrain.pipeline.schedule import Schedule
-from minitrain.sharding import full_tensor
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch, accumulate, train_step, valid_tokens
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.sharding import full_tensor
 
 TOLERANCE = 1e-12
 

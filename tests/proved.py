@@ -60,7 +60,7 @@ class Proved:
 
     def watch_launches(self) -> None:
         """From now on; again if the module has been loaded since."""
-        local = sys.modules.get("minitrain.launch.local")
+        local = sys.modules.get("minitrain.ranks.launch.local")
         if local is None or hasattr(local.run_local, "__wrapped__"):
             return
         run_local = local.run_local

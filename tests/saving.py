@@ -13,8 +13,8 @@ from minitrain import collectives
 from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.format import File, Written, write_file
 from minitrain.checkpoint.load import Saved
-from minitrain.pieces import Piece, part_of, share_out, whole_piece
-from minitrain.run import Run
+from minitrain.compose.run import Run
+from minitrain.ranks.pieces import Piece, part_of, share_out, whole_piece
 
 
 class Quick(Disk):

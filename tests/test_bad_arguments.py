@@ -11,10 +11,11 @@ import sys
 import pytest
 import typer
 
-from minitrain import cli, launch
+from minitrain import launch
+from minitrain.cli import main
 from minitrain.course import exercises, home, notebook
-from minitrain.launch import dryrun
-from minitrain.plot import charts
+from minitrain.course.plot import charts
+from minitrain.ranks.launch import dryrun
 
 TEXTS = ["", "nope", "-1", "x" * 5000, "é\udce9", "a\nb"]
 NUMBERS = ["", "nope", "-1", "0", "9" * 30, "nan", "inf", "1e400", "folder"]
@@ -54,7 +55,7 @@ def commands(group, *words):
             yield " ".join((*words, name)), [(one, known.get(one.name, "")) for one in command.params]
 
 
-EVERY = dict(commands(typer.main.get_command(cli.app)))
+EVERY = dict(commands(typer.main.get_command(main.app)))
 
 
 def tries(name: str):
@@ -85,7 +86,7 @@ def place(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setattr(owner, what, reached)
     monkeypatch.setattr(home, "files", lambda root: iter(()))
-    group = typer.main.get_command(cli.app)  # made once: it takes longer than to refuse a value
+    group = typer.main.get_command(main.app)  # made once: it takes longer than to refuse a value
     monkeypatch.setattr(typer.main, "get_command", lambda _: group)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -108,7 +109,7 @@ def test_every_bad_argument_is_one_line(name, place, monkeypatch, capsys):
     for param, value, words in tries(name):
         monkeypatch.setattr(sys, "argv", ["minitrain", *words])
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as ended:
             code = ended.code or 0

@@ -11,8 +11,8 @@ import torch
 from minitrain import launch
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.sharding import place
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.sharding import place
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
 
 SEED, DRAWS = 1234, 24
@@ -105,9 +105,9 @@ def test_the_draws_would_notice(what):
     """Controls: what the draws prove is wrong without the one line that does it."""
 
     def rank(case):
-        from minitrain import expert_passes
-        from minitrain import parallelize as module
         from minitrain.attention import dropout
+        from minitrain.compose import expert_passes
+        from minitrain.compose import parallelize as module
         from minitrain.model import mixture
         from minitrain.moe import dispatch
 

@@ -17,11 +17,11 @@ from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.data_parallel.zeropp import ZeroPlusPlus
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
-from minitrain.simulate.events import Compute, Issue, Wait
+from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.tensor_parallel import sequence
 
 LAYERS, WIDTH = 6, 16

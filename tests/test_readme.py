@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from minitrain import cli
+from minitrain.cli import main
 from minitrain.model.config import presets
 from minitrain.plan.emit import plan_file
-from minitrain.plan.emit.job import Job
-from minitrain.strategy import Strategy
+from minitrain.plan.emit.training_job import Job
+from minitrain.plan.strategy import Strategy
 from tests import layouts
 
 ROOT = Path(__file__).parent.parent
@@ -50,12 +50,12 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     assert len(lines) >= 5
     started = []
     monkeypatch.setattr(
-        "minitrain.launch.run",
+        "minitrain.ranks.launch.run",
         lambda fn, config, strategy, *_, ranks, **__: started.append((str(strategy), ranks)),
     )
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     for words in lines:
-        result = CliRunner().invoke(cli.app, words)
+        result = CliRunner().invoke(main.app, words)
         assert result.exit_code == 0, f"{words}: {result.output} {result.exception}"
     assert len(started) == len(lines) and all(ranks > 1 for _, ranks in started)
 

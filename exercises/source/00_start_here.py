@@ -20,7 +20,7 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.course.grading.checks import (
+from minitrain.course.grading.answer_checks import (
     Draw,
     Failure,
     ask_each,

@@ -20,9 +20,15 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.communication.check import check
-from minitrain.communication.schedule import Schedule, Transfer, sent_shares
-from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.systems.communication.check import check
+from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, sent_shares
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 

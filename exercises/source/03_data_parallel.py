@@ -34,10 +34,18 @@ def cross_entropy_sum(logits, targets):
 import math
 from types import SimpleNamespace
 
-from minitrain.course.grading.checks import Draw, Failure, ask, expect, expect_equal, run_on_ranks
-from minitrain.data_parallel import accumulation, bucketed, parameter_server
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    Failure,
+    ask,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
+from minitrain.data_parallel import bucketed
+from minitrain.systems.data_parallel import accumulation, parameter_server
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 LISTED = "all_reduce all_gather all_to_all"

@@ -27,7 +27,7 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import Draw, ask, expect, expect_equal, run_on_ranks
 
 COLLECTIVES = "all_reduce all_gather reduce_scatter"  # what the ranks of this chapter have
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values

@@ -36,7 +36,13 @@ from minitrain import collectives
 PARO_SHARDINGS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GGG")
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 COLLECTIVES = (
     "all_reduce all_gather reduce_scatter broadcast"  # what the ranks of this chapter have

@@ -32,7 +32,13 @@ from minitrain import collectives
 # %% judge="tools"
 import math
 
-from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, grids and values
 

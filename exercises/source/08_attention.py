@@ -30,7 +30,14 @@ import torch
 # %% judge="tools"
 from collections import Counter
 
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes and values
 

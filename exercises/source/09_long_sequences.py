@@ -29,7 +29,14 @@ from minitrain import collectives
 
 # %% judge="tools"
 from minitrain.context import layout
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 NEAR = 1e-10  # rounding takes a right answer some 1e-14 away, and float32 on the way 1e-7

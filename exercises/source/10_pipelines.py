@@ -43,7 +43,14 @@ def told(action):
 # %% judge="tools"
 from itertools import accumulate
 
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 from minitrain.pipeline import schedule
 
 draw = Draw()  # hidden checks draw sizes, schedules and costs

@@ -99,7 +99,14 @@ def held(own):
 from collections import Counter
 from fractions import Fraction
 
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 from minitrain.course.grading.trial import Failure
 
 draw = Draw()  # hidden checks draw sizes and costs

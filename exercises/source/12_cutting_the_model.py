@@ -23,7 +23,7 @@ from itertools import combinations, product
 import torch
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal
+from minitrain.course.grading.answer_checks import Draw, ask_each, expect, expect_equal
 
 SECONDS = 5  # for an answer to many cases; one that tries everything would need days
 draw = Draw()  # hidden checks draw sizes and numbers

@@ -33,7 +33,13 @@ from minitrain import collectives
 import math
 from collections import Counter
 
-from minitrain.course.grading.checks import Draw, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 from minitrain.moe import router
 
 draw = Draw()  # hidden checks draw sizes, numbers of ranks, tables and values

@@ -31,7 +31,7 @@ from minitrain import collectives
 NOWHERE = -1  # the choice of a masked token
 
 # %% judge="tools"
-from minitrain.course.grading.checks import (
+from minitrain.course.grading.answer_checks import (
     Draw,
     Failure,
     ask,

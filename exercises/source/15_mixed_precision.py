@@ -32,14 +32,21 @@ import bisect
 from fractions import Fraction
 
 from minitrain import collectives as world
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.training.optim import AdamW
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.model.training.optim import AdamW
 
 LISTED = "all_reduce all_gather"
 draw = Draw()  # hidden checks draw formats, sizes, numbers of ranks and values

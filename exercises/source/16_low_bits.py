@@ -28,7 +28,14 @@ from minitrain import collectives
 # %% judge="tools"
 from collections import Counter
 
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 LISTED = "all_reduce"
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values

@@ -26,7 +26,14 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask, ask_each, expect, expect_equal, run_on_ranks
+from minitrain.course.grading.answer_checks import (
+    Draw,
+    ask,
+    ask_each,
+    expect,
+    expect_equal,
+    run_on_ranks,
+)
 
 draw = Draw()  # hidden checks draw sizes, graphs, limits and values
 

@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import combinations, product
 
 # %% judge="tools"
-from minitrain.course.grading.checks import Draw, ask_each, expect
+from minitrain.course.grading.answer_checks import Draw, ask_each, expect
 
 draw = Draw()  # hidden checks draw sizes and values
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
     """One slope per head, a geometric sequence to 2^-8; other counts than powers of 2 add some of 2n."""
-    counts(num_heads=num_heads)
+    require_positive_ints(num_heads=num_heads)
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]

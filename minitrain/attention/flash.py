@@ -27,11 +27,11 @@ from torch import Tensor
 
 from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import in_order
+from minitrain.attention.hbm_traffic import UNCOUNTED, SlowMemory
 from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row_sums, sum_kv_copies
 from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
-from minitrain.attention.traffic import UNCOUNTED, SlowMemory
-from minitrain.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
@@ -62,7 +62,7 @@ def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """Tokens of an outer and an inner tile for heads of this width: ceil(M/4d) and min(that, d)."""
     if not 1 <= fast_elements <= 1 << 60:
         raise ValueError(f"a fast memory of {fast_elements} elements; an A100 has {A100_ELEMENTS} of 2 bytes")
-    counts(width=width)
+    require_positive_ints(width=width)
     outer = -(-fast_elements // (4 * width))
     return outer, min(outer, width)
 

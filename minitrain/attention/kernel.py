@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain import torch_private
 from minitrain.attention.score_tiles import score_matrix, wide
+from minitrain.ranks import torch_private
 
 
 class Kernel(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
-from minitrain.checks import counts, filled
+from minitrain.ranks.checks import require_nonempty, require_positive_ints
 
 
 def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):
@@ -59,15 +59,15 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
 
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`[N]` positions: 0, 1, .. from the start of each sequence."""
-    filled(cu_seqlens=cu_seqlens)
+    require_nonempty(cu_seqlens=cu_seqlens)
     lengths = sequence_lengths(cu_seqlens, int(cu_seqlens[-1]))
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 def flop_shares(lengths: Sequence[int]) -> tuple[float, float]:
     """(matrices, attention): what packing leaves of the FLOPs of a batch padded to its longest sequence."""
-    filled(lengths=lengths)
-    counts(lengths=lengths)
+    require_nonempty(lengths=lengths)
+    require_positive_ints(lengths=lengths)
     longest, batch = max(lengths), len(lengths)
     return sum(lengths) / (batch * longest), sum(length**2 for length in lengths) / (batch * longest**2)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask, Positions
 from minitrain.attention.kernel import FUSED, PLAIN, Kernel
-from minitrain.checks import shares
+from minitrain.ranks.checks import require_fractions
 
 
 class Placed(NamedTuple):
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
 def placed(kernel: Kernel, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Kernel | Placed:
     """The kernel itself; with ALiBi or a mask, one that adds the first and multiplies by the second."""
     if isinstance(dropout, int | float):
-        shares(dropout=dropout)
+        require_fractions(dropout=dropout)
     if bias is None and not dropout:
         return kernel
     if kernel not in (FUSED, PLAIN):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
 from minitrain.checkpoint.header import BLOCK_BYTES, MOST_HEADER_BYTES, Damaged, Entry, digest, pack, parse
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 
 RUN_BYTES = 1 << 19  # as much small is gathered; half of it is large
 START_BYTES = 8 << 20  # the disk begins while the next are hashed

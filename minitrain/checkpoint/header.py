@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import xxhash
 
-from minitrain.checks import whole
-from minitrain.pieces import Piece
+from minitrain.ranks.checks import require_ints
+from minitrain.ranks.pieces import Piece
 
 BLOCK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 100_000_000
@@ -115,7 +115,7 @@ def pack(pieces: Sequence[Piece], plain: dict[str, Any], hashes: Sequence[str] |
 
 
 def count_blocks(size: int) -> int:
-    whole(size=size)
+    require_ints(size=size)
     return -(-size // BLOCK_BYTES)
 
 

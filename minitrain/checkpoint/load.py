@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.checkpoint.format import BLOCK_BYTES, Damaged, Entry, File, bytes_of
-from minitrain.checks import device_name
-from minitrain.pieces import Piece, overlap, part_of
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_device
+from minitrain.ranks.pieces import Piece, overlap, part_of
 
 
 class Saved:
@@ -123,7 +123,7 @@ class Saved:
 def agree(act: Callable[[], Any], group: ProcessGroup, device: torch.device | str = "cpu") -> Any:
     """act() on every rank. If it raises a ValueError or OSError on some, all raise what the first of them
     did: a ValueError, which is Damaged if that was about what is on the disk."""
-    device_name(device=device)
+    require_device(device=device)
     result, error = None, None
     try:
         result = act()

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minitrain import collectives
 from minitrain.checkpoint.format import Written, write_file
 from minitrain.checkpoint.snapshot import GivenUp, Snapshot, parameter_of
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.checkpoint.ways import Way, named
-from minitrain.checks import device_name
-from minitrain.pieces import Piece, share_out
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_device
+from minitrain.ranks.pieces import Piece, share_out
 
 UNDER_WAY, WRITTEN, COMMITTED, FAILED = range(4)
 TEXT_BYTES = 400  # of an error that ranks tell each other
@@ -84,7 +84,7 @@ class Saver:
         way: Way | str = "sync",
         clock: Callable[[], float] = time.perf_counter,
     ):
-        device_name(device=device)
+        require_device(device=device)
         self.store, self.device, self.way, self.clock = store, device, named(way), clock
         self.group = collectives.world()
         self.rank = self.group.rank()

@@ -28,11 +28,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from minitrain import collectives
 from minitrain.checkpoint.header import BLOCK_BYTES
-from minitrain.checks import device_name
-from minitrain.pieces import Piece, rectangles
-from minitrain.torch_private import outside_modes
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_device
+from minitrain.ranks.pieces import Piece, rectangles
+from minitrain.ranks.torch_private import outside_modes
 
 ALIGN_BYTES = 8  # of numbers
 AT_ONCE = 16  # blocks that a GPU is given to copy before somebody waits for them
@@ -58,7 +58,7 @@ class Snapshot:
 
     def __init__(self, device: torch.device | str, chunk_bytes: int | None = None, slots: int | None = None):
         """`chunk_bytes`: None, all is one chunk; `slots`: None, as many as there are chunks."""
-        device_name(device=device)
+        require_device(device=device)
         self.chunk_bytes, self.most_slots = chunk_bytes or math.inf, slots
         self.stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self.memory: Tensor | None = None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 MB = 1_000_000
 
@@ -92,7 +92,7 @@ def named(way: Way | str) -> Way:
 def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int:
     """The number of writers for which `write_s(writers)`, measured or modelled, is least; of equals the
     smallest."""
-    counts(choices=(choices := list(choices)))
+    require_positive_ints(choices=(choices := list(choices)))
     return min(sorted(choices), key=write_s)
 
 

@@ -24,10 +24,10 @@ from itertools import combinations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.kernel import GradSum, Kernel, add_tiles_backward, recomputed, row_sums, stand_in
 from minitrain.context.layout import contiguous, zigzag
 from minitrain.context.ring import Rings, Tensors, check_core, nested_ring_pass, ring_backward, ring_forward
+from minitrain.ranks import collectives
 
 SIDES = "queries", "keys"
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward
 from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, positions_of, tiles
 from minitrain.context.ring import check_core
+from minitrain.ranks import collectives
 
 
 def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:

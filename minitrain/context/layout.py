@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.packed import sequence_lengths
-from minitrain.checks import counts, whole
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 Layout = Callable[[int, int, int], list[range]]
 
@@ -46,8 +46,8 @@ def striped(rank: int, ranks: int, length: int) -> list[range]:
 
 
 def _piece(name: str, rank: int, ranks: int, length: int, pieces: int) -> int:
-    counts(ranks=ranks)
-    whole(rank=rank, length=length)
+    require_positive_ints(ranks=ranks)
+    require_ints(rank=rank, length=length)
     if rank >= ranks:
         raise ValueError(f"{name}: rank={rank}; with {ranks} ranks use 0 to {ranks - 1}")
     if length % pieces or not length:

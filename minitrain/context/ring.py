@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.kernel import (
     FUSED,
     GradSum,
@@ -40,6 +39,7 @@ from minitrain.attention.kernel import (
 )
 from minitrain.attention.placed import check_places, placed
 from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
+from minitrain.ranks import collectives
 
 Tensors = tuple[Tensor, ...]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from minitrain.attention.kernel import FUSED, Kernel, recomputed
 from minitrain.attention.placed import check_places, placed
+from minitrain.context.core_names import slice_lengths
 from minitrain.context.layout import Layout, moved
-from minitrain.context.names import slice_lengths
 from minitrain.context.ring import Rings, ring_backward, ring_forward
 
 

@@ -27,11 +27,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.attention.alibi import Alibi
-from minitrain.checks import whole
 from minitrain.context.layout import contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_ints
 
 
 def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=contiguous, **places) -> Tensor:
@@ -75,7 +75,7 @@ def to_heads(tensors: Tensors, group: ProcessGroup) -> Tensors:
 
 def switch(x: Tensor, group: ProcessGroup, *, cut: int, join: int) -> Tensor:
     """`[.., N, .., M/n, ..]` -> `[.., N/n, .., M, ..]`: dim `cut` was whole, dim `join` was cut."""
-    whole(-x.dim(), x.dim() - 1, cut=cut, join=join)
+    require_ints(-x.dim(), x.dim() - 1, cut=cut, join=join)
     cut, join, shape, ranks = cut % x.dim(), join % x.dim(), list(x.shape), group.size()
     if cut == join:
         raise ValueError(f"switch: cut and join are both dim {cut} of x {shape}; give two dims")

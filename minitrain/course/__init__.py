@@ -7,8 +7,10 @@ First  notebook            show a function, set numbers beside formulas, run a n
        home                where chapters and exercises are: in a clone, or laid out from a wheel
 then   lab                 copies of both for the reader to work in
        exercises           make, prove and grade exercise notebooks
+       plot/               every picture
        grading/            the judge stays outside; an answer runs in processes that give back data
-beside install             PyTorch as it fits the machine, and the tested versions of all else
+beside loopback            the kernel's own count of bytes, which the ledger is checked with
+       install             PyTorch as it fits the machine, and the tested versions of all else
        pipelines           a pipeline's step beside one process, with a mistake in it or without
        sequences           attention over ranks against one process, and what it sends
        under_limits        one model under a hard limit of memory, trained in four ways

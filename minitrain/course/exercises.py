@@ -30,7 +30,7 @@ from types import CodeType
 
 import minitrain
 from minitrain.course.grading import assignment, book
-from minitrain.course.grading.checks import Answer, Draw, judging
+from minitrain.course.grading.answer_checks import Answer, Draw, judging
 from minitrain.course.grading.judge import EXERCISES, PACKAGE, Code, Judge
 from minitrain.course.grading.trial import NOT_ATTEMPTED, Broken, Failure, short
 from minitrain.course.home import at_home

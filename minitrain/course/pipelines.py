@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.ledger import Ledger
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.ranks.ledger import Ledger
 
 ROWS, LENGTH = 8, 16
 NEAR = 1e-12  # float64, sums of some hundred numbers near 1
@@ -42,7 +42,7 @@ def one_process(config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
 def step(run, rows: Rows, plant: Plant = lambda run: None) -> dict:
     """Forward and backward on this rank: its part of the loss, its gradients, and what the ledger counted.
 
-    `live` is the most bytes of activations, `held` and `one` what a runner that counts (pipeline/eviction.py)
+    `live` is the most bytes of activations, `held` and `one` what a runner that counts (bpipe_eviction.py)
     kept for backwards at most, and for its first microbatch."""
     live, held = [0], []
     with Ledger() as ledger:

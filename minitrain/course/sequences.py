@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitrain import launch
 from minitrain.context.layout import Layout, split
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.simulate.events import Compute
+from minitrain.ranks import launch
+from minitrain.ranks.events import Compute
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 
 def equal(one: Tensor, other: Tensor) -> bool:

@@ -1,13 +1,13 @@
 """One model trained under a hard limit of memory, in four ways: which is the least that each can do with?
 
-    with LimitedRuns(warm_up) as runs:                                  memory/limits.py
+    with LimitedRuns(warm_up) as runs:                                  systems/memory/limits.py
         runs.run(train, "plain", config, folder, limit_bytes=...)       MemoryError: can't allocate
         runs.run(train, "all in files", config, folder, limit_bytes=...)     the same losses
 
     plain              4 parameters + 8 states + 4 gradients, and what L blocks keep
-    recompute          the same states, L inputs and what one block keeps    (memory/in_turn.py)
-    states in files    8 bytes per parameter less, some buffers more           (memory/file_optimizer.py)
-    all in files       parameters and gradients of one layer                 (memory/file_layers.py)
+    recompute          the same states, L inputs and what one block keeps    (systems/memory/in_turn.py)
+    states in files    8 bytes per parameter less, some buffers more           (file_optimizer.py)
+    all in files       parameters and gradients of one layer                 (systems/memory/file_layers.py)
 
 `tensor_bytes` is what the account of one run says of it, `model_bytes` what arithmetic says of states alone.
 """
@@ -17,14 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minitrain.ledger import Ledger
-from minitrain.memory.file_layers import FiledLayers
-from minitrain.memory.file_optimizer import FileOptimizer
-from minitrain.memory.files import FileStore
-from minitrain.memory.in_turn import forward_backward
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.memory.file_layers import FiledLayers
+from minitrain.systems.memory.file_optimizer import FileOptimizer
+from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.in_turn import forward_backward
 
 WAYS = ("plain", "recompute", "states in files", "all in files")
 PIECE = 1 << 16  # elements of a state, or a parameter, that are read and written at a time

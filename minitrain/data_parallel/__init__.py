@@ -4,8 +4,7 @@ First  naive, buckets, bucketed  gradients summed after backward, or hidden behi
 then   sync, states              what all stages share: hooks, optimizers by name and shape; states, in pieces
        replicated                everything whole on every rank
        flat, zero1, zero2        buffers that divide; optimizer states, then gradients, kept in shards
-       units, zero3              parameters too, whole only while a layer needs them
+       sharded_units, zero3      parameters too, whole only while a layer needs them
        hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
-beside accumulation, broadcast, hierarchical_gather, local_updates, negotiated, parameter_server
-       quantized_collectives, zeropp, scaled (tensors in 8 and 16 bits with scales)
+beside hierarchical_gather       an all-gather over nodes
 """

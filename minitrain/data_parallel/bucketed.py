@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_reduce
 from minitrain.data_parallel.buckets import GradBucket, InOrder, pack
 from minitrain.data_parallel.naive import trainable_once
+from minitrain.ranks.collectives import all_reduce
 
 
 class GradReducer:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import require_ints
 
 
 def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
@@ -68,7 +68,7 @@ class GradBucket:
     """Parameters whose gradients live in one flat buffer."""
 
     def __init__(self, params: list[nn.Parameter], padding: int = 0):
-        whole(padding=padding)
+        require_ints(padding=padding)
         numel = sum(param.numel() for param in params) + padding
         self.grads = torch.zeros(numel, dtype=params[0].grad_dtype, device=params[0].device)
         self.params, self.place = params, dict(zip(params, views(self.grads, params)))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import require_ints
 
 # Letters of parameters, gradients and optimizer state, none cut finer than the next.
 PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
@@ -117,7 +117,7 @@ def amsp_choices(cluster: Cluster) -> list[Choice]:
 
 def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
     """Model states of one rank by kind, in bf16 with Adam. Gathered copies are buffers: not in here."""
-    whole(parameters=parameters)
+    require_ints(parameters=parameters)
     return {kind: float(held) for kind, held in _held(choice, parameters).items()}
 
 

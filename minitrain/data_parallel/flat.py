@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_gather
 from minitrain.data_parallel.buckets import InOrder, flatten, pack, views
 from minitrain.data_parallel.states import copied
 from minitrain.data_parallel.sync import MakeOptimizer, Sync
-from minitrain.sharding import Placement, Shard, full_tensor, placement
+from minitrain.ranks.collectives import all_gather
+from minitrain.ranks.sharding import Placement, Shard, full_tensor, placement
 
 
 class Flat:

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_gather, reduce_scatter
+from minitrain.ranks.collectives import all_gather, reduce_scatter
 
 
 def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGroup, out=None) -> Tensor:

@@ -23,15 +23,15 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import Handle, all_gather, all_reduce, reduce_scatter
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.hierarchical_gather import (
     gather_inside,
     hierarchical_all_gather,
     hierarchical_reduce_scatter,
 )
-from minitrain.data_parallel.units import UnitBuffer
+from minitrain.data_parallel.sharded_units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.ranks.collectives import Handle, all_gather, all_reduce, reduce_scatter
 
 
 class HybridBuffer(UnitBuffer):

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_reduce
 from minitrain.data_parallel.buckets import flatten, grouped, views
+from minitrain.ranks.collectives import all_reduce
 
 
 def all_reduce_gradients(params: Iterable[nn.Parameter], group: ProcessGroup, *, fused: bool = False) -> None:

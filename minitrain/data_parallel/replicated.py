@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import all_reduce
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.buckets import GradBucket, grouped
 from minitrain.data_parallel.states import WholeParameter
 from minitrain.data_parallel.sync import Sync
-from minitrain.sharding import placement
+from minitrain.ranks.collectives import all_reduce
+from minitrain.ranks.sharding import placement
 
 
 class Replicated(Sync):

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.pieces import Piece, part_of, pieces_of, whole_piece
-from minitrain.sharding import full_tensor, placement, whole_shape
+from minitrain.ranks import collectives
+from minitrain.ranks.pieces import Piece, part_of, pieces_of, whole_piece
+from minitrain.ranks.sharding import full_tensor, placement, whole_shape
 
 
 class WholeParameter:

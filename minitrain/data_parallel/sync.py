@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitrain import collectives
 from minitrain.data_parallel.states import States, Whole
-from minitrain.sharding import full_tensor, placement, whole_shape
+from minitrain.ranks import collectives
+from minitrain.ranks.sharding import full_tensor, placement, whole_shape
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

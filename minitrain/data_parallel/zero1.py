@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.buckets import GradBucket
 from minitrain.data_parallel.flat import Flat, WholeParameters
-from minitrain.sharding import placement
+from minitrain.ranks.collectives import Handle, reduce_scatter
+from minitrain.ranks.sharding import placement
 
 
 class Zero1(WholeParameters):

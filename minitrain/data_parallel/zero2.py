@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from minitrain.collectives import Handle, reduce_scatter
 from minitrain.data_parallel.flat import Flat, WholeParameters
+from minitrain.ranks.collectives import Handle, reduce_scatter
 
 
 class Zero2(WholeParameters):

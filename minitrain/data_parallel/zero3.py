@@ -24,13 +24,13 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.collectives import Handle
 from minitrain.data_parallel.flat import Shards
-from minitrain.data_parallel.units import Turns, Unit, UnitBuffer, assign, elements
+from minitrain.data_parallel.sharded_units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.zero2 import keeps_gradients
-from minitrain.sharding import placement
-from minitrain.torch_private import in_backward, tree_leaves
+from minitrain.ranks import collectives
+from minitrain.ranks.collectives import Handle
+from minitrain.ranks.sharding import placement
+from minitrain.ranks.torch_private import in_backward, tree_leaves
 
 # The states of a buffer's parameters, and what moves it from one to the next:
 #   sharded      a slice on each rank; parameters read as NaN

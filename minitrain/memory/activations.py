@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitrain.memory.pools import Transfer, to_device, to_host
-from minitrain.torch_private import in_backward, storage_id
+from minitrain.ranks.torch_private import in_backward, storage_id
 
 
 class _Away:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitrain.memory.segment import Results, Segment, Slot, as_it_is, open_slot, storages
-from minitrain.torch_private import saved_hooks, storage_id
+from minitrain.ranks.torch_private import saved_hooks, storage_id
 
 
 @contextmanager

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitrain import collectives
 from minitrain.memory import pools
 from minitrain.memory.pools import Transfer, new_host, on_host, to_device, to_host
-from minitrain.torch_private import fused_adamw_, in_backward
+from minitrain.ranks import collectives
+from minitrain.ranks.torch_private import fused_adamw_, in_backward
 
 
 class HostOptimizer:
@@ -267,7 +267,7 @@ class _States(MutableMapping):
 
 
 def fused_adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of AdamW of one tensor by torch's fused kernel; arguments as training/optim.py's update."""
+    """One step of AdamW of one tensor by torch's fused kernel; arguments as optim.py's update."""
     names = ("exp_avg", "exp_avg_sq")
     moments = [state[name].to(weight.dtype) for name in names]
     step = torch.tensor(float(state["step"]))

@@ -25,14 +25,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from minitrain import collectives
-from minitrain.torch_private import outside_modes
+from minitrain.ranks import collectives
+from minitrain.ranks.torch_private import outside_modes
 
 LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 
 
 class Transfer:
-    """A copy under way. `way` is one of simulate/events.py's WAYS, `bytes` what moves.
+    """A copy under way. `way` is one of ranks/events.py's WAYS, `bytes` what moves.
 
     `finish` blocks until the numbers are there; `holds` is kept alive until then. An error of the copy is
     raised by `wait`."""

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitrain.memory.segment import Done, Hold, Results, Segment, held, storages, view
-from minitrain.random_state import random_state, same, set_random_state
-from minitrain.torch_private import storage_id
+from minitrain.ranks.random_state import random_state, same, set_random_state
+from minitrain.ranks.torch_private import storage_id
 
 
 def recompute(

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minitrain.tables import aligned
-from minitrain.torch_private import storage_id
+from minitrain.ranks.tables import aligned
+from minitrain.ranks.torch_private import storage_id
 
 
 @dataclass(frozen=True)

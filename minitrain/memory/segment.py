@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minitrain.random_state import drawing_from, random_state
-from minitrain.torch_private import function_modes, keeps_graph, saved_hooks, storage_id
+from minitrain.ranks.random_state import drawing_from, random_state
+from minitrain.ranks.torch_private import function_modes, keeps_graph, saved_hooks, storage_id
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # of hooks: what is kept, and the way back
 Hold = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]  # a part of a tensor, and the way back

@@ -5,8 +5,10 @@ First  config              GPTConfig: every size and choice; presets of publishe
        gpt                 blocks, embedding, head, whole models and stages of them
 then   experts_config      which MLPs are experts, and how a token finds them
        mixture             a router and its experts in the place of an MLP (routers: moe/)
-       named               results that have a name, for whoever keeps some and makes others again
-beside fields              what both configs check alike
+       named_results       results that have a name, for whoever keeps some and makes others again
+beside data/               deterministic batches of text
+       training/           one step, its optimizer, hyperparameters
+       fields              what both configs check alike
        hugging_face_config what a config.json of theirs means here
        hugging_face        the same weights under Hugging Face's names, and where conventions differ
 """

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
-from minitrain.checks import counts
+from minitrain.ranks.checks import require_positive_ints
 
 LARGEST = 1 << 30  # size of anything
 
@@ -46,6 +46,6 @@ def meant(given: str, allowed: Iterable[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    counts(1 << 40, n=n)
+    require_positive_ints(1 << 40, n=n)
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.checks import counts, whole
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
-from minitrain.model.named import call
+from minitrain.model.named_results import call
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 def deepnorm(num_layers: int) -> tuple[float, float]:
     """(alpha, beta) of GLM-130B: how much larger the residual is, how much smaller V, outputs, MLP start."""
-    counts(num_layers=num_layers)
+    require_positive_ints(num_layers=num_layers)
     return math.sqrt(2 * num_layers), 1 / math.sqrt(2 * num_layers)
 
 
@@ -294,7 +294,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window=None) -> Tensor:
     """`[B, T]` tokens -> `[B, T + n]`, one at a time, without a cache; temperature 0 takes the likeliest."""
-    whole(n=n, seed=seed)
+    require_ints(n=n, seed=seed)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
     generator = torch.Generator(prompt.device).manual_seed(seed)

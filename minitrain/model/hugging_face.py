@@ -29,10 +29,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from minitrain.checks import counts
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.hugging_face_config import config_of
+from minitrain.ranks.checks import require_positive_ints
 
 __all__ = ["config_of", "from_hugging_face", "halves", "incoming", "names_of", "outgoing", "to_hugging_face"]
 
@@ -168,13 +168,13 @@ def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
     """Rows `[H·K, D]` of a wq or wk that turns (2i, 2i + 1) in the order that turns (i, i + K/2)."""
-    counts(head_dim=head_dim)
+    require_positive_ints(head_dim=head_dim)
     return rearrange(weight, "(h i pair) ... -> (h pair i) ...", i=head_dim // 2, pair=2)
 
 
 def pairs(weight: Tensor, head_dim: int) -> Tensor:
     """The opposite."""
-    counts(head_dim=head_dim)
+    require_positive_ints(head_dim=head_dim)
     return rearrange(weight, "(h pair i) ... -> (h i pair) ...", i=head_dim // 2, pair=2)
 
 

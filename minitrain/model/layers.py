@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
-from minitrain.checks import counts
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.model.named import call
+from minitrain.model.named_results import call
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Linear(nn.Linear):
@@ -105,7 +105,7 @@ def project(x: Tensor, linears: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
 
 
 def heads_of(x: Tensor, head_dim: int) -> Tensor:
-    counts(head_dim=head_dim)
+    require_positive_ints(head_dim=head_dim)
     return rearrange(x, "b t (h k) -> b h t k", k=head_dim)
 
 
@@ -156,7 +156,7 @@ def naive_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: flo
 
 def future(length: int, like: Tensor) -> Tensor:
     """`[T, T]`: -inf where the key comes after the query, else 0. Added, for a sum saves nothing."""
-    counts(length=length)
+    require_positive_ints(length=length)
     return like.new_full((length, length), -math.inf).triu(1)
 
 

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.layers import ACTIVATIONS, MLP, Linear
-from minitrain.model.named import call
+from minitrain.model.named_results import call
 from minitrain.moe import experts as ways
 from minitrain.moe import router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE, Routing, without_numbers
-from minitrain.torch_private import in_backward
+from minitrain.ranks import collectives
+from minitrain.ranks.torch_private import in_backward
 
 
 class Router(nn.Module):

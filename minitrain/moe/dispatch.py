@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.moe.router import Routing
+from minitrain.ranks import collectives
 
 Meanwhile = Callable[[], None] | None
 

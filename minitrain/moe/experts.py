@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.checks import whole
 from minitrain.moe.turns import Act, Given, hidden, in_turns
-from minitrain.precision.linear import multiply
+from minitrain.precision.quantized_linear import multiply
+from minitrain.ranks.checks import require_ints
 
 
 def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
@@ -53,7 +53,7 @@ def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None
 
 def blocked(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None, block: int = 16) -> Tensor:
     """Groups of whole blocks, as kernels want them that work on tiles: then the grouped products."""
-    whole(1, block=block)
+    require_ints(1, block=block)
     sizes = numbers(counts, sizes, len(rows))
     room = whole_blocks(sizes, block)
     place = places(sizes, room, rows.device)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.moe.dispatch import by_expert, inverse
-from minitrain.sharding import Shard, place, placement, shard
+from minitrain.ranks import collectives
+from minitrain.ranks.sharding import Shard, place, placement, shard
 
 TIME = 1  # the dim of the sequence in [B, T, D]
 

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minitrain.checks import amounts, counts, whole
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 
 NOWHERE = -1
 
@@ -168,8 +168,8 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
 def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
     """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` equal parts of the
     experts."""
-    counts(k=k, experts=experts, nodes=nodes)
-    whole(rows=rows, length=length)
+    require_positive_ints(k=k, experts=experts, nodes=nodes)
+    require_ints(rows=rows, length=length)
     turn, found = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
     for token in range(min(turn, length)):
         visited = {(token * k + j) % experts for j in range(k)}
@@ -218,9 +218,9 @@ def _routed(probs: Tensor, experts: Tensor, mask: Tensor | None, normalised: boo
 
 def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
     """Room of one expert, ceil(k · tokens / experts · factor): Switch, eq. 3; GShard: 2T/E."""
-    whole(tokens=tokens, k=k)
-    counts(experts=experts)
-    amounts(factor=factor)
+    require_ints(tokens=tokens, k=k)
+    require_positive_ints(experts=experts)
+    require_nonnegative(factor=factor)
     return math.ceil(Fraction(k * tokens, experts) * Fraction(factor).limit_denominator(1000))
 
 

@@ -7,13 +7,9 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        halves              a forward and a backward in turns, each while rows of the other travel
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
-       traced              a traced model in even stages, unchanged (Merak)
-       fits, units         does a stage fit into a pipeline? a batch in microbatches and slices
-beside eviction            activations that leave for another rank (BPipe)
-       whole_stages        sharded weights gathered once a stage (breadth-first)
+       fits, microbatches  does a stage fit into a pipeline? a batch in microbatches and slices
+beside whole_stages        sharded weights gathered once a stage (breadth-first)
        sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop
-       asynchronous        PipeDream: never emptied
-       contrastive         a loss over all samples at once
-       named, torch_csv    schedules by name; PyTorch's files
+       schedules_by_name   what a Strategy calls them
 """

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.pipeline.schedule import Schedule
+from minitrain.ranks import collectives
 
 
 def takes_positions(stage: nn.Module) -> bool:

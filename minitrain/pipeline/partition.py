@@ -22,9 +22,9 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from minitrain.checks import amounts, counts
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 def even(num_blocks: int, stages: int) -> list[range]:
@@ -57,7 +57,7 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
 
 def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]) -> tuple[range, ...]:
     """The runs of layers whose largest `size(stage, run)` is least; of equal ones, as in `balanced`."""
-    counts(1 << 16, layers=layers, stages=stages)
+    require_positive_ints(1 << 16, layers=layers, stages=stages)
     best = {0: (-inf, ())}  # layers in the stages so far -> (largest size, runs)
     for stage in range(stages):
         longer = {}
@@ -110,12 +110,12 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
 
 def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number | None) -> Number:
     """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
-    counts(replicas=replicas)
+    require_positive_ints(replicas=replicas)
     return divided(max(time, sending(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def sending(size: Number, bandwidth: Number | None) -> Number:
-    amounts(size=size)
+    require_nonnegative(size=size)
     return 0 if bandwidth is None else divided(size, bandwidth)
 
 

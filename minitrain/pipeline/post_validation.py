@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.sharding import placement
-from minitrain.torch_private import tree_leaves
+from minitrain.ranks import collectives
+from minitrain.ranks.sharding import placement
+from minitrain.ranks.torch_private import tree_leaves
 
 
 class PostValidation:

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import device_name
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.fits import check_boundary, check_fits, takes_positions
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
+from minitrain.pipeline.microbatches import Unit, cut_evenly, first_rows
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
-from minitrain.pipeline.units import Unit, cut_evenly, first_rows
-from minitrain.random_state import drawing_from, random_state, set_random_state
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_device
+from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Runner:
         router_losses=None,
         pairs: Halves | None = None,
     ):
-        device_name(device="cpu" if device is None else device)
+        require_device(device="cpu" if device is None else device)
         check_fits(stages, schedule, group)
         if schedule.slices > 1 and memory is None:
             rule = "slices of a sequence look at each other's keys; give memory=SliceMemory(cores)"

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import groupby, product
 from typing import NamedTuple
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import require_ints
 
 KINDS = "FBIWREHGL"
 MOVES = "EHGL"
@@ -163,7 +163,7 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
     """Activations held after each entry of a rank's list, in units of one stage and one microbatch or slice.
 
     Between I and W the share `kept` of one stays. Before R a recomputed stage counts as nothing."""
-    whole(0, len(schedule.ranks) - 1, rank=rank)
+    require_ints(0, len(schedule.ranks) - 1, rank=rank)
     holds = {"F": 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept, "E": -1, "H": 1, "G": -1, "L": 1}
     again = {action[1:] for action in schedule.place if action.kind == "R"}
     counts, held = [], 0
@@ -176,7 +176,7 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
 
 def peak(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> Fraction | int:
     """The most activations that a rank ever holds; in a pair the forward adds before the backward frees."""
-    whole(0, len(schedule.ranks) - 1, rank=rank)
+    require_ints(0, len(schedule.ranks) - 1, rank=rank)
     high, before = 0, 0
     for entry, after in zip(schedule.ranks[rank], in_flight(schedule, rank, kept)):
         high, before = max(high, after, before + 1 if isinstance(entry, Pair) else 0), after

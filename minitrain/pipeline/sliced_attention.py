@@ -30,7 +30,7 @@ from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
 from minitrain.pipeline.schedule import Schedule
-from minitrain.torch_private import in_backward
+from minitrain.ranks.torch_private import in_backward
 
 
 def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:

@@ -14,20 +14,20 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from minitrain.checks import counts, one_of, positive
 from minitrain.plan.planner import Task, search
+from minitrain.plan.predict.predicted_step import Prediction
 from minitrain.plan.predict.rates import RATES, Rates
-from minitrain.plan.predict.step import Prediction
 from minitrain.plan.predict.work import WorkOf
+from minitrain.ranks.checks import require_one_of, require_positive, require_positive_ints
 
 STATES = (2, 2, 12)  # bytes per parameter: weights, gradients, what the optimizer keeps
 
 
 def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:
     """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them."""
-    counts(1 << 60, parameters=parameters)
-    positive(memory_bytes=memory_bytes)
-    one_of((0, 1, 2, 3), stage=stage)
+    require_positive_ints(1 << 60, parameters=parameters)
+    require_positive(memory_bytes=memory_bytes)
+    require_one_of((0, 1, 2, 3), stage=stage)
     whole = parameters * sum(STATES[: 3 - stage])
     cut = parameters * sum(STATES) - whole
     if whole + cut <= memory_bytes:
@@ -43,7 +43,7 @@ class Finish(NamedTuple):
 
 def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates = RATES) -> list[Finish]:
     """Each fleet with its fastest layout, the one that has seen all tokens first in front."""
-    positive(tokens=tokens)
+    require_positive(tokens=tokens)
     found = []
     for task in tasks:
         try:

@@ -21,16 +21,16 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from minitrain.checks import counts, one_of, positive, shares
 from minitrain.model.config import GPTConfig, divisors
-from minitrain.plan.predict.memory import memory_of
+from minitrain.plan.predict.predicted_memory import memory_of
+from minitrain.plan.predict.predicted_step import Prediction, least_s, predict
 from minitrain.plan.predict.rates import RATES, Rates
-from minitrain.plan.predict.run import STACKS, Stack, TrainingRun
-from minitrain.plan.predict.step import Prediction, least_s, predict
+from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.work import WorkOf
+from minitrain.plan.simulate.machines import Machine
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES
-from minitrain.simulate.machines import Machine
-from minitrain.strategy import Strategy
+from minitrain.ranks.checks import require_fractions, require_one_of, require_positive, require_positive_ints
 
 LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not hidden
 MOST_ROWS = 8  # of a microbatch
@@ -52,10 +52,10 @@ class Task:
     room: float = 0.9  # of a device's memory
 
     def __post_init__(self) -> None:
-        counts(ranks=self.ranks, batch=self.batch, length=self.length)
-        shares(room=self.room)
-        positive(room=self.room)
-        one_of(POLICIES, precision=self.precision)
+        require_positive_ints(ranks=self.ranks, batch=self.batch, length=self.length)
+        require_fractions(room=self.room)
+        require_positive(room=self.room)
+        require_one_of(POLICIES, precision=self.precision)
         if self.length > self.model.max_positions:
             most = f"max_positions={self.model.max_positions}"
             raise ValueError(f"length={self.length} > {most}; shorten the sequence, or use another model")
@@ -128,7 +128,7 @@ def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
 
 def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
     """(schedule, stages of a rank) worth a look for so many ranks of a pipeline."""
-    counts(pp=pp)
+    require_positive_ints(pp=pp)
     if pp == 1:
         return [("1f1b", 1)]
     per_rank, rest = divmod(model.num_layers, pp)
@@ -154,7 +154,7 @@ def search(
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Ranking:
     """The `keep` fastest that fit. ValueError if no layout divides, or none fits: by how much."""
-    counts(keep=keep)
+    require_positive_ints(keep=keep)
     every = list(chain.from_iterable(layouts(task)))
     if not every:
         raise ValueError(nothing_divides(task))

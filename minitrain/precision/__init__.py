@@ -5,14 +5,7 @@ First  formats     what each code of a few bits stands for; all formats by name
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
        accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
        products    the three products of a linear layer, FP8 recipes, where their scales come from
-       int8        products in blocks of 32 x 32 whose integers add up without error
-       bitnet      weights of one bit and of three values
-       early_fp8   the first FP8 trainings: casts without scales, sums in 16 bits
-       int4        products after a Hadamard matrix, gradients split and sampled
-       all_products   all of these by name
-       linear      a layer with such products in the place of a linear one
-       int8_flow   a block whose operators hand INT8 to each other, forward and backward
-       attention   FlashAttention-3's, in FP8 despite outliers
+       quantized_linear  a layer with such products in the place of a linear one
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer
        jit_copies  narrow copies that live while a layer computes

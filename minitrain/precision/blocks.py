@@ -28,11 +28,11 @@ import torch
 from torch import Size, Tensor
 from torch.nn.functional import pad
 
-from minitrain.checks import counts
 from minitrain.precision import formats
 from minitrain.precision.formats import E4M3, Format, format_of
 from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import MODES, codes_of, decode, readable, round_, rounded
+from minitrain.ranks.checks import require_positive_ints
 
 SCALES = {"float32": 32, "e8m0": 8, "e4m3": 8}  # bits
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -174,7 +174,7 @@ def to_bytes(q: Quantized) -> Tensor:
 
 def from_bytes(message: Tensor, length: int, blocks: Blocks) -> Quantized:
     """The inverse of `to_bytes`, for rows of `length` numbers, 1 or more."""
-    counts(length=length)
+    require_positive_ints(length=length)
     size = packed_bytes(length, blocks.format.bits)
     codes, scales = message.split([size, message.shape[-1] - size], -1)
     scales = scales.clone(memory_format=torch.contiguous_format)  # floats begin at multiples of 4

@@ -10,7 +10,7 @@ value = code · amax / largest number of the format. A direction of 3 bits is en
 twice the range and weights must notice small updates, so these keep 16 bits (precision decoupling). Forward
 and backward compute with bfloat16 copies made just in time (jit_copies.py), and a gradient is in bfloat16
 until its backward is done.
-Gradients are added up as codes with one scale (data_parallel/scaled.py): in units of A / μ, where A is the
+Gradients are added up as codes with one scale (scaled.py): in units of A / μ, where A is the
 largest of any rank, sums of n ranks overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so most of its range
 would be unused: μ starts at 1, halves after a step in which more than 0.001 % of a tensor's sums were at the
 largest number, where they are cut off, and else doubles within 1,000 steps, between 1/n and 1.
@@ -21,9 +21,9 @@ layers can be put; a μ for each tensor, with bounds.
 import torch
 from torch import Tensor
 
-from minitrain.checks import counts
 from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
 from minitrain.precision.formats import E4M3, FP16
+from minitrain.ranks.checks import require_positive_ints
 
 BLOCKS = {f.dtype: Blocks(f) for f in (E4M3, FP16)}
 INTEGERS = {torch.float8_e4m3fn: torch.uint8, torch.float16: torch.uint16}
@@ -45,6 +45,6 @@ def wide(x: Tensor, amax: Tensor) -> Tensor:
 
 def next_mu(mu: Tensor, sums: Tensor, ranks: int) -> Tensor:
     """After a step in which the codes of a tensor's gradient added up to `sums`, E4M3."""
-    counts(ranks=ranks)
+    require_positive_ints(ranks=ranks)
     share = (sums.float().abs() == E4M3.max).double().mean()
     return torch.where(share > OVERFLOWS, mu / 2, mu * 2 ** (1 / DOUBLES_IN)).clamp(1 / ranks, 1.0)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minitrain.collectives import announce_buffer
-from minitrain.torch_private import saved_hooks, storage_id
+from minitrain.ranks.collectives import announce_buffer
+from minitrain.ranks.torch_private import saved_hooks, storage_id
 
 
 def make_copies(layers: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], Tensor]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minitrain.checks import whole
+from minitrain.ranks.checks import require_ints
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -42,7 +42,7 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
 
 def packed_bytes(length: int, bits: int) -> int:
     """Of a row of `length` codes."""
-    whole(length=length, bits=bits)
+    require_ints(length=length, bits=bits)
     return -(-length * bits // 8)
 
 

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import whole
 from minitrain.precision import blocks as casts
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
-from minitrain.torch_private import scaled_mm
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_ints
+from minitrain.ranks.torch_private import scaled_mm
 
 FIRST_AMAX = {"x": formats.E4M3.max, "dy": 1.0}  # of delayed scaling, before the first step
 ROLES = tuple(FIRST_AMAX)
@@ -95,7 +95,7 @@ class Scales(nn.Module):
 
     def __init__(self, history=0, group: ProcessGroup | None = None, cut="", device=None) -> None:
         super().__init__()
-        whole(0, 1 << 20, history=history)
+        require_ints(0, 1 << 20, history=history)
         self.steps, self.group, self.cut = history, group, cut
         if history:
             self.register_buffer("history", torch.zeros(len(ROLES), history, device=device), persistent=False)

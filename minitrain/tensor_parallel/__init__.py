@@ -8,6 +8,4 @@ then   sequence            between the matrices the sequence is cut
        low_precision       products in few bits, whose scales agree
 beside autograd            passes that are written by hand
        random              streams of random numbers that agree, or differ
-       rotated             pieces of weights go round
-       grids/              blocks on two and three dimensions
 """

@@ -17,9 +17,9 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import counts
-from minitrain.sharding import shard
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.sharding import shard
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear, check_divides, check_whole, divisors
 
 
@@ -34,7 +34,7 @@ def cut_mlp(mlp: nn.Module, group: ProcessGroup, column: Callable, row: Callable
 
 def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, column: Callable, row: Callable):
     """q, k, v and out of `attention`, whose heads are `head_dim` wide; ALiBi's slopes go with their heads."""
-    counts(head_dim=head_dim)
+    require_positive_ints(head_dim=head_dim)
     heads, kv_heads = (linear.out_features // head_dim for linear in (attention.q, attention.k))
     check_heads(heads, kv_heads, group)
     kv = partial(SharedHead, head_dim=head_dim) if kv_heads % group.size() else ColumnLinear

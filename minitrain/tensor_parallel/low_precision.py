@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
 from minitrain.precision.blocks import Quantized
-from minitrain.precision.linear import Way, multiply
 from minitrain.precision.products import Scales
+from minitrain.precision.quantized_linear import Way, multiply
+from minitrain.ranks import collectives
 from minitrain.tensor_parallel.linear import RowLinear, check_column, check_row
 from minitrain.tensor_parallel.sequence import TIME, check_time
 

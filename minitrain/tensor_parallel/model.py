@@ -16,8 +16,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.sharding import placement
+from minitrain.ranks import collectives
+from minitrain.ranks.sharding import placement
 from minitrain.tensor_parallel import linear, low_precision, ring_overlap, sequence, vocabulary
 from minitrain.tensor_parallel import overlap as chunked
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp

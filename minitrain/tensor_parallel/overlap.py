@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
+from minitrain.ranks import collectives
 from minitrain.tensor_parallel.autograd import by_hand, columns_by_hand, tokens
 from minitrain.tensor_parallel.linear import check_column, check_row
 

@@ -18,8 +18,8 @@ from functools import wraps
 import torch
 from torch.distributed import ProcessGroup
 
-from minitrain.checks import device_name
-from minitrain.torch_private import outside_modes
+from minitrain.ranks.checks import require_device
+from minitrain.ranks.torch_private import outside_modes
 
 REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
 
@@ -28,7 +28,7 @@ class RandomStates:
     """The two streams of this rank."""
 
     def __init__(self, seed: int, group: ProcessGroup, device: torch.device | str = "cpu"):
-        device_name(device=device)
+        require_device(device=device)
         if not isinstance(seed, int):
             raise ValueError(f"seed = {seed!r} is {type(seed).__name__}; give one integer to all ranks")
         self.device = torch.device(device)

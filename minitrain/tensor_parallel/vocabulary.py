@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain import collectives
-from minitrain.checks import counts
-from minitrain.sharding import shard
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.sharding import shard
 
 MASKED = -100  # a target that does not count
 
@@ -41,7 +41,7 @@ def lookup(table, ids, what, limit, *, group, vocab_size: int, leave=collectives
 
 def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str):
     """Which ids are this rank's, and their places in its rows (0 for the others). Every rank checks ids."""
-    counts(vocab_size=vocab_size)
+    require_positive_ints(vocab_size=vocab_size)
     first = group.rank() * rows
     mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
     mine[first : first + rows].fill_(True)

@@ -15,21 +15,30 @@ from matplotlib import rc_context
 from PIL import Image
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.collectives import world
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.collectives import world
 from minitrain.model.config import GPTConfig, presets
-from minitrain.data.batches import random_tokens
-from minitrain.data_parallel.accumulation import ScatteredGradients
+from minitrain.model.data.batches import random_tokens
+from minitrain.systems.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
-from minitrain.data_parallel.parameter_server import Worker, serve
-from minitrain.plot.data_parallel import draw_replayed
-from minitrain.plot.style import BLACK, COLOURS, Picture, colour_of, ink_on, style, swatch, unit_for
-from minitrain.ledger import Ledger
+from minitrain.systems.data_parallel.parameter_server import Worker, serve
+from minitrain.course.plot.data_parallel import draw_replayed
+from minitrain.course.plot.style import (
+    BLACK,
+    COLOURS,
+    Picture,
+    colour_of,
+    ink_on,
+    style,
+    swatch,
+    unit_for,
+)
+from minitrain.ranks.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.training.optim import AdamW
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
 
 RANKS = 4
 SMALL = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4, max_positions=64)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from minitrain.attention import flash, kernel, lazy
+from minitrain.attention import flash, kernel
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
-from minitrain.attention.incoherent import hadamard, random_signs, turned
+from minitrain.attention.hbm_traffic import SlowMemory, Traffic
 from minitrain.attention.kernel import (
     FUSED,
     empty_result,
@@ -23,15 +23,16 @@ from minitrain.attention.kernel import (
     plain_forward,
     row_sums,
 )
-from minitrain.attention.lazy import lazy_attention
-from minitrain.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
-from minitrain.attention.traffic import SlowMemory, Traffic
-from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
-from minitrain.precision.attention import fp8_attention
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.attention import lazy
+from minitrain.systems.attention.incoherent import hadamard, random_signs, turned
+from minitrain.systems.attention.lazy import lazy_attention
+from minitrain.systems.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
+from minitrain.systems.precision.fp8_attention import fp8_attention
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 

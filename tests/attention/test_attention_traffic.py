@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from minitrain.attention.flash import A100_ELEMENTS, flash_1, flash_2, flash_2_forward, tile_sizes
-from minitrain.attention.traffic import (
+from minitrain.attention.hbm_traffic import (
     Traffic,
     flash_traffic,
     standard_backward,
     standard_forward,
     standard_traffic,
 )
-from minitrain.attention.two_level import two_level_forward
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.layers import naive_attention
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.attention.swattention import two_level_forward
 
 VERSIONS = {1: flash_1, 2: flash_2}
 

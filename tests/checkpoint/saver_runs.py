@@ -8,11 +8,11 @@ import torch
 
 from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.load import Saved
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.parallelize import parallelize
-from minitrain.pieces import Piece, whole_piece
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.pieces import Piece, whole_piece
 from tests.parallel import small
 
 DEADLOCK_S = 60  # a test that waits so long has failed

@@ -13,7 +13,7 @@ from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import File, Written, bytes_of, write_file
 from minitrain.checkpoint.store import MANIFEST, Store, file_name, manifest_text
 from minitrain.course.crash_model import Model, Recorder, read_tree, write_tree
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 
 RANKS, EACH = 2, 100  # a file of three sectors
 

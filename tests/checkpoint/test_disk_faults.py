@@ -13,7 +13,7 @@ import torch
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
 from minitrain.checkpoint.format import Damaged, File, write_file
 from minitrain.checkpoint.store import Store, file_name
-from minitrain.pieces import whole_piece
+from minitrain.ranks.pieces import whole_piece
 
 CAUSES = ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO", "ENOENT", "EFBIG"]
 CALLS = ("create", "write", "sync", "close", "make_folder", "sync_folder", "rename", "remove")

@@ -14,7 +14,7 @@ from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.header import pack, parse
 from minitrain.checkpoint.store import MANIFEST, Store, file_name, read_manifest
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 
 
 def small(folder, step: int = 1) -> Store:

@@ -13,7 +13,7 @@ from minitrain.checkpoint import format, header
 from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.format import RUN_BYTES, Damaged, File, bytes_of, write_file
 from minitrain.checkpoint.header import ALIGNMENT, BLOCK_BYTES, DTYPES, key_of
-from minitrain.pieces import Piece, whole_piece
+from minitrain.ranks.pieces import Piece, whole_piece
 
 
 class Counting(Disk):

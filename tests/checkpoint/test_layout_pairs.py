@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from minitrain import launch
-from minitrain.data.batches import MASKED, Rows, random_tokens, rows_of
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.parallelize import parallelize
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from tests.saving import (
     Checkpoint,
     check_layout,

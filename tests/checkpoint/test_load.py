@@ -15,12 +15,12 @@ from minitrain import checkpoint as checkpoint_folder
 from minitrain import collectives, launch
 from minitrain.checkpoint.format import Damaged, File, write_file
 from minitrain.checkpoint.load import Saved, agree, read, runs
-from minitrain.data.batches import Rows, random_tokens
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
-from minitrain.parallelize import parallelize
-from minitrain.pieces import Piece, overlap, whole_piece
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.pieces import Piece, overlap, whole_piece
 from tests.saving import Checkpoint, Quick, close, differing, save, saved_in, state_of
 
 BLOCK = 64

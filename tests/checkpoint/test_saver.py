@@ -10,9 +10,9 @@ from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.saver import NotSaved, Saver, Wait, told
 from minitrain.checkpoint.store import Store
 from minitrain.checkpoint.ways import WAYS, Way
-from minitrain.ledger import Ledger
-from minitrain.pieces import Piece
-from minitrain.simulate.events import Issue
+from minitrain.ranks.events import Issue
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.pieces import Piece
 from tests.checkpoint.saver_runs import HeldDisk, Hold, copies, differing, run_of, some_pieces, train
 from tests.parallel import check_refusals
 

@@ -9,9 +9,9 @@ import torch
 
 from minitrain.checkpoint import snapshot as snapshots
 from minitrain.checkpoint.snapshot import GivenUp, Snapshot, parameter_of
-from minitrain.ledger import Ledger
-from minitrain.pieces import Piece, whole_piece
-from minitrain.simulate.events import Copy, Wait
+from minitrain.ranks.events import Copy, Wait
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.pieces import Piece, whole_piece
 from tests.checkpoint.saver_runs import DEADLOCK_S, Hold, some_pieces
 
 

@@ -12,7 +12,7 @@ from minitrain.checkpoint.disk import Disk, DiskError
 from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.listing import Part, listed, shown
 from minitrain.checkpoint.store import MANIFEST, Store, file_name
-from minitrain.pieces import Piece
+from minitrain.ranks.pieces import Piece
 
 
 def save(store: Store, step: int, ranks: int = 2) -> list[str]:

@@ -12,8 +12,8 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.checkpoint.ways import WAYS, best_writers, stream_s
-from minitrain.ledger import Ledger
-from minitrain.pieces import Piece, share_out
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.pieces import Piece, share_out
 from tests.checkpoint.saver_runs import (
     ALL,
     DEADLOCK_S,

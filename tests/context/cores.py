@@ -8,18 +8,18 @@ from minitrain import collectives
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN
-from minitrain.context.balanced import balanced_attention, unbalanced
 from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
-from minitrain.context.hybrid import dealt, loongtrain_attention, usp_attention
 from minitrain.context.layout import contiguous, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.ring_self_attention import ring_self_attention
-from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.mesh import Mesh
+from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
 from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context.balanced import balanced_attention, unbalanced
+from minitrain.systems.context.ring_self_attention import ring_self_attention
+from minitrain.systems.context.sparing import Sparing
+from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.runs import K, inputs
 
 LAYOUTS = (contiguous, zigzag, striped)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.context.layout import contiguous, join, split
-from minitrain.ledger import Ledger
-from minitrain.simulate.events import Compute, Issue
+from minitrain.ranks.events import Compute, Issue
+from minitrain.ranks.ledger import Ledger
 
 B, T, K = 2, 32, 4  # T: two pieces for each of 16 ranks
 MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)  # query heads, K/V heads

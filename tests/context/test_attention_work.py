@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
-from minitrain.context.balanced import balanced_attention
 from minitrain.context.double_ring import double_ring_attention
 from minitrain.context.layout import contiguous, each_document, split, striped, tiles, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
-from minitrain.simulate.events import Compute
+from minitrain.ranks.events import Compute
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context.balanced import balanced_attention
 
 B, H, T, K, RANKS = 2, 4, 64, 8, 4
 FORWARD, BACKWARD = (

@@ -14,20 +14,20 @@ from minitrain.attention.flash import flash_1, flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
-from minitrain.context.hybrid import dealt, usp_attention
 from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.context.ulysses_ring import dealt, usp_attention
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import Attention, causal_attention, naive_attention
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.launch.test_dryrun import everything
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+from tests.ranks.launch.test_dryrun import everything
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 ALIBI = Alibi(SLOPES, torch.arange(T))

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from minitrain import launch
-from minitrain.context.choices import FUNCTIONS, core_for, data_layout
-from minitrain.context.choices import LAYOUTS as LAYOUT_FUNCTIONS
+from minitrain.compose.attention_cores import FUNCTIONS, core_for, data_layout
+from minitrain.compose.attention_cores import LAYOUTS as LAYOUT_FUNCTIONS
+from minitrain.context.core_names import CORES, LAYOUTS, check_choice
 from minitrain.context.layout import zigzag
-from minitrain.context.names import CORES, LAYOUTS, check_choice
 from minitrain.context.sliced import sliced
-from minitrain.mesh import Mesh
+from minitrain.ranks.mesh import Mesh
 from tests.context.cores import HEADS, in_one_process
 from tests.context.runs import furthest, over
 from tests.parallel import TOLERANCE
@@ -35,7 +35,9 @@ SIZES = {
 
 
 def test_names_need_no_torch_and_are_all_there():
-    code = "import sys; from minitrain.context.names import check_choice; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from minitrain.context.core_names import check_choice; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert CORES.keys() == FUNCTIONS.keys() == SIZES[4].keys() and LAYOUTS.keys() == LAYOUT_FUNCTIONS.keys()
 

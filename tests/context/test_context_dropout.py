@@ -17,20 +17,20 @@ from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
+from minitrain.compose.parallelize import parallelize
 from minitrain.context.double_ring import burst_attention, double_ring_attention
-from minitrain.context.hybrid import usp_attention
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.sparing import Sparing
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.data.batches import MASKED
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.context.ulysses_ring import usp_attention
+from minitrain.model.data.batches import MASKED
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.layers import causal_attention, naive_attention
-from minitrain.parallelize import parallelize
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context.sparing import Sparing
+from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
@@ -420,8 +420,8 @@ def test_a_model_without_it_does_not(expected):
     """
 
     def rank():
-        from minitrain import parallelize as module
         from minitrain.attention import dropout
+        from minitrain.compose import parallelize as module
 
         number, shapes = (
             collectives.world().rank(),

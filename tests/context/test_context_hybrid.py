@@ -9,22 +9,22 @@ import torch
 
 from minitrain import launch
 from minitrain.attention.kernel import PLAIN
-from minitrain.collectives import all_reduce, world
-from minitrain.context import wallfacer
 from minitrain.context.double_ring import double_ring_attention
-from minitrain.context.hybrid import dealt, loongtrain_attention, usp_attention
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.data.batches import random_tokens
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.layers import naive_attention
-from minitrain.simulate.events import Issue
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.collectives import all_reduce, world
+from minitrain.ranks.events import Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context import wallfacer
+from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.test_ulysses import TOLERANCE, distance, example, whole_attention
 from tests.parallel import check_refusals, small
 

@@ -9,21 +9,21 @@ import torch
 
 from minitrain import launch
 from minitrain.attention.dropout import Places, drop_scores
-from minitrain.context.choices import core_of_slices, data_layout
+from minitrain.compose.attention_cores import core_of_slices, data_layout
 from minitrain.context.layout import positions, split
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.layers import Dropout, naive_attention
+from minitrain.model.training.step import Batch
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedules.slices import on_each_rank, seq1f1b, terapipe
 from minitrain.pipeline.sliced_attention import SlicedAttention, look_back
-from minitrain.training.step import Batch
-from tests.launch.test_dryrun import everything
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
 from tests.parallel import TOLERANCE, small
+from tests.ranks.launch.test_dryrun import everything
 
 LENGTH, ROWS, MICROBATCHES, VALID = 16, 4, 2, 42
 CONFIGS = {

@@ -12,9 +12,8 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import PLAIN
-from minitrain.context.balanced import balanced_attention
-from minitrain.context.choices import core_of_slices, data_layout
-from minitrain.context.hybrid import dealt
+from minitrain.compose.attention_cores import core_of_slices, data_layout
+from minitrain.context.core_names import CORES, even_slices
 from minitrain.context.layout import (
     contiguous,
     each_document,
@@ -26,15 +25,16 @@ from minitrain.context.layout import (
     tiles,
     zigzag,
 )
-from minitrain.context.names import CORES, even_slices
 from minitrain.context.ring import ring_attention
 from minitrain.context.sliced import last_attention, sliced
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.wallfacer import wallfacer_attention
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.context.ulysses_ring import dealt
 from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context.balanced import balanced_attention
+from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.cores import HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, K, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, check_refusals

@@ -12,7 +12,7 @@ from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.flash import flash_attention
 from minitrain.context.layout import positions, striped
 from minitrain.model.layers import LatentAttention
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
 from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel

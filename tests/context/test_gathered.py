@@ -13,8 +13,8 @@ from minitrain.context import gathered
 from minitrain.context.gathered import gathered_attention, in_order, seen_and_order
 from minitrain.context.layout import contiguous, each_document, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, inputs, over, whole
 from tests.parallel import TOLERANCE, check_refusals
 

@@ -19,7 +19,7 @@ from minitrain.context.layout import (
     tiles,
     zigzag,
 )
-from minitrain.context.work import efficiency, entries
+from minitrain.context.ring_work import efficiency, entries
 
 LAYOUTS = [contiguous, zigzag, striped]
 HALF = Fraction(1, 2)

@@ -22,18 +22,18 @@ from minitrain.context.ring import (
     ring_backward,
     ring_forward,
 )
-from minitrain.context.work import efficiency, entries
+from minitrain.context.ring_work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
-from minitrain.simulate.events import Compute, Issue
-from minitrain.simulate.machines import Device, Link, Machine, machine
-from minitrain.simulate.replay import replay
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch, NoReducer, accumulate, train_step, valid_tokens
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch, NoReducer, accumulate, train_step, valid_tokens
+from minitrain.plan.simulate.machines import Device, Link, Machine, machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.events import Compute, Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, inputs, over, whole
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, one_process, small
 

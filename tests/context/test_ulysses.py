@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from minitrain import collectives, launch
 from minitrain.attention.kernel import repeat_kv
-from minitrain.collectives import world
-from minitrain.context.dynamic import along, next_cut, run_stages
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ulysses import switch, to_heads, ulysses_attention
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.ranks.collectives import world
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.context.dynamic_sequence import along, next_cut, run_stages
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from tests.parallel import check_refusals

@@ -14,7 +14,7 @@ import pytest
 from nbclient.exceptions import DeadKernelError
 from typer.testing import CliRunner
 
-from minitrain import cli
+from minitrain.cli import main
 from minitrain.course import atlas, home, kernels, lab, notebook
 
 # ---- numbers, headings, tables ---------------------------------------------------------------------------
@@ -331,28 +331,28 @@ def test_an_error_is_one_line_of_the_first_rank(error, rank, code, said, monkeyp
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(main, "app", lambda: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     told = capsys.readouterr().err
     assert ended.value.code == code and (said is None or told == said)
     if said is None:
         assert told.startswith("minitrain: a\\udcffx") and told.endswith("xend\n") and "x ... x" in told
-        assert len(told) == len("minitrain: ") + cli.MOST_LETTERS + len(" ... ") + 1
+        assert len(told) == len("minitrain: ") + main.MOST_LETTERS + len(" ... ") + 1
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "app", lambda: {}["key"])
+    monkeypatch.setattr(main, "app", lambda: {}["key"])
     with pytest.raises(KeyError):
-        cli.main()
+        main.main()
 
 
 def test_versions_of_what_is_not_installed(monkeypatch):
-    assert cli.installed("no-such-package-here") == "is not installed"
+    assert main.installed("no-such-package-here") == "is not installed"
 
 
 def invoke(*words: str):
-    return CliRunner().invoke(cli.app, list(words))
+    return CliRunner().invoke(main.app, list(words))
 
 
 @pytest.fixture
@@ -412,7 +412,7 @@ def test_a_long_title_is_cut_at_a_word_and_facts_are_time_and_ranks(two_chapters
 @pytest.mark.parametrize("what", ["sum", "error", "memory", "nothing"])
 def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkeypatch):
     if what == "memory":
-        monkeypatch.setattr(cli.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1.9e9))
+        monkeypatch.setattr(main.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1.9e9))
     from minitrain import launch
 
     def run(fn, ranks):
@@ -455,10 +455,10 @@ def test_jupyterlab_takes_the_place_of_the_command(monkeypatch, tmp_path):
     done = []
     monkeypatch.setattr(lab, "prepare", lambda fresh: done.append(fresh) or ["a line"])
     monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", str(work), *given])
-    monkeypatch.setattr(cli.os, "execv", lambda program, command: done.append((program, command)))
+    monkeypatch.setattr(main.os, "execv", lambda program, command: done.append((program, command)))
     monkeypatch.setattr(home, "at_home", lambda: tmp_path)
     result = invoke("lab", "--fresh", "03", "--fresh", "notebooks/04", "--no-browser")
-    assert done == [["03", "notebooks/04"], ("jupyter", ["jupyter", str(cli.ROOT / "work"), "--no-browser"])]
+    assert done == [["03", "notebooks/04"], ("jupyter", ["jupyter", str(main.ROOT / "work"), "--no-browser"])]
     assert result.output.startswith("a line\nYour copies are in work/") and "root" not in result.output
     invoke("lab", "--allow-root")
     monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", "--allow-root"])

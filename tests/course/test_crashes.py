@@ -11,8 +11,8 @@ from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.snapshot import Snapshot
 from minitrain.course import crashes
 from minitrain.course.crash_model import Model, Recorder, read_tree
-from minitrain.launch.report import RankError
-from minitrain.pieces import whole_piece
+from minitrain.ranks.launch.report import RankError
+from minitrain.ranks.pieces import whole_piece
 
 
 def write(folder, disk, text=b"new" * 400):

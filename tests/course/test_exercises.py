@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from minitrain.course import exercises
-from minitrain.course.grading import assignment, book, checks
-from minitrain.course.grading.checks import Draw, Failure, expect_equal
+from minitrain.course.grading import answer_checks, assignment, book
+from minitrain.course.grading.answer_checks import Draw, Failure, expect_equal
 from minitrain.course.grading.judge import EXERCISES, Code
 from minitrain.course.grading.trial import Outcome
 
@@ -66,12 +66,6 @@ def test_a_chapter_is_worth_ten_points_and_gives_nothing_away(number):
     visible = {line.strip() for line in re.sub(region, "", source, flags=re.DOTALL).splitlines()}
     told = {line.strip() for cell in json.loads(student)["cells"] for line in cell["source"]}
     assert visible & told and not {line.strip() for line in "".join(secrets).splitlines()} - visible & told
-
-
-def test_wrong_solutions_stay_short():
-    """A mistake is a few lines beside the solution: 400 lines a chapter for those of all its tasks."""
-    lines = [path.read_text().count("\n") for path in (EXERCISES / "wrong").glob("*.txt")]
-    assert sum(lines) <= 400 * len(CHAPTERS) and len(lines) == len(CHAPTERS) + 1
 
 
 def different_from_nbgraders(executable, folder):
@@ -166,9 +160,9 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
 @pytest.mark.parametrize(
     "line, module",
     [
-        ("import minitrain.launch as go", "minitrain.launch"),
-        ("from minitrain import collectives, launch", "minitrain.launch"),
-        ("from minitrain.collectives import all_reduce", "minitrain.collectives.all_reduce"),
+        ("import minitrain.ranks.launch as go", "minitrain.ranks.launch"),
+        ("from minitrain import collectives, launch", "minitrain.ranks.launch"),
+        ("from minitrain.ranks.collectives import all_reduce", "minitrain.ranks.collectives.all_reduce"),
         ("from minitrain import collectives\nimport minitrains", None),
     ],
 )
@@ -189,7 +183,6 @@ RIGHT = "def f(x):\n    y = x\n\n    y = x\n    return y\n### END"
     "text, made",
     [
         ("def f(x):\n    return 0", "def f(x):\n    return 0"),
-        ("", ""),
         ("-     return y\n+     return -y", "def f(x):\n    y = x\n\n    y = x\n    return -y\n### END"),
         ("- def f(x):\n-     y = x\n-\n+ def f(x):", "def f(x):\n    y = x\n    return y\n### END"),
         ("-     return y\n\n- def f(x):\n+ if x:", "if x:\n    y = x\n\n    y = x\n### END"),
@@ -199,24 +192,21 @@ RIGHT = "def f(x):\n    y = x\n\n    y = x\n    return y\n### END"
     ],
 )
 def test_a_wrong_solution_is_a_whole_text_or_changes_the_right_one(tmp_path, monkeypatch, text, made):
-    """In order: a change finds what the one before it has written."""
     header = '# %% wrong="f" fails="sum" why="w"\n'
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong/07_x.txt").write_text(f"{header}{text}\n\n{header.replace('f', 'g', 1)}- x\n")
     monkeypatch.setattr(book, "EXERCISES", tmp_path)
     of = book.Chapter("07", Path("07_x.py"), [book.Cell("answer", "f", RIGHT)])
-    first, unknown = of.wrong
-    assert first == book.Cell("wrong", "f", made, {"fails": "sum", "why": "w"})
-    assert unknown.source == "- x", "of a task that is not there, nothing can be changed"
+    assert of.wrong[0] == book.Cell("wrong", "f", made, {"fails": "sum", "why": "w"})
+    assert of.wrong[1].source == "- x", "of a task that is not there, nothing can be changed"
 
 
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("-     y = x\n+     y = 0", "the solution has the old lines of change 1 2 times"),
-        ("-     return y\n\n- y = x", "the solution has the old lines of change 2 0 times"),
-        ("-     return y\n-     return y", "the solution has the old lines of change 1 0 times"),
-        ("- return", "the solution has the old lines of change 1 0 times"),
+        ("-     y = x\n+     y = 0", "change 1 finds its old lines 2 times"),
+        ("-     return y\n\n- y = x", "change 2 finds its old lines 0 times"),
+        ("- return", "change 1 finds its old lines 0 times"),
         ("-     return y\n    return 0", "neither `- old` nor `+ new`:     return 0"),
         ("+ y = 1\n+z = 1", "neither `- old` nor `+ new`: +z = 1"),
     ],
@@ -342,9 +332,9 @@ def test_a_check_runs_no_longer_than_the_judge_was_told():
             given.append(rules["time_limit_s"])
             return Outcome([[1]])
 
-    with checks.judging(Fake(), Code(names=["f"]), 5.0):
+    with answer_checks.judging(Fake(), Code(names=["f"]), 5.0):
         for rules in ({}, {"time_limit_s": 2.0}, {"time_limit_s": 100.0}):
-            assert checks.ask(checks.Answer("f"), **rules) == 1
+            assert answer_checks.ask(answer_checks.Answer("f"), **rules) == 1
     assert given == [5.0, 2.0, 5.0]
 
 

@@ -332,7 +332,7 @@ ERRORS = [
     ("x = 1\ndef f(:", "no error", r"rank 2 raised SyntaxError: .* \(line 2: def f\(:\)"),
     ("x = 1\nraise MemoryError", "memory limit", r"rank 2 asked for more memory than it may have \(line 2: raise MemoryError\)"),
     ("raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: you')", "memory limit", "rank 2 asked for more .*"),
-    ("import minitrain.launch", "own work", r"this task asks you to write it yourself: it imports minitrain.launch \(line 1: .*\)"),
+    ("import minitrain.ranks.launch", "own work", r"this task asks you to write it yourself: it imports minitrain.ranks.launch \(line 1: .*\)"),
     ("import nothing_like_it", "no error", "rank 2 raised ModuleNotFoundError: No module named 'nothing_like_it' .*"),
     ("raise NotListed('calls all_gather')", "own work", "this task asks .* yourself: it calls all_gather .*"),
     ("raise NotData('a set')", "data", "rank 2 returned a set; return tensors, numbers, text, or lists of them"),
@@ -347,11 +347,11 @@ ERRORS = [
 def test_an_error_is_told_by_the_rule_it_breaks(answer, property, said, monkeypatch):
     class Nowhere:
         def find_spec(self, name, path=None, target=None):
-            if name.startswith("minitrain.launch"):
+            if name.startswith("minitrain.ranks.launch"):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "minitrain.launch", raising=False)
+    monkeypatch.delitem(sys.modules, "minitrain.ranks.launch", raising=False)
     names = {"NotListed": of_an_answer.NotListed, "NotData": frames.NotData}
     with pytest.raises(BaseException) as error:
         of_an_answer.run_cells([answer], None) if "def f(:" in answer else run_as_answer(answer, names)

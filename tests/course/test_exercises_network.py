@@ -20,7 +20,7 @@ from minitrain.course.grading.inside.frames import SIZES, BadFrame, Line, NotDat
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.network import Mismatch, Network
 from minitrain.course.grading.trial import Broken, Failure, Trial
-from minitrain.ledger import Ledger
+from minitrain.ranks.ledger import Ledger
 
 # ---- frames -----------------------------------------------------------------------------------------------
 

@@ -55,11 +55,11 @@ def test_kernels_of_nbval_are_such_kernels(monkeypatch, tmp_path):
 INTERRUPTED = """
     import sys
     from pathlib import Path
-    from minitrain import cli
+    from minitrain.cli import main
     from minitrain.course import notebook
     notebook.CHAPTERS = Path(sys.argv.pop())
     sys.argv[1:] = ["run", "00", "--out", str(notebook.CHAPTERS / "out")]
-    cli.main()
+    main.main()
 """
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from minitrain import cli
+from minitrain.cli import main
 from minitrain.course import exercises, lab, notebook
 from minitrain.course.grading import book
 from minitrain.course.grading.judge import Code, Judge
@@ -331,7 +331,7 @@ def test_the_copy_is_graded_and_the_report_says_which(judge, clone, monkeypatch,
 
 
 def test_a_file_needs_its_chapter():
-    result = CliRunner().invoke(cli.app, ["grade", "--file", "mine.ipynb"])
+    result = CliRunner().invoke(main.app, ["grade", "--file", "mine.ipynb"])
     assert isinstance(result.exception, ValueError) and "grade 02 --file mine.ipynb" in str(result.exception)
 
 
@@ -495,7 +495,7 @@ def started(monkeypatch):
 def test_lab_passes_arguments_on_and_tells_jupyterlab_that_root_is_meant(started, monkeypatch, uid, told):
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     words = ["lab", "--port", "9999", "--no-browser", "--fresh", "03", "--ServerApp.ip=0.0.0.0"]
-    result = CliRunner().invoke(cli.app, words)
+    result = CliRunner().invoke(main.app, words)
     assert result.exit_code == 0 and "fresh: ['03']" in result.output
     ((python, _, module, where, *rest),) = started
     assert (python, module) == (sys.executable, "jupyterlab") and where.endswith(

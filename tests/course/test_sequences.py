@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.collectives import world
 from minitrain.context.layout import zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.course import sequences
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.layers import causal_attention
-from minitrain.simulate.events import Compute
+from minitrain.ranks.collectives import world
+from minitrain.ranks.events import Compute
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 
 def right_and_wrong():

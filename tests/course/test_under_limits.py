@@ -3,9 +3,9 @@
 import pytest
 
 from minitrain.course.under_limits import WAYS, model_bytes, tensor_bytes, train
-from minitrain.memory.limits import LimitedRuns
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
+from minitrain.systems.memory.limits import LimitedRuns
 
 CONFIG = GPTConfig(d_model=128, num_layers=6, num_heads=4, max_positions=64)
 SIZES = (4, 64)  # rows, tokens

@@ -14,8 +14,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minitrain import collectives, launch
-from minitrain.collectives import all_gather, reduce_scatter
-from minitrain.communication.algorithms import ring_all_reduce
 from minitrain.data_parallel import choices
 from minitrain.data_parallel.choices import (
     NAMED,
@@ -30,9 +28,11 @@ from minitrain.data_parallel.choices import (
     traffic,
     traffic_by_term,
 )
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.ranks.collectives import all_gather, reduce_scatter
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.communication.algorithms import ring_all_reduce
 from tests.parallel import TOLERANCE
 
 PSI = 7_500_000_000
@@ -410,5 +410,5 @@ def test_bad_input_is_one_line(expected, make):
 def test_needs_no_torch():
     tree = ast.parse(inspect.getsource(choices))
     taken = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert taken == {"collections.abc", "dataclasses", "fractions", "itertools", "minitrain.checks"}
+    assert taken == {"collections.abc", "dataclasses", "fractions", "itertools", "minitrain.ranks.checks"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.collectives import all_gather, all_reduce, reduce_scatter
-from minitrain.communication.algorithms import ring_all_gather
 from minitrain.data_parallel.hierarchical_gather import hierarchical_all_gather, hierarchical_reduce_scatter
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.ranks.collectives import all_gather, all_reduce, reduce_scatter
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.communication.algorithms import ring_all_gather
 from tests.parallel import TOLERANCE
 
 BAD = [

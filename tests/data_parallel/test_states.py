@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
+from minitrain.compose.offload_passes import update_in_files
+from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.states import Whole, copied
-from minitrain.offload_passes import update_in_files
-from minitrain.parallelize import parallelize
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from tests.parallel import small
 from tests.saving import (
     all_files,

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.data.batches import MASKED
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import MASKED
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.parallelize import parallelize
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, rows_of_problem, small, train_parallel
 
 PROBLEM = Problem(config=small(tied=False), clip=None)  # 29 words: padded under tp

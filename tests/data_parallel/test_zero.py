@@ -12,21 +12,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
+from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.flat import Flat
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.parallelize import parallelize
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
-from minitrain.strategy import Strategy
-from minitrain.torch_private import DispatchMode
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch, accumulate, train_step
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch, accumulate, train_step
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.torch_private import DispatchMode
 from tests.parallel import (
     TOLERANCE,
     Outcome,

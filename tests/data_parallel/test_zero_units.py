@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.data_parallel.units import elements
+from minitrain.data_parallel.sharded_units import elements
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.gpt import GPT, GPTConfig
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE
 
 W = 16

@@ -6,19 +6,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.memory import activations
 from minitrain.memory.activations import AwayActivations
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT
-from minitrain.parallelize import parallelize
-from minitrain.simulate.events import Compute, Copy, Wait
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Compute, Copy, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 LENGTH, ROWS, WIDTH = 12, 6, 24
 SIZES = dict(vocab_size=29, d_model=WIDTH, num_heads=6, num_kv_heads=2, max_positions=16)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from minitrain import collectives
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.memory import pools
 from minitrain.memory.pools import new_host, on_host, to_device, to_host
-from minitrain.simulate.events import Compute, Copy, Wait
-from minitrain.simulate.machines import GB, PCIE3, PCIE4, PCIE5, Link, machine, this_laptop
-from minitrain.simulate.replay import replay
+from minitrain.plan.simulate.machines import GB, PCIE3, PCIE4, PCIE5, Link, machine, this_laptop
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.events import Compute, Copy, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 
 def there_and_back():

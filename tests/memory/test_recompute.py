@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
-from minitrain.ledger import Ledger
+from minitrain.compose.recompute_passes import recompute_in
 from minitrain.memory import segment
 from minitrain.memory.dropping import dropping
-from minitrain.memory.policies import NAMES, of_block, parse, segments
 from minitrain.memory.recompute import recompute
+from minitrain.memory.recompute_policies import NAMES, of_block, parse, segments
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.memory.segment import Results
 from minitrain.model.config import GPTConfig
@@ -32,11 +32,11 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses
 from minitrain.pipeline.deferred import Deferred
-from minitrain.plan.accounting.memory import activation_bytes
-from minitrain.plan.revolve import fewest_forwards
-from minitrain.recompute_passes import recompute_in
-from minitrain.strategy import Strategy
-from minitrain.torch_private import flash_cpu
+from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.torch_private import flash_cpu
+from minitrain.systems.plan.revolve import fewest_forwards
 
 WORDS = (
     *(

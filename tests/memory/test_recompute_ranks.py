@@ -10,19 +10,19 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.recompute_passes import in_parts, recompute_in
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.mesh import Mesh
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import naive_attention
-from minitrain.parallelize import parallelize
-from minitrain.recompute_passes import in_parts, recompute_in
-from minitrain.strategy import Strategy
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
 from minitrain.tensor_parallel.model import cut_layers
-from minitrain.training.optim import AdamW
 from tests.parallel import Problem, rows_of_problem, small
 
 WORDS = (  # blocks that differ, so that two steps of training try a word each

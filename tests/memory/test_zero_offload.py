@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.memory import host_optimizer, pools
 from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW, adamw_update
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.chance import Chance
-from minitrain.simulate.events import Compute, Copy, Wait
-from minitrain.simulate.machines import machine
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW, adamw_update
+from minitrain.ranks.events import Compute, Copy, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 VOCABULARY, LENGTH = 29, 12
 CONFIG = GPTConfig(

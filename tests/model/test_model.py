@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import CHOICES, GPTConfig, presets
 from minitrain.model.gpt import GPT, Block, Stages, cross_entropy_sum, deepnorm, generate, seed_of
@@ -36,6 +34,8 @@ from minitrain.model.layers import (
 )
 from minitrain.plan.accounting.compute import layer_forward_flops
 from minitrain.plan.accounting.parameters import cached_elements, mlp_parameters, parameters
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.ledger import Ledger
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE
+from minitrain.ranks.ledger import Ledger
 
 N, D, WIDE, E = 42, 6, 10, 8
 mask = torch.arange(N) % 4 != 1

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.moe import experts, overlap, router
-from minitrain.parallelize import parallelize
-from minitrain.simulate.events import Issue
-from minitrain.strategy import Strategy
+from minitrain.moe import experts, router
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.moe import overlapped_experts
 from tests.layouts import Draw, begin, dry_account
 
 CONFIG = GPTConfig(
@@ -67,9 +68,9 @@ def parts(how):
 
 
 PARTS = {
-    "by capacity": partial(overlap.by_capacity, chunks=4),
-    "reused": partial(overlap.reused, chunks=2),
-    "by peer": overlap.by_peer,
+    "by capacity": partial(overlapped_experts.by_capacity, chunks=4),
+    "reused": partial(overlapped_experts.reused, chunks=2),
+    "by peer": overlapped_experts.by_peer,
 }
 
 

@@ -7,12 +7,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain import launch
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.turns import in_turns
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 E, D, WIDE = 5, 8, 16
 SIZES = {

@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.run_states import kept_buffers
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
+from minitrain.model.training.optim import AdamW
 from minitrain.moe import parallel, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.parallelize import parallelize
 from minitrain.plan.accounting.compute import forward_flops_per_token
 from minitrain.plan.accounting.parameters import active_parameters, parameters
-from minitrain.run_states import kept_buffers
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
 from minitrain.tensor_parallel.sequence import own_time
-from minitrain.training.optim import AdamW
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
 

@@ -291,7 +291,7 @@ def error_when(broken, schedule: Schedule) -> float:
 
 def test_without_the_sum_over_copies_it_does_not():
     def broken():
-        from minitrain import parallelize as module
+        from minitrain.compose import parallelize as module
 
         module.share_stages = lambda *_: None
 

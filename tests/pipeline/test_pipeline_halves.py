@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.launch import RankError, dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.mixture import mixtures
-from minitrain.parallelize import parallelize
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.schedule import B, F, I, Pair, Schedule, W, check
 from minitrain.pipeline.schedules.dualpipe import dualpipe_v
-from minitrain.plan import expert_pair
-from minitrain.simulate.events import Issue, Wait
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Issue, Wait
+from minitrain.ranks.launch import RankError, dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan import expert_pair
 from tests.layouts import STEPS, Draw, Outcome, distance, one_process, step_of
 from tests.parallel import TOLERANCE
 

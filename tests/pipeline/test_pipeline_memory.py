@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.parallelize import parallelize
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline import runtime
-from minitrain.pipeline.contrastive import contrastive_loss, contrastive_step, doubled, naive, tower_step
-from minitrain.pipeline.eviction import Balanced
 from minitrain.pipeline.lower import Receive, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
@@ -27,11 +25,18 @@ from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.schedules.varuna import jitter, recomputed, varuna
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.simulate.events import Compute, Issue, Wait
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch, NoReducer
-from tests.launch.test_dryrun import everything
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.pipeline.bpipe_eviction import Balanced
+from minitrain.systems.pipeline.contrastive import (
+    contrastive_loss,
+    contrastive_step,
+    doubled,
+    naive,
+    tower_step,
+)
 from tests.parallel import (
     TOLERANCE,
     Problem,
@@ -41,6 +46,7 @@ from tests.parallel import (
     small,
     train_pipeline,
 )
+from tests.ranks.launch.test_dryrun import everything
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(6, 5), microbatches=4)
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)] + [(16, 16), (4, 64)]

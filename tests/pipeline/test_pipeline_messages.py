@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from minitrain import collectives
-from minitrain.launch import dryrun
 from minitrain.pipeline.fits import check_fits
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
-from minitrain.random_state import random_state
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.random_state import random_state
 
 FIRST, LAST = one_f_one_b(2, 3).ranks
 WIDTH = 4

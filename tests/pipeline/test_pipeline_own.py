@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.pipeline.eviction import Balanced
+from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.fits import takes_positions
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.runtime import Runner
@@ -19,7 +19,7 @@ from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1
-from minitrain.training.step import Batch, NoReducer
+from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from tests.parallel import TOLERANCE
 
 WIDTH, ROWS, LENGTH = 6, 7, 3

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from minitrain import collectives
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.pipeline.partition import balanced, even, pipedream, stage_time, undominated
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.plan import autopipe, dapple
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan import autopipe, dapple
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
 

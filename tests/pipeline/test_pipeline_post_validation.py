@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.collectives import channel_of
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.gpt import cross_entropy_sum
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.model.training.step import Batch, NoReducer, train_step
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Send, lower, pause
 from minitrain.pipeline.post_validation import PostValidation
@@ -23,10 +24,9 @@ from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from minitrain.sharding import Shard, place, placement
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW, clip_grad_norm
-from minitrain.training.step import Batch, NoReducer, train_step
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.collectives import channel_of
+from minitrain.ranks.sharding import Shard, place, placement
 from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, small
 from tests.pipeline.test_pipeline_memory import Dropped
 from tests.pipeline.test_pipeline_runtime import split

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.data.batches import random_tokens
-from minitrain.ledger import Ledger
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import Stages, cross_entropy_sum
+from minitrain.model.training.step import Batch, NoReducer, valid_tokens
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner, cut_evenly
 from minitrain.pipeline.schedule import I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate
-from minitrain.simulate.machines import Device, Link, Machine
-from minitrain.simulate.replay import replay
-from minitrain.training.step import Batch, NoReducer, valid_tokens
+from minitrain.plan.simulate.machines import Device, Link, Machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import (
     TOLERANCE,
     Problem,
@@ -183,7 +183,7 @@ def test_a_replayed_run_has_the_bubble_that_the_simulator_says():
 
 def test_without_the_sum_over_both_ends_a_tied_table_goes_wrong(monkeypatch):
     def train():
-        from minitrain import parallelize as module
+        from minitrain.compose import parallelize as module
 
         module.share_stages = lambda *_: None
         return train_pipeline(PROBLEM, dict(dp=1, pp=2), one_f_one_b(2, 4))

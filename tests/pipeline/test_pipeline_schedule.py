@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, I, Pair, R, Schedule, W, check, parts, peak
@@ -32,12 +33,11 @@ from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.plan.graphpipe import GraphSchedule
-from minitrain.simulate.machines import Device, Link, Machine
-from minitrain.simulate.replay import replay
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch, NoReducer
+from minitrain.plan.simulate.machines import Device, Link, Machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan.graphpipe import GraphSchedule
 from tests.parallel import (
     TOLERANCE,
     Outcome,
@@ -847,7 +847,7 @@ def test_memory_imbalance():
 def test_schedules_by_name_need_no_torch():
     """Lists are for planners too: torch is loaded by what runs them, and by nothing that a strategy names."""
     code = (
-        "import sys; from minitrain.strategy import Strategy; from minitrain.pipeline.named import NAMES; "
+        "import sys; from minitrain.plan.strategy import Strategy; from minitrain.pipeline.schedules_by_name import NAMES; "
         "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)"
     )
     assert (

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minitrain import launch
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.layers import naive_attention
-from minitrain.parallelize import parallelize
 from minitrain.pipeline.lower import messages
 from minitrain.pipeline.schedule import check, peak
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
@@ -25,7 +25,7 @@ from minitrain.pipeline.schedules.slices import (
 )
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
-from minitrain.strategy import Strategy
+from minitrain.plan.strategy import Strategy
 from tests.parallel import (
     TOLERANCE,
     Problem,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.gpt import Stages
+from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.partition import even
@@ -26,8 +26,8 @@ from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.schedules.v_shape import rank_of, v_half, v_min, zb_v
 from minitrain.pipeline.schedules.zero_bubble import bubble, zb_h1, zb_h2, zb_interleaved
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.training.optim import AdamW, clip_grad_norm
-from minitrain.training.step import Batch, NoReducer
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 from tests.pipeline.test_pipeline_runtime import account, split
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.data.batches import random_tokens
-from minitrain.ledger import Ledger
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import random_tokens
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
+from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting.compute import (
     flops_per_token,
     forward_flops_per_token,
@@ -25,7 +25,7 @@ from minitrain.plan.accounting.compute import (
     mfu,
     training_days,
 )
-from minitrain.plan.accounting.memory import (
+from minitrain.plan.accounting.memory_formulas import (
     activation_bytes,
     activation_terms,
     checkpoint_bytes,
@@ -48,7 +48,7 @@ from minitrain.plan.accounting.traffic import (
     token_bytes,
     zero3_bytes_per_step,
 )
-from minitrain.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
 
 DEEPSEEK_V2 = GPTConfig(
     vocab_size=102_400,

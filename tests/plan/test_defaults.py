@@ -169,7 +169,7 @@ def test_what_a_parameter_is_by_itself():
 
 
 def test_limits_and_rates_that_are_said_nowhere_else():
-    from minitrain import plan_command, replay_command
+    from minitrain.cli import plan_command, replay_command
     from minitrain.plan import fleet, planner
     from minitrain.plan.predict import fit, rates
 

@@ -13,10 +13,10 @@ import pytest
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
-from minitrain.plan.emit.job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.emit.table import BESIDE, Cases, System, check_option, flat, known, nested
+from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
-from minitrain.strategy import Strategy
 
 SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
 LLAMA = presets["llama3-8b"]

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitrain.measured_work import work_of
+from minitrain.compose.measured_work import work_of
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.pipeline.named import CHUNKED, NAMES, SLICED, named, stages_of
+from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner
-from minitrain.plan.accounting.memory import zero_bytes
+from minitrain.plan.accounting.memory_formulas import zero_bytes
 from minitrain.plan.fleet import least_ranks, race
 from minitrain.plan.planner import LEAST_TOKENS, Task, front, layouts, needs, pareto, search, why
+from minitrain.plan.predict.predicted_step import least_s, predict
 from minitrain.plan.predict.rates import RATES
-from minitrain.plan.predict.run import STACKS
-from minitrain.plan.predict.step import least_s, predict
-from minitrain.simulate.machines import V100, machine
+from minitrain.plan.predict.training_run import STACKS
+from minitrain.plan.simulate.machines import V100, machine
 
 MODEL = GPTConfig(d_model=256, num_layers=4, num_heads=4, vocab_size=512, max_positions=8192)
 NODE = replace(machine("a100"), devices_per_node=2, nics_per_node=2)

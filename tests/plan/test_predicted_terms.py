@@ -6,22 +6,22 @@ from operator import mul
 import pytest
 
 from minitrain.model.config import GPTConfig
-from minitrain.pipeline.named import named
 from minitrain.pipeline.schedule import parts
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.schedules_by_name import named
 from minitrain.pipeline.simulate import simulate
 from minitrain.plan.planner import Task, layouts, pareto, search
-from minitrain.plan.predict import pipeline
-from minitrain.plan.predict.memory import by_rank, elements_of, memory_of
-from minitrain.plan.predict.pipeline import KINDS, LAYERS, Costs, layout_of, least, makespan
+from minitrain.plan.predict import predicted_pipeline
+from minitrain.plan.predict.predicted_memory import by_rank, elements_of, memory_of
+from minitrain.plan.predict.predicted_pipeline import KINDS, LAYERS, Costs, layout_of, least, makespan
+from minitrain.plan.predict.predicted_step import least_s, predict
 from minitrain.plan.predict.rates import PLAIN, exposed, travel_s
-from minitrain.plan.predict.run import STACKS, TrainingRun
-from minitrain.plan.predict.step import least_s, predict
 from minitrain.plan.predict.times import Place, layers_s
+from minitrain.plan.predict.training_run import STACKS, TrainingRun
 from minitrain.plan.predict.update import update_s
 from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
-from minitrain.simulate.machines import machine
-from minitrain.strategy import Strategy
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.strategy import Strategy
 
 MODEL = GPTConfig(vocab_size=64, d_model=64, num_layers=4, num_heads=4, max_positions=64, tied=False)
 A100, MAIN = machine("a100"), "bfloat16_main_grads"
@@ -247,7 +247,7 @@ def test_the_bound_lies_below_every_schedule(name, slices):
     strategy = Strategy(pp=4, microbatches=4, schedule=name, slices=slices, chunks=chunks)
     layout = layout_of(replace(MODEL, num_layers=14), strategy)
     costs = Costs(tuple(float(layer == "block") for kind in KINDS for layer in LAYERS))
-    cast = pipeline._cast(layout)
+    cast = predicted_pipeline._cast(layout)
 
     class Known:
         send = move = 0.0

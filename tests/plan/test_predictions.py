@@ -6,33 +6,33 @@ from operator import mul
 
 import pytest
 
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.dry_steps import _step as _dry_step
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
-from minitrain.measured_work import work_of
+from minitrain.compose.dry_steps import _step as _dry_step
+from minitrain.compose.measured_work import work_of
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.parallelize import parallelize
-from minitrain.pipeline.named import NAMES
+from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.pipeline.schedule import parts
+from minitrain.pipeline.schedules_by_name import NAMES
 from minitrain.pipeline.simulate import simulate
-from minitrain.plan.accounting.memory import activation_bytes
-from minitrain.plan.predict import pipeline
+from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.predict import predicted_pipeline
 from minitrain.plan.predict.fit import fit, squared_error, stack_factor
-from minitrain.plan.predict.memory import by_rank, dealt_of, elements_of
-from minitrain.plan.predict.pipeline import Costs, Layout, layout_of, makespan
+from minitrain.plan.predict.predicted_memory import by_rank, dealt_of, elements_of
+from minitrain.plan.predict.predicted_pipeline import Costs, Layout, layout_of, makespan
+from minitrain.plan.predict.predicted_step import PARTS, predict
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Rates, seconds
-from minitrain.plan.predict.run import STACKS, TrainingRun, named_stack, published
-from minitrain.plan.predict.step import PARTS, predict
 from minitrain.plan.predict.times import Place
+from minitrain.plan.predict.training_run import STACKS, TrainingRun, named_stack, published
 from minitrain.plan.predict.update import update_s
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
-from minitrain.simulate.events import Issue
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
-from minitrain.strategy import Strategy
-from minitrain.training.hyperparameters import Hyperparameters
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 SMALL = GPTConfig(vocab_size=2048, d_model=512, num_layers=4, num_heads=8, max_positions=512)
 A100 = machine("a100")
@@ -264,7 +264,7 @@ def test_with_experts_it_is_the_replay_and_the_ledgers_too(case):
         travelled = sum(event.payload_bytes for event in issued if event.axis == "ep")
         ways = (*work.block.forward.collectives, *work.block.backward.collectives)
         each = sum(collective.payload_bytes for collective in ways if collective.axis == "ep")
-        routed = layout.ranks[stage][pipeline.LAYERS.index("block")]
+        routed = layout.ranks[stage][predicted_pipeline.LAYERS.index("block")]
         assert travelled == routed * strategy.microbatches * each > 0
         summed = sum(event.payload_bytes for event in issued if event.axis == "edp" and "reduce" in event.op)
         times = strategy.microbatches if strategy.zero == 3 else 1
@@ -321,7 +321,7 @@ class Simulated:
     """Costs of stages as `simulate` asks for them."""
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
-        self.cast, self.costs = pipeline._cast(layout), costs
+        self.cast, self.costs = predicted_pipeline._cast(layout), costs
         self.send = self.move = 0.0 if costs.blocking else costs.message_s
 
     def of(self, entry) -> float:
@@ -337,15 +337,15 @@ class Simulated:
 def test_a_step_is_the_simulation_of_its_whole_schedule(name, blocking):
     """Remembered by structure and with a steady state drawn out."""
     chunks, slices = (
-        2 if name in pipeline.named.__globals__["CHUNKED"] else 1,
+        2 if name in predicted_pipeline.named.__globals__["CHUNKED"] else 1,
         2 if name in ("terapipe", "seq1f1b") else 1,
     )
     strategy = Strategy(pp=4, microbatches=40, schedule=name, chunks=chunks, slices=slices)
     layout = layout_of(replace(SMALL, num_layers=17), strategy)
     costs = replace(COSTS, blocking=blocking)
-    whole = simulate(pipeline._cast(layout).schedule, Simulated(layout, costs)).makespan
+    whole = simulate(predicted_pipeline._cast(layout).schedule, Simulated(layout, costs)).makespan
     assert makespan(layout, costs) == pytest.approx(whole, rel=0.01)
-    bound = pipeline.least(layout, costs)
+    bound = predicted_pipeline.least(layout, costs)
     assert bound <= whole * (1 + 1e-12) and (bound > 0.6 * whole) == bool(layout.ahead)
     double = replace(costs, passes=tuple(2 * cost for cost in costs.passes), message_s=0.22)
     assert makespan(layout, double) == pytest.approx(2 * makespan(layout, costs), rel=1e-12)

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.precision import formats
 from minitrain.precision.blocks import (
     RECIPES,
@@ -26,6 +24,8 @@ from minitrain.precision.blocks import (
 )
 from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import decode, encode, round_to
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 
 D, BLOCK = 75, 16  # the last block of a row has 11
 

@@ -8,16 +8,16 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, hashed
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.ledger import Ledger
-from minitrain.mesh import Mesh
-from minitrain.parallelize import parallelize
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.chance import Chance, draws, keep_by_chance
 from minitrain.precision.rounding import round_to
-from minitrain.sharding import full_tensor, numbers, placement, shard
-from minitrain.strategy import Strategy
-from minitrain.training.hyperparameters import Hyperparameters
-from minitrain.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import full_tensor, numbers, placement, shard
 from tests.parallel import small
 
 CHANCE = "bfloat16_stochastic_short"

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.data.batches import Rows, random_tokens
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.products_by_name import PRODUCTS
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.parallelize import parallelize
-from minitrain.precision.all_products import PRODUCTS
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.products import Scales
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
 from tests.parallel import small
 
 INT8 = PRODUCTS["int8"]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.ledger import Ledger
-from minitrain.parallelize import parallelize
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.deferred import Deferred
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.policies import POLICIES
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import check_refusals, small
 
 LAYOUTS = [

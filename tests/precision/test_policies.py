@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.mixture import mixtures
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.loss_scale import LossScale
 from minitrain.precision.mixed import bytes_by_kind, keep_states
 from minitrain.precision.policies import BYTES, POLICIES
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import small
 
 CONFIG = small(num_layers=2, tied=False)

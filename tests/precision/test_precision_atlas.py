@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Text
+from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Text
 from minitrain.model.gpt import cross_entropy_sum
-from minitrain.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats
 from minitrain.precision.accumulate import sum_in, tensor_core_matmul
 from minitrain.precision.blocks import RECIPES, Blocks, dequantize, quantize
-from minitrain.precision.linear import multiply
 from minitrain.precision.products import PRODUCTS, Scales
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.precision.quantized_linear import multiply
 
 WAYS = {
     "float32": dict(),

@@ -11,21 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.data.batches import Rows, random_tokens
-from minitrain.ledger import Ledger
+from minitrain.compose import products_by_name
+from minitrain.compose.parallelize import check_module, parallelize
+from minitrain.compose.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import MLP, Linear
+from minitrain.model.training.optim import AdamW
 from minitrain.moe import experts
-from minitrain.parallelize import check_module, parallelize
-from minitrain.precision import all_products, formats, policies, products
+from minitrain.plan.strategy import Strategy
+from minitrain.precision import formats, policies, products
 from minitrain.precision.blocks import Blocks, dequantize, quantize
-from minitrain.precision.linear import LowLinear, multiply
 from minitrain.precision.products import PRODUCTS, Scales
-from minitrain.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
-from minitrain.simulate.events import Issue
-from minitrain.strategy import Strategy
-from minitrain.training.optim import AdamW
+from minitrain.precision.quantized_linear import LowLinear, multiply
+from minitrain.ranks.events import Issue
+from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, small
 
 FP8 = [
@@ -378,7 +379,7 @@ def test_without_agreement_they_differ(what):
     name, layout = ("fp8_delayed", dict(dp=2)) if what == "amax over dp" else ("fp8_tensor", dict(tp=2))
 
     def rank():
-        from minitrain import run as runs
+        from minitrain.compose import run as runs
         from minitrain.tensor_parallel import low_precision
 
         if what == "amax over dp":
@@ -544,7 +545,7 @@ def test_a_kernel_is_used_where_there_is_one_and_widths_are_whole(monkeypatch):
 
 
 def test_names_are_known_everywhere_and_emulation_is_said():
-    assert set(policies.PRODUCTS) == {"plain", *all_products.PRODUCTS}
+    assert set(policies.PRODUCTS) == {"plain", *products_by_name.PRODUCTS}
     model = GPT(CONFIG, seed=0)
     multiply_in(model, strategy := Strategy(products="fp8_rows"), None)
     said = "products='fp8_rows' are emulated, at no gain in time: no kernel for float32 on cpu"

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
-from minitrain.simulate.events import Issue, Wait
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
-from minitrain.strategy import Strategy
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Issue, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
 from minitrain.tensor_parallel.block import SharedHead, cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear

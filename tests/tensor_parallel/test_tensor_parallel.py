@@ -11,28 +11,28 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
 from minitrain.attention.dropout import DropMask, Places, drop_by_place
-from minitrain.collectives import world
-from minitrain.launch import dryrun
-from minitrain.ledger import Ledger
+from minitrain.compose.parallelize import parallelize
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.mesh import Mesh
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import naive_attention
-from minitrain.parallelize import parallelize
-from minitrain.plan.accounting.memory import activation_bytes
-from minitrain.sharding import full_tensor, placement, shard
-from minitrain.simulate.events import Issue
-from minitrain.simulate.machines import machine
-from minitrain.simulate.replay import replay
-from minitrain.strategy import Strategy
+from minitrain.model.training.optim import AdamW
+from minitrain.model.training.step import Batch
+from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.collectives import world
+from minitrain.ranks.events import Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import full_tensor, placement, shard
 from minitrain.tensor_parallel import linear, sequence, vocabulary
 from minitrain.tensor_parallel import random as tensor_random
 from minitrain.tensor_parallel.block import cut_attention, cut_mlp
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import cut_layers
 from minitrain.tensor_parallel.random import RandomStates
-from minitrain.training.optim import AdamW
-from minitrain.training.step import Batch
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {

@@ -103,9 +103,7 @@ def changed(right: str | None, wrong: Cell, file: str) -> str:
         old, new = ([line[2:] for line in part.splitlines()] for part in hunk.groups())
         places = [at for at in range(len(lines)) if lines[at : at + len(old)] == old] if old else [len(lines)]
         if len(places) != 1:
-            raise ValueError(
-                f"{where}: the solution has the old lines of change {number} {len(places)} times"
-            )
+            raise ValueError(f"{where}: change {number} finds its old lines {len(places)} times")
         lines[places[0] : places[0] + len(old)] = new
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """The collectives of an exercise, over send and receive of its group: a rank gets those that a call lists.
 
-The bytes are those of `minitrain.collectives`; with n ranks and S the whole tensor, all_reduce 2(n-1)/n S,
+The bytes are those of minitrain's collectives; with n ranks and S the whole tensor, all_reduce 2(n-1)/n S,
 all_gather, reduce_scatter and all_to_all (n-1)/n S, broadcast (n-1) S from the source. Differs: pieces go
 straight to whom they are for, and are cut along dim 0. With `async_op=True` a handle comes back, whose
 `wait()` returns the result. Collectives of a group follow one another; messages and rotate start at once, so

@@ -22,10 +22,10 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from minitrain.checks import counts
 from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
+from minitrain.ranks.checks import require_positive_ints
 
 Place = Sequence[int] | Callable[[int, int], int]
 Home = dict[tuple[int, int], int]  # (stage, microbatch) -> rank
@@ -116,7 +116,7 @@ class Memory:
 
 def dependencies(home: Home, stages: int, m: int, p: int, kinds: str) -> dict[Action, list[Action]]:
     """What each action needs; on each rank microbatches enter the first stage in their order."""
-    counts(stages=stages, m=m, p=p)
+    require_positive_ints(stages=stages, m=m, p=p)
     ranks = [[Action(kind, *at) for at in sorted(home) for kind in kinds if home[at] == r] for r in range(p)]
     needs = Schedule("", ranks, stages, m).needs
     for entries in ranks:
@@ -139,7 +139,7 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
 
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One limit per rank, each enough for one microbatch to get through."""
-    counts(p=p)
+    require_positive_ints(p=p)
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")

@@ -15,8 +15,8 @@ Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021, a
 reversed.
 """
 
-from minitrain.checks import MOST
 from minitrain.pipeline.schedule import Action, B, F, Schedule
+from minitrain.ranks.checks import MOST
 
 
 def gpipe(p: int, m: int) -> Schedule:

@@ -17,10 +17,10 @@ the forwards.
 from collections.abc import Callable
 from dataclasses import replace
 
-from minitrain.checks import counts
 from minitrain.pipeline.schedule import B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
 from minitrain.pipeline.simulate import Time
+from minitrain.ranks.checks import require_positive_ints
 
 Cost = Callable[[int, int], Time]
 
@@ -70,7 +70,7 @@ def causal_cost(per_token: Time, per_key: Time) -> Cost:
 
 def makespan(lengths: tuple[int, ...], cost: Cost, p: int) -> Time:
     """Time of a sequence's slices on p ranks: all of them on one, and the longest once on each other."""
-    counts(lengths=lengths, p=p)
+    require_positive_ints(lengths=lengths, p=p)
     costs = [cost(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
     return sum(costs) + (p - 1) * max(costs)
 

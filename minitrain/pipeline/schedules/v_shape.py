@@ -18,9 +18,9 @@ arXiv:2401.10241, section 6. Differs: `squeezed` alone follows the block; offset
 from collections import deque
 from collections.abc import Callable
 
-from minitrain.checks import counts, one_of, whole
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
 from minitrain.pipeline.schedules.one_direction import check_sizes
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 Block = Callable[[int], tuple[int, int, int, int]]
 PERIOD = 6
@@ -46,8 +46,8 @@ def zb_v(p: int, m: int) -> Schedule:
 
 def block_of(shape: str, p: int) -> Block:
     """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0."""
-    counts(p=p)
-    one_of(("v_min", "v_half", "zb_v"), shape=shape)
+    require_positive_ints(p=p)
+    require_one_of(("v_min", "v_half", "zb_v"), shape=shape)
     gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions need the same unit
     return {
         "v_min": lambda r: (r, 2 * p - 1 - r, 2 * p + r + gap, 4 * p - 1 - r + gap),
@@ -57,8 +57,8 @@ def block_of(shape: str, p: int) -> Block:
 
 
 def rank_of(stage: int, p: int) -> int:
-    counts(p=p)
-    whole(0, 2 * p - 1, stage=stage)
+    require_positive_ints(p=p)
+    require_ints(0, 2 * p - 1, stage=stage)
     return min(stage, 2 * p - 1 - stage)
 
 

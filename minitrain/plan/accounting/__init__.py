@@ -1,1 +1,1 @@
-"""What training costs, as formulas: plain numbers, no torch: parameters, compute, memory, traffic (bytes)."""
+"""What training costs, as formulas (no torch): parameters, compute, memory_formulas, traffic in bytes."""

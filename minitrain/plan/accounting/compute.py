@@ -12,9 +12,9 @@ al. 2020, arXiv:2001.08361, section 2.1; Narayanan et al. 2021, arXiv:2104.04473
 (`parameters.matmul_parameters`), so the count is exact; PaLM's N is all parameters.
 """
 
-from minitrain.checks import amounts, counts, positive
 from minitrain.model.config import GPTConfig
 from minitrain.plan.accounting.parameters import matmul_parameters
+from minitrain.ranks.checks import require_nonnegative, require_positive, require_positive_ints
 
 DAY_S = 86_400
 
@@ -23,7 +23,7 @@ def forward_flops_per_token(config: GPTConfig, length: int, *, causal: str = "tr
     """2·N + 2·L·H·K·(T+1), with all keys 2·N + 4·L·H·K·T. With MLA the scores are R wider than the values."""
     if causal not in ("triangle", "square"):
         raise ValueError(f"causal = {causal!r}; use 'triangle' (masked scores left out) or 'square' (all)")
-    counts(length=length)
+    require_positive_ints(length=length)
     widths = 2 * config.head_dim + bool(config.kv_latent) * config.rope_head_dim  # of scores and of values
     twice_the_keys = 2 * length if causal == "square" else length + 1
     return 2 * matmul_parameters(config) + config.num_layers * config.num_heads * widths * twice_the_keys
@@ -36,14 +36,14 @@ def flops_per_token(config: GPTConfig, length: int, *, causal="triangle", recomp
 
 def layer_forward_flops(batch: int, length: int, width: int) -> int:
     """24·B·s·h² + 4·B·s²·h: F = 4h, the square of scores. Narayanan et al. 2021, section 3.6."""
-    counts(1 << 40, batch=batch, length=length, width=width)
+    require_positive_ints(1 << 40, batch=batch, length=length, width=width)
     return 24 * batch * length * width**2 + 4 * batch * length**2 * width
 
 
 def megatron_flops(batch: int, length: int, num_layers: int, width: int, vocab: int) -> float:
     """F = 96·B·s·l·h²·(1 + s/6h + V/16lh): a step with every block run twice. Equation 3 of the same."""
     sizes = dict(batch=batch, length=length, num_layers=num_layers, width=width, vocab=vocab)
-    counts(1 << 40, **sizes)
+    require_positive_ints(1 << 40, **sizes)
     factor = 1 + length / (6 * width) + vocab / (16 * num_layers * width)
     return 96 * batch * length * num_layers * width**2 * factor
 
@@ -53,19 +53,19 @@ def training_days(parameters, tokens, devices: int, flops_per_s: float, flops_pe
 
     `flops_per_s` is what one device achieves, not its peak; the attention term is left out, as in the source.
     """
-    amounts(parameters=parameters, tokens=tokens, flops_per_parameter=flops_per_parameter)
-    positive(devices=devices, flops_per_s=flops_per_s)
+    require_nonnegative(parameters=parameters, tokens=tokens, flops_per_parameter=flops_per_parameter)
+    require_positive(devices=devices, flops_per_s=flops_per_s)
     return flops_per_parameter * tokens * parameters / (devices * flops_per_s) / DAY_S
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops_per_s: float) -> float:
     """Model FLOPs utilisation: the model's FLOPs per second over the peak. PaLM, section 4.1."""
-    amounts(tokens_per_s=tokens_per_s, flops_per_token=flops_per_token)
-    positive(devices=devices, peak_flops_per_s=peak_flops_per_s)
+    require_nonnegative(tokens_per_s=tokens_per_s, flops_per_token=flops_per_token)
+    require_positive(devices=devices, peak_flops_per_s=peak_flops_per_s)
     return tokens_per_s * flops_per_token / (devices * peak_flops_per_s)
 
 
 def hfu(model_utilisation: float, recomputed_forward: float) -> float:
     """Hardware FLOPs utilisation, MFU (1 + r/3): the share r of the forward, a third of a step, ran twice."""
-    amounts(model_utilisation=model_utilisation, recomputed_forward=recomputed_forward)
+    require_nonnegative(model_utilisation=model_utilisation, recomputed_forward=recomputed_forward)
     return model_utilisation * (1 + recomputed_forward / 3)

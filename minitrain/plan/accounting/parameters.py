@@ -10,8 +10,8 @@ Narayanan et al. 2021, arXiv:2104.04473, equation 2 (without the last norm, 2·D
 2.1.
 """
 
-from minitrain.checks import counts, whole
 from minitrain.model.config import GATED, GPTConfig
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 def parameters(config: GPTConfig) -> int:
@@ -52,7 +52,7 @@ def attention_parameters(config: GPTConfig, matrices_only: bool = False) -> int:
 def mlp_parameters(config: GPTConfig, matrices_only: bool = False, width: int | None = None) -> int:
     """One layer's MLP: two matrices, or three with a gate; of the config's width F or another one."""
     if width is not None:
-        whole(width=width)
+        require_ints(width=width)
     inwards, width = 2 if config.activation in GATED else 1, width or config.d_ff
     bias = config.bias and not matrices_only
     return (inwards + 1) * config.d_model * width + bias * (inwards * width + config.d_model)
@@ -61,7 +61,7 @@ def mlp_parameters(config: GPTConfig, matrices_only: bool = False, width: int | 
 def experts_parameters(config: GPTConfig, block: int, visited: int | None = None) -> int:
     """Router, experts and shared experts of a block; or so many `visited` experts in the place of all."""
     if visited is not None:
-        whole(visited=visited)
+        require_ints(visited=visited)
     c, experts, width = config.experts, config.experts_in(block), config.expert_width
     one = mlp_parameters(config, matrices_only=True, width=width)
     shared = mlp_parameters(config, visited is not None, c.shared_experts * width) if c.shared_experts else 0
@@ -98,8 +98,8 @@ def cached_elements(config: GPTConfig) -> int:
 
 def megatron_parameters(num_layers: int, width: int, vocab: int, length: int) -> float:
     """P = 12·l·h²·(1 + 13/12h + (V + s)/12lh). Narayanan et al. 2021, equation 2."""
-    counts(num_layers=num_layers, width=width)
-    whole(vocab=vocab, length=length)
+    require_positive_ints(num_layers=num_layers, width=width)
+    require_ints(vocab=vocab, length=length)
     return 12 * num_layers * width**2 * (1 + 13 / (12 * width) + (vocab + length) / (12 * num_layers * width))
 
 

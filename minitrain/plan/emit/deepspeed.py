@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 
-from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
     Made,
@@ -31,6 +30,7 @@ from minitrain.plan.emit.table import (
     rows_of_microbatch,
     split,
 )
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
 from minitrain.precision.policies import BYTES, FIRST_SCALE, POLICIES
 
 ROWS, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 
-from minitrain.plan.emit.job import DEFAULTS, Values
 from minitrain.plan.emit.table import Cases, Made, Options, Same
+from minitrain.plan.emit.training_job import DEFAULTS, Values
 
 NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size")
 NEEDED += ("--max-position-embeddings", "--seq-length", "--micro-batch-size")

@@ -14,8 +14,8 @@ from dataclasses import asdict, fields
 from minitrain.model.config import Derived, GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
-from minitrain.plan.emit.job import Job
-from minitrain.strategy import Strategy
+from minitrain.plan.emit.training_job import Job
+from minitrain.plan.strategy import Strategy
 
 FORMAT = 1
 KEYS = ("format", "strategy", "model", "rows", "length")

@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.checks import counts, one_of
 from minitrain.model.fields import meant
-from minitrain.plan.emit.job import DEFAULTS, Job, Values, from_values, settled
+from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
+from minitrain.ranks.checks import require_one_of, require_positive_ints
 
 Options = dict[str, object]
 BESIDE = "beside."  # before the name of a value that is said in code, not in an option
@@ -152,7 +152,7 @@ def known(system: str) -> Known:
     lines = Path(__file__).with_name("options.tsv").read_text().splitlines()
     table = [line.split("\t") for line in lines]
     every = {row[0].removeprefix("# "): row[1:] for row in table if row[0].startswith("# ")}
-    one_of(every, system=system)
+    require_one_of(every, system=system)
     about = every[system]
     return Known(*about, {option: kind for key, option, kind in table[3:] if key == system})
 
@@ -180,7 +180,7 @@ def rows_of_microbatch(values: Values) -> int:
 
 def check_stages(values: Values, chunks: int, name: str) -> None:
     """Nor that stages do."""
-    counts(chunks=chunks)
+    require_positive_ints(chunks=chunks)
     if values["num_layers"] % (values["pp"] * chunks):
         sizes = f"num_layers={values['num_layers']} on pp={values['pp']} x {chunks} stages"
         raise ValueError(f"{sizes}: stages of {name} have equally many blocks; use a divisor")

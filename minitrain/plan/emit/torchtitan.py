@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import tomllib
 
-from minitrain.checks import texts
-from minitrain.plan.emit.job import EXPERTS, MODEL, Job, Values
 from minitrain.plan.emit.table import (
     Cases,
     Made,
@@ -31,6 +29,8 @@ from minitrain.plan.emit.table import (
     rows_of_microbatch,
     split,
 )
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
+from minitrain.ranks.checks import require_text
 
 P, T = "parallelism.", "training."
 REPLICAS, SHARDS = (f"{P}data_parallel_{what}_degree" for what in ("replicate", "shard"))
@@ -226,7 +226,7 @@ def write(job: Job) -> Written:
 
 def read(text: str, beside: Values) -> tuple[Job, Options]:
     """A TOML and the sizes that its model has."""
-    texts(text=text)
+    require_text(text=text)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,11 +1,11 @@
 """How long a training step takes and what it keeps, predicted from a dry run's counts. No torch.
 
-First  step                predict(run, work_of): seconds, their parts, MFU; memory.py by kind then   run
-a run as plain values, what its software does, and the published ones
+First  predicted_step      predict(run, work_of): seconds, their parts, MFU
+       predicted_memory    states, activations, buffers, by kind
+then   training_run        a run as plain values, what its software does, and the published ones
        work                what one rank does for a microbatch, layer by layer, as a dry run counted it
        rates               how fast operators and collectives really are: few constants, all named
        times, update       one layer on its ranks, forward and back; what a step does once
-       pipeline            the longest way through a schedule, remembered by structure
-       memory              states, activations, buffers
+       predicted_pipeline  the longest way through a schedule, remembered by structure
        fit                 constants from rows that are named beforehand
 """

@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from math import log
 
-from minitrain.checks import amounts, one_of, positive
+from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import RATES, START, Rates
-from minitrain.plan.predict.run import Published
-from minitrain.plan.predict.step import predict
+from minitrain.plan.predict.training_run import Published
 from minitrain.plan.predict.work import WorkOf
+from minitrain.ranks.checks import require_nonnegative, require_one_of, require_positive
 
 SHARES = tuple(field.name for field in fields(Rates) if field.type == "float")
 LEAST = 0.05
@@ -36,8 +36,8 @@ def fit(
 ) -> Rates:
     """`start` with the named shares as the rows have them, to a `tolerance`. With `hold` a constant that the
     rows hardly know stays: to leave its start by a factor of e costs as much as one row that is 10 % off."""
-    positive(tolerance=tolerance)
-    amounts(hold=hold)
+    require_positive(tolerance=tolerance)
+    require_nonnegative(hold=hold)
     names = tuple(names)
     for name in names:
         if name not in SHARES:
@@ -63,9 +63,9 @@ def log_ratio(row: Published, work_of: WorkOf, rates: Rates) -> float:
 
 def search(error: Callable[[Rates], float], start: Rates, names: tuple[str, ...], tolerance: float) -> Rates:
     """The rates at which no step of `tolerance`, of one constant, makes the error smaller."""
-    positive(tolerance=tolerance)
+    require_positive(tolerance=tolerance)
     for name in names:
-        one_of(SHARES, name=name)
+        require_one_of(SHARES, name=name)
     best, least, step = start, error(start), 8 * tolerance
     while step >= tolerance:
         before = least

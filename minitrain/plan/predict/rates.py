@@ -5,9 +5,9 @@
     attention    the kernel's FLOPs (those a causal mask leaves) at `attention` of the peak
     passes       bytes at `memory` of the bandwidth; where a stack fuses, a chain of elementwise operators is
                  one pass, of as many bytes as its largest operator
-    links        the cost model of simulate/collectives.py at `nvlink` and `network` of the bandwidth
+    links        the cost model of plan/simulate/collectives.py at `nvlink` and `network` of the bandwidth
 
-`PLAIN` has no loss of any kind: what simulate/replay.py charges. `RATES` are the shares that were fitted
+`PLAIN` has no loss of any kind: what plan/simulate/replay.py charges. `RATES` are the shares that were fitted
 (see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
 Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products;
 no kernel's choice of tile is known. (Tiles twice as long would never fill waves better than these.)
@@ -20,11 +20,11 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 
-from minitrain.checks import amounts
-from minitrain.plan.predict.run import Stack
+from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.predict.work import Collective, Operator, Pass
-from minitrain.simulate import collectives
-from minitrain.simulate.machines import Device, Machine
+from minitrain.plan.simulate import collectives
+from minitrain.plan.simulate.machines import Device, Machine
+from minitrain.ranks.checks import require_nonnegative
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rates:
     def __post_init__(self) -> None:
         for share in fields(self):
             value = getattr(self, share.name)
-            amounts(**{share.name: value})
+            require_nonnegative(**{share.name: value})
             if share.type == "float" and not 0 < value <= 1:
                 raise ValueError(f"{share.name}={value}: give a share of the datasheet's rate, in (0, 1]")
         if self.tile < 1:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from minitrain.plan.predict.memory import layers_of
+from minitrain.plan.predict.predicted_memory import layers_of
 from minitrain.plan.predict.rates import Rates, exposed, on_wires, seconds, travel_s
-from minitrain.plan.predict.run import Stack
+from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.predict.work import Layer, Pass, Work
-from minitrain.simulate.machines import Machine
+from minitrain.plan.simulate.machines import Machine
 
 AXES = ("tp", "cp", "ep")
 

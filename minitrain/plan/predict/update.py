@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from operator import mul
 
-from minitrain.plan.predict.memory import dealt_of, elements_of, layers_of
-from minitrain.plan.predict.pipeline import LAYERS, Layout, edges
+from minitrain.plan.predict.predicted_memory import dealt_of, elements_of, layers_of
+from minitrain.plan.predict.predicted_pipeline import LAYERS, Layout, edges
 from minitrain.plan.predict.times import Place, Times, layers_s
 from minitrain.plan.predict.work import Work
 

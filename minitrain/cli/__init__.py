@@ -1,0 +1,5 @@
+"""The command line, one command a file.
+
+main                the `minitrain` command
+train_command  plan_command  replay_command  checkpoint_command
+"""

@@ -1,0 +1,213 @@
+"""`minitrain checkpoint`: what is in a folder of checkpoints, is it whole, and to and from Hugging Face.
+
+    minitrain checkpoint ls saved                     a line per checkpoint
+    minitrain checkpoint verify saved                 every byte; exit code 1 if one has changed
+    minitrain checkpoint show saved --step 800        tensors, where they are cut, who saved them
+    minitrain checkpoint convert saved model          -> model/config.json, model/model.safetensors
+    minitrain checkpoint convert model imported       <- as checkpoint of step 0, weights alone
+
+Conversion takes one tensor of a layer at a time, in the dtype in which it was saved, from whatever layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option, echo
+
+app = typer.Typer(no_args_is_help=True, help="What is in a folder of checkpoints, and is it whole?")
+Folder = Annotated[Path, Argument(help="of checkpoints")]
+Step = Annotated[int | None, Option(help="of the checkpoint; else the newest")]
+
+
+@app.command()
+def ls(folder: Folder) -> None:
+    """A line per checkpoint: step, size, who saved it; and what is left of saves that never ended."""
+    store = _store(folder)
+    for path in sorted(folder.glob("step-*")):
+        name = path.name.removeprefix("step-")
+        size = f"{sum(file.stat().st_size for file in path.iterdir()) / 1e6:,.1f} MB"
+        if not (name.isdigit() and store.is_complete(int(name))):
+            echo(f"{path.name:24} {size:>14}   not complete")
+            continue
+        manifest = store.manifest(int(name))
+        by = (
+            ", ".join(f"{key}={value}" for key, value in _changed(manifest["strategy"]).items()) or "one rank"
+        )
+        echo(f"{path.name:24} {size:>14}   {len(manifest['files'])} files, by {by}")
+
+
+@app.command()
+def verify(folder: Folder, step: Step = None) -> None:
+    """Read every byte of a checkpoint, or of all, and compare it with its hash."""
+    from minitrain.checkpoint.format import Damaged
+
+    store, bad = _store(folder), 0
+    for number in [_step(store, step)] if step is not None else store.steps():
+        try:
+            store.verify(number)
+            echo(f"{store.path(number).name}  whole")
+        except Damaged as error:
+            bad += 1
+            echo(f"{store.path(number).name}  DAMAGED  {error}")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(folder: Folder, step: Step = None) -> None:
+    """Tensors of a checkpoint, with shape, dtype and in how many pieces they lie; position and versions."""
+    store = _store(folder)
+    manifest, files = store.open(_step(store, step))
+    pieces: dict[str, list] = {}
+    for file in files:
+        for entry in file.entries:
+            pieces.setdefault(entry.name, []).append(entry)
+        file.close()
+    for name in sorted(pieces):
+        one, count = pieces[name][0], len(pieces[name])
+        dtype = str(one.dtype).removeprefix("torch.")
+        lies = f"in {count} pieces" if count > 1 else ""
+        echo(f"{name:56} {dtype:9} {str(list(one.whole)):16} {lies}".rstrip())
+    for key in ("strategy", "position", "versions"):
+        if key in manifest:
+            echo(f"{key}: {json.dumps(_changed(manifest[key]) if key == 'strategy' else manifest[key])}")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, Argument(help="a folder of checkpoints, or one of Hugging Face")],
+    target: Annotated[Path, Argument(help="a new folder of the other kind")],
+    step: Step = None,
+) -> None:
+    """Write a checkpoint's weights as Hugging Face does (Llama, GPT-2, Mixtral), or take them from there."""
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty: give a new folder")
+    if (source / "config.json").exists():
+        size = import_weights(source, target)
+        echo(f"{size:,} bytes in {target}, as checkpoint of step 0")
+    else:
+        store = _store(source)
+        size = export_weights(store, _step(store, step), target)
+        echo(f"{size:,} bytes in {target / 'model.safetensors'}")
+
+
+# ---- to and from Hugging Face ----------------------------------------------------------------------------
+
+
+def export_weights(store, step: int, folder: Path) -> int:
+    """config.json and model.safetensors; returns the bytes of the latter."""
+    from minitrain.checkpoint.exchange import write_tensors
+    from minitrain.checkpoint.load import Saved
+    from minitrain.model.hugging_face import family_of, outgoing
+    from minitrain.model.hugging_face_config import settings_of
+
+    manifest, files = store.open(step)
+    config = config_in(manifest)
+    weights = Weights(Saved(files), config)
+    settings = settings_of(config, family_of(config))
+    shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.without_memory(), config)}
+    (dtype, _), *_ = shapes.values()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return write_tensors(folder / "model.safetensors", shapes, outgoing(weights, config))
+
+
+def import_weights(folder: Path, target: Path) -> int:
+    """A checkpoint of step 0 with parameters alone; returns the bytes of its file."""
+    from minitrain.checkpoint.exchange import Tensors
+    from minitrain.checkpoint.format import write_file
+    from minitrain.checkpoint.store import Store, file_name
+    from minitrain.model.hugging_face import config_of, incoming
+    from minitrain.ranks.pieces import whole_piece
+
+    config = config_of(json.loads((folder / "config.json").read_text()))
+    head = f"layers.{config.num_layers + 1}.out.weight"  # if it is tied, the table of tokens
+    theirs = ((n, x) for n, x in incoming(Tensors(folder), config) if not (config.tied and n == head))
+    pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
+    store = Store(target)
+    path = store.begin(0) / file_name(0)
+    written = write_file(store.disk, path, pieces, {"numbers": {}})
+    experts = asdict(config.experts) if config.experts else {}
+    identity = {**asdict(config), **experts}
+    identity.pop("experts")
+    store.commit(0, [written], dict(identity=identity, strategy={}, position={"step": 0}, records=[]))
+    store.unlock()
+    return written.size
+
+
+class Weights(Mapping):
+    """The parameters of a checkpoint, whole, each read when asked for; a tied head under its own name."""
+
+    def __init__(self, saved, config):
+        self.saved, start = saved, "parameters/"
+        self.entries = {n.removeprefix(start): e[0] for n, e in saved.entries.items() if n.startswith(start)}
+        if config.tied:
+            self.entries[f"layers.{config.num_layers + 1}.out.weight"] = self.entries["layers.0.tokens"]
+
+    def __getitem__(self, name: str):
+        import torch
+
+        from minitrain.ranks.pieces import whole_piece
+
+        entry = self.entries[name]
+        piece = whole_piece(entry.name, torch.empty(entry.whole, dtype=entry.dtype))
+        self.saved.fill(piece)
+        return piece.values
+
+    def without_memory(self) -> dict:
+        import torch
+
+        return {n: torch.empty(e.whole, dtype=e.dtype, device="meta") for n, e in self.entries.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def config_in(manifest: dict):
+    """The model that a checkpoint is of."""
+    from minitrain.model.config import GPTConfig
+    from minitrain.model.experts_config import ExpertsConfig
+
+    was = manifest["identity"]
+    if "d_model" not in was:
+        raise ValueError(f"the checkpoint is of {was.get('model')}, a module of somebody's own, not of a GPT")
+    own = {field.name: was[field.name] for field in fields(GPTConfig) if field.name in was}
+    experts = {field.name: was[field.name] for field in fields(ExpertsConfig) if field.name in was}
+    return GPTConfig(**own, experts=ExpertsConfig(**experts) if experts else None)
+
+
+# ---- what all commands ask -------------------------------------------------------------------------------
+
+
+def _store(folder: Path):
+    if not any(folder.glob("step-*")):
+        raise ValueError(f"{folder} has no checkpoints: give the folder of --checkpoint")
+    from minitrain.checkpoint.store import Store
+
+    return Store(folder)
+
+
+def _step(store, step: int | None) -> int:
+    steps = store.steps()
+    if not steps or step not in (None, *steps):
+        there = f"there are {', '.join(map(str, steps))}" if steps else "none is complete"
+        raise ValueError(f"no checkpoint of step {step or 0} in {store.folder}; {there}")
+    return steps[-1] if step is None else step
+
+
+def _changed(strategy: dict) -> dict:
+    """The fields that are not as they are by themselves."""
+    from minitrain.plan.strategy import Strategy
+
+    usual = asdict(Strategy())
+    return {name: value for name, value in strategy.items() if usual.get(name) != value}

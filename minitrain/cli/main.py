@@ -1,0 +1,287 @@
+"""The `minitrain` command: check this machine, train, run chapters, grade exercises, replay a big machine.
+
+Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an
+interrupt. Names are looked up before torch is imported, so a wrong one is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import textwrap
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from typer import Argument, Option, echo
+from typer.core import TyperGroup
+
+from minitrain.cli import checkpoint_command, plan_command, replay_command, train_command
+from minitrain.course import home, notebook
+from minitrain.course import lab as copies
+
+UsageError = typer.BadParameter.__mro__[1]  # typer has click's exceptions, and gives them no name
+
+
+class Commands(TyperGroup):
+    def main(self, *args, standalone_mode: bool = True, **more):
+        """Wrong words are one line, too, which says where help is."""
+        try:
+            code = super().main(*args, standalone_mode=False, **more)
+        except UsageError as error:
+            if not standalone_mode:
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+            else:
+                complain(usage(error))
+            sys.exit(error.exit_code)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+    def invoke(self, ctx: typer.Context):
+        """An interrupt is one line; a command that has more to say says it itself."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            echo("minitrain: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Learn how large models are trained on many machines, by running it.",
+)
+ROOT = notebook.CHAPTERS.parent
+MOST_LETTERS = 800  # of a complaint
+
+
+def main() -> None:
+    """An error of ours is one line on stderr, never a traceback; under torchrun the first rank says it."""
+    try:
+        app()
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            complain(str(error))
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)
+
+
+def complain(text: str) -> None:
+    """On one line that ends, whatever was given: names of files may have line breaks, or be no text."""
+    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2 :]}"
+    echo(f"minitrain: {text}", err=True)
+
+
+def usage(error: UsageError) -> str:
+    """What is wrong with the words of a command."""
+    said = error.format_message().rstrip(".")
+    for detail in getattr(error.__cause__, "errors", list)()[:1]:
+        said += f": {detail['input']!r}"
+    words, ctx = [], error.ctx
+    while ctx is not None and ctx.parent is not None:
+        words, ctx = [ctx.info_name, *words], ctx.parent
+    return f"{said}; see {' '.join(['minitrain', *words, '--help'])}"
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, Option("--version", help="versions, and end")] = False) -> None:
+    if version:
+        found = [f"{name} {installed(name)}" for name in ("minitrain", "torch")]
+        echo(f"{', '.join(found)}, Python {platform.python_version()}")
+        raise typer.Exit()
+
+
+def installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
+
+
+app.command()(train_command.train)
+app.command()(plan_command.plan)
+app.command()(replay_command.replay)
+app.add_typer(checkpoint_command.app, name="checkpoint")
+
+
+@app.command()
+def doctor() -> None:
+    """Check Python, torch, four ranks over loopback and the GPUs; exit 1 if something needed is missing."""
+    import torch
+
+    problems = 0
+
+    def line(good: bool, what: str, found: str, cure: str = "") -> None:
+        nonlocal problems
+        problems += not good
+        echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
+
+    line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    line(version >= (2, 11), "torch", torch.__version__, "make install")
+    line(True, "cores", str(os.cpu_count()))
+    free_gb = psutil.virtual_memory().available / 1e9
+    line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
+    line(torch.distributed.is_available(), "distributed", "gloo", "this torch build has no torch.distributed")
+    try:
+        first, later = _time_to_launch(), _time_to_launch()
+        line(True, "4 ranks", f"first launch {first:.1f} s, next {later:.2f} s")
+    except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
+        line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in the README")
+    gpus = torch.cuda.device_count()
+    found = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)"
+    line(True, "GPUs", found)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _sum_of_ranks() -> float:
+    import torch
+
+    from minitrain.ranks.collectives import all_reduce, world
+
+    return all_reduce(torch.ones(1), world()).item()
+
+
+def _time_to_launch() -> float:
+    from minitrain.ranks import launch
+
+    started = time.perf_counter()
+    sums = launch.run(_sum_of_ranks, ranks=4)
+    if sums != [4.0] * 4:
+        raise RuntimeError(f"four ranks added 1 and got {sums}")
+    return time.perf_counter() - started
+
+
+@app.command()
+def init(folder: Annotated[Path, Argument(help="new or empty")]) -> None:
+    """Lay out chapters and exercises in a folder; a clone of the repository has them already."""
+    for line in home.lay_out(folder):
+        echo(line)
+    echo(f"{folder} has the chapters and exercises. Next: cd {folder} && minitrain list")
+
+
+@app.command("list")
+def list_chapters() -> None:
+    """The chapters there are, with the time and the ranks each needs."""
+    home.at_home()
+    for path in notebook.chapters().values():
+        title, facts = notebook.heading(path)
+        needs = [fact for fact in facts.split(" · ") if fact.startswith(("Time", "Ranks"))]
+        for line in title, f"     {' · '.join(needs)}":
+            echo(line if len(line) <= 80 else line[:78].rpartition(" ")[0].rstrip(",") + " ..")
+    echo("Open them with `minitrain lab`; `minitrain run 03` runs one without a browser.")
+
+
+@app.command("run")
+def run_chapters(
+    numbers: Annotated[
+        list[str] | None,
+        Argument(help="such as 00 03; else all", autocompletion=replay_command.among(notebook.chapters())),
+    ] = None,
+    save: Annotated[bool, Option(help="write the outputs into the notebook itself (for authors)")] = False,
+    out: Annotated[Path, Option(help="folder for the executed copies")] = ROOT / "runs",
+) -> None:
+    """Run chapters from the first cell to the last without a browser, with a progress bar."""
+    from tqdm import tqdm
+
+    home.at_home()
+    paths = [notebook.chapter(number) for number in numbers or notebook.chapters()]
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file: give a folder for the executed copies")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # said now, not when the first chapter has run
+        raise ValueError(f"out={out} cannot be made ({error.strerror}): give a folder") from None
+    started = time.perf_counter()
+    for ran, path in enumerate(paths):
+        with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+            def on_cell(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            try:
+                elapsed_s = notebook.execute(path, path if save else out / path.name, on_cell)
+            except KeyboardInterrupt:
+                echo(f"interrupted in {path.stem}; {ran} of {len(paths)} chapters ran", err=True)
+                raise typer.Exit(130) from None
+        echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
+    folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
+    where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
+    echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(
+    context: typer.Context,
+    fresh: Annotated[
+        list[str] | None, Option(help="a chapter to copy anew, such as 03; yours is kept")
+    ] = None,
+) -> None:
+    """Open JupyterLab over copies of chapters and exercises in work/; what else is given, it gets."""
+    home.at_home()
+    for line in copies.prepare(fresh=fresh or ()):
+        echo(line)
+    command = copies.command(ROOT / "work", context.args)
+    echo("Your copies are in work/: git leaves them alone, and `minitrain grade` reads them.")
+    if "--allow-root" in command:
+        echo("You are root: JupyterLab is told that this is meant (--allow-root).")
+    sys.stdout.flush()
+    os.execv(command[0], command)  # from here on this is JupyterLab: its prompts, its exit code
+
+
+@app.command()
+def grade(
+    chapter: Annotated[
+        str | None,
+        Argument(
+            help="such as 02; else a table of all", autocompletion=replay_command.among(notebook.exercises())
+        ),
+    ] = None,
+    file: Annotated[Path | None, Option(help="notebook; else that in work/exercises, or exercises")] = None,
+    detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
+) -> None:
+    """Grade your exercise notebooks: points per task, and what to look at next."""
+    home.at_home()
+    if chapter is not None:
+        notebook.exercise(chapter)
+    elif file:
+        raise ValueError(f"{file} is of which chapter? minitrain grade 02 --file {file}")
+    from minitrain.course import exercises
+
+    echo(exercises.grade(chapter, file).table(detail))
+
+
+@app.command()
+def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all these words")] = None) -> None:
+    """Search the systems the course covers, best match first; each names the test that proves it."""
+    from minitrain.course.atlas import SHOWN, near, search
+
+    wish = " ".join(words or [])
+    found = search(wish)
+    for row in found:
+        echo(f"{row.chapter}  {row.kind:5} {row.name}")
+        echo(textwrap.fill(row.idea, 80, initial_indent=" " * 10, subsequent_indent=" " * 10))
+        echo(f"{' ' * 10}{row.module}  shown {SHOWN[row.shown]} by {row.test}")
+        if row.differs != "-":
+            echo(
+                textwrap.fill(
+                    row.differs, 80, initial_indent=" " * 10 + "differs: ", subsequent_indent=" " * 10
+                )
+            )
+    echo(f"{len(found)} system{'s' * (len(found) != 1)}" + (f"; {near(wish)}" if not found else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""`minitrain plan`: the fastest layouts of a model on a machine, predicted, and why the others are slower.
+
+Names are looked up and sizes checked before torch is loaded; then every layout is predicted, from dry runs of
+one layer (measured_work.py) and the machine's rates. `--emit` writes the best one for another system, and
+`--compare` reads such a file and predicts it beside the best (plan/emit).
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option, echo
+
+from minitrain.cli.replay_command import among
+from minitrain.model.config import GPTConfig, presets
+from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
+from minitrain.plan.planner import Task, front, needs, why
+from minitrain.plan.planner import search as search_all
+from minitrain.plan.predict.predicted_step import Prediction, predict
+from minitrain.plan.predict.training_run import STACKS
+from minitrain.plan.simulate.machines import MACHINES
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.tables import aligned
+
+EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=plan_file)
+MOST_TRIED = 500  # of the fastest, for a system that cannot express all
+HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
+HEAD += ("step", "MFU", "memory", "most time goes to")
+
+
+def plan(
+    model: Annotated[str, Option(help="such as llama3-70b", autocompletion=among(presets))] = "llama3-70b",
+    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
+    ranks: Annotated[int, Option(help="devices in all")] = 512,
+    batch: Annotated[int, Option(help="sequences of a step, on all ranks together")] = 1024,
+    length: Annotated[int, Option(help="tokens in a sequence")] = 8192,
+    stack: Annotated[str, Option(help=f"what the software overlaps: {', '.join(STACKS)}")] = "megatron-2023",
+    precision: Annotated[str, Option(help="which number has how many bits")] = "bfloat16_main_grads",
+    room: Annotated[float, Option(help="share of a device's memory that may be filled")] = 0.9,
+    top: Annotated[int, Option(help="how many layouts to show")] = 5,
+    explain: Annotated[bool, Option("--explain", help="where each loses its time, and the front")] = False,
+    emit: Annotated[str | None, Option(help=f"write the best for {', '.join(EMIT)}")] = None,
+    out: Annotated[Path | None, Option(help="file for --emit; else it is printed")] = None,
+    compare: Annotated[Path | None, Option(help="a plan.json, a configuration or command of these")] = None,
+) -> None:
+    """The fastest ways to train a model on so many devices: time, MFU and memory, predicted.
+
+    \b
+    minitrain plan --model llama3-70b --machine h100 --ranks 512 --batch 1024 --length 8192
+    minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --batch 1536 --length 2048 --explain
+    minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json
+    """
+    require_positive_ints(top=top)
+    writer = None if emit is None else known(EMIT, system=emit)
+    if out and (not writer or out.is_dir() or not out.parent.is_dir()):
+        raise ValueError(f"out={out}: give a file in a folder that is there, and a system with --emit")
+    task = Task(
+        known(presets, model=model),
+        known(MACHINES, machine=machine),
+        ranks,
+        batch,
+        length,
+        known(STACKS, stack=stack),
+        precision,
+        room,
+    )
+    theirs = task.run(read(compare, task).strategy) if compare else None
+    from tqdm import tqdm
+
+    from minitrain.compose.measured_work import work_of
+
+    progress = lambda each: tqdm(each, leave=False, disable=None)
+    keep = max(2, top) if writer is None else MOST_TRIED
+    ranking = search_all(task, work_of, keep=keep, progress=progress)
+    said = f"{batch} x {length} tokens per step, stack {stack}"
+    echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
+    echo(table(ranking.best[:top]))
+    said = f"{ranking.predicted:,} with their schedules (the others cannot be faster)"
+    echo(f"\n{ranking.layouts:,} layouts, {said}; room for {task.room_bytes / 1e9:.0f} GB")
+    echo(f"\n{memory(ranking.best[0])}\n")
+    for number, other in enumerate(ranking.best[1 : top if explain else 2], start=2):
+        slower = other.step_s / ranking.best[0].step_s - 1
+        echo(f"{number} is {slower:.1%} slower than 1: {reasons(ranking.best[0], other)}")
+    if theirs:
+        echo(f"\n{compare} beside 1:\n{table([theirs := predict(theirs, work_of)])}")
+        echo(f"{theirs.step_s / ranking.best[0].step_s - 1:+.1%} of 1: {reasons(ranking.best[0], theirs)}")
+        if (short := needs(theirs) - task.room_bytes) > 0:
+            echo(f"it does not fit: {short / 1e9:.1f} GB more than {room:.0%} of the device")
+    if explain:
+        echo(f"\nWhere the time of 1 goes:\n{parts(ranking.best[0])}")
+        echo(f"\nFaster ones need more memory:\n{table(front(task, work_of, progress=progress))}")
+    if writer:
+        echo("")
+        write(ranking.best, writer, out)
+
+
+def write(best: list[Prediction], writer, out: Path | None) -> None:
+    """The best that the system can express, with what it leaves to code; and what it has no word for."""
+    refused = ""
+    for number, one in enumerate(best, start=1):
+        job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
+        try:
+            node = (one.run.machine.devices_per_node,) if writer is megatron else ()
+            written = writer.write(job, *node)
+        except ValueError as error:
+            refused = refused or f"1: {error}"
+            continue
+        break
+    else:
+        raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
+    text, notes, beside = (written, [], {}) if writer is plan_file else written
+    where = dict.fromkeys(writer.BESIDE[name] for name in beside)
+    notes = [*notes, *(f"the rest is said in {place}" for place in where)]
+    if refused:
+        slower = one.step_s / best[0].step_s - 1
+        notes = [refused, f"written is {number}, {slower:.1%} slower than 1", *notes]
+    for note in notes:
+        echo(note, err=True)
+    if out:
+        out.write_text(text)
+        echo(f"written to {out}")
+    else:
+        echo(text, nl=False)
+
+
+def read(path: Path, task: Task) -> Job:
+    """What another system's file says, of the task's model: its kind is known by its text."""
+    if not path.is_file():
+        raise ValueError(f"compare={path}: no such file; give a plan.json, a configuration or a command")
+    text, model = path.read_text(errors="replace"), task.model
+    sizes = {name: getattr(model, name) for name in MODEL}
+    sizes |= {name: getattr(model.experts, name) for name in EXPERTS} if model.experts else {}
+    if path.suffix == ".toml":
+        job, _ = torchtitan.read(text, sizes)
+    elif not text.lstrip().startswith("{"):
+        job, _ = megatron.read(text)
+    elif '"format"' in text:
+        job = plan_file.read(text)
+    else:
+        job, _ = deepspeed.read(text, sizes | {"length": task.length})
+    found = job.strategy.ranks, job.rows, job.length
+    wanted = task.ranks, task.batch, task.length
+    if found != wanted or not same_sizes(job.model, model):
+        said = "{} ranks, {} rows of {} tokens".format
+        raise ValueError(
+            f"{path} is for {said(*found)} of {job.model.d_model} x {job.model.num_layers}, this plan for "
+            f"{said(*wanted)} of {model.d_model} x {model.num_layers}; ask for the same"
+        )
+    return job
+
+
+def same_sizes(one: GPTConfig, other: GPTConfig) -> bool:
+    return (one.d_model, one.num_layers, one.num_heads) == (other.d_model, other.num_layers, other.num_heads)
+
+
+def known(names: dict, **given: str):
+    """What the name stands for, or the nearest names."""
+    (what, name), *_ = given.items()
+    if name in names:
+        return names[name]
+    near = get_close_matches(name, names, n=3, cutoff=0.4)
+    said = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    raise ValueError(f"no {what} is called {name!r}; {said}")
+
+
+def table(predictions: list[Prediction]) -> str:
+    rows = [HEAD]
+    for number, one in enumerate(predictions, start=1):
+        s = one.run.strategy
+        schedule = f"{s.schedule} x {s.chunks}" if s.chunks > 1 else s.schedule if s.pp > 1 else "-"
+        part, seconds = max(one.parts.items(), key=lambda item: item[1])
+        rows.append(
+            (str(number), *map(str, (s.dp, s.pp, s.cp, s.tp, s.ep, s.zero)), schedule)
+            + (str(one.run.microbatch), str(s.microbatches), s.recompute, in_words(one.step_s))
+            + (f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB", f"{part} {seconds / one.step_s:.0%}")
+        )
+    return aligned(rows, left=(7, 10, 14))
+
+
+def memory(best: Prediction) -> str:
+    kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
+    return f"Memory of 1 in GB on the fullest rank: {kinds}"
+
+
+def parts(best: Prediction) -> str:
+    spent = [(part, seconds) for part, seconds in best.parts.items() if seconds]
+    spent.sort(key=lambda item: -item[1])
+    rows = [(part, in_words(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
+    return aligned(rows)
+
+
+def reasons(best: Prediction, other: Prediction) -> str:
+    found = why(best, other)
+    signs = {True: "+", False: "-"}
+    said = (f"{part} {signs[seconds > 0]}{in_words(abs(seconds))}" for part, seconds in found)
+    return ", ".join(said) or "they are equal"
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,140 @@
+"""`minitrain replay`: a training step of a published model in any layout, dry, on a described machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option, echo
+
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.simulate.machines import MACHINES, Machine
+from minitrain.plan.simulate.machines import machine as described
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.checks import require_ints
+
+PICTURES = (".png", ".svg", ".pdf")
+DRAWN = 16  # stages: more cannot be read as a picture
+
+
+def among(*known: dict) -> Callable[[str], list[str]]:
+    """What the Tab key offers: the keys that begin with what is typed."""
+    return lambda incomplete: [name for names in known for name in names if name.startswith(incomplete)]
+
+
+@options(flags(Strategy, unset=True))
+def replay(
+    model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
+    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
+    ranks: Annotated[int | None, Option(help="of all axes; dp is what is left; else 64")] = None,
+    batch: Annotated[int | None, Option(help="rows of the global batch; else as few as can be")] = None,
+    length: Annotated[int | None, Option(help="tokens of a row; else 8192, or all there are")] = None,
+    fused_optimizer: Annotated[bool, Option(help="an update is one kernel per tensor")] = True,
+    compute_efficiency: Annotated[float, Option(help="share of a datasheet's FLOP/s that is reached")] = 0.7,
+    memory_efficiency: Annotated[float, Option(help="likewise of the memory's bandwidth")] = 0.9,
+    network_efficiency: Annotated[float, Option(help="likewise of the links'")] = 0.8,
+    trace: Annotated[Path | None, Option(help="write a trace for ui.perfetto.dev here")] = None,
+    picture: Annotated[Path | None, Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
+    **values,
+) -> None:
+    """What a training step of a published model takes on a described machine: dry run, then replay.
+
+    The flags of a strategy are those of `minitrain train`. Where nothing else is said: bfloat16, ZeRO-3, or
+    with a pipeline ZeRO-1 and four microbatches per stage. The efficiencies are assumptions: of the network,
+    0.8 is what NCCL counts on; products and memory passes of good kernels come near 0.7 and 0.9.
+
+    \b
+    minitrain replay llama3-8b
+    minitrain replay llama3-70b --ranks 64 --tp 8 --pp 4 --sequence-parallel
+    minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200
+    """
+    if model not in presets:
+        raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
+    reached = dict(memory_efficiency=memory_efficiency, network_efficiency=network_efficiency)
+    target = replace(described(machine), compute_efficiency=compute_efficiency, **reached)
+    strategy = strategy_for(taken(Strategy, values), ranks)
+    config, hyper = presets[model], step_for(presets[model], strategy, batch, length)
+    for name, path in dict(trace=trace, picture=picture).items():
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{name}={path}: give a file in a folder that is there")
+    if picture and picture.suffix not in PICTURES:
+        raise ValueError(f"picture={picture}: use a name that ends in {', '.join(PICTURES)}")
+    strategy.check(config, strategy.ranks)
+    strategy.check_batch(config, hyper.batch_size, hyper.length)
+    from minitrain.compose.dry_steps import dry_steps
+    from minitrain.course.plot import charts
+    from minitrain.plan.simulate.replay import replay as play
+
+    ledgers = dry_steps(config, strategy, hyper, fused=fused_optimizer)
+    dtype = rate_for(target, strategy)
+    timeline = play({rank: ledger.events for rank, ledger in ledgers.items()}, target, dtype=dtype)
+    name = target.device.name
+    step = f"{hyper.batch_size} x {hyper.length} tokens per step"
+    echo(f"{model} on {strategy.ranks} ranks of {name}, {step}\n{strategy}\n")
+    echo(timeline.table())
+    echo(f"\n{memory(ledgers, target)}")
+    echo(utilisation(timeline, config, strategy, hyper, target))
+    if trace:
+        echo(f"trace in {timeline.to_chrome_trace(trace)}")
+    if picture:
+        drawn = list(ledgers)[:DRAWN]
+        charts.timeline(timeline, drawn, title=f"{model}, {strategy.ranks} x {name}").savefig(picture)
+        echo(f"picture in {picture}")
+
+
+def strategy_for(given: dict[str, Any], ranks: int | None) -> Strategy:
+    """The strategy of the flags; what is not given is what large runs use."""
+    if ranks is not None:
+        require_ints(1, 1 << 30, ranks=ranks)
+    wanted = Strategy(**{"dp": 1} | given)
+    if "dp" not in given:
+        beside = wanted.ranks
+        all_of_them = max(64 // beside, 1) * beside if ranks is None else ranks
+        if all_of_them % beside:
+            axes = f"pp x cp x tp = {beside}"
+            raise ValueError(f"ranks={all_of_them} is no multiple of {axes}; use {beside}, {2 * beside}, ..")
+        given = given | dict(dp=all_of_them // beside)
+    elif ranks not in (None, wanted.ranks):
+        raise ValueError(f"ranks={ranks}, and dp x pp x cp x tp is {wanted.ranks}; leave one of them out")
+    pipeline = dict(zero=1, microbatches=4 * wanted.pp)
+    return Strategy(**(dict(precision="bfloat16") | (pipeline if wanted.pp > 1 else dict(zero=3)) | given))
+
+
+def step_for(config: GPTConfig, strategy: Strategy, batch: int | None, length: int | None) -> Hyperparameters:
+    """One row per data rank and microbatch, if nothing is said."""
+    rows = strategy.dp * strategy.microbatches if batch is None else batch
+    tokens = min(8192, config.max_positions) if length is None else length
+    require_ints(1, 1 << 30, batch=rows, length=tokens)
+    return Hyperparameters(batch_size=rows, length=tokens)
+
+
+def rate_for(target: Machine, strategy: Strategy) -> str | None:
+    """The machine's rate for products in 16 bits, where it has none for these 16."""
+    rates, dtype = target.device.peak_flops, strategy.policy.activations
+    return "float16" if dtype == "bfloat16" and dtype not in rates else None
+
+
+def memory(ledgers: dict, target: Machine) -> str:
+    """The fullest rank, beside what a device has."""
+    rank = max(ledgers, key=lambda rank: ledgers[rank].peak_bytes)
+    peak, capacity = ledgers[rank].peak_bytes, target.device.memory_bytes
+    kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in ledgers[rank].peak_by_kind.items() if size)
+    fits = (
+        "" if peak <= capacity else "\nDOES NOT FIT: cut more (zero, tp, pp) or keep less (recompute, batch)"
+    )
+    return f"peak memory {peak / 1e9:.1f} GB of {capacity / 1e9:.0f} GB on rank {rank} ({kinds}){fits}"
+
+
+def utilisation(timeline, config, strategy: Strategy, hyper: Hyperparameters, target: Machine) -> str:
+    from minitrain.plan.accounting.compute import flops_per_token
+
+    tokens, dtype = hyper.batch_size * hyper.length, rate_for(target, strategy) or strategy.policy.activations
+    flops = tokens * flops_per_token(config, hyper.length) / strategy.ranks
+    share = timeline.mfu(flops, dtype)
+    rate = f"{tokens / timeline.step_s / strategy.ranks:,.0f} tokens/s per device"
+    reached = f"products at {target.compute_efficiency:.0%} of the datasheet"
+    return f"MFU {share:.1%} ({reached}; a causal attention counted as a triangle), {rate}"

@@ -1,0 +1,313 @@
+"""`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun.
+
+Flags are the fields of Strategy, Hyperparameters and GPTConfig. As many ranks are started as the strategy
+has; bad input, a checkpoint of another run included, is refused before that. Rank 0 prints a bar per report:
+a line that looks the same in a terminal, a notebook and a file. torch is imported when training begins, since
+other commands share this command line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from typer import Option
+
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.accounting.parameters import mlp_parameters, parameters
+from minitrain.plan.emit.plan_file import read
+from minitrain.plan.strategy import Strategy
+
+WEEK_S = 7 * 86_400
+BYTES = 256  # tokens are bytes: model/data/batches.py
+BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
+# By stage of ZeRO, how parameters, gradients and optimizer states are cut: N not, I over a node, G over all.
+CUT = ("NNN", "NNG", "NGG", "GGG")
+
+
+def begun(incomplete: str) -> list[str]:
+    return [name for name in presets if name.startswith(incomplete)]
+
+
+@options(
+    flags(Hyperparameters, short=dict(batch_size="--batch")),
+    flags(Strategy),
+    flags(GPTConfig, unset=True, leave_out=("vocab_size", "experts"), short=MODEL),
+    flags(ExpertsConfig, unset=True),
+)
+def train(
+    preset: Annotated[
+        str, Option(help=f"{', '.join(presets)}; every field is a flag too", autocompletion=begun)
+    ] = "tiny",
+    text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
+    out: Annotated[Path | None, Option(help="folder for the log")] = None,
+    report_every: Annotated[int, Option(help="steps from one report to the next")] = 25,
+    checkpoint: Annotated[Path | None, Option(help="folder for checkpoints")] = None,
+    every: Annotated[int, Option(help="steps from one checkpoint to the next")] = 100,
+    keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
+    beside: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
+    resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
+    plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
+    sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
+    **values,
+) -> None:
+    """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
+
+    \b
+    minitrain train --dp 2 --tp 2 --zero 1 --steps 50
+    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved --every 50 --async
+    minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
+    torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
+    """
+    if plan:
+        config, strategy, hyper = planned(plan, preset, values)
+    else:
+        strategy = Strategy(**taken(Strategy, values))
+        hyper, config = Hyperparameters(**taken(Hyperparameters, values)), configure(preset, values)
+    saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
+    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}: use at least {least}")
+    check(config, strategy, hyper, text, out, saving, ranks_there(strategy))
+    from minitrain.ranks import launch
+
+    try:
+        settings = (config, strategy, hyper, text, out, saving, report_every, sample)
+        launch.run(train_on_rank, *settings, ranks=strategy.ranks, timeout_s=WEEK_S)
+    except KeyboardInterrupt:
+        said = "nothing was saved, for there is no --checkpoint"
+        if checkpoint:
+            said = "the same command with --resume goes on from the last checkpoint"
+        typer.echo(f"interrupted; {said}")
+        raise typer.Exit(130) from None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, how often, and whether to begin with one."""
+
+    folder: Path | None
+    every: int
+    keep: int
+    way: str
+    resume: bool
+
+    def store(self):
+        from minitrain.checkpoint.store import Store
+
+        return Store(self.folder, self.keep) if self.folder else None
+
+
+# ---- before a rank starts --------------------------------------------------------------------------------
+
+
+def ranks_there(strategy: Strategy) -> int:
+    """Those of torchrun; else as many as are asked for."""
+    if "WORLD_SIZE" not in os.environ:
+        return strategy.ranks  # known without torch
+    from minitrain.ranks.launch.job import VARIABLES
+
+    job = all(variable in os.environ for variable in VARIABLES)
+    return int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
+
+
+def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
+    """The preset for bytes of text, with what was given; as many positions as the length needs."""
+    if preset not in presets:
+        raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
+    changes, experts = taken(GPTConfig, values), taken(ExpertsConfig, values)
+    if experts:
+        before = presets[preset].experts
+        if before is None and "num_experts" not in experts:
+            name, value = next(iter(experts.items()))
+            raise ValueError(
+                f"{name}={value}, but preset {preset!r} has no experts; add num_experts, or use another"
+            )
+        changes["experts"] = replace(before, **experts) if before else ExpertsConfig(**experts)
+    changes.setdefault("max_positions", max(values["length"], presets[preset].max_positions))
+    return replace(presets[preset], vocab_size=BYTES, **changes)
+
+
+def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig, Strategy, Hyperparameters]:
+    """What a plan says, for bytes of text; flags may say the rest, and nothing that the plan says."""
+    if not path.is_file():
+        raise ValueError(f"plan={path}: no such file; minitrain plan --emit minitrain --out {path} makes one")
+    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**taken(Hyperparameters, values))
+    changed = lambda one: [f.name for f in fields(one) if getattr(one, f.name) != f.default]
+    said = [name for name in changed(hyper) if name in ("batch_size", "length")]
+    said += changed(Strategy(**taken(Strategy, values))) + ["preset"] * (preset != "tiny")
+    if said := [*said, *taken(GPTConfig, values), *taken(ExpertsConfig, values)]:
+        raise ValueError(f"{said[0]} beside --plan: {path} says it; leave it out, or change it there")
+    hyper = replace(hyper, batch_size=job.rows, length=job.length)
+    return replace(job.model, vocab_size=BYTES), job.strategy, hyper
+
+
+def check(
+    config: GPTConfig,
+    strategy: Strategy,
+    hyper: Hyperparameters,
+    text: Path | None,
+    out: Path | None,
+    saving: Saving,
+    ranks: int,
+) -> None:
+    strategy.check(config, ranks)
+    strategy.check_batch(config, hyper.batch_size, hyper.length)
+    check_frozen(config, hyper)
+    train_text, _ = open_text(text, hyper.length)
+    check_memory(config, strategy, bool(saving.folder))
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    check_saving(config, strategy, hyper, train_text, saving)
+
+
+def check_saving(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, text, saving: Saving) -> None:
+    """A folder of checkpoints is new, or the run that made it goes on."""
+    from minitrain.checkpoint.format import Damaged
+    from minitrain.compose.trainer import check_identity, identity
+
+    if saving.every < 1:
+        raise ValueError(f"every={saving.every}: use at least 1 step from one checkpoint to the next")
+    if saving.resume and not saving.folder:
+        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
+    if not saving.folder:
+        return
+    saving.folder.mkdir(parents=True, exist_ok=True)
+    store = saving.store()
+    steps = store.steps()
+    if steps and not saving.resume:
+        there = f"{saving.folder} has checkpoints up to step {steps[-1]}"
+        raise ValueError(f"{there}: add --resume to go on, or use another folder")
+    wanted = identity(config, hyper, strategy.precision, strategy.products)
+    for step in reversed(steps):
+        try:
+            manifest = store.manifest(step)
+        except Damaged:  # the ranks say so
+            continue
+        return check_identity(store.path(step), manifest, wanted, text, hyper)
+
+
+def open_text(path: Path | None, length: int) -> tuple:
+    """The part to train on and, if it is long enough for one window, the part held out."""
+    from minitrain.model.data.batches import Text
+
+    train_text, held_out = (Text.open(path) if path else Text.found()).split()
+    train_text.num_windows(length)
+    return train_text, held_out if len(held_out) > length else None
+
+
+def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
+    """Every pattern means something, and something is left to train."""
+    if not hyper.frozen:
+        return
+    from minitrain.model.gpt import GPT
+
+    names = [name for name, _ in GPT(config, device="meta").named_parameters()]
+    for pattern in hyper.frozen:
+        if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
+            there = f"there are {names[0]}, {names[1]} and so on to {names[-1]}"
+            raise ValueError(f"frozen={pattern!r} is no parameter of this model; {there}")
+    if all(hyper.freezes(name) for name in names):
+        raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
+
+
+def check_memory(config: GPTConfig, strategy: Strategy, saves: bool) -> None:
+    """Weights and states of this machine's ranks, and what they save, fit into memory."""
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
+    needed, free = ranks * state_bytes(config, strategy, saves), psutil.virtual_memory().available
+    if needed > free and not torch.cuda.is_available():
+        where = f"{ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * saves}"
+        sizes = f"need {needed / 1e9:.0f} GB on {where}, {free / 1e9:.0f} GB are free"
+        cure = "use a smaller model, more ZeRO, or count it in a minitrain.ranks.launch.dryrun"
+        raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
+
+
+def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
+    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
+    sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
+    pieces = {"N": 1, "I": strategy.sharers * strategy.cp, "G": strategy.dp * strategy.cp}
+    word = strategy.zero if strategy.word else CUT[strategy.zero]
+    spread, all_of_them = spread_parameters(config), parameters(config)
+    here = 0.0
+    for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
+        beside = max(strategy.ep, pieces[letter])
+        here += size * ((all_of_them - spread) / pieces[letter] + spread / beside)
+    saved = saves * all_of_them * (sizes[0] + sizes[2]) / strategy.ranks
+    return int(here / (strategy.pp * strategy.tp) + saved)
+
+
+def spread_parameters(config: GPTConfig) -> int:
+    """Those of experts, which ep spreads over ranks."""
+    counts = (config.experts_in(block) for block in range(1, config.num_layers + 1))
+    return sum(counts) * mlp_parameters(config, matrices_only=True, width=config.expert_width)
+
+
+# ---- on every rank ---------------------------------------------------------------------------------------
+
+
+def train_on_rank(
+    config: GPTConfig,
+    strategy: Strategy,
+    hyper: Hyperparameters,
+    path: Path | None,
+    out: Path | None,
+    saving: Saving,
+    report_every: int,
+    sample: int,
+) -> None:
+    from tqdm import tqdm
+
+    from minitrain.compose.parallelize import parallelize
+    from minitrain.compose.product_passes import emulation
+    from minitrain.compose.trainer import Trainer
+    from minitrain.model.training.step import measure_peak_flops
+    from minitrain.ranks import launch
+
+    text, held_out = open_text(path, hyper.length)
+    settings = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
+    run = parallelize(config, strategy, hyper.make_optimizer, **settings)
+    peak_flops = measure_peak_flops(run.dtype, run.device)
+    settings = dict(held_out=held_out, out=out, report_every=report_every, peak_flops=peak_flops)
+    settings |= dict(store=saving.store(), save_every=saving.every, save_how=saving.way)
+    trainer = Trainer(run, text, hyper, **settings)
+    say = print if trainer.rank == 0 else lambda *_: None
+    say(
+        f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best "
+        f"matrix product of one {peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
+    )
+    if line := emulation(run.model.layers, strategy):
+        say(line)
+    if saving.resume:
+        say(trainer.resume() or f"no checkpoint in {saving.folder}: begins at step 0")
+    first, started, told = trainer.step, time.perf_counter(), 0
+    for record in trainer.run():
+        elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
+        say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
+        while told < len(trainer.not_saved):
+            say(trainer.not_saved[told])
+            told += 1
+    for line in trainer.saver.notes if trainer.saver else ():
+        say(line)
+    named = dict(log=out, checkpoints=saving.folder)
+    where = "".join(f"; {what} in {folder}" for what, folder in named.items() if folder)
+    say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
+    say(f"It writes:\n{trainer.sample(n=sample)}")
+    if len(trainer.not_saved) > told:
+        raise RuntimeError(trainer.not_saved[-1])  # of the last step
+
+
+def describe(record: dict[str, Any]) -> str:
+    held_out = "" if record["held_out"] is None else f" (held out {record['held_out']:.3f})"
+    speed = f"{record['tokens_per_s'] / 1000:.1f}k tokens/s, MFU {record['mfu']:.0%}"
+    return f"loss {record['loss']:.3f}{held_out}, {speed}"

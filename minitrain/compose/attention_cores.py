@@ -1,0 +1,83 @@
+"""From a name (names.py) to what runs: an attention core, the layout that cuts batches, the core of a slice.
+
+    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")            core(q, k, v, bias=, dropout=)
+    data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
+    core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)      attend(q, k, v, lengths, bias=, dropout=)
+
+`groups` are those of the axes that names.CORES has for the core, and cp is all of them together, first
+outermost: batches are cut over that group, by `data_layout`. Where heads are dealt by Ulysses the layout is
+that of the rings, whose ranks deal their tokens further. With slices (how many, or the tokens of each) every
+slice is laid out for itself, and so is the whole sequence of an evaluation. Sends nothing itself.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.context.core_names import dealt_to, even_slices
+from minitrain.context.double_ring import burst_attention, double_ring_attention
+from minitrain.context.gathered import gathered_attention
+from minitrain.context.layout import Layout, contiguous, striped, zigzag
+from minitrain.context.ring import ring_attention
+from minitrain.context.sliced import last_attention, sliced
+from minitrain.context.ulysses import ulysses_attention
+from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.ranks.checks import require_one_of
+from minitrain.systems.context.balanced import balanced_attention
+from minitrain.systems.context.ring_self_attention import ring_self_attention
+from minitrain.systems.context.wallfacer import wallfacer_attention
+
+Slices = int | Sequence[int]
+LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+FUNCTIONS = {
+    "ring": ring_attention,
+    "ring_self_attention": ring_self_attention,
+    "gathered": gathered_attention,
+    "balanced": balanced_attention,
+    "burst": burst_attention,
+    "double_ring": double_ring_attention,
+    "wallfacer": wallfacer_attention,
+    "ulysses": partial(ulysses_attention, core=last_attention),
+    "usp": usp_attention,
+    "loongtrain": loongtrain_attention,
+}
+
+
+def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
+    """The core of whole sequences whose tokens are laid out by data_layout(name, .., layout)."""
+    require_one_of(LAYOUTS, layout=layout)
+    require_one_of(FUNCTIONS, name=name)
+    return _core(name, groups, LAYOUTS[layout])
+
+
+def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices = 1) -> Layout:
+    """How batches are cut over cp."""
+    require_one_of(LAYOUTS, layout=layout)
+    dealing = dealt_to(name, sizes)
+    whole = dealt(LAYOUTS[layout], dealing) if dealing > 1 else LAYOUTS[layout]
+    return whole if slices == 1 else sliced(whole, slices)
+
+
+def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, slices: Slices) -> Callable:
+    """attend(q, k, v, lengths): a rank's tokens of each slice so far, or None for a whole sequence."""
+    sizes = {axis: group.size() for axis, group in groups.items()}
+    ranks = math.prod(sizes.values())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None, **extras) -> Tensor:
+        so_far = [length * ranks for length in lengths] if lengths else slices
+        so_far = even_slices(k.size(2) * ranks, so_far, ranks) if isinstance(so_far, int) else so_far
+        if len(sizes) > 1 and "ulysses" in sizes:
+            core = _core(name, groups, LAYOUTS[layout], slices=so_far)
+        else:
+            core = _core(name, groups, sliced(LAYOUTS[layout], so_far))
+        return core(q, k, v, **extras)
+
+    return attend
+
+
+def _core(name: str, groups: Mapping[str, ProcessGroup], layout: Layout, **more) -> Callable:
+    where = groups if len(groups) > 1 else dict(group=next(iter(groups.values())))
+    return partial(FUNCTIONS[name], **where, **({} if name == "balanced" else {"layout": layout}), **more)

@@ -1,0 +1,249 @@
+"""The work of a layer by a dry run of the code that would train it: what plan/predict asks for as `work_of`.
+
+    work = work_of(presets["llama3-8b"], Strategy(tp=8, sequence_parallel=True), microbatch=1, length=8192)
+
+One embedding, one block and one head of that width go through `parallelize` and two microbatches as one
+rank of tp · cp · ep ranks, which add to gradients that are there and send none of them: one with whole
+backwards, one with W apart, so a run answers for all schedules. (One more goes before where layers remember
+something of the last: routers their loads, low-bit products their scales.) Hooks on the layers' outputs say
+where in the ledger's events a layer begins, forward and back. A block is like every other of its kind, so one
+answers for all; other dp, pp and microbatches change nothing in it. A quarter of a second each, kept in
+memory: a few dozen distinct ones serve thousands of candidates.
+
+Differs from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with,
+and not by place (attention/dropout.py), and a fused attention draws its mask again; `fused_attention=False`
+writes scores and mask out (attention of 2021).
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import gcd
+from operator import attrgetter
+
+import torch
+
+from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel.sync import Sync
+from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.layers import Dropout, naive_attention
+from minitrain.model.mixture import mixtures
+from minitrain.pipeline.deferred import Deferred
+from minitrain.plan.predict.predicted_pipeline import splits
+from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+
+MATTERS = "tp cp ep ep_node ep_chunks ep_travel ep_shadow sequence_parallel overlap recompute".split()
+MATTERS += "recompute_partition core layout inner ulysses precision products".split()
+GRADIENT = ("_to_copy", "add_", "copy_")  # what converts a weight's gradient and adds it to the others
+_what_matters = attrgetter(*MATTERS)
+_measured: dict[tuple, tuple[Work, Work]] = {}
+
+
+def work_of(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
+) -> Work:
+    """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
+    key = _key(config, strategy, microbatch, length, fused_attention)
+    if key not in _measured:
+        collecting = gc.isenabled()
+        gc.disable()  # a fifth of the time would go into searches beside torch's many objects
+        try:
+            _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
+        finally:
+            if collecting:
+                gc.enable()
+    return _measured[key][splits(strategy.schedule)]
+
+
+def known(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
+) -> bool:
+    """Whether `work_of` was asked before, and answers at once."""
+    return _key(config, strategy, microbatch, length, fused_attention) in _measured
+
+
+def _key(config: GPTConfig, strategy: Strategy, *sizes: int) -> tuple:
+    return config, _what_matters(strategy), *sizes
+
+
+def measure(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool
+) -> tuple[Work, Work]:
+    """A dry run of one block of each kind: (with whole backwards, with W apart)."""
+    kinds = {bool(config.experts_in(number)) for number in range(1, config.num_layers + 1)}
+    settings = {name: getattr(strategy, name) for name in MATTERS}
+    if settings["recompute"] in ("stage", "sqrt"):
+        settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
+    dp = strategy.ep // gcd(strategy.ep, strategy.cp)
+    remembers = config.experts or strategy.products != "plain"
+    found = []
+    for routed in sorted(kinds, reverse=True):
+        own = settings | dict(dp=dp)
+        if not routed:  # a dense block knows no ep
+            own = {name: value for name, value in settings.items() if not name.startswith("ep")}
+        one_rank = Strategy(**own, microbatches=2 if remembers else 1)
+        experts = replace(config.experts, dense_first=0, expert_every=1, pyramid_layers=0) if routed else None
+        alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
+        ask = alone, one_rank, microbatch, length, config.dropout, fused_attention
+        found.append(dryrun.run(_two_microbatches, *ask, ranks=one_rank.ranks))
+    whole, apart = ([both[way] for both in found] for way in range(2))
+    with_dense = lambda own: replace(own[0], dense=own[1].block if len(own) > 1 else None)
+    return with_dense(whole), with_dense(apart)
+
+
+def _two_microbatches(config, strategy, microbatch, length, dropout, fused_attention) -> tuple[Work, Work]:
+    run = parallelize(config, strategy)
+    for part in run.model.modules():
+        if isinstance(part, Dropout):
+            part.p = dropout
+        if hasattr(part, "core") and strategy.cp == 1:  # cores over ranks draw no masks without places
+            in_core = 0.0 if fused_attention else dropout  # a kernel keeps no mask
+            part.config = replace(config, dropout=in_core)
+            part.core = part.core if fused_attention else naive_attention
+    shape = dict(batch_size=strategy.microbatches * microbatch * strategy.dp, length=length)
+    _add_up(run.sync)
+    with Ledger() as ledger:
+        batch = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
+        marks = _Marks(ledger, run.model.layers)
+        run.forward_backward(batch)
+        later = _weights_later(run, batch, microbatch, ledger, marks)
+        marks.add("end", 0)
+    at_once = [(Pass(), 0)] * len(run.model.layers)
+    numbers = strategy.microbatches - 1, strategy.microbatches
+    whole, apart = map(marks.of_microbatch, numbers)
+    how = dict(boundary_bytes=marks.boundary_bytes)
+    return _work(run, ledger, whole, at_once, **how), _work(run, ledger, apart, later, **how)
+
+
+def _add_up(sync: Sync) -> None:
+    """Gradients are there already, and none travels at the end."""
+    for reducer in getattr(sync, "reducers", ()):
+        reducer.close()
+    for param in sync.trainable:
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+    sync.arrived(sync.trainable)
+
+
+class _Marks:
+    """Where in the events, and with how many bytes alive, each pass through a layer begins."""
+
+    def __init__(self, ledger: Ledger, layers) -> None:
+        self.ledger, self.found, self.layers = ledger, [], len(layers)
+        self.forward = True
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self.begin_forward, number))
+            layer.register_forward_hook(partial(self.end_forward, number))
+
+    def add(self, way: str, number: int) -> None:
+        live = self.ledger.live_by_kind
+        self.found.append((way, number, len(self.ledger.events), live["activations"] + live["buffers"]))
+
+    def begin_forward(self, number: int, layer, inputs) -> None:
+        if number == 0:  # of the next microbatch
+            self.forward = True
+        if self.forward:  # else it runs again for a backward: part of that
+            self.add("forward", number)
+
+    def end_forward(self, number: int, layer, inputs, y) -> None:
+        if not self.forward:
+            return
+        if number == 0:
+            self.boundary_bytes = y.nbytes
+        y.register_hook(partial(self.begin_backward, number))
+
+    def begin_backward(self, number: int, gradient) -> None:
+        self.forward = False
+        self.add("backward", number)
+
+    def of_microbatch(self, number: int) -> list[tuple[str, int, int, int]]:
+        """And where the next begins."""
+        each = 2 * self.layers
+        return self.found[number * each : (number + 1) * each + 1]
+
+
+def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[tuple[Pass, int]]:
+    """A microbatch whose W is apart: the products of each layer's, and the bytes that wait for them."""
+    tokens, targets = batch.tokens[:microbatch], batch.targets[:microbatch]
+    with Deferred() as later:
+        loss = run.loss_fn(run.model(tokens, batch.positions), targets) / batch.num_valid
+    loss.backward()
+    marks.add("end", 0)
+    every, passes = [*later.products], []
+    later.products.clear()
+    for layer in run.model.layers:
+        own = {id(param) for param in layer.parameters()}
+        later.products += [product for product in every if id(product[0]) in own]
+        every = [product for product in every if id(product[0]) not in own]  # what is done is let go
+        start, waiting = len(ledger.events), ledger.live_by_kind["activations"]
+        later.weights()
+        waiting -= ledger.live_by_kind["activations"]
+        passes.append((_pass(ledger.events[start:], weights=_gradients(layer)), waiting))
+    return passes
+
+
+def _gradients(layer) -> frozenset[int]:
+    """Bytes of the gradients of its matrices."""
+    matrices = [param for param in layer.parameters() if param.dim() > 1]
+    return frozenset(param.numel() * param.grad_dtype.itemsize for param in matrices)
+
+
+def _work(run, ledger: Ledger, marks: list, later: list[tuple[Pass, int]], boundary_bytes: int) -> Work:
+    events = ledger.events
+    alive = {index: live["activations"] + live["buffers"] for index, live in ledger.timeline()}
+    *_, head = range(len(run.model.layers))
+    seed = next(
+        i for i in range(marks[head][2], len(events)) if getattr(events[i], "name", "") == "ones_like"
+    )
+    ways: dict[tuple[str, int], Pass] = {}
+    kept, before = {}, {}  # by layer: bytes left for backward; alive when its forward begins
+    for (way, number, start, live), (_, _, end, next_live) in pairwise(marks):
+        most = lambda start, end: max((alive[i] for i in range(start, end) if i in alive), default=live)
+        if way == "forward":
+            before[number], kept[number] = live, next_live - live
+            if number == head:  # and the loss, whose backward begins with a one
+                kept[number] = most(start, seed) - live
+                ways["loss", number] = _pass(events[seed:end], most(seed, end) - live - kept[number])
+                end = seed
+            ways[way, number] = _pass(events[start:end], max(0, most(start, end) - live))
+        else:
+            high = max(0, most(start, end) - before[number] - kept[number])
+            ways[way, number] = _pass(events[start:end], high, _gradients(run.model.layers[number]))
+    ways["backward", head] = ways["loss", head].then(ways["backward", head])
+    layers = []
+    for number, layer in enumerate(run.model.layers):
+        parameters = {id(param): param.numel() for param in layer.parameters()}
+        shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
+        weights, waiting = later[number]
+        backward = ways["backward", number].then(weights)
+        sizes = kept[number], sum(parameters.values()), shared, waiting
+        layers.append(Layer(ways["forward", number], backward, weights, *sizes))
+    experts = [layer.experts for layer in mixtures(run.model.layers)]
+    dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
+    return Work(*layers, boundary_bytes=boundary_bytes, expert_parameters=dealt)
+
+
+def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset()) -> Pass:
+    """`weights`: the bytes of gradients of matrices, of which something is added up in this pass."""
+    operators, issued, collectives = [], {}, []
+    for event in events:
+        match event:
+            case Compute():
+                adds = not event.flops and event.name in GRADIENT and event.written in weights
+                what = event.name, event.flops, event.bytes, event.dtype, event.shape, adds
+                operators.append(Operator(*what))
+            case Issue() if len(event.members) > 1:
+                issued[event.id] = event, len(operators)
+            case Wait() if event.id in issued:
+                issue, start = issued.pop(event.id)
+                between = range(start, len(operators))
+                what = issue.op, issue.axis, issue.members, issue.payload_bytes
+                collectives.append(Collective(*what, between))
+    return Pass(tuple(operators), tuple(collectives), high_bytes)

@@ -1,0 +1,101 @@
+"""What a Strategy leaves to the host, applied to what `parallelize` has made: who updates, and where.
+
+    parameters_on_host  ZeRO-3's shards lie on the host; a unit is copied from there and gathered
+    update_on_host      the optimizer's states and its work go to the host (memory/host_optimizer.py)
+    update_in_files     or the states go to files, each rank's own (systems/memory/file_optimizer.py)
+    keep_on_host        so does what layers keep for their backward (memory/activations.py)
+
+Sends what the techniques send.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minitrain.data_parallel.hybrid import Chain
+from minitrain.data_parallel.sharded_units import UnitBuffer, elements
+from minitrain.data_parallel.sync import Sync
+from minitrain.memory.activations import AwayActivations
+from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
+from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host
+from minitrain.model.gpt import Stages
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks import collectives
+from minitrain.systems.memory.file_optimizer import FileOptimizer, piece_of
+from minitrain.systems.memory.files import FileStore
+
+
+def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
+    """All that `strategy.offload` names, in the order in which one needs the other."""
+    parameters_on_host(sync, strategy)
+    update_on_host(sync, strategy)
+    keep_on_host(module, sync, strategy)
+
+
+def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
+    """Each rank reads its 1/n of a unit from its own host, and the ranks gather it: ZeRO-Infinity
+    (Rajbhandari et al. 2021, arXiv:2104.07857, section 6.1, bandwidth-centric partitioning).
+
+    Over the link in a step: the shards up twice for each microbatch, the gradients down."""
+    if "parameters" not in strategy.offloads:
+        return
+    for flat in sync.flats:
+        shard = flat.shard.detach()
+        host = new_host(shard.shape, shard.dtype, pinned=shard.is_cuda, kind="parameters")
+        flat.shard.data = to_host(shard, out=host).wait()
+
+    def gather(flat: UnitBuffer) -> Chain | Transfer:
+        if flat.groups[0].size() == 1:
+            return to_device(flat.shard, out=flat.whole)
+        out = collectives.announce_buffer(torch.empty_like(flat.shard, device=flat.whole.device))
+        copy = to_device(flat.shard, out=out)
+        return Chain(copy, lambda shard: collectives.all_gather(shard, flat.groups[0], out=flat.whole))
+
+    sync.gather = gather
+
+
+def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
+    """Of a pipeline each stage watches its own forwards."""
+    if "activations" not in strategy.offloads:
+        return
+    stages = [part for _, part in module.items()] if isinstance(module, Stages) else [module]
+    for stage in stages:
+
+        def stays(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
+            return [*(sync.lives() or stage.parameters()), *stage.buffers()]
+
+        layers = stage.layers if hasattr(stage, "layers") else elements(stage)
+        AwayActivations(stays).watch(stage, layers)
+
+
+def update_on_host(sync: Sync, strategy: Strategy) -> None:
+    """Does nothing without `offload="optimizer"`, or where nothing is updated."""
+    optimizer = sync.optimizer
+    if "optimizer" not in strategy.offloads or optimizer is None:
+        return
+    if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
+        optimizer.update = fused_adamw
+    sync.send_to(HostOptimizer(optimizer, delayed=strategy.delayed_update))
+
+
+def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
+    """After `parallelize`: `update_in_files(run.sync, folder)`. A folder is of a machine and no part of a
+    strategy; a checkpoint goes on with or without.
+
+    Each rank has a file of its own, with the states of what it updates: with ZeRO 1/n. Host memory: nine
+    buffers of a piece. None where nothing is updated. ValueError: the host has the states, a wrong folder."""
+    optimizer = sync.optimizer
+    if optimizer is None:
+        return None
+    if sync.host:
+        cure = "leave it out to keep them in files"
+        raise ValueError(f"offload='optimizer' keeps the states on the host: {cure}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if is_fake(params[0]):
+        raise ValueError("a dry run has no numbers to write; states in files are for a real one")
+    sizes = [4 * max(1, param.itemsize // 4) * piece_of(param, piece) for param in params]
+    store = FileStore(folder, collectives.world().rank(), buffer_bytes=max(sizes), buffers=9)
+    sync.optimizer = FileOptimizer(optimizer, store, piece)
+    return store

@@ -1,0 +1,276 @@
+"""The loop around `run.step`: batches by number, a log, samples of text, checkpoints. It knows no technique.
+
+Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
+checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's.
+In the same layout a run goes on bit for bit as if it had never stopped; in another, up to rounding.
+
+    CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
+    OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
+
+All ranks do the same in the same order. A loss or norm that is no number, or ranks that see different
+folders, is the same error on every rank; such a number never reaches a checkpoint. A damaged checkpoint is
+passed over for the one before it, and that is said.
+Sends what the run's steps send, per report the loss and the held-out loss, and per save what checkpoint/
+saver.py says. Memory: as the step, and on the host this rank's share of what is saved.
+Differs from nanoGPT's train.py: hyperparameters are one object, resuming is exact, the loop is a generator,
+so it does not know who watches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from minitrain.checkpoint.format import Damaged
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.saver import NotSaved, Saver
+from minitrain.checkpoint.store import MANIFEST, Store
+from minitrain.compose.run import Run
+from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Text
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.model.training.step import StepResult
+from minitrain.plan.accounting.compute import flops_per_token, mfu
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks import collectives
+
+
+class Trainer:
+    """Trains a run by `hyper`; reports every `report_every` steps, saves every `save_every` to `store`."""
+
+    def __init__(
+        self,
+        run: Run,
+        text: Text,
+        hyper: Hyperparameters,
+        *,
+        held_out: Text | None = None,
+        out: Path | None = None,
+        report_every: int = 25,
+        store: Store | None = None,
+        save_every: int = 100,
+        save_how: str = "sync_sharded",
+        peak_flops: float | None = None,
+    ):
+        for name, value in (("report_every", report_every), ("save_every", save_every)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: use at least 1 step")
+        for param, name in run.sync.names.items():
+            if hyper.freezes(name) == param.requires_grad:
+                state, frozen = "trained" if param.requires_grad else "frozen", f"frozen={hyper.frozen}"
+                cure = "give the same to both, parallelize(..., frozen=hyper.frozen)"
+                raise ValueError(
+                    f"{name} is {state} in this run, and the hyperparameters have {frozen}; {cure}"
+                )
+        self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
+        self.report_every, self.save_every, self.peak_flops = report_every, save_every, peak_flops
+        self.store, self.saver, self.not_saved = store, None, []
+        if store is not None:
+            self.saver = Saver(store, run.device, save_how)
+            run.attach(self.saver)
+        self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
+        self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
+        self.step, self.records = 0, []
+
+    # ---- training -----------------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Train to the last step; yields a record per report, to print, plot or stop at."""
+        losses, started = [], time.perf_counter()
+        while self.step < self.hyper.steps:
+            result = self.train_one_step()
+            losses.append(result.loss)
+            reports, saves = self.due(self.report_every), self.saver and self.due(self.save_every)
+            if not (reports or saves):
+                continue
+            loss = self.parallel.total(torch.stack(losses).mean()).item()
+            norm = result.norm.item() if result.updated else None  # of a step that was left out
+            record = {"step": self.step, "loss": loss, "norm": norm, "held_out": None}
+            if reports:
+                record |= self.speed(len(losses), time.perf_counter() - started)
+                record["held_out"] = self.held_out_loss()
+            self.check(record, good=self.step - len(losses))
+            if reports:
+                self.records.append(record)
+                self.log()
+                losses = []
+            if saves:
+                self.save()
+            if reports:
+                yield record
+                started = time.perf_counter()
+        self.finish()
+
+    def due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.hyper.steps
+
+    def train_one_step(self) -> StepResult:
+        """All that a step does follows from its number."""
+        for group in self.parallel.sync.param_groups:
+            group["lr"] = self.hyper.lr_at(self.step)
+        batch = self.parallel.batch(self.rows, self.step)
+        self.step += 1
+        result = self.parallel.step(batch, self.hyper.clip)
+        if self.saver:
+            self.trying(self.saver.after_step)
+        return result
+
+    def check(self, record: dict[str, Any], good: int) -> None:
+        """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
+        loss, norm, held_out = record["loss"], record["norm"], record["held_out"]
+        if not math.isfinite(loss + (norm or 0.0) + (held_out or 0.0)):
+            found = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
+            cure = f"lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
+            raise ValueError(f"{found} between steps {good} and {self.step}: {cure}")
+
+    def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
+        tokens_per_s = steps * self.hyper.batch_size * self.hyper.length / elapsed_s
+        if not (self.peak_flops and self.parallel.config):
+            return {"tokens_per_s": tokens_per_s}
+        flops = flops_per_token(self.parallel.config, self.hyper.length)
+        return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
+
+    # ---- looking at it ------------------------------------------------------------------------------------
+
+    def held_out_loss(self, batches: int = 2) -> float | None:
+        """Mean loss per token on text that is not trained on, always the same windows, over all ranks."""
+        if self.held_out is None:
+            return None
+        rows = self.held_out.rows(self.hyper.batch_size, self.hyper.length)
+        losses = (self.parallel.evaluate(self.parallel.batch(rows, step)).item() for step in range(batches))
+        return sum(losses) / batches
+
+    def sample(self, prompt: str = "The ", n: int = 200, temperature: float = 0.7, seed: int = 0) -> str:
+        """What the model makes of a prompt, n bytes more; every rank must ask, and gets the same."""
+        tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
+        return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def log(self) -> None:
+        """All records so far: going on from an older checkpoint writes the later ones again."""
+        if self.out is not None and self.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(record) + "\n" for record in self.records)
+            replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
+
+    def save(self) -> None:
+        """Begin a checkpoint of this step."""
+        run, hyper = self.parallel, self.hyper
+        position = self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
+        manifest = dict(identity=self.identity(), strategy=asdict(run.strategy), position=position)
+        manifest |= dict(records=self.records, ranks=self.ranks, versions=versions())
+        self.trying(lambda: self.saver.save(self.step, run.pieces(), run.plain_state(), manifest))
+
+    def trying(self, call: Callable[[], None]) -> None:
+        """A disk that refuses is no reason to stop training: it is told, by all ranks."""
+        try:
+            call()
+        except NotSaved as error:
+            self.not_saved.append(str(error))
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is there; the folder is free for others."""
+        if self.saver:
+            self.trying(self.saver.finish)
+            self.store.unlock()
+            collectives.barrier(collectives.world())
+
+    def resume(self, broadcast: bool = False) -> str:
+        """Go on from the newest whole checkpoint, on every rank, and say from where and what was passed over;
+        "" if there is none. `broadcast`: of ranks that hold the same, one reads."""
+        steps = self.agree(self.store.steps() if self.store else [])
+        said = ""
+        for step in reversed(steps):
+            try:
+                manifest, files = self.store.open(step)
+                check_identity(self.store.path(step), manifest, self.identity(), self.text, self.hyper)
+                saved = Saved(files, broadcast)
+                lost = self.parallel.load_pieces(saved)
+            except Damaged as error:
+                said += f"{error}; passed over. "
+                if self.rank == 0:
+                    self.store.set_aside(step)
+                continue
+            self.step, self.records = manifest["position"]["step"], manifest["records"]
+            if self.rank == 0:
+                self.store.count_as_good(step)
+            before = Strategy(**manifest["strategy"])
+            other = f"; it was saved by {before}" if before != self.parallel.strategy else ""
+            return "; ".join([f"{said}resumed at step {self.step}{other}", *lost])
+        if steps:
+            raise ValueError(f"{said}No checkpoint in {self.store.folder} is whole: start anew elsewhere")
+        return ""
+
+    def agree(self, steps: list[int]) -> list[int]:
+        """All ranks see the same checkpoints: they compare how many, the newest and what it holds."""
+        mine = [0, 0]
+        if steps:
+            path = self.store.path(steps[-1]) / MANIFEST
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=7).digest()
+            mine = [steps[-1], int.from_bytes(digest)]
+        mine = torch.tensor([mine], device=self.parallel.device)
+        found = collectives.all_gather(mine, collectives.world()).tolist()
+        for rank, ours in enumerate(found):
+            if ours != found[0]:
+                first, other = (
+                    f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], ours)
+                )
+                sees = f"rank 0 sees {first} and rank {rank} {other if other != first else 'another one'}"
+                raise ValueError(f"{sees}: {self.store.folder} must be a folder that all ranks see")
+        return steps
+
+    def identity(self) -> dict[str, Any]:
+        run = self.parallel
+        precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
+        model = run.config or type(run.model).__name__
+        return identity(model, self.hyper, precision, run.strategy.products)
+
+
+def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:
+    """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
+    model = {"model": model} if isinstance(model, str) else asdict(model)
+    model |= model.pop("experts", None) or {}  # by their own names
+    return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
+
+
+def check_identity(
+    path: Path, manifest: dict[str, Any], wanted: dict[str, Any], text: Text, hyper: Hyperparameters
+) -> None:
+    """Is it a checkpoint of this run?"""
+    was = manifest["identity"]
+    for name, now in wanted.items():
+        if was.get(name) != now:
+            what = f"made with {name}={was.get(name)}, this run has {name}={now}"
+            raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
+    text.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
+
+
+def versions() -> dict[str, str]:
+    """What a run's last bits depend on beside its settings."""
+    return dict(python=platform.python_version(), torch=torch.__version__, machine=platform.machine())
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write beside it, force it to the disk, rename: a crash at any point leaves the old file or the new."""
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

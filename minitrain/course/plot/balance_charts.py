@@ -1,0 +1,68 @@
+"""Pictures of who has how much to do: experts over a training, ranks before and after experts move."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from minitrain.course.plot import style
+from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, DASHES, Series
+
+_SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
+_COLOURS = [*CYCLE, style.YELLOW]
+
+
+@style.styled
+def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, title: str) -> Figure:
+    """{run: [steps][E] choices}; black is an expert that all tokens visit, white one that none does."""
+    figure, panels = style.panels(loads, height=2.5)
+    for ax, counts in zip(panels, loads.values()):
+        counts = numpy.array(counts, dtype=float)
+        share = top_k * counts / counts.sum(1, keepdims=True)  # of tokens
+        look = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "cmap": _SHADES}
+        image = ax.imshow(share.T, **look)
+        ax.set(xlabel="step", yticks=range(counts.shape[1]))
+        ax.grid(visible=False)
+    panels[0].set_ylabel("expert")
+    figure.colorbar(image, ax=panels, label="share of tokens", pad=0.01)
+    return style.finished(figure, title)
+
+
+@style.styled
+def balance_curves(ratios: Series, losses: Mapping[str, Mapping], *, limit: float, title: str) -> Figure:
+    """Left the ratios by step under the largest there can be, right {run: {step: held-out loss}}."""
+    figure = style.Picture(figsize=(style.WIDTH, 2.9))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for i, (name, ys) in enumerate(ratios.items()):
+        look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)], "label": name}
+        left.plot(range(1, len(ys) + 1), ys, **look)
+        right.plot(list(losses[name]), list(losses[name].values()), marker=style.MARKERS[i], **look)
+    left.axhline(limit, color=BLACK, linewidth=0.8)
+    left.text(1, 1.02 * limit, "all tokens at the same experts", fontsize=8, va="bottom")
+    left.axhline(1, color=style.GREY, linewidth=0.8)
+    left.set(xlabel="step", ylabel="largest load / mean", ylim=(0.8, 1.1 * limit))
+    right.set(xlabel="step", ylabel="held-out loss (nats per token)")
+    return style.finished(figure, title, left.get_legend_handles_labels()[0])
+
+
+@style.styled
+def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: str) -> Figure:
+    """{placement: [{expert: rows} of each rank]}; a line at the mean."""
+    figure, panels = style.panels(ranks_of, height=2.7)
+    for ax, ranks in zip(panels, ranks_of.values()):
+        mean = sum(sum(parts.values()) for parts in ranks) / len(ranks)
+        for rank, parts in enumerate(ranks):
+            start = 0.0
+            for expert, rows in parts.items():
+                colour = _COLOURS[expert % len(_COLOURS)]
+                ax.bar(rank, rows, bottom=start, color=colour, edgecolor="white", width=0.8)
+                if rows > 0.15 * mean:
+                    ink = style.ink_on(colour)
+                    ax.text(rank, start + rows / 2, str(expert), **CENTRED, fontsize=8, color=ink)
+                start += rows
+        ax.axhline(mean, color=BLACK, linestyle="--", linewidth=1)
+        ax.set(xticks=range(len(ranks)), xlabel="rank")
+        ax.grid(axis="x", visible=False)
+    panels[0].set_ylabel("rows, by expert")
+    return style.finished(figure, title)

@@ -1,0 +1,89 @@
+"""Hyperparameters: what decides the numbers of a run besides model, text and layout, as plain values.
+
+    run = parallelize(config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
+    Trainer(run, text, hyper)
+
+The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not;
+its rate goes up in a line and down half a cosine. torch is needed by a run only, not to read what a run would
+be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import reduce
+from typing import Any
+
+from minitrain.ranks.checks import require_nonnegative
+
+LARGEST = 1 << 30  # rows, tokens or steps
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    steps: int = 1000  # updates of the weights
+    batch_size: int = 8  # rows of the global batch
+    length: int = 128  # tokens of a row
+    lr: float = 3e-3  # the highest learning rate
+    warmup: int | None = None  # steps until it is reached; else 20, or all there are
+    min_lr: float | None = None  # the rate at the end; else a tenth of lr
+    weight_decay: float = 0.1  # of matrices; norms and biases do not decay
+    clip: float = 1.0  # the largest norm of the whole gradient; inf only measures it
+    seed: int = 0  # of weights, the order of the text and dropout
+    frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained, such as 'layers.0.*'
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
+            if getattr(self, name) > LARGEST:
+                raise ValueError(f"{name}={getattr(self, name)}: use at most {LARGEST:,}")
+        warmup, min_lr = self._shape()
+        if not 0 <= min_lr <= self.lr < math.inf:
+            raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
+        if not 0 <= warmup <= self.steps:
+            raise ValueError(
+                f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}"
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0, finite")
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
+
+    def _shape(self) -> tuple[int, float]:
+        warmup = min(20, self.steps) if self.warmup is None else self.warmup
+        return warmup, self.lr / 10 if self.min_lr is None else self.min_lr
+
+    def lr_at(self, step: int) -> float:
+        """The rate of step 0, 1, 2, ..."""
+        from minitrain.model.training.optim import warmup_cosine
+
+        warmup, min_lr = self._shape()
+        return warmup_cosine(step, self.lr, warmup, self.steps, min_lr)
+
+    def freezes(self, name: str) -> bool:
+        """Is the parameter of that name left as it is?"""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    def make_optimizer(self, params: list):
+        """For `parallelize`."""
+        import torch
+
+        from minitrain.model.training.optim import AdamW
+
+        master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+        groups = decaying_matrices(params, self.weight_decay)
+        return AdamW(groups, self.lr, betas=(0.9, 0.95), master_dtype=master)
+
+
+def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not, their scale is not capacity. Shapes are those of wholes."""
+    require_nonnegative(weight_decay=weight_decay)
+    matrices, vectors = [], []
+    for param in params:
+        (matrices if param.dim() >= 2 else vectors).append(param)
+    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,190 @@
+"""One training step, with one seam.
+
+    loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
+
+The divisor is known before the first forward (one all-reduce of a count), so everything after it only adds:
+microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs inside a step is
+an argument, `forward_backward(batch)`: gradient accumulation, below, is the schedule of a pipeline of one
+stage.
+
+    train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
+
+Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Never reads a number
+out of a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al.
+2020, arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
+microbatches, ranks or the tokens of one rank. A mean of means is the loss above only if all counts are equal.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.model.data.batches import MASKED
+from minitrain.model.training.optim import clip_grad_norm
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
+
+
+class Batch(NamedTuple):
+    """This rank's rows, and the divisor of everyone's loss."""
+
+    tokens: Tensor  # int64 [B/dp, T]
+    targets: Tensor  # int64 [B/dp, T], MASKED where no loss is taken
+    num_valid: Tensor  # of the global batch; `valid_tokens` counts
+    positions: Tensor | None = None  # int64 [T] of the tokens, where they are not 0 .. T-1
+    step: int = 0  # which batch of the run this is,
+    first_row: int = 0  # and which of its rows is this rank's first: dropout is a function of these
+
+
+class StepResult(NamedTuple):
+    loss: Tensor  # this rank's part: the sum over the data group is the loss of the global batch
+    norm: Tensor | None  # of the whole gradient before clipping; None without clipping
+    updated: bool = True  # False: a scaled gradient overflowed, and the step was left out
+
+
+class Reducer(Protocol):
+    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an
+    order of its own says what they have found: `arrived(params)` after each, `ready(params)` after the
+    last."""
+
+    enabled: bool
+
+    def ready(self, params: Iterable[nn.Parameter]) -> None: ...
+
+    def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
+
+    def lives(self) -> Iterable[Tensor]:
+        """Memory of parameters besides their own: a forward must not release it."""
+
+    def finish(self) -> None:
+        """Returns when all gradients are sums."""
+
+
+class LossScale(Protocol):
+    """precision/loss_scale.py."""
+
+    factor: float
+
+    def divisor(self, num_tokens: Tensor) -> Tensor: ...
+
+    def finite(self, norm: Tensor) -> bool: ...
+
+
+class NoReducer(Reducer):
+    """For one device: its gradients are the sums already, so there is nothing to do."""
+
+    enabled = True
+
+    def lives(self) -> Iterable[Tensor]:
+        return ()
+
+
+def valid_tokens(targets: Tensor, *groups) -> Tensor:
+    """How many targets are not masked, over all ranks of the groups that hold different tokens (one device:
+    no group). An int64 scalar, to be counted once per batch; 0 makes the loss NaN."""
+    count = (targets != MASKED).sum()
+    for group in groups:
+        count = collectives.all_reduce(count, group)
+    return count
+
+
+def train_step(
+    forward_backward: Callable[[Batch], Tensor],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    clip: float | None = None,
+    stages: ProcessGroup | None = None,
+) -> StepResult:
+    """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
+    optimizer.zero_grad()
+    loss = forward_backward(batch)
+    reducer.finish()  # as long as this takes, communication was not hidden behind backward
+    norm = None
+    if clip is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        norm = clip_grad_norm(params, clip, stages=stages, like=loss)
+    optimizer.step()
+    return StepResult(loss, norm)
+
+
+def scaled_train_step(
+    forward_backward: Callable[[Batch], Tensor],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    scale: LossScale,
+    clip: float | None = None,
+    stages: ProcessGroup | None = None,
+) -> StepResult:
+    """The same with gradients `scale.factor` times too large, which the optimizer, one whose groups know a
+    `grad_scale`, divides again; no step if they have overflowed."""
+    optimizer.zero_grad()
+    loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid))) / scale.factor
+    reducer.finish()
+    for group in optimizer.param_groups:
+        group["grad_scale"] = scale.factor
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    limit = math.inf if clip is None else clip
+    norm = clip_grad_norm(params, limit, stages=stages, like=loss, grad_scale=scale.factor)
+    updated = scale.finite(norm)
+    if updated:
+        optimizer.step()
+    return StepResult(loss, norm, updated)
+
+
+def accumulate(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    num_microbatches: int,
+    reducer: Reducer,
+    at: Callable[[int, int], None] = lambda step, first_row: None,
+    router_loss: Callable[[], Tensor | None] = lambda: None,
+) -> Callable[[Batch], Tensor]:
+    """A `forward_backward` that runs this rank's rows in microbatches, one after the other, and adds up.
+
+    `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last
+    backward. `at(step, first_row)` is told which rows of the global batch come next (dropout.Places);
+    `router_loss()` is asked after each forward for terms that layers have found themselves.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
+
+    def forward_backward(batch: Batch) -> Tensor:
+        rows = len(batch.tokens)
+        if rows < num_microbatches:
+            found = f"num_microbatches={num_microbatches}, but this rank has {rows} rows"
+            raise ValueError(f"{found}: use at most {rows}, or a larger batch")
+        microbatches = zip(*(x.tensor_split(num_microbatches) for x in (batch.tokens, batch.targets)))
+        places = () if batch.positions is None else (batch.positions,)
+        total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
+        for number, (tokens, targets) in enumerate(microbatches, start=1):
+            reducer.enabled = number == num_microbatches
+            at(batch.step, first_row)
+            first_row += len(tokens)
+            loss = loss_fn(model(tokens, *places), targets)
+            if (more := router_loss()) is not None:
+                loss = loss + more
+            loss = loss / batch.num_valid
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return forward_backward
+
+
+def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int = 1024) -> float:
+    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU."""
+    require_positive_ints(size=size)
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    best_s = math.inf
+    for _ in range(8):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()  # the number arrives when a GPU is done
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * size**3 / best_s

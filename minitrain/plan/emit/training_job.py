@@ -1,0 +1,101 @@
+"""What a planner returns and a trainer needs: a strategy, a model, rows of the global batch, their length.
+
+    job = Job(Strategy(dp=4, tp=2, zero=1), presets["llama3-8b"], rows=64, length=4096)
+    job.values()          {"dp": 4, .., "d_model": 4096, .., "rows": 64, "length": 4096}
+    from_values(..)       the job again
+
+Names are those of Strategy, GPTConfig and ExpertsConfig, which share none; a model without experts has
+num_experts 0. `values` leaves out what has no effect: the layout of a sequence that is on one rank, say, is
+the default, so that two jobs which do the same have the same values. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from minitrain.model.config import GPTConfig, divisors
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.fields import meant
+from minitrain.plan.strategy import Strategy
+from minitrain.precision.policies import FIRST_SCALE
+from minitrain.ranks.checks import require_positive_ints
+
+Values = dict[str, object]
+
+STRATEGY = {field.name: field.default for field in fields(Strategy)}
+MODEL = {field.name: field.default for field in fields(GPTConfig) if field.name != "experts"}
+EXPERTS = {field.name: field.default for field in fields(ExpertsConfig)}
+SIZES = {"rows": 1, "length": 1}
+DEFAULTS: Values = {**STRATEGY, **MODEL, **EXPERTS, "num_experts": 0, **SIZES}
+
+
+@dataclass(frozen=True)
+class Job:
+    strategy: Strategy
+    model: GPTConfig
+    rows: int  # of the global batch
+    length: int  # tokens of a row
+
+    def __post_init__(self):
+        for name in SIZES:
+            if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
+        self.strategy.check(self.model, self.strategy.ranks)
+        self.strategy.check_batch(self.model, self.rows, self.length)
+
+    def values(self) -> Values:
+        """Flat, by name; what has no effect as its default."""
+        model = {name: getattr(self.model, name) for name in MODEL}
+        experts = asdict(self.model.experts) if self.model.experts else EXPERTS | {"num_experts": 0}
+        if self.model.experts:
+            experts["expert_width"] = self.model.expert_width
+        found = {**asdict(self.strategy), **model, **experts, "rows": self.rows, "length": self.length}
+        found["offload"] = "+".join(sorted(self.strategy.offloads)) or "none"
+        if found["loss_scale"] == FIRST_SCALE and self.strategy.policy.scales:
+            found["loss_scale"] = 0.0
+        return settled(found | {name: DEFAULTS[name] for name in without_effect(self)})
+
+
+def without_effect(job: Job) -> set[str]:
+    strategy, model, none = job.strategy, job.model, set()
+    return none.union(
+        ("core", "layout", "inner", "ulysses") if strategy.cp == 1 else (),
+        ("schedule",) if not strategy.pipelined else (),
+        ("ep_travel",) if strategy.ep == 1 else (),
+        ("loss_scale_window",) if not strategy.first_loss_scale else (),
+        ("bucket_bytes",) if strategy.dp * strategy.cp == 1 else (),
+        ("rope_theta", "rope_fraction") if model.positions != "rope" else (),
+    )
+
+
+def settled(values: Values) -> Values:
+    """An order of ranks that only moves axes of one rank is the default."""
+
+    def real(order: str) -> list[str]:
+        return [axis for axis in order.split("-") if values[axis] > 1]
+
+    same = real(values["order"]) == real(DEFAULTS["order"])
+    return values | {"order": DEFAULTS["order"]} if same else values
+
+
+def from_values(values: Mapping[str, object]) -> Job:
+    """Names that are missing have their defaults; ValueError for one that nobody knows."""
+    for name in values:
+        if name not in DEFAULTS:
+            raise ValueError(f"a plan has no {name!r}; {meant(name, DEFAULTS)}")
+    values = DEFAULTS | values
+    experts = ExpertsConfig(**{name: values[name] for name in EXPERTS}) if values["num_experts"] else None
+    model = GPTConfig(**{name: values[name] for name in MODEL}, experts=experts)
+    return Job(Strategy(**{name: values[name] for name in STRATEGY}), model, values["rows"], values["length"])
+
+
+def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
+    """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
+    node = ranks if node is None else node
+    require_positive_ints(ranks=ranks, node=node)
+    each = max(n for n in divisors(ranks) if n <= node)
+    if ranks == each:
+        return f"torchrun --nproc-per-node {ranks}", []
+    meet = f"start it on each of {ranks // each} nodes, with torchrun's options by which they meet"
+    return f"torchrun --nnodes {ranks // each} --nproc-per-node {each}", [meet]

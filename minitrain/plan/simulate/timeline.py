@@ -1,0 +1,148 @@
+"""When everything of a step happened, and where the time went.
+
+Each rank has a stream of computation and one for each group it talks to (for messages: each peer and
+direction).
+
+    step = compute + exposed communication + idle      on every rank
+
+Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
+hide. A copy between memories is a transfer too, on the axis "host" or "disk". Idle is the rest: waiting for
+members that are late (a pipeline's bubble, a straggler), or done before the others. MFU = model FLOPs of a
+rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from minitrain.plan.simulate import trace
+from minitrain.plan.simulate.intervals import Intervals, join, length, outside
+from minitrain.plan.simulate.machines import Machine
+from minitrain.ranks.events import Compute, Copy, Issue
+
+
+class Span(NamedTuple):
+    """Something that took time on a stream of a rank. A transfer starts and ends together on all members."""
+
+    stream: str  # "compute", an axis ("dp"), an axis and a peer ("pp to 3", "pp from 1"), a way ("to_host")
+    kind: str  # "compute", "wait" (on the compute stream) or "transfer"
+    start_s: float
+    end_s: float
+    event: Compute | Issue | Copy  # of a wait: what it waits for
+    issued_s: float  # of a transfer: when this rank asked for it; else start_s
+
+    @property
+    def name(self) -> str:
+        return self.event.name if isinstance(self.event, Compute) else self.event.op
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where one rank's step went, in seconds."""
+
+    compute_s: float  # operators at work
+    communication_s: float  # at least one transfer of this rank on the wire
+    exposed_communication_s: float  # the part of it during which nothing computes
+    waiting_s: float  # the compute stream stopped in a wait: exposed communication and late members
+    idle_s: float  # neither operators nor transfers
+
+    @property
+    def overlap_s(self) -> float:
+        return self.communication_s - self.exposed_communication_s
+
+
+def _mean(name: str) -> property:
+    return property(lambda timeline: getattr(timeline.mean, name))
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """`spans[rank]` in order of start. The five times below are means over the ranks."""
+
+    machine: Machine
+    spans: dict[int, list[Span]]
+
+    compute_s = _mean("compute_s")
+    communication_s = _mean("communication_s")
+    exposed_communication_s = _mean("exposed_communication_s")
+    waiting_s = _mean("waiting_s")
+    idle_s = _mean("idle_s")
+
+    @cached_property
+    def step_s(self) -> float:
+        """From zero to the end of the last thing that happens on any rank."""
+        return max((span.end_s for spans in self.spans.values() for span in spans), default=0.0)
+
+    @cached_property
+    def accounts(self) -> dict[int, Account]:
+        return {rank: _account(spans, self.step_s) for rank, spans in self.spans.items()}
+
+    def account(self, rank: int) -> Account:
+        if rank not in self.accounts:
+            raise ValueError(f"rank {rank} was not replayed; choose from {', '.join(map(str, self.spans))}")
+        return self.accounts[rank]
+
+    @cached_property
+    def mean(self) -> Account:
+        each = self.accounts.values()
+        names = [part.name for part in fields(Account)]
+        return Account(*(sum(getattr(account, name) for account in each) / len(each) for name in names))
+
+    def mfu(self, model_flops: float, dtype: str = "bfloat16") -> float:
+        """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need."""
+        return model_flops / (self.step_s * self.machine.device.peak(dtype))
+
+    def transfers(self, rank: int, axis: str | None = None) -> list[Span]:
+        transfers = [span for span in self.spans[rank] if span.kind == "transfer"]
+        return [span for span in transfers if axis in (None, span.event.axis)]
+
+    def exposed(self, rank: int, axis: str | None = None) -> Intervals:
+        """When transfers of this rank (on one axis) were on the wire and nothing computed."""
+        return outside(_intervals(self.transfers(rank, axis)), join(_intervals(self.spans[rank], "compute")))
+
+    def table(self) -> str:
+        """A line per rank, then a line per axis of the first rank."""
+        titles = "".join(f"  {title:>15}" for title in ("compute", "exposed comm.", "idle", "hidden comm."))
+        lines = [f"{_duration(self.step_s)} a step on {self.machine.name}", f"{'rank':>6}{titles}"]
+        for rank, account in self.accounts.items():
+            parts = account.compute_s, account.exposed_communication_s, account.idle_s, account.overlap_s
+            cells = (f"{_duration(part)} {part / self.step_s if self.step_s else 0:>5.0%}" for part in parts)
+            lines.append(f"{rank:>6}" + "".join(f"  {cell:>15}" for cell in cells))
+        rank = min(self.spans)
+        for axis in sorted({span.event.axis for span in self.transfers(rank)}):
+            spans = self.transfers(rank, axis)
+            sent = f"{len(spans)} transfers, {sum(span.event.sent_bytes for span in spans):,} bytes sent"
+            wire = _duration(sum(span.duration_s for span in spans))
+            lines.append(f"rank {rank} on {axis}: {sent}, {wire} on the wire")
+        return "\n".join(lines)
+
+    __repr__ = table  # a notebook shows what the last line of a cell returns
+
+    def to_chrome_trace(self, path: str | Path, ranks: Iterable[int] | None = None) -> Path:
+        """Write a trace for chrome://tracing or ui.perfetto.dev; returns the path."""
+        return trace.write(self.spans, path, ranks)
+
+
+def _intervals(spans: Iterable[Span], kind: str | None = None) -> Intervals:
+    return [(span.start_s, span.end_s) for span in spans if kind in (None, span.kind)]
+
+
+def _account(spans: list[Span], step_s: float) -> Account:
+    compute, transfers = join(_intervals(spans, "compute")), join(_intervals(spans, "transfer"))
+    compute_s, exposed_s = length(compute), length(outside(transfers, compute))
+    waiting_s = sum(span.duration_s for span in spans if span.kind == "wait")
+    idle_s = max(0.0, step_s - compute_s - exposed_s)  # rounding must not make it negative
+    return Account(compute_s, length(transfers), exposed_s, waiting_s, idle_s)
+
+
+def _duration(seconds: float) -> str:
+    """1.234 s, 1.234 ms or 1.2 us."""
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,257 @@
+"""What moves the data of a group, an object each: gloo (our algorithms), NCCL, or nothing (a dry run).
+
+    start(ch, group, job, in_background)   sets a collective in motion; returns (wait, is it done?)
+    post(ch, group, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
+
+Where the backend moves the data itself, on NCCL and in a dry run, `transport.planned_bytes` charges the same
+cuts. In a dry run nothing is cut: a call costs the same Python in a world of 4 and of 131,072.
+"""
+
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks.collectives import call_log, checked
+from minitrain.ranks.collectives.board import MESSAGE
+from minitrain.ranks.collectives.call_log import Call
+from minitrain.ranks.collectives.channel import Channel, apart
+from minitrain.ranks.collectives.transport import Job, move, post_receive, post_send, wait_all
+from minitrain.ranks.torch_private import num_modes, outside_modes
+
+# What a rank does when it first uses a group on gloo, whose event loop is there by then.
+ON_OPEN: list[Callable[[], None]] = []
+
+
+class Backend:
+    counts = False  # are bytes counted where a buffer is handed to the network?
+    adds = True  # are sums taken here, in memory of ours?
+    at_once = False  # is a message there as soon as it is asked for?
+
+    def open(self) -> None:
+        """Called when this rank first uses a group."""
+
+    def check(self, op: str, x: Tensor) -> None:
+        """ValueError for a tensor that the backend cannot reach."""
+
+    def device(self, x: Tensor) -> torch.device:
+        """Where the network reads and writes a message that is x."""
+        return x.device
+
+    def stage(self, job: Job) -> Callable[[], None] | None:
+        """Put the job on memory that the network reaches; returns what brings the result back, if anything
+        must.
+        """
+
+
+class Gloo(Backend):
+    """Our algorithms over messages between host memories."""
+
+    counts = True
+
+    def open(self) -> None:
+        for prepare in ON_OPEN:
+            prepare()
+
+    def check(self, op: str, x: Tensor) -> None:
+        if not x.is_cpu and not x.is_cuda:
+            raise ValueError(
+                f"{op}: x is on {x.device}, but gloo moves memory of the CPU and of CUDA only; use x.cpu()"
+            )
+
+    def device(self, x: Tensor) -> torch.device:
+        return torch.device("cpu")
+
+    def stage(self, job: Job) -> Callable[[], None] | None:
+        if not job.dst.is_cuda:
+            return None
+        target, job.src = job.dst, call_log.announce_buffer(job.src.cpu())
+        job.dst = call_log.announce_buffer(torch.empty_like(target, device="cpu"))
+        return lambda: target.copy_(job.dst)
+
+    def start(
+        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
+    ) -> tuple[Callable, Callable]:
+        def drive() -> None:
+            try:
+                unseen(move, ch, job)
+            finally:  # a call that is refused, or whose peer is gone, is over as well
+                call_log.finished(job.call)
+
+        if in_background:
+            task = ch.lane(job.call).submit(drive)
+            return task.wait, task.done
+        apart(drive)
+        return lambda: None, lambda: True
+
+    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+        arrivals, works = unseen(self._post, ch, sends, receives)
+        refusals: list[checked.CollectiveMismatch] = []
+
+        def wait() -> None:
+            if refusals:  # waited for once more
+                raise refusals[0]
+            for (call, _, peer), hear, data in arrivals:
+                header = hear()
+                try:
+                    if header is not None:
+                        checked.compare_message(call, header)
+                except checked.CollectiveMismatch as refusal:
+                    refusals.append(refusal)
+                    let_go(ch, call, header, peer)
+                    call_log.finished(call)
+                else:
+                    if not refusals:
+                        wait_all([data])
+            if refusals:
+                raise refusals[0]
+            wait_all(works)
+
+        return lambda: apart(wait)
+
+    def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
+        """Returns (what will arrive: receive, what waits for its header, work; works of what is sent)."""
+        arrivals, works = [], []
+        for receive in receives:
+            call, tensor, peer = receive
+            hear = hear_of(ch, call, peer) if checked.enabled else lambda: None
+            arrivals.append((receive, hear, post_receive(ch, tensor, peer, message_tags(call)[1])))
+        for call, tensor, peer in sends:
+            if checked.enabled:
+                works.append(announce(ch, call, peer))
+            works.append(post_send(ch, call, tensor, peer, message_tags(call)[1]))
+        return arrivals, works
+
+
+def announce(ch: Channel, call: Call, peer: int):
+    """Let the receiver know what comes, before it comes; returns the work of a header that travels."""
+    board, header = checked.board_of(ch), checked.message_header(call)
+    if board is None:
+        return post_send(ch, None, checked.as_tensor(header), peer, message_tags(call)[0])
+    board.put(MESSAGE, peer, call.seq, header)
+
+
+def hear_of(ch: Channel, call: Call, peer: int) -> Callable[[], bytes | None]:
+    """What waits for the header of the message that `call` receives; None if it got lost."""
+    board = checked.board_of(ch)
+    if board is not None:
+        return lambda: board.take(MESSAGE, peer, call.seq)
+    header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
+    work = post_receive(ch, header, peer, message_tags(call)[0])
+
+    def hear() -> bytes:
+        wait_all([work])
+        return bytes(header.tolist())
+
+    return hear
+
+
+def let_go(ch: Channel, call: Call, header: bytes, peer: int) -> None:
+    """Take the message that was refused, and drop it: its sender would wait for a receiver until time is
+    up.
+    """
+    unwanted = checked.announced(header)
+    if unwanted is not None:
+        wait_all([post_receive(ch, unwanted, peer, message_tag(call) + checked.fingerprint(unwanted))])
+
+
+def message_tags(call: Call) -> tuple[int, int]:
+    """Tags of a message's header and data. In checked mode dtype and shape are part of the second: see
+    checked.py.
+    """
+    tag = message_tag(call)
+    return tag + 2**16, tag + (checked.fingerprint(call) if checked.enabled else 0)
+
+
+def message_tag(call: Call) -> int:
+    return 2**30 + call.seq % 2**12 * 2**17
+
+
+def unseen(work: Callable, *args):
+    """work(*args) unseen by dispatch modes: additions of an algorithm are communication, not FLOPs of a
+    model.
+    """
+    if not num_modes():
+        return work(*args)
+    with outside_modes():
+        return work(*args)
+
+
+class Dry(Backend):
+    """Nothing moves; results have shapes and no values."""
+
+    at_once = True
+
+    def start(
+        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
+    ) -> tuple[Callable, Callable]:
+        return lambda: call_log.finished(job.call), lambda: True
+
+    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+        return lambda: None
+
+
+def renamed(new: str, old: str) -> Callable:
+    """torch 2.13 renamed two collectives and warns at the old names; 2.11 has only the old ones."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+class NCCL(Backend):
+    """NCCL's own collectives and messages between GPUs."""
+
+    adds = False
+
+    def check(self, op: str, x: Tensor) -> None:
+        if not x.is_cuda:
+            raise ValueError(
+                f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo"
+            )
+
+    def start(
+        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
+    ) -> tuple[Callable, Callable]:
+        op, src, dst, way = job.call.op, job.src, job.dst, dict(group=group, async_op=True)
+        if op == "all_reduce":
+            if dst.data_ptr() != src.data_ptr():
+                dst.copy_(src)
+            reduction = dist.ReduceOp.MAX if job.call.reduction == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(dst, reduction, **way)
+        elif op == "all_gather":
+            work = renamed("all_gather_single", "all_gather_into_tensor")(dst, src, **way)
+        elif op == "reduce_scatter":
+            work = renamed("reduce_scatter_single", "reduce_scatter_tensor")(dst, src, **way)
+        elif op == "all_to_all":
+            work = dist.all_to_all_single(dst, src, job.receive_sizes, job.send_sizes, **way)
+        elif op == "broadcast":
+            if ch.rank == job.source:
+                dst.copy_(src)
+            work = dist.broadcast(dst, group_src=job.source, **way)
+        else:
+            work = dist.barrier(**way)
+        return lambda: (work.wait(), call_log.finished(job.call)), work.is_completed
+
+    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+        if len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
+            works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
+            works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]
+        else:  # together, else two ranks that send to each other could block
+            both = [(dist.isend, *send) for send in sends] + [(dist.irecv, *receive) for receive in receives]
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(op, x, group=group, group_peer=peer) for op, _, x, peer in both]
+            )
+        return lambda: wait_all(works)
+
+
+BACKENDS = {"nccl": NCCL(), "gloo": Gloo(), "fake": Dry()}
+
+
+def backend_of(group: ProcessGroup) -> Gloo | NCCL | Dry:
+    name = dist.get_backend(group)
+    for known, backend in BACKENDS.items():
+        if known in name:
+            return backend
+    raise ValueError(
+        f"backend {name!r}; minitrain's collectives run on gloo and nccl, and on fake in a dry run"
+    )

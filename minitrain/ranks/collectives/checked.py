@@ -1,0 +1,170 @@
+"""Checked mode: the ranks of a group swap a header before each collective, and say if they disagree.
+
+gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order, and
+aborts the process when sizes differ. A header of 256 bytes says what is called, where and with which `name`:
+
+    collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all
+                members, and so must the call site: SPMD code is one program, and two tensors summed in
+                swapped order differ in nothing else.
+                Where branches meet on purpose (`if rank == 0: broadcast(..) else: broadcast(..)`), or where
+                one line issues many tensors (a loop over buckets), pass `name=`: then names must agree, and
+                sites may differ.
+    all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
+    message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message
+                the receiver does not expect is never written into its tensor, but dropped, and its sender
+                goes on. Sites may differ.
+
+A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
+launch reports the hang. Headers are not counted as sent bytes. Between ranks of one launch they pass
+through memory (board.py); in a job each is a small message, n-1 per call. On NCCL and in a dry run nothing
+is compared.
+"""
+
+import hashlib
+import os
+import zlib
+from functools import lru_cache
+
+import torch
+
+from minitrain.ranks.collectives import call_log
+from minitrain.ranks.collectives.board import FUTEX, MOST_MEMBERS, Board
+from minitrain.ranks.collectives.call_log import Call
+
+HEADER_BYTES = 256
+ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
+SEPARATOR = b"\x1f"
+enabled = False
+_folder: str | None = None  # where the boards of this launch are
+
+
+def set_checked(on: bool) -> None:
+    """Turn checked mode on or off in this process: the same on all ranks, and not between two halves of a
+    call.
+    """
+    global enabled
+    enabled = bool(on)
+
+
+def meet_in(folder: str | None) -> None:
+    """From now on all ranks of this process's groups are on this machine and share `folder` (None: they send
+    headers, as those of several nodes).
+    """
+    global _folder
+    _folder = folder if FUTEX is not None else None
+
+
+def board_of(ch) -> Board | None:
+    """Where the members of this channel's group leave headers; None if they send them."""
+    if _folder is None or ch.size > MOST_MEMBERS:
+        return None
+    if ch.board is None:
+        key = f"{ch.group.group_name} {ch.members}"  # torch's name of the group is the same on all members
+        path = os.path.join(_folder, f"board.{hashlib.sha256(key.encode()).hexdigest()}")
+        ch.board = Board(path, ch.rank, ch.size, HEADER_BYTES)
+    return ch.board
+
+
+class CollectiveMismatch(RuntimeError):
+    """The ranks of a group do not call the same collective."""
+
+
+@lru_cache(maxsize=256)
+def pack(*fields: str) -> bytes:
+    """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still
+    differs.
+    """
+    data = [field.encode() for field in fields]
+    data = [
+        text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
+        for text, room in zip(data, ROOM)
+    ]
+    return SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")
+
+
+def unpack(header: bytes) -> list[str]:
+    return [text.decode(errors="replace") for text in header.rstrip(b"\0").split(SEPARATOR)]
+
+
+def as_tensor(header: bytes) -> torch.Tensor:
+    """A header as a message."""
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def headers_of(call: Call, sends: list[int] | None) -> list[bytes]:
+    """The header for each member; it also says how many elements go to that member, where sizes may
+    differ.
+    """
+    identity = call_log.describe(call), call.name or "", call.site
+    if sends is None:
+        return [pack(*identity, "")] * len(call.members)
+    return [pack(*identity, str(count)) for count in sends]
+
+
+def compare(call: Call, headers: list[bytes | None], expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers (in rank order, None: lost) do not belong together."""
+    if expects is None and headers.count(headers[0]) == len(headers):
+        return
+    calls = {member: unpack(header) for member, header in zip(call.members, headers) if header is not None}
+    if len({(what, name, "" if name else site) for what, name, site, _ in calls.values()}) > 1:
+        raise CollectiveMismatch(disagreement(call, calls))
+    for member, expected in zip(call.members, expects or ()):
+        sent = calls[member][-1] if member in calls else expected
+        if int(sent) != expected:
+            raise CollectiveMismatch(
+                f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
+                f"but here receive_sizes asks for {expected}; pass what it sends"
+            )
+
+
+def disagreement(call: Call, calls: dict[int, list[str]]) -> str:
+    """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at .."."""
+    ranks: dict[str, list[int]] = {}
+    for member, (what, name, site, _) in calls.items():
+        ranks.setdefault(f"{what}{f' named {name!r}' if name else ''} at {site}", []).append(member)
+    sides = sorted(ranks.items(), key=lambda side: len(side[1]))
+    texts = [
+        f"rank {who[0]} calls {what}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} call {what}"
+        for what, who in sides
+    ]
+    if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
+        texts[1] = f"others {sides[1][0]}"
+    only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1
+    hint = "; if these belong together, give both the same name=" if only_sites_differ else ""
+    return f"{place(call)}: {', '.join(texts)}{hint}"
+
+
+def place(call: Call) -> str:
+    return f"collective #{call.seq}" + ("" if call.axis == "world" else f" on {call.axis}")
+
+
+# ---- messages --------------------------------------------------------------------------------------------
+
+
+def message_header(call: Call) -> bytes:
+    return pack(call_log.signature(call.shape, call.dtype), "", call.site)
+
+
+def fingerprint(sent: Call | torch.Tensor) -> int:
+    """16 bits of what is sent."""
+    return zlib.crc32(call_log.signature(tuple(sent.shape), sent.dtype).encode()) & 0xFFFF
+
+
+def announced(header: bytes) -> torch.Tensor | None:
+    """Room for the message that a header speaks of; None if it has too many dimensions to be written out."""
+    name, _, shape = unpack(header)[0].partition("[")
+    if not shape.endswith("]"):
+        return None
+    sizes = [int(size) for size in shape[:-1].split(", ") if size]
+    return torch.empty(sizes, dtype=getattr(torch, name))
+
+
+def compare_message(call: Call, header: bytes) -> None:
+    """Raise CollectiveMismatch if the message announced by `header` is not what `call` expects."""
+    what, _, site = unpack(header)
+    expected = call_log.signature(call.shape, call.dtype)
+    if what != expected:
+        raise CollectiveMismatch(
+            f"message #{call.seq} from rank {call.peer}: it sends {what} at {site}, "
+            f"this rank expects {expected} at {call.site}"
+        )

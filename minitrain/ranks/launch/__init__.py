@@ -1,0 +1,21 @@
+"""N ranks: fresh processes of this machine, the ranks of torchrun, or one of thousands without numbers (a dry
+run).
+
+First  start               launch.run(fn, ranks=4): the reader's function on N ranks
+       dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
+       shapes              its tensors, quickly
+then   local, ranks        both sides of a launch on this machine
+       helper, forks       the process between them, which has loaded what ranks are forked with
+       job                 ranks that torchrun has started
+       report              who is to blame, in one sentence
+       pickled             what travels between them: anything, tensors of all dtypes
+beside shared_cores        what Linux's scheduler is asked when ranks share cores
+
+This folder is one module to its users: `from minitrain import launch`.
+"""
+
+from minitrain.ranks.launch.job import leave
+from minitrain.ranks.launch.report import LaunchTimeout, RankError
+from minitrain.ranks.launch.start import device, run
+
+__all__ = ["LaunchTimeout", "RankError", "device", "leave", "run"]

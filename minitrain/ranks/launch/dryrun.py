@@ -1,0 +1,116 @@
+"""The same code as one rank of a world of any size, in this process: shapes are computed, numbers are not.
+
+    ledger = dryrun.run(train, rank=17, ranks=1024)         as launch.run(train, ranks=1024)[17], without data
+
+torch's FakeTensorMode (shapes.py) gives tensors a shape, a dtype and a device but no memory; its "fake"
+backend gives one process a group of any size. The same operators and collectives happen in the same order, so
+FLOPs, bytes sent and peak bytes equal those of a real run to the last digit. (Where torch's fake kernels and
+its real ones agree: on a CPU, batch norm and LSTM differ in one output.)
+
+Without numbers nothing can be decided: `.item()`, `if loss > 3` and `x[mask]` end the dry run and name the
+line that asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever
+happens, group and mode are gone afterwards. Estimating memory with fake tensors is an idea of
+torch.distributed._tools. Differs: communication is counted.
+"""
+
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from minitrain.ranks import collectives
+from minitrain.ranks.launch import shapes
+from minitrain.ranks.launch.local import notebook_cells
+from minitrain.ranks.launch.report import spot
+from minitrain.ranks.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeStore,
+    tree_map,
+)
+
+LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os.sep
+NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, shapes.__file__, LEDGER)
+# What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
+NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
+NUMBERS_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+FROM_OUTSIDE = "convert all Tensors to FakeTensors"
+
+
+def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
+    """fn(*args) as rank `rank` of `ranks`; returns what fn returns. Tensors in it are fake: shapes without
+    numbers.
+    """
+    for name, value in (("rank", rank), ("ranks", ranks)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} = {value!r}; use a whole number")
+    if ranks < 1:
+        raise ValueError(f"ranks = {ranks}; a world has 1 rank or more")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank = {rank} of ranks = {ranks}; use a rank from 0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
+            "of its own: call it outside of launch.run, and not inside another"
+        )
+    cells = notebook_cells()
+    for file in cells:
+        collectives.name_file(file, "cell")  # as the ranks of a launch do, so that call sites are equal
+    on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        mode = shapes.ShapesMode()
+        args = _without_data(args, mode)
+        with mode:
+            return fn(*args)
+    except Exception as error:
+        for cause in reversed(list(_causes(error))):
+            if complaint := _complaint(cause):
+                raise ValueError(f"{_line_of(cause, cells)} {complaint}") from None
+        raise
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = on_crash
+
+
+def _without_data(args: tuple, mode: shapes.ShapesMode) -> tuple:
+    """Tensors and modules among the arguments as fake copies; what they share, the copies share."""
+    memo: dict = {}
+    with FakeCopyMode(mode):
+        return tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from: who runs the reader's code may say in its own words where
+    it failed.
+    """
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _complaint(error: BaseException) -> str | None:
+    """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry
+    run.
+    """
+    if FROM_OUTSIDE in str(error):
+        return "uses a tensor from outside the dry run; make it inside by torch.tensor, or pass it"
+    if isinstance(error, NUMBERS_ERRORS) or any(text in str(error) for text in NUMBERS_WANTED):
+        return "asks for the numbers in a tensor, and a dry run has shapes only; leave this to real runs"
+    return None
+
+
+def _line_of(error: BaseException, cells: dict[str, str]) -> str:
+    """The innermost line that is the reader's, as "train.py:41 `loss.item()`"."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(NOT_THE_READERS):
+            return f"{spot((frame.filename, frame.lineno), cells)} `{frame.line}`"
+    raise AssertionError("every traceback passes through run")

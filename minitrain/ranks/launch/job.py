@@ -1,0 +1,174 @@
+"""Under torchrun: the ranks are there, on however many nodes, and `run` runs fn on them.
+
+All results reach all ranks. A rank cannot stop its neighbours here: if one fails while others wait, or time
+is up, the process ends, and torchrun ends the job. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT may be left
+over from a job that has ended: the store that torchrun itself keeps must answer.
+"""
+
+import atexit
+import datetime
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from minitrain.ranks import collectives
+from minitrain.ranks.launch import ranks as launch_ranks
+from minitrain.ranks.launch import report
+from minitrain.ranks.launch.report import LaunchTimeout, RankError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_S = 3.0  # for others to come to an end too, after this rank failed
+FOREVER = datetime.timedelta(days=30)  # the group's own time-out: ours is the alarm
+UNSET = f"outside a job unset {' '.join(VARIABLES)}"
+
+
+def here() -> bool:
+    """Is this process a rank of a job? ValueError for variables that are left over from one."""
+    if not all(variable in os.environ for variable in VARIABLES):
+        return False
+    if Job.current is not None:
+        return True
+    given = {name: os.environ[name] for name in VARIABLES}
+    numbers = [given[name] for name in VARIABLES if name != "MASTER_ADDR"]
+    if not all(text.isascii() and text.isdigit() for text in numbers) or int(numbers[0]) >= int(numbers[1]):
+        told = ", ".join(f"{name}={text!r}" for name, text in given.items())
+        raise ValueError(f"{told} are not a rank below a world size, a host and a port; {UNSET}")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # then it listens before any rank is there
+        try:
+            socket.create_connection((given["MASTER_ADDR"], int(given["MASTER_PORT"])), timeout=10).close()
+        except OSError as error:
+            where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+            raise ValueError(
+                f"RANK={given['RANK']} and others say that torchrun started this process, but at {where} "
+                f"nobody answers ({error.strerror or error}): they are left over from another job; {UNSET}"
+            ) from None
+    return True
+
+
+class Job:
+    """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
+
+    current: "Job | None" = None
+
+    @classmethod
+    def find(cls, ranks: int, start_timeout_s: float) -> "Job":
+        if cls.current is None:
+            cls.current = cls(start_timeout_s)
+        job = cls.current
+        if ranks != job.size and job.rank == 0:
+            print(f"this job has {job.size} ranks: running on all of them instead of ranks={ranks}")
+        return job
+
+    def __init__(self, start_timeout_s: float):
+        self.launches, self.rank = 0, int(os.environ["RANK"])
+        self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
+        self.log = f"/dev/fd/{self.file.fileno()}"
+        with Alarm(self, start_timeout_s, "the ranks of this job have not all joined"):
+            wait = datetime.timedelta(seconds=start_timeout_s)
+            self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
+            if not dist.is_initialized():
+                store = dist.PrefixStore("default", self.store)
+                launch_ranks.init_group(store, self.rank, self.size, FOREVER)
+            atexit.register(leave)
+            # results travel as bytes in host memory, whatever moves the tensors
+            self.talk = dist.group.WORLD
+            if dist.get_backend() != "gloo":
+                self.talk = dist.new_group(backend="gloo", timeout=FOREVER)
+        collectives.log_to(self.log)
+
+    def run(self, fn: Callable, args: tuple, timeout_s: float, checked: bool) -> list:
+        collectives.set_checked(checked)
+        self.launches += 1
+        launch_ranks.seed_all()
+        os.environ["MINITRAIN_INSIDE"] = "1"
+        try:
+            with Alarm(self, timeout_s, "this rank has not finished"):
+                try:
+                    result = fn(*args)
+                    collectives.settle()
+                    pickled, error = portable(result), None
+                except BaseException as failure:  # sys.exit included
+                    pickled, error = None, report.record(failure)
+                self.agree(error, timeout_s)
+                everyone = [None] * self.size
+                dist.all_gather_object(everyone, pickled, group=self.talk)
+        finally:
+            del os.environ["MINITRAIN_INSIDE"]
+        return [result if rank == self.rank else pickle.loads(data) for rank, data in enumerate(everyone)]
+
+    def agree(self, error: dict | None, timeout_s: float) -> None:
+        """Return if no rank failed; raise the same RankError on all if all came to an end; else end the
+        job.
+        """
+        key = f"launch-{self.launches}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(error))
+        try:
+            patience = datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S)
+            self.store.wait([f"{key}/{rank}" for rank in range(self.size)], patience)
+        except dist.DistError:
+            self.end(
+                report.failure({self.rank: error}, {}) if error else LaunchTimeout("other ranks are late")
+            )
+        errors = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)}
+        if any(errors.values()):
+            raise report.failure({rank: error for rank, error in errors.items() if error}, {})
+
+    def end(self, error: RankError) -> None:
+        sys.stdout.flush()
+        print(f"{type(error).__name__}: {error}", error.traceback, sep="\n\n", file=sys.stderr, flush=True)
+        os._exit(1)  # torchrun stops the other ranks, which may wait in native code for this one
+
+
+def leave() -> None:
+    """Let go of every group: gloo joins its threads then, and a process that ends with them running may
+    abort.
+    """
+    Job.current = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # what still refers to a group may be a cycle
+
+
+class Alarm:
+    """Ends this process of a torchrun job, saying where it is, unless the block ends in time."""
+
+    def __init__(self, job: Job, seconds: float, complaint: str):
+        self.job, self.seconds, self.complaint = job, seconds, complaint
+        self.timer = threading.Timer(seconds, self.ring)
+        self.timer.daemon = True
+
+    def __enter__(self) -> None:
+        self.timer.start()
+
+    def __exit__(self, *_) -> None:
+        self.timer.cancel()
+        self.timer.join()  # it refers to the job, and the job to its groups: see `leave`
+
+    def ring(self) -> None:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            dump = file.read()
+        stuck = report.stuck(dump, collectives.read_log(self.job.log), {})
+        where = report.say(stuck.text, [self.job.rank])
+        sys.stderr.write(f"LaunchTimeout: {self.complaint} after {self.seconds:g} s: {where}\n")
+        sys.stderr.flush()
+        threading.Event().wait(GRACE_S)  # let the other ranks say where they are
+        os._exit(1)
+
+
+def portable(result) -> bytes:
+    """Plain pickle where it suffices: every rank runs the same program, so classes keep their identity."""
+    try:
+        return pickle.dumps(result)
+    except Exception:
+        return launch_ranks.pickled_result(result)

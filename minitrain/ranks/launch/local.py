@@ -1,0 +1,295 @@
+"""The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the
+culprit.
+
+What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the
+pickled function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`,
+`r.stderr`, `r.noise` (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of
+one line, so a rank can die in the middle of anything and what it said before is whole.
+"""
+
+import json
+import linecache
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import wait as wait_for
+
+from minitrain.ranks import collectives
+from minitrain.ranks.launch import report
+from minitrain.ranks.launch.helper import ONE_THREAD, Helper
+from minitrain.ranks.launch.report import LaunchTimeout, RankError
+
+GRACE_S = 0.3  # after the first error, for equal ones of other ranks
+LOST_GRACE_S = 5.0  # after it, for the end of a rank whose neighbours are all that was heard of
+ECHO_BYTES = 1_000_000  # of prints shown per rank
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+def run_local(
+    call: bytes,
+    ranks: int,
+    timeout_s: float,
+    start_timeout_s: float,
+    checked: bool,
+    echo: bool,
+    grace_s: float | None = None,
+) -> list:
+    launch = Launch(ranks, echo, grace_s)
+    try:
+        # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in
+        # hand.
+        launch.start(call, {"checked": checked, "patience_s": start_timeout_s + timeout_s + 60})
+        launch.wait(timeout_s, start_timeout_s)
+        return launch.results()
+    finally:
+        launch.stop()
+
+
+class Launch:
+    """The ranks of one `run`, seen from the caller."""
+
+    def __init__(self, ranks: int, echo: bool, grace_s: float | None):
+        self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
+        self.states = dict.fromkeys(range(ranks), "start")  # -> "there" -> "ready" -> "done" or "error"
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
+        self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
+        self.helper, self.reaped, self.unread = Helper.find(), False, b""
+        self.helper.launches.add(self)
+        self.directory = os.path.join(tempfile.gettempdir(), f"minitrain-{secrets.token_hex(6)}")
+        self.events, self.their_events = os.pipe()
+        self.lifeline, self.their_lifeline = socket.socketpair()
+
+    # ---- from start to end --------------------------------------------------------------------------------
+
+    def start(self, call: bytes, settings: dict) -> None:
+        environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
+        environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
+        environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
+        # lines of code that no file holds, so that a rank can quote them
+        sources = {
+            file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
+        }
+        request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
+        request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s)
+        self.announce()
+        os.mkdir(self.directory, 0o700)  # for its owner only
+        for name, content in (("request", pickle.dumps(request)), ("call", call)):
+            with open(self.path(name), "wb") as file:
+                file.write(content)
+        order = {"ranks": self.ranks, "modules": self.helper.modules(call)}
+        with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
+            self.lifeline.sendall(json.dumps(order).encode() + b"\n")
+
+    def announce(self) -> None:
+        """The helper knows of the directory before it is there, and removes it if this process is killed."""
+        self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
+        with suppress(OSError), self.helper.lock:
+            socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
+        self.let_go_of_their_ends()
+
+    def let_go_of_their_ends(self) -> None:
+        if self.their_events is not None:
+            os.close(self.their_events)
+            self.their_lifeline.close()
+            self.their_events = None
+
+    def wait(self, timeout_s: float, start_timeout_s: float) -> None:
+        if not self.wait_until({"ready", "done"}, start_timeout_s):
+            # Who is there waits for all to come; whoever is still reading its arguments holds them up.
+            states = [state for state in ("start", "there") if state in self.states.values()]
+            late = [rank for rank, state in self.states.items() if state == states[0]]
+            raise LaunchTimeout(
+                f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
+                f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",
+                tuple(late),
+            )
+        if not self.wait_until({"done"}, timeout_s):
+            raise self.hang(timeout_s)
+        self.show_all()
+
+    def wait_until(self, wanted: set[str], seconds: float) -> bool:
+        """False if time is up. Raises as soon as a rank fails."""
+        deadline = time.monotonic() + seconds
+        while not set(self.states.values()) <= wanted:
+            if time.monotonic() > deadline:
+                self.show_all()
+                return False
+            self.listen(0.1)
+            self.show(0, "stdout", sys.stdout)
+            if self.failed():
+                self.let_others_end()
+                self.show_all()
+                raise self.failure()
+        return True
+
+    def let_others_end(self) -> None:
+        """For `grace_s`, until all have. A rank that has raised keeps its sockets open: it is killed, having
+        said why, so that those that wait for it see their collective fail, and the news goes round.
+        """
+        started, let_go = time.monotonic(), set()
+        while time.monotonic() < started + self.patience_s() and self.busy():
+            for rank in self.failed() if self.grace_s else ():
+                if rank not in let_go and rank not in self.exits:
+                    os.kill(self.pids[rank], signal.SIGKILL)
+                let_go.add(rank)
+            self.listen(0.05)
+
+    def patience_s(self) -> float:
+        """If all that is known is that connections were lost, somebody must have died: the news is on its
+        way.
+        """
+        if self.grace_s is not None:
+            return self.grace_s
+        errors = {
+            rank: json.loads(self.read(rank, "error")) for rank in self.failed() if rank not in self.exits
+        }
+        only_lost = not self.exits and all(map(report.lost_a_connection, errors.values()))
+        return LOST_GRACE_S if only_lost else GRACE_S
+
+    def busy(self) -> list[int]:
+        """Ranks that have not come to an end."""
+        ended = ("done", "error")
+        return [rank for rank, now in self.states.items() if now not in ended and rank not in self.exits]
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""
+        if wait_for([self.events], timeout_s):
+            data = os.read(self.events, 65536)
+        elif self.helper.process.poll() is None:
+            return
+        else:
+            data = b""
+        if not data:
+            gone = "the helper process that forks ranks is gone (killed, or out of memory?)"
+            raise RankError(f"{gone}; run again to start another", (), self.helper.last_words())
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            who, event, *value = line.decode().split()
+            if event == "reaped":
+                self.reaped = True
+            elif event == "pid":
+                self.pids[int(who)] = int(value[0])
+            elif event == "unborn":
+                rank = int(who)
+                raise RankError(report.unborn(f"rank {rank} of {self.ranks}", int(value[0])), (rank,))
+            elif event == "exit":
+                self.exits[int(who)] = int(value[0])
+            else:
+                self.states[int(who)] = event
+                self.helper.heavy.update(value)
+
+    def stop(self) -> None:
+        """Close the lifeline: the helper kills and reaps every rank, and nothing of this launch is left."""
+        try:
+            # shutdown, not close: it counts even if a process forked meanwhile holds a copy of this socket
+            self.lifeline.shutdown(socket.SHUT_RDWR)
+            self.let_go_of_their_ends()
+            deadline = time.monotonic() + 10
+            while self.pids and not self.reaped and time.monotonic() < deadline:  # no pids: it imports torch
+                self.listen(0.5)
+        except RankError:
+            pass  # the helper is gone, and the kernel has killed its ranks
+        finally:
+            self.helper.launches.discard(self)
+            self.lifeline.close()
+            os.close(self.events)
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    # ---- what the ranks left in the directory -------------------------------------------------------------
+
+    def path(self, *parts) -> str:
+        return os.path.join(self.directory, ".".join(map(str, parts)))
+
+    def read(self, rank: int, kind: str, start: int = 0, size: int = -1) -> bytes:
+        try:
+            with open(self.path(rank, kind), "rb") as file:
+                file.seek(start)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
+
+    def text(self, rank: int, kind: str) -> str:
+        return self.read(rank, kind).decode(errors="replace")
+
+    def calls(self, rank: int) -> list:
+        path = self.path(rank, "calls")
+        return collectives.read_log(path) if os.path.exists(path) else []
+
+    def results(self) -> list:
+        results = []
+        for rank in self.states:
+            try:
+                with open(self.path(rank, "result"), "rb") as file:
+                    results.append(pickle.load(file))
+            except Exception as error:
+                message = f"the result of rank {rank} cannot be rebuilt here: {error!r}"
+                raise RankError(message, (rank,)) from error
+        return results
+
+    def failed(self) -> list[int]:
+        return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
+
+    def failure(self) -> RankError:
+        records = {}
+        for rank in self.failed():
+            if self.states[rank] == "error":
+                records[rank] = json.loads(self.read(rank, "error"))
+            else:
+                stack, calls = self.text(rank, "stack"), self.calls(rank)
+                records[rank] = report.crash_record(self.exits[rank], stack, calls, self.cells)
+        return report.failure(records, self.cells, {rank: self.text(rank, "noise") for rank in records})
+
+    def hang(self, timeout_s: float) -> LaunchTimeout:
+        """Ask every rank for its stack (faulthandler answers even inside gloo) and read the log of its
+        collectives.
+        """
+        busy = [rank for rank, state in self.states.items() if state != "done"]
+        for rank in busy:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
+            time.sleep(0.02)
+        dumps = {rank: self.text(rank, "stack") for rank in busy}
+        where = {
+            rank: report.stuck(dumps[rank], self.calls(rank), self.cells) if rank in busy else report.RETURNED
+            for rank in self.states
+        }
+        return report.hang(timeout_s, where, dumps, self.cells)
+
+    def show_all(self) -> None:
+        for kind, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            for rank in self.states:
+                self.show(rank, kind, stream, ended=True)
+
+    def show(self, rank: int, kind: str, stream, ended: bool = False) -> None:
+        """Print the lines that `rank` has completed since the last time, and what is left once it has
+        `ended`.
+        """
+        if not self.echo:
+            return
+        before = self.shown.get((rank, kind), 0)
+        text = self.read(rank, kind, before, ECHO_BYTES - before)
+        text = text if ended else text[: text.rfind(b"\n") + 1]
+        self.shown[rank, kind] = before + len(text)
+        if text:
+            for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
+                last_state = line.rpartition("\r")[2]  # of a progress bar
+                print(f"[rank {rank}] {last_state}", file=stream)
+        if ended and self.read(rank, kind, ECHO_BYTES, 1):
+            print(f"[rank {rank}] ... (only the first {ECHO_BYTES:,} bytes are shown)", file=stream)
+
+
+def notebook_cells() -> dict[str, str]:
+    """{file name of a compiled cell: "Cell In[6]"} if this is a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    names = {file: shell.compile.format_code_name(file) for file in linecache.cache} if shell else {}
+    return {file: " ".join(name) for file, name in names.items() if name}

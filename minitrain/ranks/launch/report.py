@@ -1,0 +1,320 @@
+"""Who is to blame: turns what the ranks of a failed launch left behind into one sentence and a traceback.
+
+Four rules find the culprit.
+
+    A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer".
+        These are dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so
+        only a crash can have caused them.
+    A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
+        disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
+    Of groups that wait for each other the smaller side is to blame: one rank that calls two groups in another
+        order than the others do.
+    The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain
+        is named, because that is where something can be changed; the traceback shows the rest.
+"""
+
+import errno
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from minitrain.ranks.torch_private import C10D_FILE
+
+SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
+TORCH = os.path.join(os.path.dirname(find_spec("torch").origin), "")  # which may stand outside of the schemes
+LIBRARIES = tuple({TORCH, *(sysconfig.get_path(scheme) + os.sep for scheme in SCHEMES)})
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+LOST = (
+    "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
+    "another rank is gone"
+)
+CONNECTION_LOST = re.compile(LOST, re.I)
+STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
+COLLECTIVES = os.path.join(PACKAGE, "collectives", "")
+NOISE_LETTERS = 2000  # of what native code wrote to stderr
+MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
+HINTS = {  # what to do about what the system says
+    "Unable to find address for": "the loopback has no address: bring it up (ip link set lo up)",
+    "Resource temporarily unavailable|can't start new thread": "no more processes: see ulimit -u",
+}
+# What the processor or native code itself runs into; any other signal was sent by somebody.
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"}
+LIMITS = {"SIGXCPU": "ulimit -t", "SIGXFSZ": "ulimit -f"}
+
+
+class RankError(RuntimeError):
+    """A rank failed. `ranks` are those to blame, `traceback` is the text of the first one's traceback."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), traceback: str = ""):
+        super().__init__(message)
+        self.ranks, self.traceback = tuple(ranks), traceback
+        if traceback:
+            self.add_note("\n" + traceback.rstrip())
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message and the rank's own lines, not our way of waiting for it."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
+
+class LaunchTimeout(RankError):
+    """The ranks did not start, or did not finish, in the time given."""
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def unborn(who: str, number: int) -> str:
+    """Why the system has no process for `who`."""
+    cure = " (see ulimit -u, or a limit of the container)" if number == errno.EAGAIN else ""
+    return f"{who} cannot be started: {os.strerror(number)}{cure}; use fewer ranks, or end other programs"
+
+
+# ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------
+
+
+def record(error: BaseException) -> dict:
+    """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
+    tb = error.__traceback__.tb_next or error.__traceback__
+    message = message_of(error)
+    frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
+    if len(message) > MESSAGE_LETTERS:  # Python's printer of them takes seconds for 20 MB
+        lines = [*traceback.format_tb(tb), f"{type(error).__name__}: {message}"]
+    else:
+        lines = traceback.format_exception(type(error), error, tb)
+    text = shortened("".join(lines), TRACEBACK_LETTERS, "\n")
+    return {"type": type(error).__name__, "message": message, "frames": frames, "traceback": text}
+
+
+def message_of(error: BaseException) -> str:
+    """On one line, whatever it does when it is asked."""
+    try:
+        return one_line(str(error))
+    except Exception:
+        return "(its message could not be printed)"
+
+
+def one_line(text: str) -> str:
+    return " ".join(line.strip() for line in shortened(text, MESSAGE_LETTERS).splitlines())
+
+
+def shortened(text: str, letters: int, around: str = " ") -> str:
+    """Its first and its last part, if it has more letters than that."""
+    half = letters // 2
+    if len(text) <= letters:
+        return text
+    return f"{text[:half]}{around}... ({len(text) - 2 * half:,} letters left out) ...{around}{text[-half:]}"
+
+
+def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
+    """The record of a rank that ended without a word; `code`: its exit status, or minus the signal."""
+    frames = stack_frames(dump)
+    at = f" at {place(frames, cells)}" if frames else ""
+    if code >= 0:
+        what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
+    elif -code == signal.SIGKILL:
+        what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks, smaller tensors)"
+    elif -code == signal.SIGABRT:
+        what = f"aborted in native code (SIGABRT){at}; its last words are below"
+    elif (named := signal_name(-code)) in CRASHES:
+        what = f"crashed in native code ({named}){at}"
+    elif named in LIMITS:
+        what = f"died of {named}{at} (a limit of this shell: {LIMITS[named]})"
+    else:
+        what = f"died of {named}{at} (a signal that somebody sent, or a timer of its own)"
+    if calls and not frames:
+        what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
+    return {"type": None, "message": what, "frames": frames, "traceback": stack_text(dump, cells)}
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM, or "real-time signal 40": of these Python names the first and the last only."""
+    if getattr(signal, "SIGRTMIN", number + 1) <= number:
+        return f"real-time signal {number}"
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
+
+
+def sentence(record: dict, places: list[str]) -> str:
+    """What happened, without naming the rank."""
+    where = f" ({', '.join(places)})" if places else ""
+    if record["type"] is None:
+        return record["message"]
+    if CONNECTION_LOST.search(record["message"]):
+        where += "; another process of the group is gone"
+    where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"]))
+    if record["type"] == "SystemExit":
+        return f"called sys.exit({record['message']}){where}; return from fn instead"
+    return f"raised {record['type']}{': ' * bool(record['message'])}{record['message']}{where}"
+
+
+def place(frames: list, cells: dict[str, str]) -> str:
+    """The line to look at, "train.py:41" or "cell:4" (cell numbers change from run to run); innermost frames
+    first.
+    """
+    for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
+        for frame in frames:
+            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch", COLLECTIVES)):
+                return spot(frame, cells)
+    return ""
+
+
+def spot(frame: tuple, cells: dict[str, str]) -> str:
+    return f"{'cell' if frame[0] in cells else os.path.basename(frame[0])}:{frame[1]}"
+
+
+def stack_frames(dump: str) -> list[Frame]:
+    """The main thread's frames below fn, innermost first, from what faulthandler wrote about all threads."""
+    for thread in re.split(r"\n(?=Thread |Current thread )", dump):
+        fn_and_below, *ours = re.split(CALLS_FN, thread, maxsplit=1)
+        if ours:
+            return [Frame(file, int(line), name) for file, line, name in STACK_LINE.findall(fn_and_below)]
+    return []
+
+
+def stack_text(dump: str, cells: dict[str, str]) -> str:
+    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in stack_frames(dump)]
+    return readable("\n".join(["innermost line first:", *lines]), cells) if lines else ""
+
+
+def readable(text: str, cells: dict[str, str]) -> str:
+    """A traceback with notebook cells called as the notebook calls them."""
+    for file, cell in cells.items():
+        text = text.replace(f'File "{file}"', cell)
+    return text
+
+
+def name(ranks: list[int]) -> str:
+    """[3] -> "rank 3", [0, 1, 2] -> "ranks 0, 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- a failure -------------------------------------------------------------------------------------------
+
+
+def lost_a_connection(record: dict) -> bool:
+    return bool(record["type"] and CONNECTION_LOST.search(record["message"]))
+
+
+def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] = {}) -> RankError:
+    """The error of a launch from the records of the ranks that failed; equal ones are named together."""
+    lost = {rank for rank, said in records.items() if lost_a_connection(said)}
+    crashed = [rank for rank, said in records.items() if said["type"] is None]
+    blamed = sorted(set(records) - lost or records, key=lambda rank: (rank not in crashed, rank))
+    alike: dict[tuple, list[int]] = {}
+    for rank in blamed:
+        alike.setdefault((records[rank]["type"], records[rank]["message"]), []).append(rank)
+    sentences = []
+    for ranks in alike.values():
+        places = dict.fromkeys(place(records[rank]["frames"], cells) for rank in ranks)
+        sentences.append(f"{name(ranks)} {sentence(records[ranks[0]], [where for where in places if where])}")
+    more = f"; and {len(sentences) - 3} other error{'s' * (len(sentences) > 4)}" if len(sentences) > 3 else ""
+    first = blamed[0]
+    text = readable(records[first]["traceback"], cells)
+    if noise.get(first, "").strip():
+        text += f"\nstderr of rank {first}:\n{noise[first].strip()[-NOISE_LETTERS:]}"
+    return RankError(
+        "; ".join(sentences[:3]) + more, tuple(sorted(blamed)), f"Rank {first}: {text}" if text else ""
+    )
+
+
+# ---- a hang ----------------------------------------------------------------------------------------------
+
+
+class Stuck(NamedTuple):
+    """Where one rank was when time was up."""
+
+    text: str  # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
+    waits: bool  # in a collective or for a message
+    group: tuple = ()  # which group's collective: axis, members, name
+    seq: int = -1  # its number there
+
+
+RETURNED = Stuck("returned from fn", False)
+
+
+def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
+    """Where a rank is, from its stack and from the log of its collectives (oldest first)."""
+    if not dump:
+        return Stuck("give{s} no answer to signals (stopped?)", False)
+    frames = stack_frames(dump)
+    in_torch = [frame.function for frame in frames if frame.file.endswith(C10D_FILE)]
+    in_torch = [
+        f for f in in_torch if f.islower() and not f.startswith(("_", "get_", "is_", "pg_", "default_"))
+    ]
+    in_ours = any(frame.file.startswith(COLLECTIVES) for frame in frames)
+    unfinished = [call for call in calls if not call.done]
+    if unfinished and in_ours:
+        here = {spot(frame, cells) for frame in frames}
+        call = next((call for call in unfinished if call.site in here), unfinished[0])
+        peer = "" if call.peer is None else f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}"
+        axis = f" of group {call.group!r} {call.members}" if call.group else f" of {call.axis} {call.members}"
+        axis = "" if call.axis == "world" and not call.group else axis
+        group = (call.axis, call.members, call.group) if call.peer is None else ()
+        return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
+    if not place(frames, cells):
+        return RETURNED
+    if in_torch:
+        return Stuck(f"wait{{s}} in torch.distributed.{in_torch[-1]} ({place(frames, cells)})", True)
+    return Stuck(f"stand{{s}} at {place(frames, cells)}, in no collective", False)
+
+
+def say(text: str, ranks: list[int]) -> str:
+    return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
+
+
+def smaller_side(stuck: dict[int, Stuck]) -> list[int]:
+    """Of ranks that wait in groups none of which has all its members, the few; [] without a majority."""
+    sides: dict[tuple, list[int]] = {}
+    for rank, where in stuck.items():
+        if where.group:
+            axis, members, own_name = where.group
+            if [other.group for other in stuck.values()].count(where.group) < len(ranks_of(members)):
+                sides.setdefault((axis, own_name), []).append(rank)
+    sizes = {len(ranks) for ranks in sides.values()}
+    return [rank for ranks in sides.values() if len(ranks) < max(sizes) for rank in ranks]
+
+
+def awaited(rank: int, stuck: dict[int, Stuck]) -> bool:
+    """Does anybody wait in a group that the rank is in? Yes, where nobody waits or the group is not known."""
+    members = [where.group[1] if where.group else "" for where in stuck.values() if where.waits]
+    return not members or any(rank in ranks_of(text) for text in members)
+
+
+def ranks_of(members: str) -> Collection[int]:
+    """Of "1-3" or "0,2,5", as the log of calls has it; all ranks, if that is shortened or empty."""
+    if not re.fullmatch(r"\d+(-\d+|(,\d+)*)", members):
+        return range(2**31)
+    first, _, last = members.partition("-")
+    return range(int(first), int(last) + 1) if last else {int(rank) for rank in members.split(",")}
+
+
+def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict) -> LaunchTimeout:
+    """The report of a launch that ran out of time: those who are behind come first."""
+    blamed = [rank for rank, where in stuck.items() if not where.waits and awaited(rank, stuck)]
+    if not any(where.waits for where in stuck.values()):  # nobody misses those that have returned
+        blamed = [rank for rank in blamed if stuck[rank] != RETURNED]
+    for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
+        numbers = {rank: where.seq for rank, where in stuck.items() if where.group == group}
+        if len(set(numbers.values())) > 1:
+            blamed += [rank for rank, number in numbers.items() if number == min(numbers.values())]
+    blamed = blamed or smaller_side(stuck)
+    order = sorted(stuck, key=lambda rank: (rank not in blamed, rank))
+    alike: dict[str, list[int]] = {}
+    for rank in order:
+        alike.setdefault(stuck[rank].text, []).append(rank)
+    told = "; ".join(say(text, ranks) for text, ranks in alike.items())
+    if not any(where.waits for where in stuck.values()):
+        told += "; if this is only slow, raise timeout_s"
+    stacks: dict[str, list[int]] = {}
+    for rank in order:
+        stacks.setdefault(stack_text(dumps.get(rank, ""), cells), []).append(rank)
+    text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
+    return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", sorted(blamed or stuck), text)

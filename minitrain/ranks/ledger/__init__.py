@@ -1,0 +1,15 @@
+"""The account of a run: bytes sent, FLOPs spent, memory held, in order. Real and dry runs write the same one.
+
+First  ledger              Ledger: open it around what is to be counted
+then   watch               sees every operator
+       operators           what one operator costs
+       contractions        and those of products and attention: FLOPs and shape
+       cost                one number for it, to compare operators
+       memory_meter        every block of memory from birth to death
+
+This folder is one module to its users: `from minitrain.ranks.ledger import Ledger`.
+"""
+
+from minitrain.ranks.ledger.ledger import Ledger
+
+__all__ = ["Ledger"]

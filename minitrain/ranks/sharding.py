@@ -1,0 +1,145 @@
+"""Where a parameter is: one record, `param.placement`, written by who cuts or copies it, read by all who ask.
+
+    shards        how it is cut                     W[F, D] -> W[F/n, D]: (Shard(0, group),), in order
+    summed_over   over whom its gradient is a sum   ranks with other tokens: (dp × cp,), or (intra, inter)
+    copies        who else holds it                 ranks of a pipeline with the same tied table or stage
+    inside        of a flat buffer of parameters: the groups that had cut these before it was cut
+
+`shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
+gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut, `numbers` says
+where in the whole the elements of a part are. A tensor may be cut
+several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
+different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
+of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out again.
+
+torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
+ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded as
+well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.ranks import collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One cut along `dim`: equal slices for the ranks of `group`; `size` of the whole, if it is padded."""
+
+    dim: int
+    group: dist.ProcessGroup
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter is. The fields are explained above."""
+
+    shards: tuple[Shard, ...] = ()
+    summed_over: tuple[dist.ProcessGroup, ...] = ()
+    copies: dist.ProcessGroup | None = None
+    inside: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks together hold it once."""
+        return (*self.inside, *(cut.group for cut in self.shards))
+
+
+def placement(tensor: Tensor) -> Placement:
+    """Of any tensor: one that nobody placed is whole, and its gradient is its own."""
+    return getattr(tensor, "placement", WHOLE)
+
+
+def place(tensor: Tensor, **changes) -> Tensor:
+    """The tensor, with these fields of its placement written."""
+    tensor.placement = replace(placement(tensor), **changes)
+    return tensor
+
+
+def whole_shape(tensor: Tensor) -> list[int]:
+    """The shape of the whole of which this rank has a part."""
+    shape = list(tensor.shape)
+    for cut in reversed(placement(tensor).shards):
+        shape[cut.dim] = cut.size or shape[cut.dim] * cut.group.size()
+    return shape
+
+
+def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False) -> Tensor:
+    """This rank's slice along `dim`, a copy (a Parameter if `tensor` is one); its placement has the cut."""
+    axis, ranks, shape = collectives.axis_of(group), group.size(), list(tensor.shape)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"shard: dim={dim}, but the tensor {shape} has {tensor.dim()} dims")
+    dim %= tensor.dim()
+    for earlier in placement(tensor).shards:
+        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(earlier.group))
+        if both != {dist.get_rank()}:
+            cure = (
+                f"cut over {collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same"
+            )
+            raise ValueError(f"shard: ranks of {axis} hold different slices already, {cure}")
+    if shape[dim] % ranks and not pad:
+        size = f"{shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of {axis}"
+        raise ValueError(f"shard: {size}; pad the tensor or change the size of the axis")
+    cut = Shard(dim, group, shape[dim] if shape[dim] % ranks else None)
+    local = _slice(tensor.detach(), cut).clone(memory_format=torch.contiguous_format)
+    if isinstance(tensor, nn.Parameter):
+        local = nn.Parameter(local, requires_grad=tensor.requires_grad)
+    local.placement = replace(placement(tensor), shards=(*placement(tensor).shards, cut))
+    return local
+
+
+def _slice(tensor: Tensor, cut: Shard) -> Tensor:
+    """This rank's part of a tensor that is whole along `cut.dim`; zeros where it is shorter than others'."""
+    length = tensor.size(cut.dim)
+    size = math.ceil(length / cut.group.size())
+    first = min(cut.group.rank() * size, length)
+    part = tensor.narrow(cut.dim, first, min(size, length - first))
+    missing = size - part.size(cut.dim)
+    return F.pad(part, [0, 0] * (tensor.dim() - 1 - cut.dim) + [0, missing]) if missing else part
+
+
+def own_slice(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `like` is."""
+    for cut in placement(like).shards:
+        whole = _slice(whole, cut)
+    return whole
+
+
+def numbers(tensor: Tensor, first: int, last: int) -> Tensor:
+    """int64: which elements of the whole, counted along its rows, elements first .. last of this part are."""
+    index = torch.arange(first, last, device=tensor.device)
+    if not placement(tensor).shards:
+        return index
+    lengths, starts = whole_shape(tensor), [0] * tensor.dim()
+    strides = [math.prod(lengths[dim + 1 :]) for dim in range(tensor.dim())]
+    for cut in placement(tensor).shards:
+        lengths[cut.dim] = math.ceil(lengths[cut.dim] / cut.group.size())
+        starts[cut.dim] += cut.group.rank() * lengths[cut.dim]
+    found = torch.zeros_like(index)
+    for dim in reversed(range(tensor.dim())):
+        found += (index % tensor.size(dim) + starts[dim]) * strides[dim]
+        index = index // tensor.size(dim)
+    return found
+
+
+def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tensor:
+    """The whole of `tensor` on every rank, outside autograd. What does not carry its cuts itself is told of
+    them: full_tensor(param.grad, param.placement.shards)."""
+    whole = tensor.detach()
+    for cut in reversed(placement(tensor).shards if shards is None else shards):
+        whole = collectives.all_gather(whole, cut.group, cut.dim)
+        if cut.size:
+            whole = whole.narrow(cut.dim, 0, cut.size).contiguous()
+    return whole
+
+
+WHOLE = Placement()

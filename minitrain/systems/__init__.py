@@ -1,0 +1,11 @@
+"""The survey: published systems, each a policy on the engines of the techniques. A folder per family.
+
+data_parallel  tensor_parallel  context  pipeline  moe  precision  memory  checkpoint  attention
+                 variants of a technique
+communication    algorithms of collectives, as schedules of chunks
+annotate         sharding by annotation
+plan             planners and searches
+simulate         allocators, eviction, storage, failures
+
+Imported by compose/, course/ and cli/ alone; no technique knows of it.
+"""

@@ -1,0 +1,192 @@
+"""A computation as a list of operators whose dims have letters, and its gradients as more of the same list.
+
+    Op("h", "product", "bd,df->bf", ("x", "w1"))       h[b, f] = sum over d of x[b, d] · w1[d, f]
+    Op("a", "relu", "bf->bf", ("h",))                  one element at a time, dims as they are
+
+Letters belong to one operator: what is `f` here may be `d` in the next, only sizes must agree. A product may
+have one operand (a sum, a transposition) and letters that its result alone has (copies along them, of
+`copies`). The functions are few, and closed under gradients: `with_gradients` appends operators that carry
+`d_y`, an input more, back to the tensors that are asked for. So who places tensors on ranks places backward
+and the update too, as compilers do that see a whole step.
+
+signature.py says how an operator can be cut, run.py runs it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from minitrain.ranks.checks import require_text
+
+LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
+POINTWISE = ("relu", "step", "exp", "reciprocal")
+FUNCTIONS = LINEAR + POINTWISE
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: the name of its result, what it does, its dims, its operands."""
+
+    name: str
+    function: str
+    equation: str
+    inputs: tuple[str, ...]
+    copies: tuple[tuple[str, int], ...] = ()  # letters that the result alone has, and their sizes
+
+    def __post_init__(self):
+        require_text(name=self.name, equation=self.equation)
+        if self.function not in FUNCTIONS:
+            raise ValueError(f"{self.name}: function {self.function!r}; use {', '.join(FUNCTIONS)}")
+        said = f"{self.name}: {self.function} {self.equation!r}"
+        letters = [term.isalpha() or not term for term in self.terms]
+        if "->" not in self.equation or not all(letters) or any(len(set(t)) < len(t) for t in self.terms):
+            raise ValueError(f"{said}; write a letter a dim, none twice in one tensor, such as 'bd,df->bf'")
+        if len(self.inputs) != len(self.terms) - 1:
+            raise ValueError(f"{said} with {len(self.inputs)} operands; give one a term")
+        if self.function != "product" and len(set(self.terms)) > 1:
+            raise ValueError(f"{said}; only a product changes dims, {self.function} leaves them as they are")
+        if self.function not in ("product", "add") and len(self.inputs) > 1:
+            raise ValueError(f"{said}; {self.function} has one operand")
+        new = set(self.terms[-1]) - set("".join(self.terms[:-1]))
+        if new != {letter for letter, _ in self.copies}:
+            raise ValueError(f"{said}: the result alone has {sorted(new)}; say their sizes in `copies`")
+
+    @property
+    def terms(self) -> list[str]:
+        """The letters of each operand, and last those of the result."""
+        operands, _, result = self.equation.partition("->")
+        return [*operands.split(","), result]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The operands and last the result, as `terms`."""
+        return (*self.inputs, self.name)
+
+    @property
+    def letters(self) -> list[str]:
+        return list(dict.fromkeys("".join(self.terms)))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Shapes of the inputs, and operators in an order in which they can be run."""
+
+    inputs: Mapping[str, tuple[int, ...]]
+    ops: tuple[Op, ...]
+
+    def __post_init__(self):
+        assert self.shapes.keys() >= self.inputs.keys()  # made here, so that what does not fit is refused
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, whole."""
+        found = dict(self.inputs)
+        for op in self.ops:
+            for name in op.inputs:
+                if name not in found:
+                    raise ValueError(
+                        f"{op.name}: no operand {name!r} before it; there are {', '.join(found)}"
+                    )
+            if op.name in found:
+                raise ValueError(f"{op.name!r} is made twice; give each result a name of its own")
+            sizes = letter_sizes(op, found)
+            found[op.name] = tuple(sizes[letter] for letter in op.terms[-1])
+        return found
+
+    def sizes(self, op: Op) -> dict[str, int]:
+        """Of each letter of the operator."""
+        return letter_sizes(op, self.shapes)
+
+
+def letter_sizes(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    sizes = dict(op.copies)
+    for name, term in zip(op.inputs, op.terms):
+        if len(term) != len(shapes[name]):
+            raise ValueError(f"{op.name}: {name} {list(shapes[name])} has not the dims {term!r}")
+        for letter, size in zip(term, shapes[name]):
+            if sizes.setdefault(letter, size) != size:
+                found = f"{letter} is {sizes[letter]} and, in {name} {list(shapes[name])}, {size}"
+                raise ValueError(f"{op.name}: {op.equation!r}: {found}; a letter has one size")
+    return sizes
+
+
+def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """The graph with backward, and for each of `wanted` which tensor is the gradient of sum(of · d_of).
+
+    `d_of` is an input more, shaped as `of`. Only what depends on one of `wanted` gets a gradient."""
+    wanted = tuple(wanted)
+    for name in (of, *wanted):
+        if name not in graph.shapes:
+            raise ValueError(f"gradient of {name!r}: the tensors are {', '.join(graph.shapes)}")
+    if any(of in op.inputs for op in graph.ops):
+        raise ValueError(f"gradient of {of!r}: other operators use it; begin with a result that none uses")
+    moving, above = set(wanted), {of}  # depends on one of wanted; is something that `of` depends on
+    for op in graph.ops:
+        moving |= {op.name} if moving & set(op.inputs) and op.function != "step" else set()
+    for op in reversed(graph.ops):
+        above |= set(op.inputs) if op.name in above else set()
+    if missing := [name for name in wanted if name not in above or of not in moving]:
+        raise ValueError(f"gradient of {of!r} by {missing[0]!r}: it does not depend on that")
+
+    live = [op for op in graph.ops if op.name in moving & above]
+    uses = Counter(name for op in live for name in op.inputs)
+    ops, parts, grads = list(graph.ops), defaultdict(list), {of: f"d_{of}"}
+
+    def new(*given) -> str:
+        ops.append(Op(*given))
+        return ops[-1].name
+
+    def gradient(name: str) -> str:
+        if name not in grads:
+            term = "abcdefgh"[: len(graph.shapes[name])]
+            added = f"{','.join([term] * len(parts[name]))}->{term}"
+            many = len(parts[name]) > 1
+            grads[name] = new(f"d_{name}", "add", added, tuple(parts[name])) if many else parts[name][0]
+        return grads[name]
+
+    for op in reversed(live):
+        dy = gradient(op.name)
+        for at, name in enumerate(op.inputs):
+            if name in moving:
+                called = f"d_{name}" if uses[name] == 1 else f"d_{name}.{op.name}{at}"
+                parts[name].append(_back(op, at, dy, called, graph.sizes(op), new))
+    found = {name: gradient(name) for name in wanted}
+    return Graph({**graph.inputs, f"d_{of}": graph.shapes[of]}, tuple(ops)), found
+
+
+def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Callable) -> str:
+    """Appends what takes dy to operand `at`; the name of the gradient there."""
+    term, result = op.terms[at], op.terms[-1]
+    alone, pair = f"{term}->{term}", f"{term},{term}->{term}"
+    match op.function:
+        case "product":
+            rest = [i for i in range(len(op.inputs)) if i != at]
+            terms, others = [result, *(op.terms[i] for i in rest)], [op.inputs[i] for i in rest]
+            copies = tuple((letter, sizes[letter]) for letter in term if letter not in "".join(terms))
+            return new(called, "product", f"{','.join(terms)}->{term}", (dy, *others), copies)
+        case "add":
+            return dy
+        case "negate":
+            return new(called, "negate", alone, (dy,))
+        case "relu":
+            on = new(f"{called}.on", "step", alone, op.inputs)
+            return new(called, "product", pair, (dy, on))
+        case "exp":
+            return new(called, "product", pair, (dy, op.name))
+        case "reciprocal":  # -y² · dy
+            plain = new(f"{called}.plain", "product", f"{term},{pair}", (dy, op.name, op.name))
+            return new(called, "negate", alone, (plain,))
+    raise AssertionError(op.function)
+
+
+def with_update(graph: Graph, gradients: Mapping[str, str]) -> Graph:
+    """And `w_new = w - gradient` for each parameter w; the learning rate is in `d_of`, as every factor is."""
+    ops = list(graph.ops)
+    for name, gradient in gradients.items():
+        term = "abcdefgh"[: len(graph.shapes[name])]
+        ops.append(Op(f"{name}_step", "negate", f"{term}->{term}", (gradient,)))
+        ops.append(Op(f"{name}_new", "add", f"{term},{term}->{term}", (name, f"{name}_step")))
+    return Graph(graph.inputs, tuple(ops))

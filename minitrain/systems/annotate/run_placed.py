@@ -1,0 +1,131 @@
+"""The program of a placed graph on real ranks: each computes with what it has, and collectives box the rest.
+
+    results = run(placed, {"x": own_part(x, spec, groups), ...}, groups)        groups by axis, as in a Mesh
+
+Every operator works on local slices as if they were whole: a product is an einsum over the local part of each
+letter, which is why a contracted letter that is cut leaves a term of a sum. All that is sent is in `box`.
+`evaluate` runs the same graph on one process, `whole` brings a result together. Memory: every tensor of the
+program, in every spec it was boxed to, until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks import collectives
+from minitrain.systems.annotate.boxing import moves
+from minitrain.systems.annotate.graph import Graph, Op
+from minitrain.systems.annotate.plan import Box, Placed
+from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split, local_shape
+
+Groups = Mapping[str, ProcessGroup]
+
+
+def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
+    """x, this rank's part by `source`, as its part by `target`."""
+    for place in (source, target):
+        if not isinstance(place, Split) and place not in (BROADCAST, PARTIAL):
+            raise ValueError(f"place {place!r}: use 'B', 'P' or Split(dim)")
+    ranks, rank = group.size(), group.rank()
+    if source == target:
+        return x
+    if target == PARTIAL:  # what the others add is zero
+        if source == BROADCAST:
+            return x if rank == 0 else torch.zeros_like(x)
+        parts = [x if other == rank else torch.zeros_like(x) for other in range(ranks)]
+        return torch.cat(parts, source.dim)
+    if source == BROADCAST:
+        return x.chunk(ranks, target.dim)[rank].contiguous()
+    if source == PARTIAL:
+        if target == BROADCAST:
+            return collectives.all_reduce(x, group)
+        return collectives.reduce_scatter(x, group, target.dim)
+    if target == BROADCAST:
+        return collectives.all_gather(x, group, source.dim)
+    pieces = collectives.all_to_all(x, group, target.dim)  # piece j along the new dim goes to rank j
+    return torch.cat(pieces.chunk(ranks, target.dim), source.dim)
+
+
+def box_along(x: Tensor, source: Spec, target: Spec, groups: Groups) -> Tensor:
+    """One axis after the other."""
+    each = list(groups.values())
+    for axis, before, after in moves(source, target):
+        x = box(x, before, after, each[axis])
+    return x
+
+
+def own_part(x: Tensor, spec: Spec, groups: Groups) -> Tensor:
+    """This rank's part of a tensor that all ranks have whole; sends nothing."""
+    return box_along(x, (BROADCAST,) * len(spec), spec, groups)
+
+
+def whole(x: Tensor, spec: Spec, groups: Groups) -> Tensor:
+    return box_along(x, spec, (BROADCAST,) * len(spec), groups)
+
+
+def run(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """Every tensor of the graph as it is kept on this rank, from this rank's parts of the inputs."""
+    check(placed, parts, groups)
+    there = {(name, placed.specs[name]): parts[name] for name in placed.graph.inputs}
+    for step in placed.program():
+        if isinstance(step, Box):
+            there[step.tensor, step.target] = box_along(there[step.tensor, step.source], *step[1:], groups)
+            continue
+        op, needs, made = step
+        sizes = placed.graph.sizes(op)
+        for ranks, one in zip(placed.axes.values(), placed.chosen[op.name]):
+            if one.letter:
+                sizes[one.letter] //= ranks
+        operands = [there[name, spec] for name, spec in zip(op.inputs, needs)]
+        there[op.name, made] = compute(op, operands, sizes)
+    return {name: there[name, spec] for name, spec in placed.specs.items()}
+
+
+def check(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> None:
+    sizes = {axis: group.size() for axis, group in groups.items()}
+    if list(sizes.items()) != list(placed.axes.items()):
+        raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {sizes}; use one mesh")
+    for name, shape in placed.graph.inputs.items():
+        if name not in parts:
+            raise ValueError(f"no part of {name!r}; the inputs are {', '.join(placed.graph.inputs)}")
+        local = local_shape(shape, placed.specs[name], placed.axes, name)
+        if tuple(parts[name].shape) != local:
+            found = f"{name} is {list(parts[name].shape)} here, and placed it is {list(local)}"
+            raise ValueError(f"{found} of {list(shape)}; give own_part(..)")
+
+
+def compute(op: Op, operands: list[Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """The operator on what is here; `sizes` of its letters, here."""
+    match op.function:
+        case "product":
+            *terms, result = op.terms
+            kept = "".join(letter for letter in result if letter in "".join(terms))
+            y = torch.einsum(f"{','.join(terms)}->{kept}", *operands)
+            for dim, letter in enumerate(result):
+                y = y if letter in kept else y.unsqueeze(dim)
+            return y.expand([sizes[letter] for letter in result]).contiguous()
+        case "add":
+            return sum(operands[1:], operands[0])
+        case "negate":
+            return -operands[0]
+        case "relu":
+            return operands[0].relu()
+        case "step":
+            return (operands[0] > 0).to(operands[0].dtype)
+        case "exp":
+            return operands[0].exp()
+        case "reciprocal":
+            return operands[0].reciprocal()
+    raise AssertionError(op.function)
+
+
+def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor of the graph, on one process."""
+    found = dict(values)
+    for op in graph.ops:
+        found[op.name] = compute(op, [found[name] for name in op.inputs], graph.sizes(op))
+    return found

@@ -1,0 +1,155 @@
+"""Slapo: a model is defined once, and a schedule says how it runs: cut, fused, computed again, in stages.
+
+    schedule = Schedule(model)
+    block = schedule["layers.1"]
+    block["mlp.up"].shard("weight", 0, group)                columns; the others of one input alike
+    block["mlp.down"].shard("weight", 1, group).sync("forward", group)        rows, and the sum of Z
+    block["mlp"].sync("backward", group).fuse()              the sum of dX; one product for up and gate
+    block.checkpoint(recompute)                              recompute(forward, *inputs)
+    block.cut()                                              a stage ends here: stages(model, schedule)
+
+Each word changes one module of one model, by a hook, a parameter or an attribute of that object: classes and
+their source stay as they are, and so does every other model made of them. `schedule.done` lists the words.
+`step` runs stages over ranks with one batch (gradients of a stage stay where it is).
+
+Sends what is said: an all-reduce in forward or backward for each `sync`, x and dx for each `cut`; what is
+computed again sends its forward's again, but for the last product's, which the second pass does not reach.
+Chen et al. 2024, Slapo, arXiv:2302.08005, section 3. Differs: nothing is traced, so fuse() is for modules
+that hand their matrices to `project`, and a stage ends behind a layer of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks import collectives
+from minitrain.ranks.sharding import shard
+
+DIRECTIONS = ("forward", "backward")
+
+
+class Schedule:
+    """A module of a model, by its name in it; `schedule[name]` is one inside of it."""
+
+    def __init__(self, module: nn.Module, name: str = "", root: Schedule | None = None):
+        self.module, self.name, self.root = module, name, root or self
+        if root is None:
+            self.done: list[str] = []
+            self.ends: list[str] = []  # names of the layers behind which a stage ends
+
+    def __getitem__(self, name: str) -> Schedule:
+        full = f"{self.name}.{name}" if self.name else name
+        try:
+            return Schedule(self.module.get_submodule(name), full, self.root)
+        except AttributeError:
+            there = ", ".join(child for child, _ in self.module.named_children())
+            raise ValueError(f"no module {full!r}; {self.name or 'the model'} has {there}") from None
+
+    def shard(self, param: str, dim: int, group: ProcessGroup) -> Schedule:
+        """This rank keeps its slice of the parameter along `dim`."""
+        if not isinstance(getattr(self.module, param, None), nn.Parameter):
+            there = (
+                ", ".join(name for name, _ in self.module.named_parameters(recurse=False)) or "none itself"
+            )
+            raise ValueError(f"{self.name} has no parameter {param!r}; it has {there}")
+        setattr(self.module, param, shard(getattr(self.module, param), dim, group))
+        return self._did(f"shard({param!r}, {dim}, {collectives.axis_of(group)})")
+
+    def sync(self, direction: str, group: ProcessGroup) -> Schedule:
+        """The sum over the group: "forward" of what the module gives, "backward" of its input's gradient."""
+        if direction not in DIRECTIONS:
+            raise ValueError(f"sync({direction!r}); use {' or '.join(DIRECTIONS)}")
+        if direction == "backward":
+            self.module.register_forward_pre_hook(
+                lambda _, given: (collectives.copy_to(given[0], group), *given[1:])
+            )
+        elif getattr(self.module, "bias", None) is not None:
+            raise ValueError(
+                f"{self.name}: each rank would add its bias, {group.size()} times in the sum; use bias=False"
+            )
+        else:
+            self.module.register_forward_hook(lambda _, given, y: collectives.reduce_from(y, group))
+        self.module.synced = True
+        return self._did(f"sync({direction!r}, {collectives.axis_of(group)})")
+
+    def fuse(self) -> Schedule:
+        """One product for all matrices that the module multiplies one input with."""
+        if not hasattr(self.module, "project"):
+            raise ValueError(f"{self.name} has no `project(x, linears)` to fuse; attention and MLPs have")
+        self.module.project = project_once
+        return self._did("fuse()")
+
+    def checkpoint(self, recompute: Callable) -> Schedule:
+        """Only its inputs are kept: backward runs `forward` again, as `recompute(forward, *inputs)` does."""
+        self.module.forward = partial(recompute, self.module.forward)
+        return self._did("checkpoint()")
+
+    def cut(self) -> Schedule:
+        """A stage ends with this layer."""
+        self.root.ends.append(self.name)
+        return self._did("cut()")
+
+    def _did(self, what: str) -> Schedule:
+        self.root.done.append(f"{self.name}.{what}")
+        return self
+
+
+def project_once(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """The matrices below each other, for this product: a copy of them, and one kernel for several."""
+    if any(hasattr(linear, "synced") for linear in linears):
+        raise ValueError(
+            "a fused matrix is not called by itself; sync the module that was fused, or use no fuse()"
+        )
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat(biases)
+    y = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
+    return y.split([linear.weight.size(0) for linear in linears], dim=-1)
+
+
+def stages(layers: nn.ModuleList, schedule: Schedule, name: str = "layers") -> list[list[nn.Module]]:
+    """The layers of the list called `name`, up to each cut."""
+    found: list[list[nn.Module]] = [[]]
+    names = [f"{name}.{number}" for number, _ in layers.named_children()]
+    if strange := [end for end in schedule.ends if end not in names[:-1]]:
+        raise ValueError(f"cut behind {strange[0]}: use a layer of {names[0]} .. {names[-2]}")
+    for called, layer in zip(names, layers):
+        found[-1].append(layer)
+        if called in schedule.ends:
+            found.append([])
+    return found
+
+
+def step(
+    stages: list[list[nn.Module]], tokens: Tensor, loss_of: Callable, width: int, group: ProcessGroup
+) -> Tensor:
+    """Forward and backward of one batch, a stage on each rank of the group; the loss, on all of them.
+
+    `loss_of` takes what the last layer gives; tokens `[B, T]` are needed for their shape on all ranks."""
+    rank, last = group.rank(), group.size() - 1
+    if len(stages) != group.size():
+        raise ValueError(f"{len(stages)} stages for {group.size()} ranks; cut {group.size() - 1} times")
+    dtype = next(param for layer in stages[rank] for param in layer.parameters()).dtype
+    positions = torch.arange(tokens.size(1), device=tokens.device)
+    x = tokens
+    if rank > 0:
+        x = collectives.receive(tokens.new_empty((*tokens.shape, width), dtype=dtype), rank - 1, group)
+        x.requires_grad_()
+    y = x
+    for layer in stages[rank]:
+        y = layer(y, positions)
+    loss = tokens.new_zeros((), dtype=dtype)
+    if rank < last:
+        collectives.send(y.detach(), rank + 1, group)
+        y.backward(collectives.receive(y.detach(), rank + 1, group))
+    else:
+        loss = loss_of(y)
+        loss.backward()
+    if rank > 0:
+        collectives.send(x.grad, rank - 1, group)
+    return collectives.all_reduce(loss.detach(), group)

@@ -1,0 +1,155 @@
+"""A process beside the trainer that owns the memory of its checkpoints, and brings them to disk.
+
+    launching process    with Agent(disk) as agent: launch.run(train, agent.memory, ..), again if it fails
+      |  end of its life = end of file
+    agent                owns agent.memory, a store in shared memory; copies steps to the disk, verified
+      |  a socket in that folder
+    trainer, rank 0      saves to Store(agent.memory), often; Connection(agent.memory).persist(step), rarely
+
+The trainer stalls for a copy to memory and never for the disk. Its end, kill -9 too, closes the socket: then
+the newest step that is complete goes to the disk, and the next trainer on this machine finds it in memory.
+Nothing is left behind: the agent ends when the launching process does or says so (the newest step goes to the
+disk, the memory is given back), and when its folder is gone. Only kill -9 of both leaves the folder.
+Sends a line per request. Memory: that of the store, outside the trainer; an interpreter with torch.
+DLRover, Flash Checkpoint (github.com/intelligent-machine-learning/dlrover, docs/blogs/flash_checkpoint.md).
+Differs: the memory is a folder of verified files, and an agent serves one machine's launch.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from minitrain.checkpoint.store import Store, copy_step
+from minitrain.systems.checkpoint.in_memory import memory_folder
+
+SOCKET = "agent"
+LOOK_S = 0.5  # how often the agent looks whether its folder is there
+
+
+class Agent:
+    """Started by the process that launches trainers; `memory` is the folder for their Store."""
+
+    def __init__(self, disk: Path | str, keep: int = 2):
+        Store(disk, keep)  # ValueError
+        self.memory = memory_folder()
+        with socket.socket(socket.AF_UNIX) as listener:  # trainers can connect before the agent has started
+            listener.bind(str(self.memory / SOCKET))
+            listener.listen()
+            code = (
+                "import sys; sys.path[:] = sys.argv[5:]; "
+                "from minitrain.systems.checkpoint.agent import serve; "
+                "serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
+            )
+            given = [str(self.memory), str(disk), str(keep), str(listener.fileno())]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, *given, *sys.path],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What memory has and the disk has not goes there; the agent and the memory are gone."""
+        self.process.stdin.close()
+        self.process.wait()
+        shutil.rmtree(self.memory, ignore_errors=True)  # in case the agent was killed
+
+
+class Connection:
+    """The connection of rank 0, as long as it lives."""
+
+    def __init__(self, memory: Path | str):
+        self.socket, self.asked = socket.socket(socket.AF_UNIX), 0
+        self.socket.connect(str(Path(memory) / SOCKET))
+        self.answers = self.socket.makefile("r")
+
+    def persist(self, step: int) -> None:
+        """Ask for a step that is complete in memory; returns at once."""
+        with suppress(ConnectionError):  # `wait` tells
+            self.socket.sendall(f"{step}\n".encode())
+        self.asked += 1
+
+    def wait(self) -> None:
+        """All that was asked for is on the disk. ValueError: what is not, and why."""
+        while self.asked:
+            self.asked -= 1
+            try:
+                said = self.answers.readline().strip()
+            except ConnectionError:
+                said = ""
+            if said != "done":
+                raise ValueError(said or "the agent is gone, its memory with it: start again, from disk")
+
+    def close(self) -> None:
+        self.answers.close()
+        self.socket.close()
+
+
+# ---- the agent's own process -----------------------------------------------------------------------------
+
+
+def serve(memory: str, disk: str, keep: int, listener_fd: int) -> None:
+    """Until the launching process closes our standard input or ends, or the folder is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # typed at a terminal, it is for the launching process
+    hot, cold = Store(memory), Store(disk, keep)
+    try:
+        with selectors.DefaultSelector() as ready, socket.socket(fileno=listener_fd) as listener:
+            ready.register(listener, selectors.EVENT_READ)
+            ready.register(0, selectors.EVENT_READ)
+            while hot.folder.exists():
+                for key, _ in ready.select(LOOK_S):
+                    if key.fileobj == 0:
+                        return
+                    if key.fileobj is listener:
+                        ready.register(listener.accept()[0], selectors.EVENT_READ)
+                    elif not answer(key.fileobj, hot, cold):
+                        ready.unregister(key.fileobj)
+                        key.fileobj.close()
+                        persist_newest(hot, cold)
+    finally:
+        try:
+            persist_newest(hot, cold)
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
+
+
+def answer(trainer: socket.socket, hot: Store, cold: Store) -> bool:
+    """Do what a trainer asks for. False: it has ended."""
+    try:
+        asked = trainer.recv(4096)
+        for step in asked.split():
+            trainer.sendall(f"{persist(int(step), hot, cold)}\n".encode())
+        return bool(asked)
+    except ConnectionError:
+        return False
+
+
+def persist(step: int, hot: Store, cold: Store) -> str:
+    """What the trainer is told: done, or why not."""
+    try:
+        if not cold.is_complete(step):
+            copy_step(step, hot, cold)
+        return "done"
+    except (OSError, ValueError) as error:
+        return f"step {step} is not on the disk: {' '.join(str(error).split())}"
+
+
+def persist_newest(hot: Store, cold: Store) -> None:
+    """The newest step in memory that can be read, if the disk has none as new."""
+    for step in reversed(hot.steps()):
+        if cold.steps()[-1:] >= [step] or (said := persist(step, hot, cold)) == "done":
+            return
+        print(said, file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""How often to save: as often as a budget of stalls allows, from what steps and saves are measured to take.
+
+    frequency = Frequency(saver, checkfreq_steps)          every(step_s, update_s, copy_s, write_s) -> steps
+    run.step(batch)                                        each step
+    saver.after_step()
+    if frequency.due():
+        saver.save(...)
+
+The first save comes after `window` steps and measures itself; from then on, every `window` steps, the medians
+of steps and updates and the last save's copy and write go into `every`, each as the slowest rank has it: so
+all ranks save in the same steps. Steps are without what they waited for a save. Sends 32 bytes, in an
+all-reduce, every `window` steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew in every window,
+not when the overhead has grown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from minitrain.checkpoint.saver import Saver
+from minitrain.ranks import collectives
+
+
+class Frequency:
+    """Of one Saver; every rank asks `due` after each step."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        every: Callable[[float, float, float, float], int],
+        window: int = 5,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        if window < 1:
+            raise ValueError(f"window={window}: use at least 1 step to measure")
+        self.saver, self.every, self.window, self.clock = saver, every, window, clock
+        self.steps = window  # between saves, for now
+        self._since = 0  # the last save, in steps
+        self._times_s: list[tuple[float, float]] = []  # of steps and their updates
+        self._began_s, self._waits = clock(), len(saver.waits)
+
+    def due(self) -> bool:
+        """Whether to save now: the same on all ranks."""
+        waits = self.saver.waits[self._waits :]
+        step_s = self.clock() - self._began_s - sum(wait.s for wait in waits)
+        self._times_s.append((step_s, self.saver.update_s))
+        self._since += 1
+        if len(self._times_s) == self.window:
+            self._tune()
+            self._times_s.clear()
+        due = self._since >= self.steps
+        if due:
+            self._since = 0
+        self._began_s, self._waits = self.clock(), len(self.saver.waits)
+        return due
+
+    def _tune(self) -> None:
+        if (last := self.saver.last) is None:  # alike on all ranks
+            return
+        steps_s, updates_s = zip(*self._times_s)
+        mine = [median(steps_s), median(updates_s), last.copy_s, last.write_s]
+        mine = torch.tensor(mine, dtype=torch.float64, device=self.saver.device)
+        self.steps = self.every(*collectives.all_reduce(mine, self.saver.group, op="max").tolist())

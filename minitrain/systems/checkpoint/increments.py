@@ -1,0 +1,245 @@
+"""Tables of which few rows change: only those are saved, in few bits if wanted.
+
+    table       [ r0 ][ r1 ][ r2 ][ r3 ][ r4 ][ r5 ] ..       an embedding, and the optimizer's states of it
+    touched              x           x                        since the last full checkpoint
+    increment   index [1, 3]  values [2, D]  or  codes [2, D·bits/8]  scale [2]  offset [2]
+
+A row in b bits: x ≈ offset + code · scale, scale = (max - min) / (2^b - 1) of the row, so no element is off
+by more than scale / 2 and its rounding. Bytes of a row: 4 + D·item, or 4 + D·b/8 + 2·item. All else is saved
+as ever. What is restored is the full checkpoint, and over it the rows of the newest increment, in any layout:
+keep both kinds in folders of their own, or the retention of one removes what the other needs.
+
+Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
+Sends 4 bytes per row, in an all-reduce, if ranks with other tokens agree on what is touched.
+Eisenman et al. 2022 (Check-N-Run), NSDI. Differs: they search for the range of a row, ours is all of it;
+when to save in full is the caller's (`full_is_cheaper` is a rule like theirs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.checkpoint.header import DTYPE_OF, DTYPES
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.snapshot import parameter_of
+from minitrain.precision.packing import pack, unpack
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
+from minitrain.ranks.pieces import Piece, overlap, whole_piece
+
+
+class Increments:
+    """Remembers in which step each row of some tables was last touched: 4 bytes per row."""
+
+    def __init__(self, rows: Mapping[str, int], bits: int | None = None, device: Any = "cpu"):
+        """`rows`: {name of a parameter: its rows}; `bits`: 1 to 8, or None: rows as they are."""
+        if bits is not None and bits not in range(1, 9):
+            raise ValueError(f"bits={bits!r}: use 1 to 8, or None for rows as they are")
+        self.bits = bits
+        self.touched = {
+            name: torch.full((n,), -1, dtype=torch.int32, device=device) for name, n in rows.items()
+        }
+
+    def touch(self, name: str, rows: Tensor, step: int) -> None:
+        """The update of this step changes these rows."""
+        self.touched[name][rows.flatten()] = step
+
+    def agree(self, *groups: ProcessGroup) -> None:
+        """Rows that any rank has touched count for all: their gradients are a sum."""
+        for last in self.touched.values():
+            for group in groups:
+                collectives.all_reduce(last, group, op="max", out=last)
+
+    def pieces(self, pieces: Iterable[Piece], since: int | None) -> tuple[list[Piece], dict[str, Any]]:
+        """What to save of them, and plain values to save with it. `since`: the step of the last full
+        checkpoint, which has all updates up to it; None: this is to be one."""
+        kept, tables = [], {}
+        for piece in pieces:
+            last = self.touched.get(parameter_of(piece))
+            of_rows = last is not None and piece.whole[:1] == last.shape
+            if not of_rows or since is None and not self.bits:
+                kept.append(piece)
+                continue
+            n = piece.shape[0]
+            rows = torch.arange(n, device=piece.values.device)
+            if since is not None:
+                rows = rows[last[piece.start[0] : piece.start[0] + n].to(rows.device) > since]
+            key = f"rows/{piece.name}@{','.join(map(str, piece.start))}"
+            told = dict(name=piece.name, whole=piece.whole, start=piece.start, shape=piece.shape)
+            tables[key] = told | dict(dtype=DTYPES[piece.values.dtype], bits=self.bits)
+            parts = {"index": (rows + piece.start[0]).int()}
+            parts |= encoded(piece.values[rows].reshape(len(rows), math.prod(piece.shape[1:])), self.bits)
+            kept += [whole_piece(f"{key}/{part}", x, piece.holders) for part, x in parts.items() if len(rows)]
+        return kept, {"tables": tables}
+
+
+def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
+    """[k, D] -> as they are, or codes and the scale and offset of each row."""
+    if bits is not None:
+        require_ints(1, 8, bits=bits)
+    if bits is None:
+        return {"values": rows}
+    if not rows.numel():
+        return {}
+    low, high = rows.amin(1), rows.amax(1)
+    scale = (high - low) / (2**bits - 1)
+    steps = (rows - low[:, None]) / torch.where(scale > 0, scale, 1)[:, None]
+    codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    return {"codes": pack(codes, bits), "scale": scale, "offset": low}
+
+
+def decoded(parts: Mapping[str, Tensor], bits: int | None, width: int) -> Tensor:
+    """The rows [k, D] that `encoded` was given, or near."""
+    if bits is not None:
+        require_ints(1, 8, bits=bits)
+    if bits is None:
+        return parts["values"]
+    codes = unpack(parts["codes"], bits, width).to(parts["scale"].dtype)
+    return parts["offset"][:, None] + codes * parts["scale"][:, None]
+
+
+class Restored:
+    """A full checkpoint and, over it, an increment: what `load_pieces` takes, with the methods of a Saved."""
+
+    def __init__(self, full: Saved, increment: Saved | None = None):
+        self.layers = [full] + ([increment] if increment else [])
+        self.plain, self._error = self.layers[-1].plain, None
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(saved.read_bytes for saved in self.layers)
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in saved or of_table(saved, name) for saved in self.layers)
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        found, start = {}, f"{kind}/"
+        for saved in self.layers:
+            found |= saved.shapes(kind)
+            told = (told for told in tables_of(saved).values() if told["name"].startswith(start))
+            found |= {table["name"].removeprefix(start): tuple(table["whole"]) for table in told}
+        return found
+
+    def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        found, start = {}, f"optimizer/{parameter}/"
+        for saved in self.layers:
+            found |= saved.states_of(parameter)
+            told = (told for told in tables_of(saved).values() if told["name"].startswith(start))
+            found |= {t["name"].removeprefix(start): (DTYPE_OF[t["dtype"]], tuple(t["whole"])) for t in told}
+        return found
+
+    def check(self, piece: Piece) -> None:
+        newest = self.layers[-1]
+        below = self.layers[0] if of_table(newest, piece.name) else newest
+        if piece.name in below or not of_table(below, piece.name):
+            return below.check(piece)
+        tables, found = of_table(below, piece.name), 0
+        for told in tables.values():
+            if told["whole"] != list(piece.whole) or DTYPE_OF[told["dtype"]] != piece.values.dtype:
+                was = f"{told['whole']} in {told['dtype']}"
+                raise ValueError(f"{piece.name} is {was} in the checkpoint: it is of another model")
+            common = overlap(told["start"], told["shape"], piece.start, piece.shape)
+            found += math.prod(common[1]) if common else 0
+        if found != piece.values.numel():
+            lacks = f"{found} of {piece.values.numel()} elements of {piece.name}"
+            raise ValueError(f"the checkpoint has {lacks}: it is of another model, or a file is left out")
+
+    def fill(self, piece: Piece) -> None:
+        """Of what is saved in rows the newest counts."""
+        newest, full = self.layers[-1], self.layers[0]
+        if not of_table(newest, piece.name):
+            return newest.fill(piece)
+        if piece.name in full:
+            full.fill(piece)
+        try:
+            for saved in dict.fromkeys((full, newest)):
+                put_rows(saved, piece)
+        except (ValueError, OSError) as error:
+            self._error = self._error or error
+
+    def finish(self) -> None:
+        error, self._error = self._error, None
+        for saved in self.layers:
+            saved.finish()
+        if error:
+            raise error
+
+
+def tables_of(saved: Saved) -> dict[str, dict]:
+    """{where its rows are: what they are of}"""
+    return saved.plain.get("tables", {})
+
+
+def of_table(saved: Saved, name: str) -> dict[str, dict]:
+    return {key: told for key, told in tables_of(saved).items() if told["name"] == name}
+
+
+def put_rows(saved: Saved, piece: Piece) -> None:
+    """Rows of a checkpoint into a piece."""
+    for key, told in of_table(saved, piece.name).items():
+        common = overlap(told["start"], told["shape"], piece.start, piece.shape)
+        if f"{key}/index" not in saved or not common:
+            continue
+        parts = {}
+        for part in ("index", "values", "codes", "scale", "offset"):
+            if entries := saved.entries.get(name := f"{key}/{part}"):
+                parts[part] = torch.empty(entries[0].whole, dtype=entries[0].dtype)
+                saved.fill(whole_piece(name, parts[part]))
+        saved.finish()  # before rows are counted by an index that is damaged
+        index = parts["index"].long() - piece.start[0]
+        rows = decoded(parts, told["bits"], math.prod(told["shape"][1:])).reshape(-1, *told["shape"][1:])
+        inside = (index >= 0) & (index < piece.shape[0])
+        source, target = rows[inside], piece.values
+        (_, *start), (_, *shape) = common
+        for dim, (begin, length) in enumerate(zip(start, shape), 1):
+            source = source.narrow(dim, begin - told["start"][dim], length)
+            target = target.narrow(dim, begin - piece.start[dim], length)
+        target.index_copy_(0, index[inside].to(target.device), source.to(target))
+
+
+# ---- what it is worth --------------------------------------------------------------------------------------
+
+
+def full_is_cheaper(sizes: list[float]) -> bool:
+    """Save in full now? `sizes`: of the increments since the last full one, in full ones. If increments grow
+    again as they did, is that less to write than going on with ones as large as the last."""
+    return bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
+
+
+def touched_share(rows: int, lookups: int, exponent: float) -> float:
+    """The expected share of rows that so many lookups touch, row i with a probability like i^-exponent."""
+    require_positive_ints(rows=rows)
+    require_ints(lookups=lookups)
+    require_nonnegative(exponent=exponent)
+    chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    return float(-np.expm1(lookups * np.log1p(-chance / chance.sum())).mean())
+
+
+def savings(
+    rows: int, width: int, lookups: int, saves: int, exponent: float, bits: int | None
+) -> tuple[float, float]:
+    """How many times less is written, and stored at most, than with full float32 tables at each of so many
+    saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
+    if bits is not None:
+        require_ints(1, 32, bits=bits)
+    require_positive_ints(rows=rows, width=width, saves=saves)
+    require_ints(lookups=lookups)
+    require_nonnegative(exponent=exponent)
+    row = 4 * width if bits is None else width * bits / 8 + 8
+    written, stored, since = 0.0, 0.0, []
+    for save in range(saves):
+        if save == 0 or full_is_cheaper(since):
+            written, stored, since = written + row / (4 * width), max(stored, row / (4 * width)), []
+            continue
+        share = touched_share(rows, (len(since) + 1) * lookups, exponent)
+        since.append(share)
+        size = share * (row + 4) / (4 * width)
+        written, stored = written + size, max(stored, row / (4 * width) + size)
+    return saves / written, 1 / stored

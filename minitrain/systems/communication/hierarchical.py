@@ -1,0 +1,97 @@
+"""All-reduce over several levels of network: fast links inside nodes, slow ones between. N nodes, n = N·g.
+
+    sent to other nodes                            by each node   through
+    flat ring, ranks in node order                 2(n-1)/n S     one card: that of the last rank of a node
+    two_level, with leaders                        2(N-1)/N S     one card: the leader's
+    within_and_across: torus2d, accl, blueconnect  2(N-1)/N S     all g cards, a g-th each
+
+A leader collects whole tensors inside its node and moves S between the nodes; the others wait. In the second
+family a reduce-scatter inside leaves every rank one shard, its holders all-reduce it across the nodes, and an
+all-gather inside ends it. The argument is the algorithm between the nodes:
+
+    torus2d(X, Y)         within_and_across(X, ring(Y))                        2(X-1) + 2(Y-1) steps
+    accl(n, g)            within_and_across(g, halving_doubling(n/g))          2(g-1) + 2 log2(n/g) steps
+    blueconnect((p,q,r))  within_and_across(p, within_and_across(q, ring(r)))  2(p-1) + 2(q-1) + 2(r-1) steps
+
+BlueConnect's levels cost no byte: a rank sends 2(n-1)/n S. Jia et al. 2018, arXiv:1807.11205 (two-level);
+Mikami et al. 2018, arXiv:1811.05233 (2D-torus); Dong et al. 2021 (ACCL); Cho et al. 2019 (BlueConnect).
+Differs: two_level reduces over a binomial tree, not in pieces that follow each other; accl's algorithm is
+`halving`'s.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.systems.communication.algorithms import (
+    binomial_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from minitrain.systems.communication.chunk_schedule import Schedule, in_parallel, mirror, place, then
+from minitrain.systems.communication.halving import halving_doubling_all_reduce
+
+
+def nodes_of(n: int, per_node: int) -> list[range]:
+    """[node] -> its ranks, numbered node by node."""
+    if per_node < 1 or n % per_node:
+        raise ValueError(f"n={n} ranks do not fill nodes of {per_node}; choose a divisor of {n}")
+    require_positive_ints(n=n)
+    return [range(first, first + per_node) for first in range(0, n, per_node)]
+
+
+def ranks_in(nodes: Sequence[Sequence[int]]) -> int:
+    """n, when the nodes hold every rank of 0..n-1 exactly once."""
+    n, listed = sum(map(len, nodes)), list(map(list, nodes))
+    if not nodes or not all(map(len, nodes)):
+        raise ValueError(f"every node of {listed} needs a rank; leave empty nodes out")
+    if sorted(rank for node in nodes for rank in node) != list(range(n)):
+        raise ValueError(f"nodes {listed} must hold every rank of 0..{n - 1} exactly once")
+    return n
+
+
+def two_level(nodes: Sequence[Sequence[int]]) -> Schedule:
+    """Reduce to the first rank of each node (of any size), ring all-reduce among these leaders, broadcast."""
+    size = (ranks_in(nodes), len(nodes))
+    everything = range(len(nodes))
+    inside = in_parallel(place(binomial_reduce(len(node)), node, everything, of=size) for node in nodes)
+    leaders = place(ring_all_reduce(len(nodes)), [node[0] for node in nodes], everything, of=size)
+    return then(inside, leaders, mirror(inside))
+
+
+def within_and_across(per_node: int, across: Schedule) -> Schedule:
+    """Ring reduce-scatter in nodes; `across` on each shard, by its holders; ring all-gather in nodes."""
+    require_positive_ints(per_node=per_node)
+    nodes = nodes_of(per_node * across.ranks, per_node)
+    size = (per_node * across.ranks, per_node * across.chunks)
+    everything = range(per_node * across.chunks)
+    shards = [range(i * across.chunks, (i + 1) * across.chunks) for i in range(per_node)]
+    columns = [[node[i] for node in nodes] for i in range(per_node)]
+    return then(
+        in_parallel(place(ring_reduce_scatter(per_node), node, everything, of=size) for node in nodes),
+        in_parallel(place(across, column, shard, of=size) for column, shard in zip(columns, shards)),
+        in_parallel(place(ring_all_gather(per_node), node, everything, of=size) for node in nodes),
+    )
+
+
+def torus2d_all_reduce(x: int, y: int) -> Schedule:
+    """Rows of x ranks, columns of y: reduce-scatter in rows, all-reduce of S/x in columns, all-gather."""
+    require_positive_ints(x=x, y=y)
+    return within_and_across(x, ring_all_reduce(y))
+
+
+def accl_all_reduce(n: int, per_node: int) -> Schedule:
+    """Few steps between the nodes, where a step costs more than inside; any number of nodes."""
+    return within_and_across(per_node, halving_doubling_all_reduce(len(nodes_of(n, per_node))))
+
+
+def blueconnect_all_reduce(n: int, factors: Sequence[int]) -> Schedule:
+    """One factor of n for each level of the fabric, the innermost (fastest) first."""
+    if not factors or prod(factors) != n or min(factors) < 1:
+        raise ValueError(f"factors {tuple(factors)} do not multiply to n={n}; give a positive factor a level")
+    *levels, outermost = factors
+    schedule = ring_all_reduce(outermost)
+    for per_node in reversed(levels):
+        schedule = within_and_across(per_node, schedule)
+    return schedule

@@ -1,0 +1,126 @@
+"""One interpreter for every plan of recomputation in a chain of layers: runs a list of F, T, D, B.
+
+    forward = chain(layers, every(12, 4))         layers (x, ...) -> x, plan: chain_plan.py
+    y = forward(x, positions)                     y.backward() does the rest of the plan
+
+    F i    x_{i+1} = f_i(x_i), no graph           T i    the same with a graph, of which only the end is held
+    D i    x_i is let go                          B i    backward through the graph: parameters' gradients are
+                                                         added where autograd adds them, x_i's goes to B i-1
+
+The chain is one operator of autograd's graph. A layer that runs again draws the random numbers of its first
+run; `replay`, as in recompute.py, brings back what else must be as it was. Gradients are bit-equal to those
+without a plan. A parameter that two layers share gets its gradient in two parts, from two backwards: buckets
+that are sent beside backward refuse that (buckets.py), ZeRO-3 adds them in another order. Layers in front of
+all that is trained are not differentiated. What a layer gives besides x (a router's losses) gets no
+gradient: for these use recompute.py. Sends nothing itself. Memory: the x that the plan holds and the graphs
+between T and B, exactly `chain_plan.peak_bytes`.
+Griewank and Walther 2000 (revolve), Algorithm 799. Differs: theirs calls back for one action at a time.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minitrain.ranks.random_state import drawing_from, random_state
+from minitrain.systems.memory.chain_plan import Action, check, split
+
+
+def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable] = ()) -> Callable:
+    """-> run(x, *others), which is layers[-1](.. layers[0](x, *others) .., *others) carried out by the plan.
+
+    `others` are given to every layer and have no gradient. Each of `replay` is called in front of a layer's
+    first run and gives what makes a context for its later ones. ValueError: a plan that cannot be carried
+    out."""
+    layers, replay = list(layers), tuple(replay)
+    check(plan, len(layers))
+    parts = split(plan, len(layers))
+
+    def run(x: Tensor, *others) -> Tensor:
+        trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+        if not torch.is_grad_enabled() or not (x.requires_grad or any(trained)):
+            for layer in layers:
+                x = layer(x, *others)
+            return x
+        wanted = [x.requires_grad or any(trained[:i]) for i in range(len(layers))]
+        # an operator whose inputs are all without gradient would be left out: tokens have none
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        return _Chain.apply(x, anchor, _Interpreter(layers, others, wanted, replay), *parts)
+
+    return run
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor, interpreter, first, rest) -> Tensor:
+        ctx.interpreter, ctx.rest = interpreter, rest
+        interpreter.held[0] = x.detach()
+        interpreter.play(first)
+        return interpreter.held.pop(len(interpreter.layers))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        interpreter, ctx.interpreter = ctx.interpreter, None
+        if interpreter is None:
+            raise RuntimeError("chain: backward a second time; a plan lets everything go in the first")
+        interpreter.gradient = [dy]
+        interpreter.play(ctx.rest)
+        return interpreter.gradient.pop(), None, None, None, None
+
+
+class _Interpreter:
+    """What is held between the actions of one step."""
+
+    def __init__(self, layers: Sequence[nn.Module], others: tuple, wanted: list[bool], replay: tuple):
+        self.layers, self.others, self.wanted, self.replay = layers, others, wanted, replay
+        self.held: dict[int, Tensor] = {}  # number -> x
+        self.tapes: dict[int, tuple[Tensor, GradientEdge | None]] = {}  # layer -> its input, its graph's end
+        self.first: dict[int, list[Callable]] = {}  # layer -> contexts in which it runs as it did at first
+        self.gradient: list[Tensor | None] = []  # of the x at which backward has arrived
+        self.left = len(layers) + 1  # the x with smaller numbers are still to be used
+
+    def play(self, plan: Sequence[Action]) -> None:
+        for action in plan:
+            getattr(self, action.kind)(action.layer)
+
+    def F(self, i: int) -> None:
+        with torch.no_grad():
+            self.hold(i + 1, self.run(i, self.held[i]))
+
+    def T(self, i: int) -> None:
+        x = self.held[i].detach()
+        x.requires_grad_(self.wanted[i])
+        with torch.enable_grad():
+            y = self.run(i, x)
+        self.tapes[i] = x, get_gradient_edge(y) if y.requires_grad else None
+        self.hold(i + 1, y.detach())
+
+    def D(self, i: int) -> None:
+        del self.held[i]
+
+    def B(self, i: int) -> None:
+        x, end = self.tapes.pop(i)
+        dy = self.gradient.pop()
+        if end is not None and dy is not None:
+            torch.autograd.backward((end,), (dy,))
+        self.gradient.append(x.grad)
+        self.left = i
+        self.held.pop(i, None)
+
+    def hold(self, number: int, x: Tensor) -> None:
+        if number < self.left:
+            self.held[number] = x
+
+    def run(self, i: int, x: Tensor) -> Tensor:
+        with ExitStack() as stack:
+            if i in self.first:
+                for context in self.first[i]:
+                    stack.enter_context(context())
+            else:
+                drawing = partial(drawing_from, random_state(x.device), x.device)
+                self.first[i] = [drawing, *(kept() for kept in self.replay)]
+            return self.layers[i](x, *self.others)

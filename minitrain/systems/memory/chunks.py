@@ -1,0 +1,177 @@
+"""PatrickStar: parameters in equal chunks that move between device and host; gradients take their places.
+
+    chunks     parameters, in order, packed whole into blocks of one size; three more lists of float32 blocks,
+               laid out alike, have masters and moments
+    forward    a layer's chunks come to the device; for room goes the one that is used again latest
+    backward   a layer's gradients are written over its parameters, which its graph has used for the last time
+    update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
+
+So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16: a
+chunk is in one place only. The first step is traced: which chunks each layer asks for, in turn. From then on
+the chunk evicted is that of the farthest next use in this order, so no other choice loads fewer (Belady).
+What is unused at the end of chunks is the price: `best_chunk` looks for the size that wastes least.
+Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks (theirs
+leaves what activations will need at each moment, as traced); the optimizer always runs on the host.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
+from minitrain.ranks.checks import require_nonempty, require_positive_ints
+from minitrain.ranks.collectives import announce_host
+from minitrain.systems.memory.in_turn import forward_backward
+from minitrain.systems.memory.window import lie_in, parameters_of, sent_home
+
+
+def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
+    """Which tensors lie in which chunk: in order, each whole. ValueError: larger than a chunk."""
+    chunks: list[list[int]] = []
+    free = 0
+    for number, size in enumerate(sizes):
+        if size > chunk:
+            raise ValueError(f"tensor {number} has {size} elements, a chunk {chunk}: use larger chunks")
+        if not chunks or size > free:
+            chunks.append([])
+            free = chunk
+        chunks[-1].append(number)
+        free -= size
+    return chunks
+
+
+def utilization(sizes: Sequence[int], chunk: int) -> float:
+    """The part of all chunks that is used."""
+    require_nonempty(sizes=sizes)
+    require_positive_ints(sizes=sizes, chunk=chunk)
+    return sum(sizes) / (chunk * len(pack(sizes, chunk)))
+
+
+def best_chunk(sizes: Sequence[int], most: int) -> int:
+    """The chunk size up to `most` that wastes least; of those the smallest. Only sums of neighbours are
+    tried: a chunk of any other size could be smaller."""
+    require_nonempty(sizes=sizes)
+    require_positive_ints(sizes=sizes)
+    sums = {sum(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
+    fitting = sorted(size for size in sums if max(sizes) <= size <= most)
+    if not fitting:
+        raise ValueError(f"most={most}: the largest tensor has {max(sizes)} elements, use at least as many")
+    return min(fitting, key=lambda size: (size * len(pack(sizes, size)), size))
+
+
+def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
+    """Of `resident` chunks the one used again latest, or never, in `coming`; of equal ones the first."""
+
+    def distance(chunk: int) -> int:
+        return next((step for step, use in enumerate(coming) if chunk in use), len(coming))
+
+    return max(resident, key=distance)
+
+
+class ChunkedTraining:
+    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only.
+
+    `chunk` elements each, of which as many as `device_bytes` can hold are on the device at a time.
+    `make_optimizer([masters])` is called for every chunk. ValueError: what does not fit, shared or frozen
+    parameters, parameters of other dtypes."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], chunk: int, device_bytes: int, make_optimizer, device=None
+    ):
+        self.layers = list(layers)
+        params = parameters_of(self.layers)
+        dtypes = {param.dtype for param in params}
+        if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+            said = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
+        self.device, dtype = device or params[0].device, params[0].dtype
+        packed = pack([param.numel() for param in params], chunk)
+        self.chunks = [[params[i] for i in numbers] for numbers in packed]  # parameters of each
+        self.room = device_bytes // (chunk * dtype.itemsize)  # in chunks
+        number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
+        self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
+        if (most := max(map(len, self._needs))) > self.room:
+            layer = self._needs.index(max(self._needs, key=len))
+            found = f"layer {layer} needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
+            raise ValueError(f"{found}, device_bytes={device_bytes:,} are {self.room}: give more room")
+        self._blocks, self.optimizers = [], []
+        for owned in self.chunks:
+            self._blocks.append(sent_home(owned, chunk))
+            lie_in(self._blocks[-1], owned)
+            master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[-1])
+            self.optimizers.append(make_optimizer([nn.Parameter(master)]))
+        self._here: list[int] = []  # chunks on the device, in the order in which they came
+        self._trace: list[frozenset[int]] = []  # uses of the first step
+        self._use = 0  # of this step, so far
+        self.loads = 0  # chunks that came to the device, ever
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Of all chunks: settings of the optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
+        if self._use:
+            raise ValueError("the chunks have gradients: call step() before the next forward")
+        return forward_backward(self.layers, x, loss_of, self._enter, self._leave, (positions,))
+
+    def step(self) -> None:
+        """Update all chunks, on the host."""
+        for number, optimizer in enumerate(self.optimizers):
+            if number in self._here:
+                self._evict(number)
+            work(partial(_update, optimizer, self._blocks[number]), self._blocks[number]).result()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and not on_host(value):
+                        announce_host(value, "optimizer state")
+        self._use = 0
+
+    # ---- chunks come and go -------------------------------------------------------------------------------
+
+    def _enter(self, layer: int) -> None:
+        """Bring a layer's chunks. The first step notes what is asked for, and what came first goes first;
+        later ones know what is to come."""
+        needed = self._needs[layer]
+        traced = self._use < len(self._trace)
+        if not traced:
+            self._trace.append(needed)
+        self._use += 1
+        for number in sorted(needed.difference(self._here)):
+            if len(self._here) == self.room:
+                idle = [chunk for chunk in self._here if chunk not in needed]
+                self._evict(farthest(idle, self._trace[self._use :]) if traced else idle[0])
+            self._load(number)
+
+    def _leave(self, layer: int) -> None:
+        """Gradients go where the parameters were."""
+        for param in self.layers[layer].parameters():
+            param.data.copy_(param.grad)
+            param.grad = None
+
+    def _load(self, number: int) -> None:
+        self._move(number, to_device(self._blocks[number], self.device).wait())
+        self._here.append(number)
+        self.loads += 1
+
+    def _evict(self, number: int) -> None:
+        block = self._blocks[number]
+        place = new_host(block.shape, block.dtype, block.is_cuda, "parameters")
+        self._move(number, to_host(block, out=place).wait())
+        self._here.remove(number)
+
+    def _move(self, number: int, block: Tensor) -> None:
+        self._blocks[number] = block
+        lie_in(block, self.chunks[number])
+
+
+def _update(optimizer: torch.optim.Optimizer, block: Tensor) -> None:
+    """A chunk of gradients becomes one of parameters."""
+    (master,) = optimizer.param_groups[0]["params"]
+    master.grad = block.to(torch.float32)
+    optimizer.step()
+    master.grad = None
+    block.copy_(master.detach())

@@ -1,0 +1,223 @@
+"""Dynamic tensor rematerialization: tensors that may be dropped at any moment, and make themselves again.
+
+    evictor = Evictor(limit_bytes=2_000_000, rule="dtr")            systems/simulate/eviction.py: who goes
+    with Dynamic(evictor, operator_cost, model.parameters()):       ranks/ledger/cost.py: FLOPs and bytes
+        loss_of(model(tokens), targets).backward()
+
+Inside, every result of an operator is an `Evictable`: a tensor with a shape and no memory, whose numbers the
+evictor may drop. An operator that reads it runs what made it again. All tensor memory counts towards the
+limit, parameters, inputs and finished gradients too, which stay. No plan, no look ahead: any Python will do.
+
+    views          share the block of what they view, cost nothing, are taken again when they are needed
+    in place       x.add_(y) works on a copy (the old x may have to make others); refused while a view lives
+    random         an operator that draws starts from the generator's state that it first started from
+    constants      tensors from outside stay; one that is written to makes no dropped result again: an error
+    gradients      become plain tensors, and count on; the optimizer's step comes after the `with`
+
+Sizes are known before an operator runs, from tensors without numbers; an operator whose result's size is in
+the data (nonzero) is refused. Not counted: scratch inside a kernel, 5 kB on the host a random operator.
+Kirisame et al. 2021, arXiv:2006.09616, sections 2 and 5. Differs: above the allocator, bytes are exact.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minitrain.ranks import torch_private
+from minitrain.ranks.torch_private import DispatchMode, OpOverload, outside_modes, schema_of, storage_id
+from minitrain.systems.memory.evictable import Call, Evictable, Hold, Value, tensors
+
+
+class _Foreseen(NamedTuple):
+    """What an operator is going to give: results without numbers, sizes of new blocks, who is on which."""
+
+    like: object
+    cost: int
+    sizes: list[int]
+    position: dict[int, int]  # index of a result -> which of the new blocks
+    views: dict[int, object]  # index of a result -> the block of an argument
+
+
+class Dynamic(DispatchMode):
+    """Inside, what operators make is evictable. `cost(func, args, kwargs, out)` sees tensors without numbers.
+
+    `evictor` counts operators, recomputed, evictions, peak_bytes, and writes the trace. `constants`, such as
+    model.parameters(), count from the start; others from their first use. What is still alive after the
+    `with` may be used (loss.item())."""
+
+    def __init__(self, evictor, cost: Callable[..., int], constants: Iterable[Tensor] = ()):
+        super().__init__()
+        self.evictor, self._cost = evictor, cost
+        self._fakes = torch_private.FakeTensorMode()
+        self._constants: dict[int, object] = {}  # storage -> its block, as long as there is the storage
+        self._hooks: dict[int, tuple] = {}  # id -> (the leaf, what makes its gradient a plain tensor)
+        self._aside = False  # while a hook of autograd runs operators of our own
+        for tensor in constants:
+            self._constant(tensor)
+
+    def __exit__(self, *error):
+        for _, hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self._aside:
+            return func(*args, **kwargs or {})
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: OpOverload, args: tuple, kwargs: dict):
+        """One operator of the program, on evictable and plain tensors."""
+        call, written, makes = Call(func, args, kwargs), _written(func, args, kwargs), _makes_tensors(func)
+        if not call.values and (_is_view(func) or not (call.plain or makes)):
+            for tensor in call.plain:
+                self._constant(tensor)
+            return func(*args, **kwargs)
+        if any(isinstance(target, Evictable) for target in written):
+            return self._write(call, args, written)
+        summing = call.plain and not call.values and torch_private.in_backward()  # of finished gradients
+        if written or summing or not makes:
+            return self._run_once(call, makes)
+        seen = self._foresee(call)
+        blocks, results = self._execute(call, seen), []
+        for index, tensor in enumerate(tensors(seen.like)):
+            if index in seen.views:
+                value = Value(seen.views[index], tensor, object(), taken=(call, index))
+            else:
+                value = Value(blocks[index], tensor, index)
+            value.block.uses += index in seen.views or any(value.block is blocks.get(i) for i in range(index))
+            results.append(Evictable(value, self.run))
+        return torch_private.tree_map(lambda x: results.pop(0) if isinstance(x, Tensor) else x, seen.like)
+
+    def _write(self, call: Call, args: tuple, written: list):
+        """In place: the tensor gets the result of the operator on a copy."""
+        target, cure = written[0], "write to a clone, or not in place"
+        position = next((i for i, x in enumerate(args) if x is target), None)
+        if position is None or len(written) > 1:
+            raise ValueError(f"{call.name} writes into {len(written)} tensors or out=; {cure}")
+        if target.hold.value.block.uses > 1:
+            raise ValueError(f"{call.name} writes into memory that a view or another tensor shares; {cure}")
+        call.copied = position
+        seen = self._foresee(call)
+        if _layout(seen.like) != _layout(target):
+            raise ValueError(f"{call.name} writes into a tensor whose copy has another layout; {cure}")
+        target.hold = Hold(Value(self._execute(call, seen)[0], seen.like, 0))
+        return target
+
+    def _run_once(self, call: Call, makes: bool):
+        """Results that stay: numbers for Python, sums of gradients, constants that are written to."""
+        results: list = []
+        seen = self._foresee(call) if makes else _Foreseen(None, 0, [], {}, {})
+        blocks = self._execute(call, seen, results.append)
+        for block, index in {block: index for index, block in blocks.items()}.items():
+            self._keep(tensors(results[0])[index], block)
+            self.evictor.release(block)
+        return results[0]
+
+    def _foresee(self, call: Call) -> "_Foreseen":
+        with outside_modes():
+            args, kwargs = call.arguments(lambda value: value.like, self._fakes.from_tensor)
+            try:
+                with self._fakes:
+                    like = call.on(args, kwargs)
+            except (torch_private.DataDependentOutputException, torch_private.DynamicOutputShapeException):
+                cure = "a limit cannot be kept; compute it outside, or with a mask of full size"
+                raise ValueError(f"the size of {call.name}'s result is in the data: {cure}") from None
+            blocks = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
+            shapes = [value.like for value in call.values] + [self._fakes.from_tensor(x) for x in call.plain]
+            homes = {storage_id(x.untyped_storage()): block for x, block in zip(shapes, blocks)}
+            seen = _Foreseen(like, self._cost(call.func, args, kwargs, like), [], {}, {})
+            new: list[int] = []
+            for index, tensor in enumerate(tensors(like)):
+                storage = tensor.untyped_storage()
+                key = storage_id(storage)
+                if key in homes:
+                    seen.views[index] = homes[key]
+                    continue
+                if key not in new:
+                    new.append(key)
+                    seen.sizes.append(storage.nbytes())
+                seen.position[index] = new.index(key)
+            return seen
+
+    def _execute(self, call: Call, seen: "_Foreseen", keep: Callable | None = None) -> dict:
+        """Runs it -> {index of a result: its new block}; `keep` gets the result, or the blocks do."""
+        if not seen.sizes and not keep:
+            return {}
+
+        def work(wanted: list) -> None:
+            result = call.run()
+            if keep:
+                return keep(result)
+            for index, tensor in enumerate(tensors(result)):
+                if index in seen.position and (block := wanted[seen.position[index]]):
+                    block.held[index] = tensor
+
+        inputs = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
+        made = self.evictor.run(call.name, inputs, seen.sizes, seen.cost, work)
+        return {index: made[position] for index, position in seen.position.items()}
+
+    # ---- tensors from outside -----------------------------------------------------------------------------
+
+    def _constant(self, tensor: Tensor):
+        """The block of a plain tensor, which is not evicted."""
+        key = storage_id(tensor.untyped_storage())
+        if key not in self._constants:
+            self._know(tensor, self.evictor.constant(tensor.untyped_storage().nbytes()))
+        leaf = tensor.requires_grad and tensor.is_leaf and not torch_private.in_backward()
+        if leaf and id(tensor) not in self._hooks:
+            self._hooks[id(tensor)] = tensor, tensor.register_hook(self._gradient)
+        return self._constants[key]
+
+    def _know(self, tensor: Tensor, block) -> None:
+        storage, me = tensor.untyped_storage(), weakref.ref(self)
+        key = storage_id(storage)
+
+        def gone() -> None:
+            if (dynamic := me()) is not None:
+                dynamic.evictor.release(dynamic._constants.pop(key))
+
+        self._constants[key] = block
+        weakref.finalize(storage, gone).atexit = False
+
+    def _keep(self, tensor: Tensor, block) -> Tensor:
+        """The block's memory is a plain tensor's from now on."""
+        self._know(tensor, self.evictor.pin(block))
+        return tensor
+
+    def _gradient(self, gradient: Tensor) -> Tensor:
+        """What autograd adds to a parameter's gradient is plain."""
+        if not isinstance(gradient, Evictable):
+            return gradient
+        value, self._aside = gradient.hold.value, True
+        try:
+            self.evictor.restore(value.block)
+            return self._keep(value.real(), value.block)
+        finally:
+            self._aside = False
+
+
+# ---- about operators ---------------------------------------------------------------------------------------
+
+
+def _written(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The arguments it writes into."""
+    schema = schema_of(func).arguments
+    names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip((a.name for a in schema), args)) | kwargs
+    return tensors([given.get(name) for name in names])
+
+
+def _is_view(func: OpOverload) -> bool:
+    returns = [result.alias_info for result in schema_of(func).returns]
+    return bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+
+
+def _makes_tensors(func: OpOverload) -> bool:
+    return any("Tensor" in str(result.type) for result in schema_of(func).returns)
+
+
+def _layout(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()

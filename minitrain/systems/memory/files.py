@@ -1,0 +1,293 @@
+"""Tensors in files: read ahead and written behind, past the page cache, each with a checksum.
+
+    store = FileStore(folder, rank, buffer_bytes=4 << 20, buffers=6)
+    store.give("3.exp_avg", x)          a new name gets a place in this rank's file; written behind
+    store.ahead("3.exp_avg")            starts to read
+    x = store.take("3.exp_avg")         waits, verifies; a view of a buffer, to be changed and given back
+    store.flush(); store.close()        all is on the disk; the space is free again
+
+A rank has one file in `folder`, and only what is its own in it: N ranks that hold 1/N each have the bandwidth
+of N disks. The file has no name: nobody else opens it, and however its process ends, its space is free again.
+Host memory: `buffers` times `buffer_bytes`, and no more, however much is stored. Bytes: a take reads, a give
+writes what the tensor has (`read_bytes`, `written_bytes`, the ledger's copies "from_disk" and "to_disk"); the
+disk moves blocks of 4096. `direct` is False where a file system refuses O_DIRECT.
+A write that fails keeps its data in its buffer; take, ahead and flush try it again before they raise OSError,
+so that whoever makes room goes on with nothing lost.
+Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5.2 and 6.3 (libaio there). Differs:
+threads that call preadv and pwrite, which wait without Python's lock; a checksum (CRC-32) per tensor.
+"""
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import threading
+import weakref
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitrain.memory.pools import Transfer
+from minitrain.ranks.checks import require_ints
+from minitrain.ranks.collectives import announce_host
+
+BLOCK = 4096
+LOST = "go back to a checkpoint"
+
+
+@dataclass
+class _Record:
+    """Where a tensor is in the file, and what it is."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    bytes: int
+    checksum: int | None = None  # None: not yet written to its end
+
+
+class _Buffer:
+    """Memory of the host that begins at a page, as O_DIRECT asks for."""
+
+    def __init__(self, size: int):
+        self.memory = memoryview(mmap.mmap(-1, size))
+        self.bytes = announce_host(torch.frombuffer(self.memory, dtype=torch.uint8), "optimizer state")
+
+    def view(self, record: _Record) -> Tensor:
+        return self.bytes[: record.bytes].view(record.dtype).view(record.shape)
+
+
+class FileStore:
+    """Tensors by name in one file of `folder`; give and take, one thread at a time. Raises ValueError for a
+    folder that cannot be used, a name that is not there or out, a tensor larger than a buffer."""
+
+    def __init__(
+        self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4, direct: bool = True
+    ):
+        require_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
+        if buffer_bytes < 1 or buffers < 1 or threads < 1:
+            given = f"buffer_bytes={buffer_bytes}, buffers={buffers}, threads={threads}"
+            raise ValueError(f"{given}: use at least 1 of each")
+        self.place = f"{folder} (rank {rank})"
+        self.buffer_bytes, self.buffers = _padded(buffer_bytes), buffers
+        self.read_bytes = self.written_bytes = 0
+        self._file, self.direct = open_unnamed(Path(folder), direct)
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._records: dict[str, _Record] = {}
+        self._end = 0  # of the file
+        self._free: list[_Buffer] = []
+        self._made = 0  # buffers so far
+        self._out: dict[str, _Buffer] = {}  # taken, not yet given back
+        self._reads: dict[str, tuple[_Buffer, Transfer]] = {}
+        self._writes: dict[str, tuple[_Buffer, Transfer, Future]] = {}  # in the order given
+        self._workers = ThreadPoolExecutor(threads, f"files of rank {rank}")
+        self._count = threading.Lock()
+
+    def __enter__(self) -> "FileStore":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors in the file."""
+        return sum(record.bytes for record in self._records.values())
+
+    # ---- giving and taking --------------------------------------------------------------------------------
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        """Write `tensor` behind. One that was taken goes from its buffer and must not be used any more; any
+        other is copied. Shape and dtype of a name stay what they were at first."""
+        record = self._records.get(name) or self._place(name, tensor)
+        if (record.shape, record.dtype) != (tensor.shape, tensor.dtype):
+            was, now = (f"{list(x.shape)} {x.dtype}" for x in (record, tensor))
+            place = f"{was} in {self.place}"
+            raise ValueError(f"{name!r} is {place}, got {now}: a name keeps its shape and dtype")
+        buffer = self._out.get(name)
+        if buffer is None or tensor.data_ptr() != buffer.view(record).data_ptr():
+            if name in self._reads:
+                unread, transfer = self._reads.pop(name)
+                with contextlib.suppress(OSError):
+                    transfer.wait()
+                self._free.append(unread)
+            if name in self._writes:
+                self._settle(name)
+            buffer = self._out.get(name) or self._buffer(f"give {name!r}")
+            buffer.view(record).copy_(tensor)
+        self._out.pop(name, None)
+        written = self._workers.submit(self._written, record, buffer)
+        finish, place = partial(self._finish, name, buffer, written), buffer.view(record)
+        transfer = Transfer("to_disk", record.bytes, place, finish)  # which does not keep `tensor` alive
+        self._writes[name] = buffer, transfer, written
+
+    def take(self, name: str) -> Tensor:
+        """The tensor, in a buffer, until it is given back."""
+        self._known(name)
+        self.ahead(name)
+        if name not in self._reads:
+            raise ValueError(self._all_out(f"take {name!r}"))
+        buffer, transfer = self._reads.pop(name)
+        try:
+            tensor = transfer.wait()
+        except BaseException:
+            self._free.append(buffer)
+            raise
+        self._out[name] = buffer
+        return tensor
+
+    def put_back(self, name: str) -> None:
+        """Give up a tensor that was taken to be read: nothing is written."""
+        if name not in self._out:
+            raise ValueError(f"{name!r} is not out of {self.place}: take it first")
+        self._free.append(self._out.pop(name))
+
+    def ahead(self, *names: str) -> None:
+        """Start to read what will be taken next, as far as there are buffers; waits for older writes."""
+        for name in names:
+            self._known(name)
+            if name in self._reads:
+                continue
+            self._try_again()
+            if name in self._writes:
+                self._settle(name)
+            if (buffer := self._buffer()) is None:
+                return
+            record, read = self._records[name], self._workers.submit(self._read, name, buffer)
+            self._reads[name] = buffer, Transfer("from_disk", record.bytes, buffer.view(record), read.result)
+
+    def flush(self) -> None:
+        """Returns when everything given is on the disk."""
+        self._settle(*self._writes)
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Wait for the workers and free the file; what was taken may still be read."""
+        self._workers.shutdown(wait=True)
+        self._close()
+
+    # ---- buffers ------------------------------------------------------------------------------------------
+
+    def _buffer(self, wanted: str = "") -> _Buffer | None:
+        """A free buffer, if need be of the oldest write. If all are out: None, or an error if `wanted`."""
+        if not self._free and self._made < self.buffers:
+            self._made += 1
+            self._free.append(_Buffer(self.buffer_bytes))
+        if not self._free and self._writes:
+            self._settle(next(iter(self._writes)))
+        if not self._free and wanted:
+            raise ValueError(self._all_out(wanted))
+        return self._free.pop() if self._free else None
+
+    def _all_out(self, wanted: str) -> str:
+        held = ", ".join([*self._out, *self._reads][:3])
+        return f"{wanted}: all {self.buffers} buffers of {self.place} hold {held}, ...: give back or use more"
+
+    def _place(self, name: str, tensor: Tensor) -> _Record:
+        if tensor.nbytes > self.buffer_bytes or not tensor.nbytes:
+            limits = f"a buffer of {self.place} has {self.buffer_bytes}"
+            raise ValueError(f"{name!r} has {tensor.nbytes} bytes, {limits}: cut it, or use larger buffers")
+        record = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
+        self._records[name] = record
+        self._end += _padded(tensor.nbytes)
+        return record
+
+    def _known(self, name: str) -> None:
+        if name not in self._records:
+            raise ValueError(f"{name!r} is not in {self.place}: give it first")
+        if name in self._out:
+            raise ValueError(f"{name!r} is out of {self.place} already: give it back first")
+
+    # ---- what the workers do ------------------------------------------------------------------------------
+
+    def _written(self, record: _Record, buffer: _Buffer) -> None:
+        checksum, start, blocks = zlib.crc32(buffer.memory[: record.bytes]), 0, _padded(record.bytes)
+        while start < blocks:  # a disk that is nearly full takes a part: go on at a whole block
+            put = os.pwrite(self._file, buffer.memory[start:blocks], record.offset + start)
+            start += put // BLOCK * BLOCK
+        record.checksum = checksum
+        with self._count:
+            self.written_bytes += record.bytes
+
+    def _read(self, name: str, buffer: _Buffer) -> None:
+        record, start = self._records[name], 0
+        blocks = _padded(record.bytes)
+        while start < blocks:
+            got = os.preadv(self._file, [buffer.memory[start:blocks]], record.offset + start)
+            if not got or got % BLOCK:  # a file's end; a direct read must not go on there
+                ends = f"{name!r} ends at byte {record.offset + record.bytes} of {self.place}"
+                raise OSError(errno.EIO, f"{ends}, which was cut to {record.offset + start + got}: {LOST}")
+            start += got
+        if zlib.crc32(buffer.memory[: record.bytes]) != record.checksum:
+            raise OSError(errno.EIO, f"{name!r} in {self.place} is not what was written (checksum): {LOST}")
+        with self._count:
+            self.read_bytes += record.bytes
+
+    # ---- ends of writes -----------------------------------------------------------------------------------
+
+    def _settle(self, *names: str) -> None:
+        """Wait for these writes; their buffers are free."""
+        for name in names:
+            self._writes[name][1].wait()
+            self._free.append(self._writes.pop(name)[0])
+
+    def _finish(self, name: str, buffer: _Buffer, written: Future) -> None:
+        """A write that failed is tried again, here."""
+        if written.exception() is not None:
+            record = self._records[name]
+            try:
+                self._written(record, buffer)
+            except OSError as error:
+                where = f"writing {record.bytes} bytes of {name!r} to {self.place}"
+                cure = "make room and go on: nothing is lost"
+                raise OSError(error.errno, f"{where}: {os.strerror(error.errno)}; {cure}") from None
+
+    def _try_again(self) -> None:
+        """An error of long ago is told before anything new is begun."""
+        futures = {name: written for name, (_, _, written) in self._writes.items()}
+        self._settle(*(name for name, written in futures.items() if written.done() and written.exception()))
+
+
+def open_unnamed(folder: Path, direct: bool = True) -> tuple[int, bool]:
+    """A new file without a name, and whether it bypasses the page cache: O_DIRECT moves whole blocks between
+    aligned memory and the disk. ValueError: what is wrong with the folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: make it first, on the disk that is to hold the states")
+    try:
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                return _unnamed(folder, os.O_DIRECT), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return _unnamed(folder, 0), False
+    except OSError as error:
+        raise ValueError(f"{folder}: {os.strerror(error.errno)}; choose another folder") from None
+
+
+def _unnamed(folder: Path, flags: int) -> int:
+    path = folder / f".minitrain-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    finally:
+        path.unlink(missing_ok=True)  # some make a file and then refuse the flag
+    try:
+        if flags:
+            os.pwrite(file, mmap.mmap(-1, BLOCK), 0)  # some refuse it only now
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _padded(size: int) -> int:
+    return math.ceil(size / BLOCK) * BLOCK

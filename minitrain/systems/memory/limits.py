@@ -1,0 +1,182 @@
+"""How much memory a run needs, found by taking it away: the smallest limit under which it still ends well.
+
+    with LimitedRuns(warm_up=tiny_step) as runs:
+        runs.run(train, "plain", limit_bytes=40 << 20)      its result, or MemoryError in one line
+        runs.smallest_limit(train, "plain", most_bytes=1 << 30)          by bisection
+
+A helper process has loaded torch and done `warm_up`. It forks a child for every run, so all begin with the
+same memory; a limit is what a child may map beyond that (RLIMIT_AS: every byte that malloc or mmap hands out,
+used or not). The helper's malloc has one arena and gives back blocks of 64 KiB and more, so a limit is the
+peak of live tensors, some pages each, and what libraries need for themselves. Pages of files are not in it,
+mapped memory is. What fails, or hangs, under a limit and not without has failed for want of memory, whatever
+it said: torch raises RuntimeError, Python MemoryError, some libraries die.
+Sends nothing; a run takes a fork, some 10 ms, and its own time. Linux only.
+setrlimit(2), malloc(3). Differs from `ulimit -v`: beyond a baseline, so that the interpreter is not counted.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+
+MALLOC = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+ONE_THREAD = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
+PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
+PAGE = os.sysconf("SC_PAGE_SIZE")
+START = "import sys; sys.path[:0] = {path!r}; from minitrain.systems.memory.limits import serve; serve({fd})"
+
+
+class LimitedRuns:
+    """Runs functions in forked children of a helper process; closed, it leaves no process behind."""
+
+    def __init__(self, warm_up: Callable[[], object] = lambda: None):
+        path = [folder for folder in sys.path if folder]
+        self._line, theirs = Pipe()
+        command = [sys.executable, "-c", START.format(path=path, fd=theirs.fileno())]
+        files = dict(stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._helper = subprocess.Popen(command, env=os.environ | MALLOC | ONE_THREAD, **files)
+        theirs.close()
+        _send(self._line, warm_up)
+        if (error := self._line.recv()) is not None:
+            self.close()
+            raise ValueError(f"the warm-up failed: {error}; it must run without a limit")
+
+    def __enter__(self) -> "LimitedRuns":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the helper, and with it what it runs."""
+        self._line.close()
+        try:
+            self._helper.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._helper.kill()
+            self._helper.wait()
+
+    def run(self, function: Callable, *args, limit_bytes: int | None = None, timeout_s: float = 60) -> Any:
+        """What `function(*args)` returns in a child that may map `limit_bytes` more than it begins with.
+
+        MemoryError: it fails under this limit. RuntimeError: it fails without any."""
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"limit_bytes={limit_bytes}: use 0 or more, or None for no limit")
+        try:
+            _send(self._line, (function, args, limit_bytes, timeout_s))
+            done, result = self._line.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the helper process is gone; make a new LimitedRuns") from None
+        if done:
+            return result
+        name = getattr(function, "__name__", "the run")
+        if limit_bytes is None:
+            raise RuntimeError(f"{name}: {result}")
+        cure = "recompute, offload, or give it more"
+        raise MemoryError(f"{name} does not fit in {limit_bytes:,} bytes: {result}; {cure}")
+
+    def smallest_limit(self, function, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s=60) -> int:
+        """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs.
+
+        ValueError: `most_bytes` will not do."""
+        # without a limit, so that from here on only memory can be missing
+        self.run(function, *args, timeout_s=timeout_s)
+        fails, fits = 0, -(-most_bytes // step_bytes)
+        if not self._fits(function, args, fits * step_bytes, timeout_s):
+            raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
+        while fits - fails > 1:
+            middle = (fails + fits) // 2
+            if self._fits(function, args, middle * step_bytes, timeout_s):
+                fits = middle
+            else:
+                fails = middle
+        return fits * step_bytes
+
+    def _fits(self, function: Callable, args: tuple, limit_bytes: int, timeout_s: float) -> bool:
+        try:
+            self.run(function, *args, limit_bytes=limit_bytes, timeout_s=timeout_s)
+        except MemoryError:
+            return False
+        return True
+
+
+# ---- the helper process ----------------------------------------------------------------------------------
+
+
+def serve(fd: int) -> None:
+    """Answer requests that come over a connection, until it ends."""
+    line = Connection(fd)
+    os.dup2(2, 1)  # what runs print is not mixed with what their caller prints
+    threading.stack_size(STACK_BYTES)
+    try:
+        line.recv()()
+        gc.collect()  # what the warm-up left would be room for every run
+        error = None
+    except Exception as raised:
+        error = _said(raised)
+    with contextlib.suppress(EOFError, OSError):  # the caller is gone
+        _send(line, error)
+        while True:
+            _send(line, _in_a_child(line, *line.recv()))
+
+
+def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, timeout_s: float) -> tuple:
+    answer, write = Pipe(duplex=False)
+    child = os.fork()
+    if not child:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _send(write, _limited(function, args, limit_bytes))
+        os._exit(0)
+    write.close()
+    ready = wait([answer, line], timeout_s)  # it has answered, it is gone, or our caller is
+    if answer not in ready:
+        os.kill(child, signal.SIGKILL)
+    with answer, contextlib.suppress(EOFError):
+        found = answer.recv()
+        os.waitpid(child, 0)
+        return found
+    _, status = os.waitpid(child, 0)
+    if not ready:
+        return False, f"no answer in {timeout_s} s"
+    ended = os.waitstatus_to_exitcode(status)
+    how = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+    return False, f"its process was {how}" if ended < 0 else f"its process {how}"
+
+
+def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[bool, Any]:
+    """(True, result) or (False, why not)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + limit_bytes, hard))
+    try:
+        found = True, function(*args)
+    except BaseException as raised:
+        found = False, raised
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # there is room to say it
+    return found if found[0] else (False, _said(found[1]))
+
+
+def mapped_bytes() -> int:
+    """Of this process's address space: what RLIMIT_AS counts."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * PAGE
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _send(line: Connection, thing) -> None:
+    line.send_bytes(cloudpickle.dumps(thing))

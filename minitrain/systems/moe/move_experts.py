@@ -1,0 +1,208 @@
+"""Tokens stay, experts travel: a rank pulls the experts its tokens visit, and sends their gradients home.
+
+rows [R, D] of this rank's own tokens, sorted by expert, counts [E] of all experts, as Dispatch without group
+up, gate [E/n, D, F], down [E/n, F, D] of this rank's experts               -> [R, D]
+
+N nodes of g ranks: rank r of all is place r % g of node r // g; expert e lives on rank e // (E/n). In round
+(s, j) every rank gets, over `across`, expert j of its place in the node s further, if anyone in its node
+wants it; then over `inside` all that want one take it from there, place after place. So an expert enters a
+node once. Without nodes `inside` is a group of one. Backward does so once more, and gradients take the way
+back: summed in the node, then sent home, where what comes is added.
+
+An expert is M = 2·D·F elements, 3·D·F with a gate. Over each group a rank sends M for each expert it is asked
+for, forward and again in backward, and M for each gradient that it passes on; and a byte for each expert of
+another rank there (who wants it). The next expert arrives while the present one computes. Of others' experts
+two live at a time, three from g = 3 on (the one being shared); in backward five with the gradients at work,
+leaving and arriving, up to eight where nodes share. Kept: rows and the layer before act, no expert of others.
+Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869. Differs: rounds in a fixed order, without
+priorities; no cache in host memory between forward and backward.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.moe.turns import of, slices, turn, turn_backward
+from minitrain.ranks import collectives
+
+
+def pulled(rows, counts, up, down, across, inside, act=F.gelu, gate=None, *, sizes=None) -> Tensor:
+    """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
+    n = across.size() * inside.size()
+    if sizes is not None and len(sizes) != len(counts):
+        raise ValueError(f"sizes={sizes} of {len(counts)} experts; give the counts as numbers")
+    if len(counts) != n * len(up):
+        found = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
+        raise ValueError(f"{found}; count the rows of every expert of all ranks, {n * len(up)}")
+    way = Way(counts, across, inside, sizes)
+    return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, way)
+
+
+def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
+    """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
+
+    A row goes and comes, D elements each; in backward again. An expert comes; in backward again, and its
+    gradient goes home. D cancels. Forward alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
+    matrices = 3 if gated else 2
+    return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
+
+
+class Way:
+    """Who wants which expert. Rank r is place r % g of node r // g."""
+
+    def __init__(self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup, sizes=None) -> None:
+        self.across, self.inside = across, inside
+        self.nodes, self.node, self.g, self.place = across.size(), across.rank(), inside.size(), inside.rank()
+        wanted = counts.gt(0).to(torch.uint8).view(self.nodes, self.g, -1)
+        asked = collectives.all_to_all(wanted.transpose(0, 1).contiguous(), inside)
+        needed = asked.amax(0)
+        asked_by = collectives.all_to_all(needed, across)
+        self.here = wanted.shape[2]
+        if sizes is not None:  # a dry run: every rank wants the same experts
+            own, mine = range(self.here), [self.first(m) for m in range(self.nodes)]
+            self.needed = [[sizes[first + j] > 0 for j in own] for first in mine]
+            self.asked, self.asked_by = [self.needed] * self.g, [self.needed[self.node]] * self.nodes
+            return
+        self.asked = asked.tolist()  # [place][node][j]: does it want expert j of my place in that node?
+        self.needed = needed.tolist()  # [node][j]: does anyone here?
+        self.asked_by = asked_by.tolist()  # [node][j]: does it want my expert j?
+
+    def first(self, node: int) -> int:
+        """The first expert of this rank's place in that node."""
+        return (node * self.g + self.place) * self.here
+
+    def expert(self, s: int, q: int, j: int) -> int:
+        """Expert j of the place q further in the node s further."""
+        node, place = (self.node + s) % self.nodes, (self.place + q) % self.g
+        return (node * self.g + place) * self.here + j
+
+    def between_nodes(self, s: int, j: int) -> tuple[tuple, tuple]:
+        """(rank, is it wanted) of who gets this rank's expert j, and of where another's comes from."""
+        further, back = (self.node + s) % self.nodes, (self.node - s) % self.nodes
+        return (back, self.asked_by[back][j]), (further, self.needed[further][j])
+
+    def in_the_node(self, s: int, q: int, j: int, wanted: bool) -> tuple[tuple, tuple]:
+        """The same for what has entered the node through each place."""
+        further, back = (self.place + q) % self.g, (self.place - q) % self.g
+        return (back, self.asked[back][(self.node + s) % self.nodes][j]), (further, wanted)
+
+
+def start(tensors: list[Tensor], own: list[Tensor], group: ProcessGroup, to: tuple, source: tuple) -> list:
+    """Handles of what comes from `source` while the tensors go `to`; each is shaped as this rank's own."""
+    handles = []
+    for x, like in zip(tensors, own):
+        sends, receives = ([0] * group.size() for _ in range(2))
+        sends[to[0]], receives[source[0]] = len(like) * to[1], len(like) * source[1]
+        sizes = {"send_sizes": sends, "receive_sizes": receives}
+        handles.append(collectives.all_to_all(x if to[1] else like[:0], group, **sizes, async_op=True))
+    return handles
+
+
+def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tuple]:
+    """(s, q, j), expert, its matrices: every expert in turn, empty if it is not wanted here. The next one
+    travels while the caller works; the caller drops what it got before it asks again."""
+    rounds = [(s, j) for s in range(way.nodes) for j in range(way.here)]
+    entering = None
+    for number, (s, j) in enumerate(rounds):
+        own = of(j, matrices)
+        entered = own if s == 0 else [handle.wait() for handle in entering]
+        entering = shared = None
+        for q in range(way.g):
+            present = entered if q == 0 else [handle.wait() for handle in shared]
+            shared = None
+            if q + 1 < way.g:
+                hop = way.in_the_node(s, q + 1, j, sizes[way.expert(s, q + 1, j)] > 0)
+                shared = start(entered, own, way.inside, *hop)
+            else:
+                entered = None
+                if number + 1 < len(rounds) and rounds[number + 1][0]:
+                    t, i = rounds[number + 1]
+                    entering = start(of(i, matrices), own, way.across, *way.between_nodes(t, i))
+            yield (s, q, j), way.expert(s, q, j), present
+
+
+class Homeward:
+    """Gradients of experts on their way: summed in the node at once, sent home behind the next expert's work,
+    added to `sums`, those of this rank's experts."""
+
+    def __init__(self, sums: list[Tensor], way: Way) -> None:
+        self.sums, self.way, self.total, self.leaving = sums, way, None, None
+
+    def add(self, s: int, q: int, j: int, made: list[Tensor] | None) -> None:
+        """`made` here for expert j of place q and node s further, or None."""
+        way, own = self.way, of(j, self.sums)
+        if q:
+            back, further = way.in_the_node(s, q, j, made is not None)
+            handles = start(made or own, own, way.inside, further, back)
+            arrived = [handle.wait() for handle in handles]
+            made = arrived if back[1] else None
+        if made is not None and self.total is not None:
+            for total, x in zip(self.total, made):
+                total.add_(x)
+        elif made is not None:
+            self.total = made
+        if q + 1 < way.g:
+            return
+        self.arrive()
+        if s == 0 and self.total is not None:
+            for home, x in zip(own, self.total):
+                home.add_(x)
+        elif s:
+            back, further = way.between_nodes(s, j)
+            self.leaving = own, start(self.total or own, own, way.across, further, back)
+        self.total = None
+
+    def arrive(self) -> None:
+        """Add what the last round has brought."""
+        if self.leaving is not None:
+            for home, handle in zip(*self.leaving):
+                arrived = handle.wait()
+                if len(arrived):
+                    home.add_(arrived)
+            self.leaving = None
+
+
+class _Pulled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, up, down, gate, act, sizes, way):
+        matrices = [down, up] if gate is None else [down, up, gate]
+        made = [rows.new_empty(len(rows), up.shape[2]) for _ in matrices[1:]]
+        y, where = torch.empty_like(rows), slices(sizes)
+        for _, e, present in arrivals(matrices, sizes, way):
+            if sizes[e]:
+                y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
+            del present  # lest it stay when the one after the next sets out
+        ctx.save_for_backward(rows, *matrices, *made)
+        ctx.act, ctx.sizes, ctx.way = act, sizes, way
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        rows, *rest = ctx.saved_tensors
+        matrices, made = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
+        wants_rows, wants_up, wants_down, wants_gate, *_ = ctx.needs_input_grad
+        wanted = [wants_down, wants_up, wants_gate][: len(matrices)]
+        sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
+        drows, where = torch.empty_like(rows) if wants_rows else None, slices(ctx.sizes)
+        home = Homeward(sums, ctx.way)
+        for place, e, present in arrivals(matrices, ctx.sizes, ctx.way):
+            grads, here = None, where[e]
+            if ctx.sizes[e]:
+                rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
+                given = rows[here], None, present[1:], present[0], of(here, made), ctx.act
+                d = turn_backward(dy[here], *given, [None, *rooms], wants_rows)
+                if wants_rows:
+                    drows[here] = d
+                grads = [room for room in rooms if room is not None]
+                del given, rooms, d
+            del present
+            home.add(*place, grads)
+            del grads
+        home.arrive()
+        found = iter(sums)
+        ddown, dup, dgate = (next(found) if want else None for want in (*wanted, False)[:3])
+        return drows, dup, ddown, dgate, None, None, None

@@ -1,0 +1,89 @@
+"""All-to-all on two levels of network: what crosses between nodes goes once, or in one message per node.
+
+N nodes of g ranks, n = N·g. Group `across` has the ranks of one place in every node, `inside` those of one
+node; rank r of all is place r % g of node r // g.
+
+    TwoLevelDispatch       x [N_tokens, D] -> one copy to each node a token visits -> its experts in that node
+                           results -> weighed and summed inside the node -> one row back across per copy
+    two_level_all_to_all   blocks for place l of every node meet at place l of this node, then cross
+
+Dispatch sends between nodes, where P pairs (token of this rank, other node) and Q pairs that arrive: forward
+P·D elements there and Q·D back, backward as many; 8 bytes for each node's number of pairs, and beside a pair
+k numbers of experts (8 bytes each) and k weights, with their gradients. Flat, a token crosses once for each
+expert. With node-limited routing (router.deepseek) it has at most `node_limit` copies whatever k is. Inside,
+rows go as in dispatch.py.
+
+all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
+DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
+Differs: the two levels do not overlap; a copy enters its node at the sender's own place in it. In a dry run
+the k experts of a token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.moe.dispatch import Dispatch, Meanwhile, combined
+from minitrain.moe.router import NOWHERE, Routing
+from minitrain.ranks import collectives
+
+
+class TwoLevelDispatch:
+    """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. Expert e lives on rank
+    e // (E/n). `meanwhile()` is called while rows, or their gradients, are under way between nodes."""
+
+    def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None) -> None:
+        experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
+        if experts % n:
+            found = f"{experts} experts on {nodes} nodes of {inside.size()} ranks"
+            raise ValueError(f"{found}; each rank gets as many, so the ranks divide the experts")
+        self.across, self.meanwhile, per_node = across, meanwhile, experts // nodes
+        self.num_tokens = len(routing.experts)
+        node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
+        visits = (node == torch.arange(nodes, device=node.device)[:, None, None]).any(-1)  # [node, token]
+        counts, known, sizes = visits.sum(1), None, None
+        if routing.visits is not None:  # a dry run: every rank has the same table
+            known, own = routing.visits(nodes), across.rank()
+            sizes = [nodes * size for size in routing.sizes[own * per_node : (own + 1) * per_node]]
+        self.send_sizes = known or counts.tolist()
+        pairs = torch.nonzero_static(visits, size=sum(self.send_sizes))  # by node, then by token
+        to, self.tokens = pairs.unbind(1)
+        chosen = routing.experts.index_select(0, self.tokens)
+        elsewhere = node.index_select(0, self.tokens) != to[:, None]  # choices that are not in the node
+        arriving = collectives.all_to_all(counts, across)
+        self.receive_sizes = [known[own]] * nodes if known else arriving.tolist()
+        local = (chosen - to[:, None] * per_node).masked_fill(elsewhere, NOWHERE)
+        arrived = self._there(local)  # [pairs here, k]
+        probs = routing.probs.new_empty(len(arrived), per_node)  # its width is all that is asked for
+        self.inside = Dispatch(Routing(arrived, probs.new_empty(arrived.shape), probs, sizes), inside)
+        self.counts, self.sizes = self.inside.counts, self.inside.sizes
+
+    def there(self, x: Tensor) -> Tensor:
+        """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
+        return self.inside.there(self._there(x.index_select(0, self.tokens), meanwhile=self.meanwhile))
+
+    def back(self, y: Tensor, weights: Tensor) -> Tensor:
+        """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
+        weights = self._there(weights.index_select(0, self.tokens))
+        partial = self.inside.back(y, weights)  # summed where the copy has entered the node
+        sizes = {"send_sizes": self.receive_sizes, "receive_sizes": self.send_sizes}
+        home = collectives.all_to_all(partial, self.across, meanwhile=self.meanwhile, **sizes)
+        return combined(home, None, self.tokens, self.num_tokens)
+
+    def _there(self, pairs: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+        sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
+        return collectives.all_to_all(pairs, self.across, meanwhile=meanwhile, **sizes)
+
+
+def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) -> Tensor:
+    """x [n·d, ..], d rows for each of all ranks -> [n·d, ..], from each. As `all_to_all` over all of them."""
+    nodes, g = across.size(), inside.size()
+    if x.dim() == 0 or x.shape[0] % (nodes * g):
+        found = f"x has {x.shape[0] if x.dim() else 'no'} rows"
+        raise ValueError(
+            f"{found}; all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
+        )
+    blocks = x.unflatten(0, (nodes, g, -1))  # for whom
+    met = collectives.all_to_all(blocks.transpose(0, 1).flatten(0, 2), inside)  # by place of the sender, node
+    met = met.unflatten(0, (g, nodes, -1)).transpose(0, 1).flatten(0, 2)
+    return collectives.all_to_all(met, across)  # by node of the sender, place

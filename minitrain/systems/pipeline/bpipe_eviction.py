@@ -1,0 +1,185 @@
+"""Evictions on real ranks: activations leave for another rank between forward and backward (lists: bpipe.py).
+
+    saved = SavedTensors(stays, device)              stays: what stays anyway, such as parameters
+    with saved_tensors_hooks(saved.pack, saved.unpack): y = stage(x)
+    flat, places = saved.evict()                     one piece of bytes; the graph now holds no tensor
+    saved.load(flat, places)                         what autograd kept is views of it again
+
+SavedTensors has each storage once, however many views of it autograd keeps; in place of tensors the graph
+holds a block's number and how to view it. The graph's first node would still hold the stage's input, so
+`without_input` makes a node that does not, and leaves the gradient in an `InputGrad`. Storages are told apart
+by identity, as those without data (a dry run) have no address. `Balanced` is the interpreter: E evicts and
+the rank computes on while the bytes travel, L loads them. Their number depends on a microbatch's shape alone.
+Sends what a forward keeps at each eviction, the same back, and 8 bytes per shape (the number). Memory: moves
+under way included, at most the largest `schedule.peak` on any rank; only while E copies, the evicted
+microbatch exists twice.
+Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save_on_cpu: views travel once.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from minitrain.pipeline.lower import Receive, Send, Step
+from minitrain.pipeline.runtime import Kept, Runner
+from minitrain.pipeline.schedule import Action
+from minitrain.ranks.torch_private import storage_id
+
+Shape = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
+ALIGNED = 64  # bytes: a multiple of the size of every dtype
+Places = list[tuple[int, int]]  # where each block stands in the flat piece, and its bytes
+
+
+class SavedTensors:
+    """What autograd keeps of one forward."""
+
+    def __init__(self, stays: Iterable[Tensor], device: torch.device):
+        self.stays, self.device = {storage_id(x.untyped_storage()) for x in stays}, device
+        self.blocks: list[Tensor] = []  # the bytes of each storage
+        self.index: dict[int, int] = {}  # storage -> its place among the blocks
+
+    def pack(self, x: Tensor):
+        storage = x.untyped_storage()
+        if storage_id(storage) in self.stays or not storage.nbytes():
+            return x
+        if storage_id(storage) not in self.index:
+            self.index[storage_id(storage)] = len(self.blocks)
+            first = x.detach().as_strided((1,), (1,), 0).view(torch.uint8)
+            self.blocks.append(first.as_strided((storage.nbytes(),), (1,), 0))
+        return self.index[storage_id(storage)], x.dtype, x.storage_offset(), x.size(), x.stride()
+
+    def unpack(self, packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        number, dtype, offset, size, stride = packed
+        block = self.blocks[number]
+        offset += block.storage_offset() // dtype.itemsize
+        return block[:0].view(dtype).as_strided(size, stride, offset)
+
+    @property
+    def bytes(self) -> int:
+        return sum(block.numel() for block in self.blocks)
+
+    def evict(self) -> tuple[Tensor, Places]:
+        sizes = [-(-block.numel() // ALIGNED) * ALIGNED for block in self.blocks]
+        flat, places, at = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device), [], 0
+        for block, size in zip(self.blocks, sizes):
+            flat[at : at + block.numel()] = block
+            places.append((at, block.numel()))
+            at += size
+        self.blocks.clear()
+        self.index.clear()
+        return flat, places
+
+    def load(self, flat: Tensor, places: Places) -> None:
+        self.blocks = [flat[at : at + size] for at, size in places]
+
+
+class InputGrad:
+    """In place of a stage's input, which is not kept: holds its gradient."""
+
+    grad: Tensor | None = None
+
+
+class _WithoutInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, root: Tensor, x: Tensor, input_grad: InputGrad) -> Tensor:
+        ctx.input_grad = input_grad
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx: Tensor):
+        ctx.input_grad.grad = dx
+        return torch.zeros((), dtype=dx.dtype, device=dx.device), None, None
+
+
+def without_input(x: Tensor, input_grad: InputGrad) -> Tensor:
+    """x as the start of a graph that does not keep it; its gradient goes to `input_grad`."""
+    root = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+    return _WithoutInput.apply(root, x.detach(), input_grad)
+
+
+class Balanced(Runner):
+    """Runner for lists with E, H, G and L. `lent`: how many bytes a forward keeps, by Shape.
+
+    It grows as this rank evicts, or is told. A dry run of a rank that hosts must be given `lent`."""
+
+    methods = Runner.methods | {"E": "evict", "H": "host", "G": "give_back", "L": "load"}
+
+    def __init__(self, *args, lent: Mapping[Shape, int] | None = None, **settings):
+        super().__init__(*args, **settings)
+        self.lent: dict[Shape, int] = dict(lent or {})
+        self.told: set[Shape] = set()
+
+    def begin(self) -> None:
+        super().begin()
+        self.saved: dict[tuple[int, int], SavedTensors] = {}
+        self.places: dict[tuple[int, int], Places] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """All that this rank holds for backwards: its own, guests, and moves under way."""
+        moving = (self.lent[self.unit(what)] for what in (*self.boundary, *self.sending) if what.kind in "EG")
+        return sum(saved.bytes for saved in self.saved.values()) + sum(moving)
+
+    def unit(self, what: Action) -> Shape:
+        rows, length = self.units[what.microbatch][0].shape
+        return what.stage, what.microbatch % self.schedule.slices, rows, length
+
+    def do(self, step: Step) -> None:
+        evicted = isinstance(step, Send | Receive) and step.what.kind == "E"
+        if evicted and self.unit(step.what) not in self.told:
+            self.told.add(self.unit(step.what))
+            self.tell(*step) if isinstance(step, Send) else self.learn(*step)
+        super().do(step)
+
+    def tell(self, what: Action, to: int) -> None:
+        size = torch.tensor([self.lent[self.unit(what)]], device=self.device)
+        self.sending[what._replace(kind="size")] = self.send(size, to)
+
+    def learn(self, what: Action, source: int) -> None:
+        length = self.receive(source, (1,), torch.int64)
+        if self.unit(what) not in self.lent:
+            if type(length) is not Tensor:
+                why = f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much"
+                cure = f"give lent=, as `Balanced.lent` is after a dry run of rank {source}"
+                raise ValueError(f"{why}; {cure}")
+            self.lent[self.unit(what)] = int(length)
+
+    def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
+        return ((self.lent[self.unit(what)],), torch.uint8) if what.kind in "EG" else super().message(what)
+
+    def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
+        module = self.stages[stage]
+        stays = (*module.parameters(), *module.buffers(), *self.units[unit], *self.reducer.lives())
+        self.saved[stage, unit] = saved = SavedTensors(stays, self.device)
+        input_grad = InputGrad() if stage else None
+        if input_grad:
+            kept.x = without_input(kept.x, input_grad)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            y = super().run_stage(stage, unit, kept)
+        kept.x = input_grad or kept.x
+        return y
+
+    def backward(self, action: Action) -> None:
+        super().backward(action)
+        del self.saved[action[1:]]
+
+    def evict(self, action: Action) -> None:
+        flat, self.places[action[1:]] = self.saved[action[1:]].evict()
+        size, told = flat.numel(), self.lent.setdefault(self.unit(action), flat.numel())
+        if size != told:
+            found = f"{action} moves {size} bytes, and {told} in another microbatch of its shape"
+            raise ValueError(f"{found}; what a stage keeps must not depend on the data")
+        self.boundary[action] = flat  # the next step of the program sends it
+
+    def host(self, action: Action) -> None:
+        """Nothing to do: the receive was posted before H, and G waits for it."""
+
+    def give_back(self, action: Action) -> None:
+        self.boundary[action] = self.take(Action("E", *action[1:]))
+
+    def load(self, action: Action) -> None:
+        self.saved[action[1:]].load(self.take(Action("G", *action[1:])), self.places.pop(action[1:]))

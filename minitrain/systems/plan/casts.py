@@ -1,0 +1,179 @@
+"""Campo: an operator is worth 16 bits if it gains more than the casts around it cost. No torch.
+
+    time(halves) = Σ half or full of each operator + Σ cast of each result that a reader wants otherwise
+
+A graph is operators in an order in which inputs come first. A result is cast at most once, however many read
+it. What a framework does operator by operator is `wrapped`: inputs of each are cast down, its result is cast
+up; between two neighbours in 16 bits these are a pair that undoes itself, and a tensor with two such readers
+is cast twice. `cheapest` is exact, of all 2^n choices the one of the least time, by a minimum cut:
+
+    an operator in 16 bits is cut from 32: half        in 32 bits from 16: full
+    apart from one of its readers: cast, once, through one node more for each direction
+
+so it is never slower than all in 32 bits or all in 16. Flow along shortest paths: at most O(V·E²) steps.
+`block_graph` has the operators of a Transformer block by a roofline: the longer of FLOPs and bytes.
+He et al. 2022 (Campo), USENIX ATC. Differs: times are given or a roofline's, not predicted from profiles;
+forward alone; the choice is a minimum cut, not theirs.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from minitrain.pipeline.partition import Number
+from minitrain.ranks.checks import require_positive_ints
+
+
+class Op(NamedTuple):
+    """An operator, or a tensor that is there (full = 0, half = None)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    full: Number  # time in 32 bits
+    half: Number | None  # in 16; None: it must not be (a softmax, a loss, a master weight)
+    cast: Number  # of its result, either way
+
+
+class Cast(NamedTuple):
+    tensor: str
+    to: str  # "half" or "full"
+    reader: str | None = None  # for whom; None: for all who want it
+
+
+def casts(graph: Sequence[Op], halves: Iterable[str]) -> list[Cast]:
+    """The casts that are left when each result is cast once, and only for who wants it otherwise."""
+    halves, found, reading = _checked(graph, halves), [], readers(graph)
+    for op in graph:
+        wanted = {reader.name in halves for reader in reading[op.name]}
+        if (op.name not in halves) in wanted:
+            found.append(Cast(op.name, "full" if op.name in halves else "half"))
+    return found
+
+
+def wrapped(graph: Sequence[Op], halves: Iterable[str]) -> list[Cast]:
+    """Operator by operator: every result is in 32 bits between two."""
+    halves, found = _checked(graph, halves), []
+    for op in graph:
+        if op.name in halves:
+            found += [Cast(name, "half", op.name) for name in op.inputs]
+            found.append(Cast(op.name, "full"))
+    return found
+
+
+def time(graph: Sequence[Op], halves: Iterable[str], done: Iterable[Cast] | None = None) -> Number:
+    """Of the operators one after the other, and of the casts `done` (those of `casts`)."""
+    halves = _checked(graph, halves)
+    cost = {op.name: op.cast for op in graph}
+    done = casts(graph, halves) if done is None else done
+    return sum(op.half if op.name in halves else op.full for op in graph) + sum(cost[c.tensor] for c in done)
+
+
+def all_half(graph: Sequence[Op]) -> frozenset[str]:
+    return frozenset(op.name for op in graph if op.half is not None)
+
+
+def cheapest(graph: Sequence[Op]) -> frozenset[str]:
+    """Who computes in 16 bits, so that `time` is least."""
+    _checked(graph, ())
+    room, reading = defaultdict(lambda: defaultdict(int)), readers(graph)  # from -> to: capacity left
+    for op in graph:
+        room["full"][op.name] = math.inf if op.half is None else op.half
+        room[op.name]["half"] = op.full
+        if reading[op.name]:
+            down, up = (op.name, "down"), (op.name, "up")
+            room[op.name][down] = room[up][op.name] = op.cast
+            for reader in reading[op.name]:
+                room[down][reader.name] = room[reader.name][up] = math.inf
+    while "half" in (before := _reached(room)):
+        path, here = [], "half"
+        while here != "full":
+            path.append((before[here], here))
+            here = before[here]
+        flow = min(room[a][b] for a, b in path)
+        for a, b in path:
+            room[a][b] -= flow
+            room[b][a] += flow
+    return frozenset(op.name for op in graph if op.name not in before)
+
+
+def _reached(room: dict) -> dict:
+    """What is reached from "full", breadth first, and from where."""
+    before, waiting = {"full": None}, deque(["full"])
+    while waiting and "half" not in before:
+        here = waiting.popleft()
+        for there, left in room[here].items():
+            if left > 0 and there not in before:
+                before[there] = here
+                waiting.append(there)
+    return before
+
+
+def readers(graph: Sequence[Op]) -> dict[str, list[Op]]:
+    found = {op.name: [] for op in graph}
+    for op in graph:
+        for name in op.inputs:
+            found[name].append(op)
+    return found
+
+
+def _checked(graph: Sequence[Op], halves: Iterable[str]) -> frozenset[str]:
+    seen, halves = set(), frozenset(halves)
+    for op in graph:
+        if op.name in seen or op.name in ("full", "half"):
+            raise ValueError(f"casts: {op.name!r} is taken; use another name for this operator")
+        if unknown := set(op.inputs) - seen:
+            raise ValueError(f"casts: {op.name} reads {sorted(unknown)}, not made before; put inputs first")
+        if not all(cost >= 0 for cost in (op.full, op.half or 0, op.cast)):
+            raise ValueError(f"casts: {op.name} has times {op.full}, {op.half}, {op.cast}; use 0 or more")
+        seen.add(op.name)
+    if wrong := sorted(halves - all_half(graph)):
+        raise ValueError(f"casts: {wrong} cannot be in 16 bits; use some of {sorted(all_half(graph))}")
+    return halves
+
+
+class Device(NamedTuple):
+    """FLOPs and bytes in a unit of time."""
+
+    full: Number
+    half: Number
+    bandwidth: Number
+
+
+def block_graph(tokens: int, width: int, device: Device, heads: int = 1) -> list[Op]:
+    """A pre-norm block with GELU and F = 4D over one sequence, weights kept in 32 bits. Norms, softmax and
+    the residual stream stay in 32 bits."""
+    require_positive_ints(tokens=tokens, width=width, heads=heads)
+    graph: list[Op] = []
+
+    def add(name: str, inputs: tuple[str, ...], size: int, read: int, flops: int = 0, narrow=True) -> None:
+        def longer(rate: Number, number: int) -> Number:
+            return max(flops / rate, number * (read + size) / device.bandwidth)
+
+        half = longer(device.half, 2) if narrow else None
+        graph.append(Op(name, inputs, longer(device.full, 4), half, 6 * size / device.bandwidth))
+
+    def tensor(name: str, size: int) -> None:
+        graph.append(Op(name, (), 0, None, 6 * size / device.bandwidth))
+
+    def product(name: str, x: str, inner: int, outer: int) -> None:
+        tensor(f"weight of {name}", inner * outer)
+        read = tokens * inner + inner * outer
+        add(name, (x, f"weight of {name}"), tokens * outer, read, 2 * tokens * inner * outer)
+
+    stream, scores = tokens * width, heads * tokens * tokens
+    tensor("x", stream)
+    add("norm1", ("x",), stream, stream, narrow=False)
+    for name in ("q", "k", "v"):
+        product(name, "norm1", width, width)
+    add("scores", ("q", "k"), scores, 2 * stream, 2 * tokens * stream)
+    add("softmax", ("scores",), scores, scores, narrow=False)
+    add("attended", ("softmax", "v"), stream, scores + stream, 2 * tokens * stream)
+    product("out", "attended", width, width)
+    add("sum1", ("x", "out"), stream, 2 * stream, narrow=False)
+    add("norm2", ("sum1",), stream, stream, narrow=False)
+    product("up", "norm2", width, 4 * width)
+    add("gelu", ("up",), 4 * stream, 4 * stream)
+    product("down", "gelu", 4 * width, width)
+    add("sum2", ("sum1", "down"), stream, 2 * stream, narrow=False)
+    return graph

@@ -1,0 +1,226 @@
+"""How often to save: the interval at which saves and lost work together cost least. No torch.
+
+    E(τ) = M·e^(R/M)·(e^((τ+C)/M) - 1)   expected time for τ of training and its save, C, with failures at
+                                         random, one in M on average, and a restart, R, after each
+    waste = 1 - τ/E(τ)  ≈  C/τ + τ/2M    least at, R has no say:
+        Young    sqrt(2CM), where it is about sqrt(2C/M)
+        Daly     sqrt(2CM)·(1 + sqrt(C/2M)/3 + C/18M) - C;  M from C = 2M on
+        exact    M·(1 + W(-e^(-1-C/M))), W being Lambert's, branch 0
+Two levels: every n-th save goes to disk as well (D in all), the others to memory alone (C), which survives a
+share p of the failures; the others, q = 1 - p, cost all since the last on disk, and a restart from there, S:
+    E = (M/q + M·(e^(S/M) - 1))·(g(C)^(n-1)·g(D) - 1),   g(C) = 1 + q·(e^((τ+C)/M) - 1)/(1 - p + p·e^(-R/M))
+    waste ≈ (C + (D-C)/n)/τ + (p + qn)·τ/2M        least at n = sqrt((D-C)·p / C·q), where it is
+            sqrt(2Cp/M) + sqrt(2(D-C)q/M)          what each level would cost alone
+CheckFreq asks for no M: the fewest steps between saves that keep a budget.
+Young 1974; Daly 2006; Vaidya 1998 (two levels); Moody et al. 2010 (SCR); Mohan et al. 2021 (CheckFreq), FAST.
+Differs: SCR may have more levels; CheckFreq also chooses between snapshots on the GPU and the CPU. A level's
+lag until a save counts is left to the simulator.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from math import ceil, expm1, floor, inf, log1p, sqrt
+from statistics import median
+from typing import NamedTuple
+
+from minitrain.plan.simulate.links import Number, divided
+from minitrain.ranks.checks import require_finite, require_positive_ints
+from minitrain.systems.simulate.failures import Level
+
+# ---- one level ---------------------------------------------------------------------------------------------
+
+
+def young_s(save_s: float, mtbf_s: float) -> float:
+    """The first-order optimum of the interval."""
+    _check(save_s, mtbf_s)
+    return sqrt(2 * save_s * mtbf_s)
+
+
+def daly_s(save_s: float, mtbf_s: float) -> float:
+    """Daly's higher-order estimate of it."""
+    _check(save_s, mtbf_s)
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    share = save_s / (2 * mtbf_s)
+    return young_s(save_s, mtbf_s) * (1 + sqrt(share) / 3 + share / 9) - save_s
+
+
+def exact_s(save_s: float, mtbf_s: float) -> float:
+    """The interval of least expected time: M·x with ln(1 - x) + x = -C/M, by halving."""
+    _check(save_s, mtbf_s)
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if log1p(-middle) + middle > -save_s / mtbf_s:
+            low = middle
+        else:
+            high = middle
+    return mtbf_s * high
+
+
+def expected_s(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
+    """E: of training for an interval, with its save and all that failures undo."""
+    _check(save_s, mtbf_s, interval_s)
+    return mtbf_s * (1 + _expm1(restart_s / mtbf_s)) * _expm1((interval_s + save_s) / mtbf_s)
+
+
+def waste(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
+    """The expected share of time that is not useful."""
+    require_finite(interval_s=interval_s)
+    return 1 - interval_s / expected_s(interval_s, save_s, mtbf_s, restart_s)
+
+
+def waste_estimate(interval_s: float, save_s: float, mtbf_s: float) -> float:
+    """To first order: what is saved, and half an interval lost with each failure."""
+    _check(save_s, mtbf_s, interval_s)
+    return save_s / interval_s + interval_s / (2 * mtbf_s)
+
+
+# ---- two levels --------------------------------------------------------------------------------------------
+
+
+class TwoLevels(NamedTuple):
+    interval_s: float
+    every: int  # saves, one of them to disk
+
+
+def two_levels(memory_save_s: float, disk_save_s: float, mtbf_s: float, survives: float) -> TwoLevels:
+    """The first-order optimum; `survives` is the share of failures after which memory is still there."""
+    _check(memory_save_s, mtbf_s)
+    _check_levels(memory_save_s, disk_save_s, survives)
+    more_s = disk_save_s - memory_save_s
+
+    def product(n: int) -> float:
+        return (memory_save_s + more_s / n) * (survives + (1 - survives) * n)
+
+    best = sqrt(more_s * survives / (memory_save_s * (1 - survives)))
+    every = min({max(1, floor(best)), ceil(best) or 1}, key=product)
+    saves_s, undone = memory_save_s + more_s / every, survives + (1 - survives) * every
+    return TwoLevels(sqrt(2 * mtbf_s * saves_s / undone), every)
+
+
+def two_levels_waste_estimate(
+    memory_save_s: float, disk_save_s: float, mtbf_s: float, survives: float
+) -> float:
+    """At the first-order optimum, n not rounded: of each level, what it would cost alone, added up."""
+    _check(memory_save_s, mtbf_s)
+    _check_levels(memory_save_s, disk_save_s, survives)
+    light, severe = memory_save_s * survives, (disk_save_s - memory_save_s) * (1 - survives)
+    return sqrt(2 * light / mtbf_s) + sqrt(2 * severe / mtbf_s)
+
+
+def two_levels_expected_s(
+    plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float
+) -> float:
+    """E: of `every` intervals with their saves, from one on disk to the next.
+
+    Seen from the disk: failures M/q apart, and 1/g the chance that a segment ends before one of them, however
+    often it restarts from memory.
+    """
+    _check(memory.stall_s, mtbf_s, plan.interval_s)
+    _check_levels(memory.stall_s, disk.stall_s, survives)
+    undone = 1 - survives
+    again = undone / (1 + survives * expm1(-memory.restart_s / mtbf_s))
+
+    def growth(save_s: float) -> float:
+        return log1p(again * _expm1((plan.interval_s + save_s) / mtbf_s))
+
+    total = (plan.every - 1) * growth(memory.stall_s) + growth(disk.stall_s)
+    return mtbf_s * (1 / undone + _expm1(disk.restart_s / mtbf_s)) * _expm1(total)
+
+
+def two_levels_waste(plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float) -> float:
+    """The expected share of time that is not useful."""
+    return 1 - plan.every * plan.interval_s / two_levels_expected_s(plan, memory, disk, mtbf_s, survives)
+
+
+def best_two_levels(memory: Level, disk: Level, mtbf_s: float, survives: float) -> TwoLevels:
+    """The plan of least expected waste, searched for around the first-order one."""
+    start = two_levels(memory.stall_s, disk.stall_s, mtbf_s, survives)
+
+    def of(every: int) -> tuple[float, TwoLevels]:
+        def cost(interval_s: float) -> float:
+            return two_levels_waste(TwoLevels(interval_s, every), memory, disk, mtbf_s, survives)
+
+        interval_s = _lowest(cost, start.interval_s / 10, 10 * start.interval_s)
+        return cost(interval_s), TwoLevels(interval_s, every)
+
+    best = of(start.every)
+    for step in (1, -1):
+        while best[1].every + step >= 1 and (other := of(best[1].every + step)) < best:
+            best = other
+    return best[1]
+
+
+def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
+    """The minimum of a function with one valley, by golden sections."""
+    golden = (sqrt(5) - 1) / 2
+    while high - low > 1e-7 * high:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+    return (low + high) / 2
+
+
+# ---- in steps ----------------------------------------------------------------------------------------------
+
+
+def steps_to_persist(step_s: Number, persist_s: Number) -> int:
+    """The fewest steps between snapshots if one may begin only after the one before is written."""
+    if step_s <= 0 or not 0 <= persist_s < inf:
+        raise ValueError(f"step_s={step_s}, persist_s={persist_s}: give times of 0 or more, steps above 0")
+    return max(1, ceil(divided(persist_s, step_s)))
+
+
+def checkfreq_steps(
+    step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget: Number = 0.035
+) -> int:
+    """The fewest steps between saves, of which one is under way at a time, with stalls in the budget.
+
+    A snapshot hides behind the forward and backward that follow, all of a step but its update.
+    """
+    if not 0 < budget or not 0 <= update_s < step_s or min(snapshot_s, persist_s) < 0 or persist_s == inf:
+        given = f"{step_s=}, {update_s=}, {snapshot_s=}, {persist_s=}, {budget=}"
+        raise ValueError(f"{given}: need an update shorter than the step, and a budget above 0, as 0.035")
+    stall_s = max(0, snapshot_s - (step_s - update_s))
+    for_one = ceil(divided(snapshot_s + persist_s - stall_s, step_s))
+    return max(1, for_one, ceil(divided(stall_s, budget * step_s)))
+
+
+class CheckFreq:
+    """`every` steps a save, for the median of the last `window` steps; `observe` each step's time."""
+
+    def __init__(
+        self,
+        step_s: float,
+        update_s: float,
+        snapshot_s: float,
+        persist_s: float,
+        budget: float = 0.035,
+        window: int = 5,
+    ) -> None:
+        require_positive_ints(window=window)
+        self.costs = update_s, snapshot_s, persist_s, budget
+        self.every = checkfreq_steps(step_s, *self.costs)
+        self._steps_s: deque[float] = deque(maxlen=window)
+
+    def observe(self, step_s: float) -> int:
+        """A step without a save took so long: `every`, which changes when most of the window say so."""
+        self._steps_s.append(step_s)
+        if len(self._steps_s) == self._steps_s.maxlen:
+            self.every = checkfreq_steps(median(self._steps_s), *self.costs)
+        return self.every
+
+
+def _expm1(x: float) -> float:
+    return expm1(x) if x < 700 else inf  # such a job has no end
+
+
+def _check(save_s: Number, mtbf_s: Number, interval_s: Number = inf) -> None:
+    if not (save_s >= 0 and 0 < mtbf_s < inf and interval_s > 0):
+        given = f"a save of {save_s} s every {interval_s} s, a failure every {mtbf_s} s"
+        raise ValueError(f"{given}: give a save of 0 s or more, and times above 0 between them")
+
+
+def _check_levels(memory_save_s: float, disk_save_s: float, survives: float) -> None:
+    if not 0 < memory_save_s <= disk_save_s < inf or not 0 <= survives < 1:
+        given = f"saves of {memory_save_s} s to memory, {disk_save_s} s to disk; survives={survives}"
+        raise ValueError(f"{given}: need 0 < memory <= disk and a share from 0 to below 1")

@@ -1,0 +1,157 @@
+"""DynaPipe: unequal samples in unequal microbatches, ordered by memory, with messages that cannot get stuck.
+
+    lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
+
+microbatches   step = sum of their times + (stages - 1)·longest, smallest over all runs of sorted samples. If
+               the time of one grows with rows and length, no grouping of the samples is better.
+adaptive       each rank does its next backward if it can, else its next forward if that fits under the cap;
+               whoever can start first. Equal times and a cap of p microbatches: as long as 1F1B.
+planned        programs with messages, which both sides post when, by a simulated clock, the result is there:
+               the earliest can always go. A rank that receives just before it needs and sends just after it
+               has (`naive`) may face a neighbour that waits the other way round.
+
+In Runner: `cut=samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (without `Reduce`: a
+reducer works in its `finish()`). A rank never holds more than the cap. No torch.
+Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
+longest time, an approximation, and balances replicas too.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from minitrain.pipeline.lower import Receive, Send, Step, user_of
+from minitrain.pipeline.partition import Number, undominated
+from minitrain.pipeline.schedule import Action, Schedule, in_order, parts
+from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.simulate import Costs, Measured, simulate
+from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
+
+Programs = tuple[tuple[Step, ...], ...]
+
+
+class DynaPipePlan(NamedTuple):
+    time: Number
+    groups: tuple[tuple[int, ...], ...]  # the samples of each microbatch, by their number
+
+
+def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens=None) -> DynaPipePlan:
+    """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
+
+    `time(rows, length)` is that of a microbatch on a stage."""
+    require_positive_ints(stages=stages)
+    if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
+        found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
+        raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
+    order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    best: list[list] = [[((0, 0), ())]]  # for each number of samples ((sum, longest), groups)
+    for end in range(1, len(order) + 1):
+        found = []
+        for start in range(end):
+            rows, length = end - start, lengths[order[start]]
+            if cap_tokens is None or rows * length <= cap_tokens:
+                here, group = time(rows, length), tuple(order[start:end])
+                found += [((a + here, max(b, here)), (*groups, group)) for (a, b), groups in best[start]]
+        best.append(undominated(found))
+    steps = [(total + (stages - 1) * longest, groups) for (total, longest), groups in best[-1]]
+    return DynaPipePlan(*min(steps, key=lambda step: step[0]))
+
+
+def fixed(samples: int, rows: int) -> tuple[tuple[int, ...], ...]:
+    """The usual microbatches: as many samples in each, in the order in which they come."""
+    require_ints(0, MOST, samples=samples)
+    require_positive_ints(rows=rows)
+    return tuple(tuple(range(start, min(start + rows, samples))) for start in range(0, samples, rows))
+
+
+def padding(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """Tokens computed in vain."""
+    require_ints(0, len(lengths) - 1, groups=groups)
+    by_group = [[lengths[sample] for sample in group] for group in groups]
+    return sum(len(group) * max(group) - sum(group) for group in by_group)
+
+
+def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable:
+    """For Runner: unit i is the rows of groups[i], as long as the longest of them."""
+
+    def cut(batch, schedule: Schedule) -> list[tuple]:
+        if len(groups) != schedule.microbatches or len(lengths) != len(batch.tokens):
+            there = f"{schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows"
+            planned = f"the plan {len(groups)} and {len(lengths)}"
+            raise ValueError(f"{schedule.name} has {there}, {planned}; plan for this batch")
+        found = []
+        for group in groups:
+            rows, longest = list(group), max(lengths[sample] for sample in group)
+            positions = batch.positions
+            if positions is None:
+                positions = batch.tokens.new_ones(longest).cumsum(0) - 1
+            found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions[:longest]))
+        return found
+
+    return cut
+
+
+def adaptive(times: Sequence[Sequence[tuple]], sizes: Sequence[Number], cap: Number) -> Schedule:
+    """`times[stage][microbatch]` = (forward, backward); `sizes[microbatch]` of its activations on a rank."""
+    p, m = len(times), len(sizes)
+    if max(sizes) > cap:
+        raise ValueError(f"adaptive: a microbatch of {max(sizes)} does not fit the cap {cap}; cut it")
+    of = {(s, i): pair for s, own in enumerate(times) for i, pair in enumerate(own)}
+    costs = Measured({Action(kind, *at): pair[kind == "B"] for at, pair in of.items() for kind in "FB"})
+    schedule = greedy(range(p), p, m, costs, limit=cap, split=False, sizes=sizes)
+    return replace(schedule, name=f"DynaPipe, p={p}, m={m}")
+
+
+def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> Programs:
+    """Actions by their simulated end, each message behind the action it comes from, on both sides."""
+    ends = {span.entry: span.end for spans in simulate(schedule, costs).spans for span in spans}
+    order = [entry for _, entry in in_order(schedule, set())]
+    order.sort(key=ends.__getitem__)  # keeps the order of needs where ends are equal
+    return _programs(schedule, order, receive_late=False)
+
+
+def naive(schedule: Schedule) -> Programs:
+    """Receive just before the action that needs it, send right behind the action that gives it."""
+    return _programs(schedule, [entry for _, entry in in_order(schedule, set())], receive_late=True)
+
+
+def _programs(schedule: Schedule, order: Sequence, receive_late: bool) -> Programs:
+    programs: list[list[Step]] = [[] for _ in schedule.ranks]
+    late: dict[Action, list[Receive]] = {}  # by the action that uses them
+    for entry in order:
+        actions = list(parts([entry]))
+        own = schedule.place[actions[0]]
+        programs[own] += [receive for action in actions for receive in late.pop(action, [])]
+        programs[own].append(entry)
+        for action in actions:
+            user = user_of(action, schedule)
+            if user is not None and (to := schedule.place[user]) != own:
+                programs[own].append(Send(action, to))
+                receives = late.setdefault(user, []) if receive_late else programs[to]
+                receives.append(Receive(action, own))
+    return tuple(map(tuple, programs))
+
+
+def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
+    """Plays programs where every send waits for its receive and both block; ValueError if they get stuck."""
+    left, moved = [deque(program) for program in programs], True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(left):
+            step = steps[0] if steps else None
+            if isinstance(step, Send):
+                there = left[step.to][0] if left[step.to] else None
+                if not isinstance(there, Receive) or there.source != rank:
+                    continue
+                if there.what != step.what:
+                    clash = f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}"
+                    raise ValueError(f"{clash}; give both the same order")
+                left[step.to].popleft()
+            if step is not None and not isinstance(step, Receive):
+                steps.popleft()
+                moved = True
+    heads = [(rank, steps[0]) for rank, steps in enumerate(left) if steps]
+    if heads:
+        stuck = [f"rank {rank} at {type(s).__name__}({s[0]}) with rank {s[1]}" for rank, s in heads[:4]]
+        raise ValueError(f"stuck: {', '.join(stuck)}; post messages in one order on all ranks")

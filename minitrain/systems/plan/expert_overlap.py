@@ -1,0 +1,228 @@
+"""Overlapping experts with their all-to-alls: how many chunks, in which order, who goes first. No torch.
+
+    PipeMoE     seconds of r chunks in closed form, and the r that minimises them
+    ScheMoE     an order for compressing, sending, decompressing and computing
+    Lina        a link that all-to-alls share with all-reduces
+    MPipeMoE    rows whose buffer the next chunk needs: copy them to the host, or make them again
+
+Modelled: a transfer takes alpha + beta · rows, and so does a product; ranks are in step, experts evenly
+loaded. Streams slow each other down nowhere but on Lina's link, which is about that.
+Shi et al. 2023 (PipeMoE), INFOCOM; Shi et al. 2024 (ScheMoE), EuroSys; Li et al. 2023 (Lina), ATC; Zhang et
+al. 2023 (MPipeMoE), IPDPS. Differs: ScheMoE's order is the shortest where the way there and the way back take
+the same times (searched up to 3 chunks), elsewhere it may not be; what Lina does in inference is in
+expert_popularity.py; MPipeMoE measures how much copies slow products down.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import product
+from math import ceil, floor, sqrt
+from typing import NamedTuple
+
+from minitrain.plan.simulate import collectives
+from minitrain.plan.simulate.machines import Machine
+from minitrain.ranks.checks import (
+    require_ints,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
+from minitrain.ranks.events import Compute, Event, Issue, Wait
+
+
+class Line(NamedTuple):
+    """Seconds for n rows: alpha + beta · n."""
+
+    alpha: float
+    beta: float
+
+    def __call__(self, n: float) -> float:
+        return self.alpha + self.beta * n
+
+
+# ---- PipeMoE: how many chunks ----------------------------------------------------------------------------
+
+
+def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
+    """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
+    require_positive_ints(ranks=ranks)
+    require_nonnegative(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
+    place = collectives.place(range(ranks), on)
+    none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
+    rate = on.device.peak("bf16") * on.compute_efficiency
+    return Line(none, one - none), Line(launch_s, row_flops / rate)
+
+
+def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
+    """r chunks: all dispatches, then all combines on one link, a chunk's work between its two.
+
+    Either the link is never idle, or the experts are busy from the first arrival to the last."""
+    require_positive_ints(r=r)
+    require_nonnegative(rows=rows)
+    return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
+
+
+def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> int:
+    """The best r of 1 .. most without trying all: the larger of a rising line and a curve with one valley.
+
+    The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work. The two
+    are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
+    require_nonnegative(rows=rows)
+    require_positive_ints(most=most)
+    a, c = 2 * transfer.alpha - work.alpha, -2 * transfer.beta * rows
+    b = (2 * transfer.beta - work.beta) * rows - 2 * transfer.alpha
+    points = [1, most]
+    if work.alpha:
+        points.append(sqrt(-c / work.alpha))
+    if a and b * b >= 4 * a * c:
+        points += [(-b + sign * sqrt(b * b - 4 * a * c)) / (2 * a) for sign in (1, -1)]
+    elif b and not a:
+        points.append(-c / b)
+    near = {f(point) for point in points for f in (floor, ceil) if 1 <= f(point) <= most}
+    return min(near, key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
+
+
+def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:
+    """The same as events of rank 0, for `replay(.., launch_s=)`: what the closed form is checked against."""
+    require_positive_ints(r=r, ranks=ranks)
+    require_nonnegative(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
+    members, size = tuple(range(ranks)), rows / r * row_bytes
+    way = "all_to_all", "ep", members, size, size * (ranks - 1) / ranks
+    events: list[Event] = [Issue(i, *way, i, "dispatch") for i in range(r)]
+    for i in range(r):
+        events += [Wait(i), Compute("experts", rows / r * row_flops, 0, dtype="bfloat16")]
+        events.append(Issue(r + i, *way, r + i, "combine"))
+    return events + [Wait(r + i) for i in range(r)]
+
+
+# ---- ScheMoE: in which order -----------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    name: str
+    stream: str  # "compute" or "link"
+    seconds: float
+
+
+def schemoe_tasks(compress: float, all_to_all: float, decompress: float, expert: float) -> tuple[Task, ...]:
+    """What each chunk goes through, one after the other."""
+    require_nonnegative(compress=compress, all_to_all=all_to_all, decompress=decompress, expert=expert)
+    way = Task("compress", "compute", compress), Task("all-to-all", "link", all_to_all)
+    way = *way, Task("decompress", "compute", decompress)
+    return *way, Task("expert", "compute", expert), *way
+
+
+def schemoe_order(chunks: int) -> list[int]:
+    """Chunk numbers: each is the next task of that chunk, queued on its stream.
+
+    All chunks are compressed and sent first; then each is decompressed, worked on, compressed and sent;
+    decompressing what came home is left for the end, behind the all-to-alls of later chunks."""
+    require_positive_ints(chunks=chunks)
+    first, last = [*range(chunks)] * 2, [*range(chunks)]
+    return first + [chunk for chunk in range(chunks) for _ in range(4)] + last
+
+
+def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
+    """Seconds until all is done; a task starts when its stream and the task before it in its chunk end."""
+    require_positive_ints(chunks=chunks)
+    require_ints(0, chunks - 1, order=order)
+    free, ready, step = defaultdict(int), [0] * chunks, [0] * chunks
+    for chunk in order:
+        _, stream, seconds = tasks[step[chunk]]
+        free[stream] = ready[chunk] = max(free[stream], ready[chunk]) + seconds
+        step[chunk] += 1
+    if step != [len(tasks)] * chunks:
+        rule = f"each has {len(tasks)} tasks to do"
+        raise ValueError(f"order {list(order)}: {step} tasks of the chunks; {rule}")
+    return max(ready)
+
+
+# ---- Lina: who goes first --------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """Of one backward: how long each all-to-all took, when the last all-reduce and everything else ended."""
+
+    all_to_all_s: list[float]
+    reduced_s: float
+    end_s: float
+
+
+def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: float | None = None) -> Step:
+    """Layers (compute, all-to-all, all-reduce of its gradients, which nobody waits for) on one link.
+
+    "share": each at half the rate while both are there. "priority": an all-to-all waits only for the
+    operation under way, a micro-op of `micro_s` seconds (None: the whole all-reduce), and nothing beside it.
+    """
+    if policy not in ("share", "priority"):
+        raise ValueError(f"policy {policy!r}; use 'share' or 'priority'")
+    if micro_s is not None:
+        require_positive(micro_s=micro_s)
+    queue: deque[float] = deque()  # what is left of each all-reduce or micro-op
+    now, reduced, took, under_way = 0, 0, [], 0
+
+    def reduce_for(seconds: float, slower: int = 1) -> None:
+        """All-reduces have the link from now on, for so many seconds of their work."""
+        nonlocal reduced, under_way
+        used = 0
+        while queue and used < seconds:
+            part = min(seconds - used, queue[0])
+            used, queue[0] = used + part, queue[0] - part
+            reduced, under_way = now + slower * used, queue[0]
+            if not queue[0]:
+                queue.popleft()
+
+    for compute, transfer, reduction in layers:
+        reduce_for(compute)
+        now += compute
+        pieces = ceil(reduction / micro_s) if micro_s else 1
+        queue.extend([reduction / pieces] * pieces if reduction else [])
+        if transfer:
+            delay = min(transfer, sum(queue)) if policy == "share" else under_way
+            reduce_for(delay, slower=2 if policy == "share" else 1)
+            took.append(delay + transfer)
+            now += took[-1]
+    end = now
+    reduce_for(sum(queue))
+    return Step(took, reduced, end)
+
+
+# ---- MPipeMoE: what becomes of rows whose buffer is reused -----------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Seconds for one chunk of a layer: a crossing, the experts forward, a copy of what they read or made."""
+
+    transfer: float
+    work: float
+    copy_rows: float  # to the host's memory, or back
+    copy_middle: float  # of what lies between the two products
+
+
+WAYS = tuple(product(("offload", "send again"), ("offload", "compute again")))  # of rows, of the middle
+
+
+def mpipemoe_s(way: tuple[str, str], chunk: Chunk, chunks: int) -> float:
+    """Forward and backward; products, crossings and copies have a stream each, the busiest sets the pace.
+
+    Backward has two products for each of forward, and as many crossings; making the middle again is the first
+    of the two products, sending rows again a crossing."""
+    require_one_of(WAYS, way=way)
+    require_positive_ints(chunks=chunks)
+    copies = (way[0] == "offload") * chunk.copy_rows + (way[1] == "offload") * chunk.copy_middle
+    work = (2 + (way[1] != "offload") / 2) * chunk.work
+    forward = max(chunk.work, 2 * chunk.transfer, copies)
+    return chunks * (forward + max(work, (2 + (way[0] != "offload")) * chunk.transfer, copies))
+
+
+def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
+    """The fastest way to have rows and middle in backward; of equal ones the first of WAYS."""
+    return min(WAYS, key=lambda way: mpipemoe_s(way, chunk, chunks))
+
+
+def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
+    """Rows in the buffers that experts read from: all chunks, or the one at work and the one arriving."""
+    require_ints(rows=rows)
+    require_positive_ints(chunks=chunks)
+    return -(-rows // chunks) * (min(2, chunks) if reused else chunks)

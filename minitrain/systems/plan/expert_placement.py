@@ -1,0 +1,312 @@
+"""Which ranks hold which experts: five planners on one model of a layer's time. No torch.
+
+    counts[r][e]   rows that rank r has for expert e         holders[e]   its ranks, the owner first
+
+seconds   3·(rows of the busiest rank)·compute + 4·(rows of the busiest link)·move + 2·(experts of the busiest
+          link)·carry: three products of forward and backward, four all-to-alls, copies there and gradients
+          back (He et al. 2022, section 4). A rank with a copy keeps its rows; others send to the owner.
+
+shadowed   copies everywhere of the experts whose rows cost more than their weights        FasterMoE
+prophet    copies on some ranks, added and removed while the layer gets faster             Prophet
+flexmoe    replicas that share an expert's rows evenly: expand, shrink, migrate            FlexMoE
+greedy     no copies: the heaviest expert first, to the least loaded rank                  SmartMoE
+layerwise  when copies travel while the layer before computes                              Prophet's scheduler
+
+He et al. 2022 (PPoPP); Wang et al. 2023 (CLUSTER); Nie et al. 2023, arXiv:2304.03946; Zhai et al. 2023 (ATC).
+Of equal choices the first wins: fewer copies, lower numbers. balance.py runs what is decided.
+Differs: loads are given, not predicted or profiled; SmartMoE's pools of whole plans are in expert_pools.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import chain
+from typing import NamedTuple
+
+from minitrain.plan.simulate.machines import Machine
+from minitrain.ranks.checks import MOST, require_ints, require_nonempty, require_positive_ints, require_text
+
+Counts = Sequence[Sequence[int]]
+Holders = tuple[tuple[int, ...], ...]
+
+
+def balance_ratio(loads: Sequence) -> float:
+    """Largest over mean: 1 if all carry the same (also if nobody carries anything)."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def owners(experts: int, ranks: int) -> Holders:
+    """No copies: expert e on rank e // (experts / ranks)."""
+    require_ints(1, MOST, experts=experts, ranks=ranks)
+    if experts % ranks:
+        raise ValueError(f"{experts} experts on {ranks} ranks; each rank owns as many, so choose a divisor")
+    return tuple((e // (experts // ranks),) for e in range(experts))
+
+
+def everywhere(chosen: Sequence[int], experts: int, ranks: int) -> Holders:
+    """Copies of the chosen experts on every rank."""
+    copies = lambda e, own: (r for r in range(ranks) if r != own and e in chosen)
+    return tuple((own, *copies(e, own)) for e, (own,) in enumerate(owners(experts, ranks)))
+
+
+# ---- one model of a layer's time -------------------------------------------------------------------------
+
+
+class Costs(NamedTuple):
+    """Seconds: of a row's products in forward, of a row over a link, of an expert's weights over a link."""
+
+    compute: float
+    move: float
+    carry: float
+
+
+def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype: str = "bfloat16") -> Costs:
+    """Of experts of `matrices` matrices (3 if gated), 2 bytes per element, a device a node's link away."""
+    require_positive_ints(d_model=d_model, d_ff=d_ff, matrices=matrices)
+    require_text(dtype=dtype)
+    weights, bytes_per_s = matrices * d_model * d_ff, machine.inter_bytes_per_s
+    flops_per_s = machine.device.peak(dtype) * machine.compute_efficiency
+    return Costs(2 * weights / flops_per_s, 2 * d_model / bytes_per_s, 2 * weights / bytes_per_s)
+
+
+class Loads(NamedTuple):  # of each rank
+    computed: list[int]  # rows
+    sent: list[int]  # rows
+    received: list[int]  # rows
+    carried: list[float]  # experts' weights over its link, the larger of in and out
+
+
+def loads_of(counts: Counts, holders: Holders) -> Loads:
+    require_nonempty(counts=counts)
+    ranks = range(len(counts))
+    computed, sent, received, given, taken = ([0 for _ in ranks] for _ in range(5))
+    for e, (owner, *copies) in enumerate(holders):
+        given[owner] += bool(copies)  # once, in slices: whoever gets one passes it on to the others
+        for r in copies:
+            taken[r] += 1
+            given[r] += (len(copies) - 1) / len(copies)
+        for r in ranks:
+            home = r == owner or r in copies
+            computed[r if home else owner] += counts[r][e]
+            sent[r] += 0 if home else counts[r][e]
+            received[owner] += 0 if home else counts[r][e]
+    return Loads(computed, sent, received, [max(pair) for pair in zip(given, taken)])
+
+
+def seconds(counts: Counts, holders: Holders, costs: Costs) -> float:
+    """Forward and backward of the layer, nothing hidden."""
+    loads = loads_of(counts, holders)
+    rows, experts = max(*loads.sent, *loads.received), max(loads.carried)
+    return 3 * max(loads.computed) * costs.compute + 4 * rows * costs.move + 2 * experts * costs.carry
+
+
+# ---- FasterMoE: all or nobody ----------------------------------------------------------------------------
+
+
+def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tuple[int, ...]:
+    """Experts whose remote rows put more on their owner's link than their weights would.
+
+    Each pass moves 2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once. This
+    minimises the sum over experts, and of equal sets takes the smallest. Differs: theirs stops, in the order
+    of loads, when `seconds` grows."""
+    require_nonempty(counts=counts)
+    found = []
+    for e, (owner,) in enumerate(owners(len(counts[0]), len(counts))):
+        remote = sum(row[e] for r, row in enumerate(counts) if r != owner)
+        if 2 * remote * d_model > matrices * d_model * d_ff:
+            found.append(e)
+    return tuple(found)
+
+
+# ---- Prophet: copies where they pay, carried while something else computes -------------------------------
+
+
+def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
+    """(seconds, holders) whenever the search found better; the first has no copies, the last is the plan.
+
+    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A step adds or
+    removes the copy on one rank that saves most; where none saves, the best two that begin with one of the
+    four best. Ends at most 5 % above the best of all in our small cases."""
+    require_nonempty(counts=counts)
+    experts, ranks = len(counts[0]), len(counts)
+
+    def priced(options) -> list[tuple[float, Holders]]:
+        return sorted((seconds(counts, holders, costs), holders) for holders in options)
+
+    order = sorted(range(experts), key=lambda e: (-sum(row[e] for row in counts), e))
+    starts = [everywhere(order[:k], experts, ranks) for k in range(experts + 1)]
+    trace = priced(starts[:1])
+    for here in priced(starts)[:8]:
+        while True:
+            trace += [here] if here[0] < trace[-1][0] else []
+            options = priced(_toggled(here[1], ranks))
+            if options and options[0][0] >= here[0]:
+                options = priced(two for _, one in options[:4] for two in _toggled(one, ranks))
+            if not options or options[0][0] >= here[0]:
+                break
+            here = options[0]
+    return trace
+
+
+def _toggled(holders: Holders, ranks: int) -> Iterator[Holders]:
+    for e, (owner, *copies) in enumerate(holders):
+        for r in set(range(ranks)) - {owner}:
+            there = [rank for rank in copies if rank != r] if r in copies else [*copies, r]
+            yield *holders[:e], (owner, *there), *holders[e + 1 :]
+
+
+def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool = True) -> float:
+    """Seconds of a step: layer l computes compute[l] forward and twice that backward; its copies travel for
+    copies[l] before its forward, their gradients as long after its backward.
+
+    `hidden`: over a link of their own, the copies of a layer while the layer before computes (no sooner: room
+    for one layer's copies), the gradients while the layers before it go backward."""
+    if not hidden:
+        return 3 * sum(compute) + 2 * sum(copies)
+    end = link = start = 0.0
+    for work, copy in zip(compute, copies, strict=True):
+        link = max(link, start) + copy  # may leave when the layer before starts
+        start = max(end, link)
+        end = start + work
+    for work, copy in zip(reversed(compute), reversed(copies)):
+        end += 2 * work
+        link = max(link, end) + copy
+    return max(end, link)
+
+
+# ---- FlexMoE: replicas that share ------------------------------------------------------------------------
+
+
+Expand = NamedTuple("Expand", [("expert", int), ("to", int)])
+Shrink = NamedTuple("Shrink", [("expert", int), ("rank", int)])
+Migrate = NamedTuple("Migrate", [("expert", int), ("source", int), ("to", int)])
+Step = Expand | Shrink | Migrate
+
+
+def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
+    """The holders after these steps."""
+    require_nonempty(holders=holders)
+    found = [list(ranks) for ranks in holders]
+    for step in steps:
+        ranks, gone = found[step.expert], step[1] if isinstance(step, (Shrink, Migrate)) else None
+        new = step.to if isinstance(step, (Expand, Migrate)) else None
+        if new in ranks or (gone is not None and gone not in ranks) or (new is None and len(ranks) == 1):
+            rule = "a rank holds an expert once, and one rank always does"
+            raise ValueError(f"{step} with expert {step.expert} on ranks {ranks}: {rule}")
+        if gone is None:
+            ranks.append(new)
+        else:
+            ranks[ranks.index(gone) : ranks.index(gone) + 1] = [] if new is None else [new]
+    return tuple(map(tuple, found))
+
+
+def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fraction]:
+    """Rows of each rank if the holders of an expert share its rows evenly."""
+    require_ints(1, MOST, ranks=ranks)
+    total = [Fraction(0)] * ranks
+    for load, held in zip(loads, holders, strict=True):
+        for rank in held:
+            total[rank] += Fraction(load, len(held))
+    return total
+
+
+def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most=64) -> list[Step]:
+    """At most `most` steps, until the busiest rank has at most `threshold` times the mean, or none helps.
+
+    Each round relieves the busiest rank of one of its experts: a replica of it, or the expert itself, on a
+    rank with fewer than `slots` experts; or on a full one, for which a replica there shrinks, or an expert
+    comes in exchange. The round is taken after which the loads, largest first, are least; if they were no
+    less, the best two rounds that begin with one of the eight best."""
+    require_ints(1, MOST, ranks=ranks, slots=slots)
+    steps: list[Step] = []
+    if max(Counter(chain(*holders)).values()) > slots:
+        raise ValueError(f"a rank holds more than slots = {slots} experts; give it that many")
+    while balance_ratio(now := sorted(shared_loads(loads, holders, ranks), reverse=True)) > threshold:
+        rounds = _rounds(loads, holders, ranks, slots)
+        if not rounds or rounds[0][0] >= now:
+            pairs = [(r, _rounds(loads, applied(holders, r[2]), ranks, slots)) for r in rounds[:8]]
+            both = ((after, n + m, one + two) for (_, n, one), twos in pairs for after, m, two in twos)
+            rounds = sorted(both)
+        if not rounds or rounds[0][0] >= now or len(steps) + rounds[0][1] > most:
+            break
+        steps += rounds[0][2]
+        holders = applied(holders, rounds[0][2])
+    return steps
+
+
+def _rounds(loads: Sequence[int], holders: Holders, ranks: int, slots: int) -> list[tuple]:
+    """(loads after it, number of steps, steps) of every round, the best first."""
+    rounds = list(_reliefs(shared_loads(loads, holders, ranks), holders, ranks, slots))
+    after = [sorted(shared_loads(loads, applied(holders, r), ranks), reverse=True) for r in rounds]
+    return sorted(zip(after, map(len, rounds), rounds))
+
+
+def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> Iterator[list[Step]]:
+    hot, places = busy.index(max(busy)), Counter(chain(*holders))
+    for e, held in enumerate(holders):
+        for to in range(ranks) if hot in held else ():
+            if to in held:
+                continue
+            if places[to] < slots:
+                yield [Expand(e, to)]
+                yield [Migrate(e, hot, to)]
+                continue
+            for other, there in enumerate(holders):
+                if to in there and len(there) > 1:
+                    yield [Shrink(other, to), Expand(e, to)]
+                    yield [Shrink(other, to), Migrate(e, hot, to)]
+                if to in there and hot not in there:
+                    yield [Migrate(e, hot, to), Migrate(other, to, hot)]
+
+
+# ---- SmartMoE: a pool offline, a choice online -----------------------------------------------------------
+
+
+def round_robin(experts: int, ranks: int) -> Holders:
+    """Expert e on rank e mod ranks."""
+    require_ints(1, MOST, experts=experts, ranks=ranks)
+    return tuple((e % ranks,) for e in range(experts))
+
+
+def greedy(loads: Sequence[int], ranks: int) -> Holders:
+    """The heaviest expert first, each to the least loaded rank that has room: all hold as many."""
+    return packed(loads, [1] * len(loads), ranks, len(owners(len(loads), ranks)) // ranks)
+
+
+def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
+    """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
+    if there is no such rank."""
+    require_nonempty(copies=copies)
+    require_ints(1, MOST, copies=copies, ranks=ranks, slots=slots)
+    total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
+    share = [Fraction(load) / number for load, number in zip(loads, copies)]
+    for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
+        for _ in range(copies[e]):
+            open_ranks = [r for r in range(ranks) if len(held[r]) < slots and e not in held[r]]
+            if not open_ranks:
+                return None
+            to = min(open_ranks, key=lambda r: (total[r], r))
+            total[to] += share[e]
+            held[to].append(e)
+    return tuple(tuple(r for r in range(ranks) if e in held[r]) for e in range(len(loads)))
+
+
+def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
+    """Offline: the greedy placements of sampled loads, each once, behind that of the owners."""
+    require_nonempty(samples=samples)
+    return list(dict.fromkeys([owners(len(samples[0]), ranks), *(greedy(loads, ranks) for loads in samples)]))
+
+
+def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: int = 7) -> Holders:
+    """Online: the placement with the least time over the next `steps`, the way to it included.
+
+    A step takes 3 · the largest load · compute. Experts move one after the other, each `states` times its
+    weights: in 16 bits these are 1, two moments and a master in 32 bits 6 more."""
+    ranks = 1 + max(chain(*current))
+
+    def total(holders: Holders) -> float:
+        moved = sum(old != new for old, new in zip(current, holders))
+        load = max(shared_loads(loads, holders, ranks))
+        return steps * 3 * float(load) * costs.compute + states * moved * costs.carry
+
+    return min([current, *pool], key=total)

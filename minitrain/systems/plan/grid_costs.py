@@ -1,0 +1,206 @@
+"""What the matrices of a layer cost on five kinds of grid: elements that a rank sends and holds.
+
+A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. For one product each rank sends
+
+           grid     forward                         backward, dx and dW
+    1-D    p        2(p-1)/p · mn of every second   2(p-1)/p · mk of every first
+    2.5-D  q·q·d    (q-1)/q² · (mk/d + kn)          (q-1)/q² · 2(mk/d + kn) + 2(d-1)/d · kn/q²   2-D: d = 1
+    3-D    l·l·l    (l-1)/l³ · (mk + kn + mn)       (l-1)/l³ · (2mk + 2kn + mn)
+    RTP    p        (p-1)/p · kn                    (p-1)/p · 2kn
+
+With p, 2-D falls as 1/√p, 3-D as p^(-2/3). RTP sends no activations (for many tokens), 1-D no weights (for
+few). Norms, dropout and biases are left out.
+1-D: Shoeybi et al. 2019, arXiv:1909.08053, section 3. 2-D: Xu et al. 2021 (Optimus), arXiv:2104.05343,
+table 1. 2.5-D: Wang et al. 2021 (Tesseract), arXiv:2105.14500, section 3. 3-D: Bian et al. 2021,
+arXiv:2105.14450, section 3.1. RTP: Luo et al. 2023, arXiv:2311.01635. How they count: Optimus compares the
+time of trees, log(p)/(2√p) · (7mh + 12h²), our `path`, with the elements of 1-D, 4(p-1)/p · mh; it sums in
+trees backward, ours in rings. Tesseract compares 2p^(2/3) broadcasts, each to q-1 ranks, with Cannon's
+2p^(3/2) - 2√p messages.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add
+
+from minitrain.ranks.checks import require_positive_ints
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Products one after the other: m tokens, and (k, n) of each."""
+
+    tokens: int
+    products: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        if not self.products or min(self.tokens, *map(min, self.products)) < 1:
+            given = f"a layer of {self.tokens} tokens and products {self.products}"
+            raise ValueError(f"{given}; give at least one (k, n), all of them positive")
+
+
+def mlp(tokens: int, width: int, inner: int) -> Layer:
+    """width -> inner -> width."""
+    return Layer(tokens, ((width, inner), (inner, width)))
+
+
+def transformer_layer(tokens: int, width: int) -> Layer:
+    """Q, K and V in one, the projection, an MLP of 4 · width; scores and softmax send nothing."""
+    return Layer(tokens, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A kind, its side (p, q or l) and, in 2.5-D only, its depth d."""
+
+    kind: str
+    side: int
+    depth: int = 1
+
+    def __post_init__(self):
+        if self.kind not in ("1-D", "2-D", "2.5-D", "3-D", "RTP"):
+            raise ValueError(f"kind {self.kind!r}; use '1-D', '2-D', '2.5-D', '3-D' or 'RTP'")
+        if self.side < 1 or not 1 <= self.depth <= (self.side if self.kind == "2.5-D" else 1):
+            given = f"{self.kind} grid of side {self.side} and depth {self.depth}"
+            raise ValueError(f"{given}; sides are positive, and only 2.5-D has a depth, at most its side")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        q = self.side
+        return {"2-D": (q, q), "2.5-D": (q, q, self.depth), "3-D": (q, q, q)}.get(self.kind, (q,))
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.axes)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'x'.join(map(str, self.axes))}"
+
+
+def grids(ranks: int) -> list[Grid]:
+    """All of so many ranks: 2-D for squares, 3-D for cubes, 2.5-D for q·q·d with 1 < d <= q."""
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks; need at least 1")
+    require_positive_ints(ranks=ranks)
+    square, cube = math.isqrt(ranks), round(ranks ** (1 / 3))
+    deep = [Grid("2.5-D", q, ranks // q**2) for q in range(2, square + 1) if 1 < ranks // q**2 <= q]
+    candidates = [Grid("1-D", ranks), Grid("RTP", ranks), Grid("2-D", square), *deep, Grid("3-D", cube)]
+    return [grid for grid in candidates if grid.ranks == ranks]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Elements along each axis of the grid."""
+
+    elements: tuple[float, ...]  # sent in all
+    path: tuple[float, ...]  # of these, or of whole blocks down a tree, what passes one after the other
+    streamed: tuple[float, ...]  # through links that a collective keeps busy with chunks
+    hopped: tuple[float, ...]  # as single messages to a neighbour
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(*(tuple(map(add, *pair)) for pair in zip(astuple(self), astuple(other))))
+
+
+def _sent(factors: tuple[float, ...], *blocks: float) -> Sent:
+    """The four numbers of Sent as multiples of a block on each axis."""
+    return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
+
+
+_RING, _HOPS = (1, 1, 1, 0), (1, 1, 0, 1)  # elements, path, streamed, hopped
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One rank's part in a layer, in elements; `both` is forward and backward together.
+
+             weights   activations: inputs kept              working: the most that one product needs besides
+    1-D      kn/p      mk of the first, mk/p of the second   mn, a sum that is not complete
+    2.5-D    kn/q²     mk/(dq²)                              2(mk/d + kn)/q², the next blocks on their way
+    3-D      kn/l³     mk/l³                                 (mk + kn + mn)/l²
+    RTP      kn/p      mk/p                                  2kn/p with prefetch"""
+
+    grid: Grid
+    forward_sent: Sent
+    backward_sent: Sent
+    weights: float
+    activations: float
+    working: float
+
+    @property
+    def forward(self) -> float:
+        return sum(self.forward_sent.elements)
+
+    @property
+    def both(self) -> float:
+        return self.forward + sum(self.backward_sent.elements)
+
+    @property
+    def forward_path(self) -> float:
+        return sum(self.forward_sent.path)
+
+    @property
+    def path(self) -> float:
+        return self.forward_path + sum(self.backward_sent.path)
+
+
+def cost(layer: Layer, grid: Grid) -> Cost:
+    """What a layer costs on a grid, per rank."""
+    if grid.kind == "1-D" and len(layer.products) % 2:
+        raise ValueError(f"1-D cuts products in pairs, by columns and by rows; not {len(layer.products)}")
+    product = {"1-D": _product_1d, "3-D": _product_3d, "RTP": _product_rotated}.get(grid.kind, _product_25d)
+    parts = [product(layer.tokens, k, n, grid, index) for index, (k, n) in enumerate(layer.products)]
+    forward, backward, weights, activations, working = zip(*parts)
+    held = sum(weights), sum(activations), max(working)
+    return Cost(grid, reduce(add, forward), reduce(add, backward), *held)
+
+
+def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
+    """By columns, then by rows: one all-reduce after such a pair forward, one before it backward."""
+    p, share = grid.side, 2 * (grid.side - 1) / grid.side
+    if index % 2:
+        return _sent(_RING, share * m * n), _sent(_RING, 0), k * n / p, m * k / p, m * n
+    return _sent(_RING, 0), _sent(_RING, share * m * k), k * n / p, m * k, 0
+
+
+def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
+    """SUMMA on d layers, 1/d of the tokens each: in q steps blocks of x pass along rows, of W along columns.
+
+    Backward each gradient needs q broadcasts of one operand, and its sums go round a ring in q-1 hops."""
+    q, d = grid.side, grid.depth
+    x, w = m * k / (d * q * q), k * n / (q * q)  # a block
+    none = (0,) * len(grid.axes[2:])
+    in_turn = q - 1, q * math.ceil(math.log2(q)), q if q > 1 else 0, 0  # q broadcasts, each down a tree
+    forward = _sent(in_turn, x, w, *none)
+    backward = forward + _sent(_HOPS, (q - 1) * x, (q - 1) * w, *none)
+    if none:  # the layers' weight gradients are added up
+        backward += _sent(_RING, 0, 0, 2 * (d - 1) / d * w)
+    return forward, backward, w, x, min(2, q) * (x + w)
+
+
+def _product_3d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
+    """cube.py: x, W and y have an axis each, x and y swapped in every second product."""
+    l = grid.side
+    share, turn = (l - 1) / l**3, -1 if index % 2 else 1
+    x, w, y = m * k, k * n, m * n
+    forward, backward = (share * x, share * w, share * y), (share * 2 * x, share * 2 * w, share * y)
+    sent = (_sent(_RING, *elements[::turn]) for elements in (forward, backward))
+    return *sent, w / l**3, x / l**3, (x + w + y) / l**2
+
+
+def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
+    """rotated.py: the weights pass by, forward and backward, and their gradients once."""
+    p, w = grid.side, k * n
+    once = (p - 1) / p * w
+    return _sent(_HOPS, once), _sent(_HOPS, 2 * once), w / p, m * k / p, min(2, p - 1) * w / p
+
+
+def crossover(layer: Layer, *, path=False, backward=False, most: int = 2**20) -> int | None:
+    """The smallest square 1 < p <= most at which 2-D sends less than 1-D (has the shorter `path`), forward
+    only or with `backward`."""
+    what = ("path" if backward else "forward_path") if path else ("both" if backward else "forward")
+    for side in range(2, math.isqrt(most) + 1):
+        flat, square = cost(layer, Grid("1-D", side**2)), cost(layer, Grid("2-D", side))
+        if getattr(square, what) < getattr(flat, what):
+            return side**2
+    return None

@@ -1,0 +1,181 @@
+"""A job with failures and saves, from one failure to the next: what was useful, what was lost. No torch.
+
+    a save       training stops for `stall_s`; it counts `lag_s` later (written in the background)
+    a failure    undoes all since the last save that counts, then costs `restart_s`; it may hit a restart, too
+    two levels   a failure that memory survives goes back to the last save of any kind, any other one to the
+                 last of every n-th, which are on disk as well
+
+    elapsed = useful + saving + lost + restarting            exactly; waste = 1 - useful / elapsed
+
+Failures are of machines, each renewed where it failed: times between failures of one are exponential (shape
+1) or Weibull (below 1: they come in clusters; above: machines wear out). With N machines the job's mean time
+between failures is 1/N of a machine's. Between two failures nothing is random, so a failure costs a few
+operations, however many saves lie between.
+Differs from a real job: no time passes before a failure is seen, and spare machines never run out. A write
+that a failure cuts short begins again with the run, if memory survived.
+"""
+
+import heapq
+import random
+from collections.abc import Callable, Iterable, Iterator
+from math import ceil, gamma, inf, log
+from typing import NamedTuple
+
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+
+
+class Failure(NamedTuple):
+    at_s: float
+    machines: tuple[int, ...]  # that are lost together
+
+
+class Level(NamedTuple):
+    """What a save to memory, or to disk, costs."""
+
+    stall_s: float
+    restart_s: float = 0.0
+    lag_s: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """Seconds, which add up to `elapsed_s`, and failures: all, and those that took the job back to disk."""
+
+    useful_s: float
+    saving_s: float
+    lost_s: float
+    restarting_s: float
+    failures: int
+    to_disk: int
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.useful_s + self.saving_s + self.lost_s + self.restarting_s
+
+    @property
+    def waste(self) -> float:
+        return 1 - self.useful_s / self.elapsed_s
+
+
+def failing(
+    seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
+) -> Iterator[Failure]:
+    """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
+    require_positive_ints(machines=machines, together=together)
+    require_ints(seed=seed)
+    require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
+    if machine_mtbf_s <= 0 or shape <= 0 or not 1 <= together <= machines:
+        given = f"machine_mtbf_s={machine_mtbf_s}, shape={shape}, together={together}, machines={machines}"
+        raise ValueError(f"{given}: need a mean and a shape above 0, and together from 1 to machines")
+    draw = random.Random(seed)
+    scale = machine_mtbf_s / gamma(1 + 1 / shape)
+
+    def lifetime() -> float:
+        return scale * (-log(1 - draw.random())) ** (1 / shape)
+
+    ends = [(lifetime(), machine) for machine in range(machines)]
+    heapq.heapify(ends)
+    while True:
+        at, first = ends[0]
+        heapq.heapreplace(ends, (at + lifetime(), first))
+        others = draw.sample([m for m in range(machines) if m != first], together - 1) if together > 1 else ()
+        yield Failure(at, (first, *others))
+
+
+def until(failures: Iterable[Failure], end_s: float) -> list[Failure]:
+    """Those before `end_s`."""
+    found = []
+    for failure in failures:
+        if failure.at_s >= end_s:
+            break
+        found.append(failure)
+    return found
+
+
+def simulate(
+    work_s: float,
+    interval_s: float,
+    failures: Iterable[Failure],
+    *,
+    memory: Level | None = None,
+    disk: Level | None = None,
+    every: int = 1,
+    memory_survives: Callable[[Failure], bool] = lambda failure: True,
+) -> Outcome:
+    """`work_s` of training with a save after each `interval_s` of it: to memory, to disk, or, with both, each
+    `every`-th to disk and to memory, the others to memory alone.
+
+    Without a disk, what memory does not survive is lost from the start.
+    """
+    if work_s <= 0:
+        raise ValueError(f"work_s={work_s}: give the seconds of training that the job needs, above 0")
+    require_positive(work_s=work_s, interval_s=interval_s)
+    require_positive_ints(every=every)
+    saves = _Saves(interval_s, memory, disk, every)
+    inside = ceil(work_s / interval_s) - 1  # saves; nothing is saved at the very end
+    end = saves.ends(inside) + work_s - inside * interval_s
+    at, resumed_s, kept, on_disk = 0.0, 0.0, 0, 0  # `at`: seconds that a job without failures needs for this
+    lost_s = restarting_s = 0.0
+    count = to_disk = 0
+    level = memory or disk
+    for failure in failures:
+        ran_s = failure.at_s - resumed_s
+        if ran_s >= end - at:
+            break
+        count += 1
+        if ran_s >= 0:
+            at += ran_s
+            kept, on_disk = max(kept, saves.in_memory(at)), max(on_disk, saves.on_disk(at))
+            level = memory or disk  # what was read from disk is in memory again
+        else:
+            restarting_s += ran_s  # the last restart did not end
+        if memory is None or not memory_survives(failure):
+            kept, level = on_disk, disk or memory
+            to_disk += 1
+        lost_s += at - saves.ends(kept)
+        at = saves.ends(kept)
+        restarting_s += level.restart_s
+        resumed_s = failure.at_s + level.restart_s
+    return Outcome(work_s, end - work_s, lost_s, restarting_s, count, to_disk)
+
+
+class _Saves:
+    """When saves 1, 2, ... end in a job without failures, and how many count at a time."""
+
+    def __init__(self, interval_s: float, memory: Level | None, disk: Level | None, every: int) -> None:
+        if interval_s <= 0 or every < 1 or not (memory or disk):
+            given = f"interval_s={interval_s}, every={every}, memory={memory}, disk={disk}"
+            raise ValueError(f"{given}: need an interval above 0, every of 1 or more, and a level to save to")
+        if any(min(level) < 0 for level in (memory, disk) if level):
+            raise ValueError(f"memory={memory}, disk={disk}: give times of 0 s or more")
+        if every > 1 and not (memory and disk):
+            raise ValueError(f"every={every} is for two levels; with one of them, each save goes there")
+        self.memory, self.disk, self.every = memory, disk, every if disk else inf
+        self.stall_s, self.disk_stall_s = (memory or disk).stall_s, (disk or memory).stall_s
+        self.one_s = interval_s + self.stall_s
+        self.period_s = self.ends(every) if disk else inf
+        for name, lag_s, room_s in (
+            ("memory", memory.lag_s if memory else 0, interval_s),
+            ("disk", disk.lag_s if disk else 0, self.period_s - self.disk_stall_s),
+        ):
+            if lag_s > room_s:
+                told = f"a save to {name} counts after {lag_s} s, but the next begins after {room_s} s"
+                raise ValueError(f"{told}; make the interval longer")
+
+    def ends(self, saves: int) -> float:
+        return saves * self.one_s + saves // self.every * (self.disk_stall_s - self.stall_s)
+
+    def in_memory(self, at_s: float) -> int:
+        """Saves that a failure which memory survives leaves."""
+        if self.memory is None:
+            return self.on_disk(at_s)
+        at_s = max(0, at_s - self.memory.lag_s)
+        if self.disk is None:
+            return int(at_s // self.one_s)
+        periods, rest = divmod(at_s, self.period_s)
+        return int(periods) * self.every + min(self.every - 1, int(rest // self.one_s))
+
+    def on_disk(self, at_s: float) -> int:
+        """Saves that any failure leaves."""
+        if self.disk is None:
+            return 0
+        return self.every * int(max(0, at_s - self.disk.lag_s) // self.period_s)

@@ -1,0 +1,120 @@
+"""Feeding accelerators from slow storage: what a cache can do for training, and what it cannot. No clock.
+
+Training reads every sample once an epoch, in a new order. With N samples, a cache of C = c·N, a step of
+t_step and a read of t_io:
+
+    a single epoch, LRU             hit rate 0
+    read ahead by d samples         no stall after the first if and only if d >= ceil(t_io / t_step)
+    shuffled epochs, LRU            hit rate c + (1 - c)·ln(1 - c) < c      (N -> infinity; 0.15 at c = 0.5)
+    the same, with substitution     hit rate c, every epoch still a permutation
+
+Times may be fractions: results are exact.
+Read-ahead caches: Alluxio, JuiceFS; substitution: Kumar and Sivathanu 2020 (Quiver), FAST, section 4;
+scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quiver shares chunks among jobs.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+
+from minitrain.ranks.checks import require_ints, require_positive_ints
+
+Time = int | float | Fraction
+
+
+class LRU:
+    """A cache of `capacity` samples that throws out the one not read for longest."""
+
+    def __init__(self, capacity: int):
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity}: a number of samples, at least 0")
+        self.capacity = capacity
+        self._samples: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._samples
+
+    def read(self, sample: int) -> bool:
+        """Whether the sample was there. Now it is."""
+        hit = sample in self._samples
+        self._samples[sample] = None
+        self._samples.move_to_end(sample)
+        if len(self._samples) > self.capacity:
+            self._samples.popitem(last=False)
+        return hit
+
+
+def read_epoch(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
+    """Read in the order given: (sample, hit) one by one, so that several jobs can take turns at one cache."""
+    for sample in order:
+        yield sample, cache.read(sample)
+
+
+def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
+    """In place of a sample that is not in the cache read the next one that is; those passed over come last.
+
+    Each sample is still read once. The cache is read before misses change it, so all of it is found; so is
+    what another job fetches meanwhile. The price: misses come in one block."""
+    passed_over = []
+    for sample in order:
+        if sample in cache:
+            yield sample, cache.read(sample)
+        else:
+            passed_over.append(sample)
+    yield from read_epoch(passed_over, cache)
+
+
+def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int | None = None) -> list[Time]:
+    """How long each step waits for its sample when reads run `depth` samples ahead (0: read when wanted).
+
+    The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
+    reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
+    entry is the time to fill, which no depth can hide."""
+    if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
+        given = f"depth={depth}, step_time={step_time}, streams={streams}"
+        raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
+    if streams is not None:
+        require_positive_ints(streams=streams)
+    free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
+    starts: list[Time] = []
+    waits: list[Time] = []
+    now: Time = 0
+    for i, read_time in enumerate(read_times):
+        begin = now if depth == 0 else starts[i - depth] if i >= depth else 0
+        begin = max(begin, free_at[0])
+        heapq.heapreplace(free_at, begin + read_time)
+        waits.append(max(0, begin + read_time - now))
+        starts.append(now + waits[i])
+        now = starts[i] + step_time
+    return waits
+
+
+def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int = 10) -> Iterator[int]:
+    """The cache size in use, epoch after epoch, steered by the observed stall, `stall_with(size)`, alone.
+
+    Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
+    When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
+    changed: search again. Stays at `most` as long as even that is not enough."""
+    require_ints(most=most)
+    if most < 0 or trial_every < 2:
+        given = f"most={most}, trial_every={trial_every}"
+        raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")
+    while True:
+        yield most
+        if stall_with(most) >= threshold:
+            continue
+        too_small, enough = -1, most
+        while enough - too_small > 1:
+            middle = (too_small + enough) // 2
+            yield middle
+            if stall_with(middle) < threshold:
+                enough = middle
+            else:
+                too_small = middle
+        epochs, unchanged = 0, True
+        while unchanged:
+            epochs += 1
+            trial = epochs % trial_every == 0 and enough > 0
+            yield enough - trial
+            unchanged = (stall_with(enough - trial) < threshold) != trial

@@ -1,0 +1,123 @@
+"""Tensor parallelism in three dimensions: a product is a cube of l·l·l blocks, nothing is held twice.
+
+    C[m, n] = A[m, k] · B[k, n]      rank (i, j, p) computes A_ip · B_pj, its share of  C_ij = Σ_p A_ip · B_pj
+    input_group     ranks that differ in j only: they need the same A_ip, and each keeps 1/l of its rows
+    weight_group    ranks that differ in i only: they need the same B_pj, and each keeps 1/l of it
+    output_group    ranks that differ in p only: they hold shares of one C_ij, and each keeps 1/l of its rows
+
+A and B are gathered, C is reduce-scattered; backward does the same with the groups in turn. A rank holds 1/l³
+of A, B, C, gradients and saved activations, and for a product 1/l² of three. torch keeps W[n, k] = Bᵀ:
+
+    W[n/l², k/l]     dim 0 over input_group, then weight_group; dim 1 over output_group; b[n/l²] like dim 0
+    x[m/l², k/l]     dim 0 over weight_group, then input_group; last dim over output_group
+    y[m/l², n/l]     as x with input_group and output_group swapped: a second linear takes them swapped
+
+A rank sends (l-1)/l³ · (mk + kn + mn) elements, backward (l-1)/l³ · (2mk + 2kn + mn); a bias (l-1)/l² · n.
+Bian et al. 2021, arXiv:2105.14450, section 3.1; Agarwal et al. 1995, IBM J. Res. Dev. 39(5). Differs: dC is
+gathered once for both gradients; no diagonal plane for vectors.
+"""
+
+import math
+from functools import partial
+from itertools import combinations
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.collectives import all_gather, reduce_scatter
+from minitrain.ranks.sharding import Shard, shard
+from minitrain.systems.tensor_parallel.grids.summa import check_crossing
+from minitrain.tensor_parallel.autograd import linear_by_hand
+from minitrain.tensor_parallel.linear import check_whole
+
+
+def cube_forward(x: Tensor, weight: Tensor, bias, input_group, weight_group, output_group) -> Tensor:
+    """x `[m/l², k/l]`, weight `[n/l², k/l]`, bias `[n/l²]` or None -> y `[m/l², n/l]`."""
+    x = all_gather(x, input_group)  # [m/l, k/l]
+    weight = all_gather(weight, weight_group)  # [n/l, k/l]
+    y = reduce_scatter(x @ weight.T, output_group)  # [m/l, n/l] -> [m/l², n/l]
+    return y if bias is None else y.add_(all_gather(bias, weight_group))
+
+
+def cube_backward(dy, x: Tensor, weight: Tensor, bias, input_group, weight_group, output_group):
+    """dy `[m/l², n/l]`, the others as above -> dx, dweight and dbias, cut as x, weight and bias."""
+    dy = all_gather(dy, output_group)  # [m/l, n/l]
+    dx = reduce_scatter(dy @ all_gather(weight, weight_group), input_group)
+    dweight = reduce_scatter(dy.T @ all_gather(x, input_group), weight_group)
+    return dx, dweight, None if bias is None else reduce_scatter(dy.sum(0), weight_group)
+
+
+class Linear3D(nn.Module):
+    """An nn.Linear cut l³ ways: x `[.., k/l]`, this rank's rows -> y `[.., n/l]`, cut over output_group."""
+
+    def __init__(self, linear: nn.Linear, input_group, weight_group, output_group):
+        super().__init__()
+        self.groups = dict(input_group=input_group, weight_group=weight_group, output_group=output_group)
+        self.side = check_cube(**self.groups)
+        check_linear("Linear3D", linear, self.side)
+        self.weight = shard(shard(shard(linear.weight, 0, input_group), 0, weight_group), 1, output_group)
+        bias = linear.bias
+        self.bias = None if bias is None else shard(shard(bias, 0, input_group), 0, weight_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 2 or x.size(-1) != self.weight.size(1):
+            piece = f"[.., {self.weight.size(1)}], 1/{self.side} of the width"
+            raise ValueError(f"Linear3D: x {list(x.shape)}, but this rank has {piece}: use cut_activations")
+        passes = (partial(way, **self.groups) for way in (cube_forward, cube_backward))
+        return linear_by_hand(x, self.weight, self.bias, *passes)
+
+
+def cut_mlp(mlp: nn.Module, input_group, weight_group, output_group) -> nn.Module:
+    """up, gate (if any) and down (groups swapped), in place: x `[B/l², T, D/l]` -> y cut exactly as x is."""
+    side = check_cube(input_group, weight_group, output_group)
+    for name, linear in mlp.named_children():
+        check_linear(name, linear, side)  # all of them, before the first is cut
+    for name in ("up", "gate"):
+        if hasattr(mlp, name):
+            setattr(mlp, name, Linear3D(getattr(mlp, name), input_group, weight_group, output_group))
+    mlp.down = Linear3D(mlp.down, output_group, weight_group, input_group)
+    return mlp
+
+
+def activation_shards(input_group, weight_group, output_group) -> tuple[Shard, ...]:
+    """How the x of a layer with these groups is cut; its y: with the first and the last group swapped."""
+    return Shard(0, weight_group), Shard(0, input_group), Shard(-1, output_group)
+
+
+def cut_activations(x: Tensor, input_group, weight_group, output_group) -> Tensor:
+    """This rank's piece of x `[m, .., k]`, the same on all ranks: `[m/l², .., k/l]`. Outside autograd."""
+    side = check_cube(input_group, weight_group, output_group)
+    _check_multiple("the length of x", x.size(0), "l²", side**2)
+    _check_multiple("the width of x", x.size(-1), "l", side)
+    for cut in activation_shards(input_group, weight_group, output_group):
+        x = shard(x, cut.dim, cut.group)
+    return x
+
+
+def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> int:
+    """The side l of the cube."""
+    groups = {"input": input_group, "weight": weight_group, "output": output_group}
+    sizes = [group.size() for group in groups.values()]
+    if len(set(sizes)) > 1:
+        ranks = math.prod(sizes)
+        side = int(ranks ** (1 / 3) + 1e-9)  # the cube below
+        fits = f"{side**3} or {(side + 1) ** 3} ranks" if side**3 != ranks else f"l={side}"
+        raise ValueError(f"input, weight and output group have {sizes} ranks; a mesh l·l·l has {fits}")
+    for pair in combinations(groups.items(), 2):
+        check_crossing(**dict(pair))
+    return sizes[0]
+
+
+def check_linear(what: str, linear: nn.Linear, side: int) -> None:
+    """Whole, and of sizes that a cube of this side divides."""
+    require_positive_ints(side=side)
+    check_whole(what, linear)
+    _check_multiple(f"{what}: out_features", linear.out_features, "l²", side**2)
+    _check_multiple(f"{what}: in_features", linear.in_features, "l", side)
+
+
+def _check_multiple(what: str, size: int, name: str, divisor: int) -> None:
+    if size % divisor:
+        padded = -(-size // divisor) * divisor
+        raise ValueError(f"{what} = {size} is not a multiple of {name} = {divisor}; pad to {padded}")

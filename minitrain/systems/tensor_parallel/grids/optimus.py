@@ -1,0 +1,175 @@
+"""Tensor parallelism in two dimensions: all of a Transformer, activations too, in blocks on a q×q grid.
+
+    linear       Y(i, j) = Σ_s X(i, s) · A(s, j) + b(j)     X[B/q, T, D/q]     A = Wᵀ[D/q, F/q]     b[F/q]
+    norm         mean and square are sums over the row of the grid, [B/q, T, 1]; weight and bias [D/q]
+    attention    rank (i, j) has sequences i and heads j: core, RoPE and ALiBi are local, as is the rest
+
+A linear is summa.py's three products. Modules are cut in place and run their own forward. Vectors (biases,
+norms) are cut over the columns of the grid and alike on the q ranks of a column, which sum their gradients.
+With m = B·T rows a linear sends (q-1)/q² · (m·in + in·out) elements forward, twice that backward, and
+2(q-1)/q · out/q for a bias' gradient; a norm 2(q-1)/q · m/q for each sum, two in a LayerNorm, one in an
+RMSNorm, each way. Memory, p = q² ranks: matrices, gradients and activations 1/p, vectors 1/q; in a linear's
+forward two blocks of x and A more and, at the source of A, a copy, as Wᵀ is not contiguous.
+Xu et al. 2021, Optimus, arXiv:2104.05343, section 3. Differs: the paper broadcasts vectors from the first
+row; embedding and loss stay with the caller; nothing is recomputed.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks.collectives import all_reduce, copy_to
+from minitrain.ranks.sharding import shard
+from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
+from minitrain.tensor_parallel.autograd import by_hand
+from minitrain.tensor_parallel.linear import check_whole
+
+
+def linear_forward(x: Tensor, weight: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """x `[.., m/q, in/q]`, weight `[out/q, in/q]` -> `[.., m/q, out/q]`."""
+    return summa_overlapped(x, weight.t(), row_group, column_group)
+
+
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group, column_group) -> tuple[Tensor, Tensor]:
+    """dy `[.., m/q, out/q]` -> dx `[.., m/q, in/q]`, dweight `[out/q, in/q]`, summed over all rows."""
+    dx = summa_nt(dy, weight.t(), row_group, column_group)
+    dweight = summa_tn(x, dy, row_group, column_group).t()
+    return dx, dweight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_group) -> Tensor:
+    """x `[.., m/q, in/q]`, weight `[out/q, in/q]`, bias `[out/q]` or None -> `[.., m/q, out/q]`."""
+    if x.size(-1) != weight.size(1):
+        width = f"{weight.size(1)}: 1/{row_group.size()} of the width; cut it with summa.block"
+        raise ValueError(f"the input is {x.size(-1)} wide, but this rank's block of the weight takes {width}")
+
+    def backward(dys: tuple, saved: tuple, wanted: tuple) -> tuple[Tensor, Tensor]:
+        return linear_backward(*dys, *saved, row_group, column_group)
+
+    forward = partial(linear_forward, row_group=row_group, column_group=column_group)
+    y = by_hand(forward, backward, x, weight)
+    return y if bias is None else y + copy_to(bias, column_group)
+
+
+class Linear2D(nn.Module):
+    """An nn.Linear, one block of which this rank holds: x `[.., m/q, in/q]` -> `[.., m/q, out/q]`."""
+
+    def __init__(self, linear: nn.Linear, row_group: ProcessGroup, column_group: ProcessGroup):
+        super().__init__()
+        check_cut("Linear2D", linear, row_group, column_group)
+        self.weight = shard(shard(linear.weight, 1, column_group), 0, row_group)
+        self.bias = None if linear.bias is None else shard(linear.bias, 0, row_group)
+        self.row_group, self.column_group = row_group, column_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.row_group, self.column_group)
+
+
+def norm_forward(x: Tensor, weight: Tensor, eps: float, centred: bool, row_group: ProcessGroup):
+    """x `[.., D/q]` -> y = (x - mean) · scale · weight, mean, scale `[.., 1]`. RMSNorm is not `centred`."""
+    width = x.size(-1) * row_group.size()
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = exact.new_zeros(*x.shape[:-1], 1)
+    if centred:
+        mean = all_reduce(exact.sum(-1, keepdim=True), row_group) / width
+        exact = exact - mean
+    scale = (all_reduce(exact.square().sum(-1, keepdim=True), row_group) / width + eps).rsqrt()
+    return (exact * scale * weight).to(x.dtype), mean, scale
+
+
+def norm_backward(dy, x, weight, mean, scale, centred: bool, row_group: ProcessGroup):
+    """With n = (x - mean) · scale and g = dy · weight:  dx = scale · (g - mean(g) - n · mean(g · n)), without
+    mean(g) for RMSNorm, and dweight = Σ dy · n over this rank's rows."""
+    normed = (x - mean) * scale
+    g = dy * weight.to(normed.dtype)
+    terms = (g * normed, g) if centred else (g * normed,)
+    sums = all_reduce(torch.stack([term.sum(-1, keepdim=True) for term in terms]), row_group)
+    mean_gn, *mean_g = sums / (x.size(-1) * row_group.size())
+    dx = scale * (g - normed * mean_gn - sum(mean_g))
+    return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, centred: bool, row_group: ProcessGroup) -> Tensor:
+        y, mean, scale = norm_forward(x, weight, eps, centred, row_group)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.rest = centred, row_group
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        return *norm_backward(dy, *ctx.saved_tensors, *ctx.rest), None, None, None
+
+
+def norm(x, weight, bias, eps: float, centred: bool, row_group, column_group) -> Tensor:
+    """LayerNorm (`centred`) or RMSNorm: x `[.., m/q, D/q]`, weight and bias `[D/q]` -> as x."""
+    y = _Norm.apply(x, copy_to(weight, column_group), eps, centred, row_group)
+    return y if bias is None else y + copy_to(bias, column_group)
+
+
+class Norm2D(nn.Module):
+    """An nn.LayerNorm or nn.RMSNorm over a width cut over the row of the grid: x `[.., m/q, D/q]` -> as x."""
+
+    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, row_group: ProcessGroup, column_group: ProcessGroup):
+        super().__init__()
+        check_cut("Norm2D", norm, row_group, column_group)
+        bias = getattr(norm, "bias", None)
+        self.weight = shard(norm.weight, 0, row_group)
+        self.bias = None if bias is None else shard(bias, 0, row_group)
+        self.centred = isinstance(norm, nn.LayerNorm)
+        self.eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        self.row_group, self.column_group = row_group, column_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias, self.eps, self.centred, self.row_group, self.column_group)
+
+
+def check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup) -> None:
+    q = grid_side(row_group, column_group)
+    check_whole(what, module)
+    for name, param in module.named_parameters():
+        if wrong := [size for size in param.shape if size % q]:
+            size, shape = f"{wrong[0]} of {name} {list(param.shape)}", f"a grid whose side divides {wrong[0]}"
+            raise ValueError(f"{what}: {size} is not a multiple of q={q}; choose widths that are, or {shape}")
+
+
+# The layers of a Transformer, in place. `groups`: row, column (and depth, with the classes of tesseract.py).
+
+
+def cut_block(block: nn.Module, *groups: ProcessGroup, linear: type = Linear2D, norm: type = Norm2D) -> None:
+    """norm1, attention, norm2, mlp: block(x, positions) takes and gives `[B/q, T, D/q]`; positions `[T]`."""
+    p = max((part.p for part in block.modules() if isinstance(part, nn.Dropout)), default=0)
+    if p:
+        raise ValueError(f"dropout={p}: ranks would have to draw the blocks of one mask; set it to 0")
+    cut_attention(block.attention, *groups, linear=linear)
+    cut_mlp(block.mlp, *groups, linear=linear)
+    block.norm1, block.norm2 = norm(block.norm1, *groups), norm(block.norm2, *groups)
+
+
+def cut_attention(attention: nn.Module, *groups: ProcessGroup, linear: type = Linear2D) -> None:
+    """q, k, v and out; a rank has 1/q of the heads, and of ALiBi's slopes. `[B/q, T, D/q]` -> the same."""
+    what, matrices = type(attention).__name__, ("q", "k", "v", "out")
+    if missing := [name for name in matrices if not hasattr(attention, name)]:
+        raise ValueError(f"{what} has no {', '.join(missing)}; a grid cuts plain attention (kv_latent=0)")
+    check_whole(what, attention)
+    q = groups[0].size()
+    for name in ("q", "k"):
+        heads = getattr(attention, name).out_features // attention.config.head_dim
+        if heads % q:
+            raise ValueError(f"attention.{name}: {heads} heads are not a multiple of q={q}; choose others")
+    for name in matrices:
+        setattr(attention, name, linear(getattr(attention, name), *groups))
+    if hasattr(attention, "slopes"):
+        attention.slopes = shard(attention.slopes, 0, groups[0])
+
+
+def cut_mlp(mlp: nn.Module, *groups: ProcessGroup, linear: type = Linear2D) -> None:
+    """up, gate (if there is one) and down. `[B/q, T, D/q]` -> the same; between them `[B/q, T, F/q]`."""
+    check_whole(type(mlp).__name__, mlp)
+    for name in ("up", "gate", "down"):
+        if hasattr(mlp, name):
+            setattr(mlp, name, linear(getattr(mlp, name), *groups))

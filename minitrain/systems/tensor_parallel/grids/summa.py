@@ -1,0 +1,124 @@
+"""SUMMA: the product of two matrices that no rank holds whole; rank (i, j) of a q×q grid has a block of each.
+
+    summa      C(i, j) = Σ_s A(i, s) · B(s, j)      step s: column s of A along rows, row s of B along columns
+    summa_nt   A(i, l) = Σ_j C(i, j) · B(l, j)ᵀ     C · Bᵀ: row l of B along columns, sums along rows
+    summa_tn   B(l, j) = Σ_i A(i, l)ᵀ · C(i, j)     Aᵀ · C: column l of A along rows, sums along columns
+
+As dA = dC · Bᵀ and dB = Aᵀ · dC, they are forward and backward of a linear layer. `row_group` is the q ranks
+of my grid row, which differ in their column: mesh.group("column") of Mesh(row=q, column=q); `column_group` is
+mesh.group("row"). With A[m, k], B[k, n], C[m, n] a rank sends and receives (q-1)/q² of the two matrices that
+move: mk + kn, kn + mk, and mk + kn elements. One dimension (Megatron) moves (p-1)/p of the activations.
+Memory beside operands and result: blocks, 1/q² of a matrix. van de Geijn and Watts 1997, Concurrency:
+Practice and Experience 9(4). Differs: a panel is a whole block; sums are not reduced to one root per
+step: q of them go round at once, and every rank they pass adds its product, for the same bytes.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks.collectives import broadcast, channel_of, rotate
+from minitrain.ranks.sharding import Shard, full_tensor, shard
+from minitrain.tensor_parallel.linear import check_whole
+
+
+@torch.no_grad()
+def summa(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """C = A · B. Blocks a `[.., m/q, k/q]`, b `[k/q, n/q]` -> c `[.., m/q, n/q]`; dims in front are rows."""
+    steps = grid_side(row_group, column_group)
+    check_fit("summa", a, b, a.size(-1), b.size(0))
+    c = a.new_zeros(*a.shape[:-1], b.size(1))
+    for step in range(steps):
+        a_step = broadcast(a, step, row_group)  # A(i, step)
+        b_step = broadcast(b, step, column_group)  # B(step, j)
+        _rows(c).addmm_(_rows(a_step), b_step)
+    return c
+
+
+@torch.no_grad()
+def summa_overlapped(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """`summa` to the bit; the blocks of the next step are on their way while this step multiplies."""
+    steps = grid_side(row_group, column_group)
+    check_fit("summa_overlapped", a, b, a.size(-1), b.size(0))
+
+    def start(step: int):
+        return broadcast(a, step, row_group, async_op=True), broadcast(b, step, column_group, async_op=True)
+
+    c = a.new_zeros(*a.shape[:-1], b.size(1))
+    coming = start(0)
+    for step in range(steps):
+        a_step, b_step = (handle.wait() for handle in coming)
+        if step + 1 < steps:
+            coming = start(step + 1)
+        _rows(c).addmm_(_rows(a_step), b_step)
+    return c
+
+
+@torch.no_grad()
+def summa_nt(c: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """A = C · Bᵀ. Blocks c `[.., m/q, n/q]` and b `[k/q, n/q]` -> a `[.., m/q, k/q]`."""
+    steps, me = grid_side(row_group, column_group), row_group.rank()
+    check_fit("summa_nt", c, b, c.size(-1), b.size(1))
+    a = c.new_zeros(*c.shape[:-1], b.size(0))
+    for step in range(steps):
+        if step > 0:
+            a = rotate(a, row_group)
+        row = (me - 1 - step) % steps  # whose sum is here: it ends at rank `row` of my row
+        b_row = broadcast(b, row, column_group)  # B(row, j)
+        _rows(a).addmm_(_rows(c), b_row.t())
+    return a
+
+
+@torch.no_grad()
+def summa_tn(a: Tensor, c: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """B = Aᵀ · C. Blocks a `[.., m/q, k/q]` and c `[.., m/q, n/q]` -> b `[k/q, n/q]`."""
+    steps, me = grid_side(row_group, column_group), column_group.rank()
+    check_fit("summa_tn", a, c, a[..., 0].numel(), c[..., 0].numel())
+    b = c.new_zeros(a.size(-1), c.size(-1))
+    for step in range(steps):
+        if step > 0:
+            b = rotate(b, column_group)
+        column = (me - 1 - step) % steps  # whose sum is here: it ends at rank `column` of mine
+        a_column = broadcast(a, column, row_group)  # A(i, column)
+        b.addmm_(_rows(a_column).t(), _rows(c))
+    return b
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
+def block(matrix: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """Block (i, j) of a whole `[m, .., n]` -> `[m/q, .., n/q]`, a copy; of activations B and D are cut."""
+    grid_side(row_group, column_group)
+    check_whole("block", matrix)
+    return shard(shard(matrix, 0, column_group), -1, row_group)
+
+
+def whole(block: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """The matrix `[m, .., n]` on every rank, from its blocks. Sends (q-1)/q² and (q-1)/q of it."""
+    return full_tensor(block, (Shard(0, column_group), Shard(block.dim() - 1, row_group)))
+
+
+def grid_side(row_group: ProcessGroup, column_group: ProcessGroup) -> int:
+    """q, if the two groups are row and column of a square grid that cross in this rank and nowhere else."""
+    rows, columns = row_group.size(), column_group.size()
+    if rows != columns:
+        sizes = f"row group of {rows} ranks, column group of {columns}"
+        raise ValueError(f"the grid is not square: {sizes}; use q×q ranks, such as Mesh(row=2, column=2)")
+    check_crossing(row=row_group, column=column_group)
+    return rows
+
+
+def check_crossing(**groups: ProcessGroup) -> None:
+    """Two groups that have this rank in common, and no other."""
+    (one, members), (other, others) = ((name, channel_of(group).members) for name, group in groups.items())
+    if len(shared := sorted(set(members) & set(others))) != 1:
+        two = f"{one} group {list(members)} and {other} group {list(others)}"
+        raise ValueError(f"{two} share ranks {shared}, not this one alone; give two axes of one mesh")
+
+
+def check_fit(what: str, left: Tensor, right: Tensor, size: int, other: int) -> None:
+    if size != other:
+        blocks = f"blocks {list(left.shape)} and {list(right.shape)}"
+        raise ValueError(f"{what}: {blocks} do not fit: {size} and {other} along the dim that is summed")

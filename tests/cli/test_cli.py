@@ -1,0 +1,353 @@
+"""The `minitrain` command: what it prints, and that an error is one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import nbformat
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from minitrain.cli import main
+from minitrain.course import atlas, exercises, notebook
+from minitrain.course.grading import assignment, book
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(main.app, list(words))
+
+
+def test_doctor_lets_four_ranks_meet():
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    assert "FAIL" not in result.output and "first launch" in result.output
+
+
+def test_list_fits_a_terminal_with_two_lines_a_chapter():
+    lines = invoke("list").output.splitlines()
+    assert len(lines) == 2 * len(notebook.chapters()) + 1 and max(map(len, lines)) <= 80
+    for number, line, facts in zip(notebook.chapters(), lines[::2], lines[1::2]):
+        assert line.startswith(f"{number} · ") and "Time" in facts and "Ranks" in facts
+
+
+def test_version_names_torch_without_loading_it():
+    printed = invoke("--version").output
+    assert printed.startswith("minitrain ") and f"torch {metadata.version('torch')}, Python 3." in printed
+
+
+def test_atlas_is_searched_by_all_words():
+    printed = invoke("atlas", "ring", "all-reduce").output
+    found = atlas.search("ring all-reduce")
+    assert 0 < len(found) < len(atlas.rows()) and printed.endswith(f"{len(found)} systems\n")
+    assert all(row.test in printed for row in found)
+    assert printed.startswith(f"{found[0].chapter}  {found[0].kind:5} Ring all-reduce")
+
+
+def test_atlas_says_what_is_near():
+    assert "0 systems; nothing has 'megatrn'; near it are megatron" in invoke("atlas", "megatrn").output
+    printed = invoke("atlas", "ring", "zb").output
+    assert "each word occurs, but not together: ring " in printed
+
+
+def test_replay_of_a_small_model(tmp_path):
+    result = invoke(
+        "replay",
+        "tiny",
+        "--ranks",
+        "16",
+        "--length",
+        "64",
+        "--trace",
+        str(tmp_path / "t.json"),
+        "--picture",
+        str(tmp_path / "t.png"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "16 ranks of H100" in result.output and "MFU" in result.output
+    assert json.loads((tmp_path / "t.json").read_text()) and (tmp_path / "t.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["run", "77"], "there is no chapter '77'; there are 00, 01, 02, 03"),
+        (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
+        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["minitrain", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_a_complaint_is_one_line_that_ends(capsys):
+    """Blanks of any kind are one, what is no text is escaped, and of more than 800 letters both ends are said."""
+    for given, said in (
+        ("a\n b\t\tc ", "a b c"),
+        ("caf\udce9", "caf\\udce9"),
+        ("x" * 400 + "y" * 400, "x" * 400 + "y" * 400),
+        ("x" * 401 + "y" * 400, "x" * 400 + " ... " + "y" * 400),
+    ):
+        main.complain(given)
+        assert capsys.readouterr().err == f"minitrain: {said}\n"
+
+
+@pytest.mark.parametrize("error, code", [(ValueError, 2), (OSError, 2), (RuntimeError, 1)])
+def test_what_went_wrong_is_in_the_exit_code(error, code, monkeypatch, capsys):
+    def fails():
+        raise error("this")
+
+    monkeypatch.setattr(main, "app", fails)
+    for rank, said in ((None, "minitrain: this\n"), ("0", "minitrain: this\n"), ("1", "")):
+        monkeypatch.delenv("RANK", raising=False)
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert (ended.value.code, capsys.readouterr().err) == (code, said)
+
+
+def test_the_same_of_the_command_itself():
+    command = [sys.executable, "-m", "minitrain", "run", "77"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("minitrain: ") and done.stderr.count("\n") == 1
+
+
+def test_a_chapter_that_fails_names_the_cell_and_is_written_all_the_same(tmp_path):
+    cells = [
+        nbformat.v4.new_code_cell("1 + 1"),
+        nbformat.v4.new_code_cell("1 / 0"),
+        nbformat.v4.new_code_cell("3"),
+    ]
+    path = tmp_path / "broken.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    seen = []
+    with pytest.raises(
+        RuntimeError, match="broken.ipynb stopped in cell 2: ZeroDivisionError: division by zero"
+    ):
+        notebook.execute(
+            path, tmp_path / "out" / "broken.ipynb", lambda done, total: seen.append((done, total))
+        )
+    written = nbformat.read(tmp_path / "out" / "broken.ipynb", as_version=4)
+    assert written.cells[0].outputs[0].data["text/plain"] == "2" and seen[0] == (1, 3)
+    assert [cell.id for cell in written.cells] == ["cell-000", "cell-001", "cell-002"]
+
+
+# ---- what is refused, and how soon -----------------------------------------------------------------------
+
+LOADED = """import sys
+from minitrain.cli import main
+try:
+    main.main()
+finally:
+    print(*sorted({"torch", "numpy", "matplotlib", "IPython"} & {*sys.modules}), file=sys.stderr)
+"""
+
+
+def run_alone(*words: str, **environ: str) -> subprocess.CompletedProcess:
+    """The command in a process of its own; its last line on stderr names the heavy packages that it loaded."""
+    command = [sys.executable, "-c", LOADED, *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "80"} | environ
+    )
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "list", "atlas ring", "train --help"])
+def test_what_needs_no_torch_loads_none(words):
+    done = run_alone(*words.split())
+    assert done.returncode == 0 and done.stdout and done.stderr == "\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("run 77", "there is no chapter '77'"),
+        ("grade 77", "chapter 77 has no exercises"),
+        ("lab --fresh 77", "there is no chapter '77' to make fresh"),
+        ("replay gpt9", "no preset is called 'gpt9'"),
+        ("replay tiny --machine abacus", "no machine is called 'abacus'"),
+        ("train --preset nope", "unknown preset 'nope'"),
+        ("train --nope 3", "No such option: --nope"),
+        ("train --tp x", "Invalid value for '--tp'"),
+        ("train --pp 2 --schedule nope", "schedule='nope'; use gpipe"),
+        ("train --cp 2 --layout nope", "layout='nope'; use contiguous"),
+        ("train --precision nope", "precision='nope'; use float32"),
+        ("train --zero XYZ", "zero='XYZ'; use 0"),
+        ("train --tp 3", "tp=3 does not divide num_heads=4"),
+        ("checkpoint ls /nowhere", "/nowhere has no checkpoints"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_torch_is_loaded(words, message):
+    done = run_alone(*words.split())
+    *said, loaded = done.stderr.splitlines()
+    assert done.returncode == 2 and message in "\n".join(said) and loaded == "", done.stderr
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("minitrain run 0", {"00", "03"}),
+        ("minitrain grade 1", {"10", "11"}),
+        ("minitrain replay llama3-", {"llama3-8b", "llama3-70b"}),
+        ("minitrain replay tiny --machine h", {"h100", "h200"}),
+        ("minitrain train --preset gpt2", {"gpt2", "gpt2-xl"}),
+        ("minitrain do", {"doctor"}),
+    ],
+)
+def test_the_tab_key_offers_names(line, offered):
+    words = line.split()
+    environ = {"_MINITRAIN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    program = LOADED.replace("cli.main()", "cli.app(prog_name='minitrain')")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | environ
+    )
+    assert offered <= {*done.stdout.split()} and "torch" not in done.stderr
+    assert all(one.startswith(words[-1]) for one in done.stdout.split())
+
+
+# ---- more bad input, and interrupts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("replay tiny --ranks 6 --tp 4", "ranks=6 is no multiple of pp x cp x tp = 4; use 4, 8, .."),
+        ("replay tiny --ranks 6 --dp 4", "ranks=6, and dp x pp x cp x tp is 4; leave one of them out"),
+        ("replay tiny --tp 3", "tp=3"),
+        ("replay tiny --batch 0", "batch=0: use a whole number from 1"),
+        ("replay tiny --compute-efficiency nan", "compute_efficiency=nan of machine h100: give a fraction"),
+        ("replay tiny --ranks 99999999999999999999999", "ranks=99999999999999999999999: use a whole number"),
+        ("replay tiny --length 0", "length=0: use a whole number from 1"),
+        ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),
+        ("replay tiny --picture /nowhere/a.png", "picture=/nowhere/a.png: give a file"),
+        ("replay tiny --picture a.zzz", "picture=a.zzz: use a name that ends in .png, .svg, .pdf"),
+        ("run 00 --out file", "out=file is a file: give a folder"),
+        ("run 00 --out file/below", "out=file/below cannot be made (Not a directory): give a folder"),
+        ("replay tiny --ranks nan", "Invalid value for '--ranks'"),
+        ("replay tiny --ranks nan", "'nan'; see minitrain replay --help"),
+        ("checkpoint ls", "Missing argument 'folder'; see minitrain checkpoint ls --help"),
+        ("--nope", "No such option: --nope; see minitrain --help"),
+        ("nope", "No such command 'nope'; see minitrain --help"),
+        ("train --schedule nope", "schedule='nope'; use gpipe"),
+        ("train --pp 2 --microbatches 9999999", "a schedule of 19,999,998 cells; use fewer"),
+        ("train --dp 99999999999999999999", "dp=99999999999999999999; use a whole number up to 16,777,216"),
+        ("train --width 99999999999999999999", "d_model = 99999999999999999999; use at most 1,073,741,824"),
+        ("train --length 99999999999999999999", "length=99999999999999999999: use at most 1,073,741,824"),
+        ("train --query-latent -1", "query_latent = -1; use at least 0"),
+        ("train --keep 0", "keep=0: use at least 1"),
+        ("train --norm-eps nan", "norm_eps = nan"),
+        ("train --text three.txt", "three.txt has 3 tokens; held_out=0.1 of them leaves a part empty: give"),
+        ("train --text picture.png", "picture.png is binary"),
+        ("grade 02 --file .", ". cannot be read (Is a directory); give a notebook"),
+        ("grade 02 --file deep.ipynb", "deep.ipynb is not a notebook"),
+        ("grade 02 --file flat.ipynb", "flat.ipynb is not a notebook"),
+        ("init full", "full is there and not empty: give a new folder"),
+    ],
+)
+def test_more_bad_input_is_one_line(words, message, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "three.txt").write_text("abc")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG" + b"x" * 9000 + b"\0" * 9000)
+    (tmp_path / "deep.ipynb").write_text("[" * 100_000)
+    (tmp_path / "flat.ipynb").write_text('{"cells": [3, {"metadata": 4}]}')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    monkeypatch.setattr(sys, "argv", ["minitrain", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    out, errors = capfd.readouterr()
+    assert ended.value.code == 2 and message in errors and errors.count("\n") == 1 and not out
+
+
+def test_a_cell_without_points_is_an_edited_one(tmp_path):
+    of = book.chapter("00")
+    cells = json.loads(of.student.read_text())["cells"]
+    for cell in cells:
+        cell["metadata"].get("nbgrader", {}).pop("points", 0)
+        if cell["metadata"].get("nbgrader", {}).get("solution"):
+            cell["metadata"]["nbgrader"]["grade"] = True
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert assignment.state(of, tmp_path / "a.ipynb") == "edited"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("prove 99", "chapter 99 has no exercises; there are 00"),
+        ("attack 99", "chapter 99 has no exercises; there are 00"),
+        ("prove 02 --draws 0", "argument --draws: '0': use a whole number, 1 or more"),
+        ("nbgrader /nope", "invalid choice: 'nbgrader'"),
+    ],
+)
+def test_the_command_of_exercises_says_what_is_wrong(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        exercises.main(words.split())
+    said = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and message in said[-1] and said[0].startswith("usage: ")
+
+
+def written_notebook(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_a_kernel_that_ends_is_named_with_its_cell(tmp_path):
+    path = written_notebook(tmp_path / "ends.ipynb", "1", "import os; os._exit(0)", "3")
+    with pytest.raises(RuntimeError, match="^ends.ipynb stopped in cell 2: its kernel ended"):
+        notebook.execute(path, tmp_path / "out.ipynb")
+    assert (tmp_path / "out.ipynb").exists()
+
+
+INTERRUPTED = """import asyncio, sys
+from pathlib import Path
+from jupyter_client.provisioning import LocalProvisioner
+from minitrain.cli import main
+from minitrain.course import notebook
+path = Path(sys.argv[1])
+notebook.chapters = lambda: {"00": path}
+kill = LocalProvisioner.kill
+async def late(self, restart=False):  # whatever was sent to the kernel before has time to be heard
+    await asyncio.sleep(0.5)
+    await kill(self, restart)
+LocalProvisioner.kill = late
+sys.argv[1:] = ["run", "00", "--save"]
+main.main()
+"""
+
+
+BETWEEN_CELLS = "import time; get_ipython().kernel.finish_metadata = lambda *given: time.sleep(600); "
+
+
+@pytest.mark.parametrize("where", ["", BETWEEN_CELLS], ids=["in a cell", "between cells"])
+def test_an_interrupted_run_is_one_line_and_changes_nothing(tmp_path, where):
+    """As in a terminal: the kernel ends with it, and a chapter that was to be saved stays as it was."""
+    begun = tmp_path / "begun"
+    path = written_notebook(
+        tmp_path / "00_long.ipynb",
+        where + f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))",
+        "time.sleep(600)",
+    )
+    before = path.read_bytes()
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(path)],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (begun.exists() and begun.read_text()) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted in 00_long; 0 of 1 chapters ran\n")
+    assert path.read_bytes() == before and not psutil.pid_exists(int(begun.read_text()))

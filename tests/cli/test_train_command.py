@@ -1,0 +1,508 @@
+"""`minitrain train`: any layout from flags, here and under torchrun; refused in one line before a rank
+starts; the exit codes.
+"""
+
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from minitrain import launch
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.store import Store
+from minitrain.cli import main, train_command
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.trainer import Trainer
+from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import Text
+from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.training import flags
+from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.accounting.memory_formulas import zero_bytes
+from minitrain.plan.accounting.parameters import parameters
+from minitrain.plan.strategy import Strategy
+from minitrain.ranks.pieces import whole_piece
+
+TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
+SMALL = (
+    "--width",
+    "32",
+    "--heads",
+    "4",
+    "--layers",
+    "2",
+    "--length",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "4",
+    "--report-every",
+    "2",
+    "--sample",
+    "6",
+)
+
+
+@pytest.fixture
+def minitrain(monkeypatch, tmp_path, capfd):
+    """Runs the command line in this process, in an empty folder with text.txt: (exit code, stdout,
+    stderr).
+    """
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["minitrain", *map(str, words)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+# ---- it trains -------------------------------------------------------------------------------------------
+
+
+def test_any_layout_trains_and_goes_on_in_another(minitrain):
+    """dp with tp and ZeRO, a pipeline, a cut sequence, hybrid sharding: each goes on where another one
+    stopped.
+    """
+    forms = [
+        "--dp 2 --tp 2 --zero 1",
+        "--pp 2 --microbatches 4 --schedule 1f1b",
+        "--cp 2 --layout zigzag",
+        "--zero III --node 2 --dp 4",
+    ]
+    before = None
+    for number, form in enumerate(forms):
+        small = list(SMALL)
+        code, out, err = minitrain(
+            "train",
+            *small,
+            *form.split(),
+            "--dropout",
+            0.1,
+            "--frozen",
+            "layers.1.*",
+            *("--text", "text.txt", "--out", "run", "--checkpoint", "saved", "--every", 1, "--keep", 9),
+            *(["--resume"] if before else []),
+            *(["--async"] if number % 2 else []),
+        )
+        assert (code, err) == (0, ""), err
+        assert "tokens/s, MFU" in out and "held out" in out
+        assert "4 steps of 64 tokens; log in run; checkpoints in saved" in out
+        strategy = re.search(r"parameters, (Strategy\(.*?\)), (\d) ranks on", out)
+        assert int(strategy[2]) == (4, 2, 2, 4)[number]
+        if before:
+            assert f"resumed at step {number}; it was saved by {before}" in out
+        before = strategy[1]
+        store = Store("saved")
+        manifest, files = store.open(4)
+        assert [record["step"] for record in manifest["records"]] == [2, 4]
+        assert manifest["strategy"]["precision"] == "float32"
+        states = {entry.name for file in files for entry in file.entries}
+        assert "optimizer/layers.1.norm1.weight/exp_avg" not in states
+        assert "optimizer/layers.2.norm1.weight/exp_avg" in states
+        for step in range(number + 2, 5):
+            shutil.rmtree(store.path(step))  # as if it had stopped before
+
+
+def start(*words, **settings):
+    """Listens to interrupts even if these tests run in the background of a shell, which has them ignored."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **settings,
+    )
+
+
+def wait_for(happened, process, seconds=120):
+    patience = time.monotonic() + seconds
+    while not happened() and process.poll() is None and time.monotonic() < patience:
+        time.sleep(0.05)
+
+
+def test_an_interrupted_command_goes_on(tmp_path):
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    words = (
+        "-m",
+        "minitrain",
+        "train",
+        *SMALL,
+        "--text",
+        tmp_path / "text.txt",
+        *("--out", tmp_path / "run", "--checkpoint", tmp_path / "saved", "--every", 25, "--async"),
+        *("--dp", 2, "--steps", 9000, "--report-every", 25),
+    )
+    store, log = Store(tmp_path / "saved"), tmp_path / "run" / "log.jsonl"
+    first = start(*words)
+    wait_for(store.steps, first)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert (
+        "interrupted; the same command with --resume goes on from the last checkpoint" in out
+        and "Traceback" not in out + err
+    )
+    step = store.steps()[-1]
+    second = start(*words, "--resume")
+    wait_for(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second)
+    second.send_signal(signal.SIGINT)
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 130 and f"resumed at step {step}" in out
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == list(range(25, 25 * len(steps) + 1, 25))
+
+
+def under_torchrun(folder, *words):
+    environment = dict(
+        os.environ,
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=str(Path(main.__file__).parents[2]),
+    )
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",  # it listens at a port that the system chooses
+            "--nproc-per-node=2",
+            "-m",
+            "minitrain",
+            "train",
+            *SMALL,
+            "--text",
+            "text.txt",
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        cwd=folder,
+    )
+
+
+def by_hand(folder):
+    """What the job below should have come to: one process, one Trainer, settings written out. Not what the
+    command makes of flags.
+    """
+    text, held_out = Text((folder / "text.txt").read_bytes()).split()
+    config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
+    hyper = Hyperparameters(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
+    run = parallelize(config, Strategy(precision="float64"), hyper.make_optimizer, seed=3)
+    return list(Trainer(run, text, hyper, held_out=held_out, report_every=2).run()), run.state_dict()[
+        "parameters"
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
+def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
+    """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of
+    local ranks.
+    """
+    settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--every", "2")
+    settings = (*settings, "--checkpoint", "saved")
+    ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
+
+    def check():
+        manifest, files = Store("saved").open(4)
+        saved = Saved(files)
+        for one, other in zip(manifest["records"], records, strict=True):
+            assert max(abs(one[name] - other[name]) for name in ("loss", "held_out", "norm")) < 1e-12
+        for name, weight in weights.items():
+            saved.fill(piece := whole_piece(f"parameters/{name}", torch.empty_like(weight)))
+            assert (piece.values - weight).abs().max() < 1e-12
+
+    done = under_torchrun(tmp_path, "--tp", "2", *settings)
+    assert (
+        done.returncode == 0 and "2 ranks on cpu" in done.stdout and done.stdout.count("It writes:") == 1
+    ), done.stderr
+    check()
+    shutil.rmtree("saved")
+    code, _, err = minitrain("train", *SMALL, "--text", "text.txt", "--pp", 2, *settings)
+    assert code == 0, err
+    check()
+    shutil.rmtree(Store("saved").path(4))
+    done = under_torchrun(tmp_path, "--dp", "2", "--zero", "1", "--resume", *settings)
+    assert (
+        done.returncode == 0
+        and "resumed at step 2; it was saved by Strategy(pp=2, precision='float64')" in done.stdout
+    ), done.stderr
+
+
+def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypatch):
+    for variable, value in dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("minitrain.ranks.launch.run", lambda *_, **__: pytest.fail("the job was joined"))
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        code, _, err = minitrain("train", "--dp", 3)
+        assert (
+            code == 2
+            and err.count("dp=3 · pp=1 · cp=1 · tp=1 are 3 ranks, but the job has 2")
+            == err.count("\n")
+            == lines
+        )
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--preset tinny", "unknown preset 'tinny'; there are tiny, small"),
+        ("--text /nowhere/at/all", "/nowhere/at/all does not exist"),
+        ("--text empty", "empty is empty"),
+        ("--length 10000000", "use a longer text or length <="),
+        ("--batch 2 --dp 4", "a batch of 2 rows for dp=4 x microbatches=1; use at least 4 rows"),
+        ("--dp 2 --microbatches 5", "a batch of 8 rows for dp=2 x microbatches=5; use at least 10 rows"),
+        ("--steps 0", "steps=0: use at least 1"),
+        ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
+        ("--warmup 2000", "warmup=2000 of steps=1000"),
+        ("--report-every 0", "report_every=0: use at least 1"),
+        ("--sample -1", "sample=-1: use at least 0"),
+        ("--dp 0", "dp=0; use a whole number, 1 or more"),
+        ("--heads 5", "num_heads 5"),
+        ("--tp 3", "tp=3 does not divide num_heads=4"),
+        ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
+        ("--preset tiny-moe --top-k 9", "top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"),
+        ("--preset tiny-moe --dp 3 --ep 3 --batch 6", "ep=3 does not divide 8 experts; use ep 1"),
+        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp = 1 ranks; use ep 1"),
+        ("--dp 2 --ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
+        (
+            "--cp 2 --length 18",
+            "T=18 is not a multiple of 4 pieces (cp=2, layout='zigzag'); pad the sequence to 20",
+        ),
+        ("--cp 2 --core rings", "core='rings'; use ring, ring_self_attention"),
+        ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
+        ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
+        ("--pp 8", "layers"),
+        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: NNN"),
+        ("--zero 4", "zero=4; use 0"),
+        ("--zero III --dp 3 --node 2", "node=2 does not divide dp=3"),
+        ("--precision int8", "precision='int8'; use float32"),
+        ("--max-positions 8 --length 16", "sequence 16 > max_positions 8"),
+        ("--norm batch", "norm = 'batch'"),
+        ("--dropout 1", "dropout = 1.0; must be in [0, 1)"),
+        (
+            "--frozen layers.77.*",
+            "frozen='layers.77.*' is no parameter of this model; there are layers.0.tokens, layers.1.norm1.weight and so on to",
+        ),
+        ("--frozen *", "frozen=* leaves nothing to train"),
+        ("--preset llama3.1-405b", "401,659,084,800 parameters need 6427 GB on 1 rank, "),
+        ("--out text.txt", "text.txt"),
+        ("--checkpoint text.txt", "text.txt"),
+        ("--checkpoint saved", "saved has checkpoints up to step 7: add --resume to go on, or use another"),
+        ("--checkpoint saved --every 0", "every=0: use at least 1 step"),
+        ("--checkpoint saved --keep 0", "keep=0: use at least 1"),
+        ("--resume", "--resume without a folder: add --checkpoint FOLDER"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, said, minitrain, monkeypatch):
+    Path("empty").touch()
+    Path("saved/step-00000007").mkdir(parents=True)
+    Path("saved/step-00000007/manifest.json").touch()
+    monkeypatch.setattr("minitrain.ranks.launch.run", lambda *_, **__: pytest.fail("a rank was started"))
+    code, out, err = minitrain("train", *words.split())
+    assert code == 2 and said in err and err.startswith("minitrain: ") and err.count("\n") == 1 and not out, (
+        err
+    )
+
+
+def test_a_flag_that_does_not_exist_or_is_no_number_is_exit_code_2(minitrain):
+    for words, said in (("--ddp 2", "No such option: --ddp"), ("--dp two", "Invalid value for '--dp'")):
+        code, _, err = minitrain("train", *words.split())
+        assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_exit_code_1(minitrain):
+    words = ("train", *SMALL, "--text", "text.txt")
+    saving = ("--checkpoint", "saved")
+    assert minitrain(*words, *saving, "--dp", 2)[0] == 0
+    code, _, err = minitrain(*words, *saving, "--resume", "--lr", 0.5)
+    assert (code, err.count("\n")) == (
+        2,
+        1,
+    ) and "was made with lr=0.003, this run has lr=0.5: resume with the same" in err
+    code, _, err = minitrain(*words, "--lr", 1e30, "--dp", 2)
+    assert (code, err.count("\n")) == (1, 1) and re.match(
+        r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err
+    )
+
+
+# ---- flags -----------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_field():
+    printed = CliRunner().invoke(main.app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    for cls in (Strategy, Hyperparameters, GPTConfig, ExpertsConfig):
+        for field in fields(cls):
+            flag, is_one = f"--{field.name.replace('_', '-')}", field.name not in ("vocab_size", "experts")
+            assert (f"{flag} " in printed or f"{flag}," in printed) == is_one, flag
+    for flag in (
+        "--preset",
+        "--text",
+        "--out",
+        "--checkpoint",
+        "--async",
+        "--resume",
+        "--layers",
+        "--width",
+        "--heads",
+        "--batch",
+    ):
+        assert flag in printed
+    assert str(Path.cwd()) not in printed  # no default that is a path of this machine
+
+
+def test_every_flag_has_help():
+    for cls in (Strategy, Hyperparameters, GPTConfig):
+        assert flags.comments(cls).keys() >= {field.name for field in fields(cls)}, cls
+
+
+@dataclass(frozen=True)
+class Settings:
+    number: int = 3  # how many
+    share: float | None = None  # of the rest
+    word: int | str = 0  # or a number
+    names: tuple[str, ...] = ()  # any
+    is_on: bool = False  # or not
+
+
+def test_a_field_is_a_flag():
+    app, seen = Typer(add_completion=False), {}
+
+    @app.command()
+    @flags.options(flags.flags(Settings, short={"number": "-n"}))
+    def command(first: str, **values):
+        seen.update(first=first, **flags.taken(Settings, values))
+
+    assert CliRunner().invoke(app, ["a"]).exit_code == 0
+    assert seen == dict(first="a", number=3, word="0", names=(), is_on=False)
+    CliRunner().invoke(app, "a -n 4 --share 0.5 --word III --names x --names y --is-on".split())
+    assert seen == dict(first="a", number=4, share=0.5, word="III", names=("x", "y"), is_on=True)
+    assert [parameter.default for parameter in flags.flags(Settings, unset=True)] == [None] * 5
+    assert [parameter.name for parameter in flags.flags(Settings, leave_out=("word",))] == [
+        "number",
+        "share",
+        "names",
+        "is_on",
+    ]
+    assert inspect.signature(command).parameters.keys() == {
+        "first",
+        "number",
+        "share",
+        "word",
+        "names",
+        "is_on",
+    }
+
+
+def test_state_bytes_are_those_of_the_formulas():
+    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; whole ones besides for a
+    checkpoint.
+    """
+    config = presets["tiny"]
+    count = parameters(config)
+    for stage in (0, 1, 2, 3):
+        assert train_command.state_bytes(config, Strategy(dp=4, zero=stage, precision="bfloat16")) == int(
+            zero_bytes(count, 4, stage)
+        )
+        assert train_command.state_bytes(config, Strategy(dp=2, cp=2, zero=stage)) == zero_bytes(
+            count, 4, stage, weight=4, gradient=4, optimizer=8
+        )
+        main_grads = Strategy(dp=4, zero=stage, precision="bfloat16_main_grads")
+        assert train_command.state_bytes(config, main_grads) == int(zero_bytes(count, 4, stage, gradient=4))
+    assert train_command.state_bytes(config, Strategy(precision="bfloat16_short_moments")) == 14 * count
+    assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
+    assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
+    assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 7 * count
+
+
+def test_experts_are_cut_by_ep_first_and_by_zero_beyond():
+    """Of 4 data ranks in blocks of 2: a rank has half of the experts, whatever ZeRO does to the rest of them."""
+    config = presets["tiny-moe"]
+    experts = train_command.spread_parameters(config)
+    blocks = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
+    assert experts == blocks * 3 * config.d_model * config.expert_width
+    rest = parameters(config) - experts
+    bytes_of = lambda **fields: train_command.state_bytes(
+        config, Strategy(dp=4, precision="bfloat16", **fields)
+    )
+    assert bytes_of(ep=2) == 16 * (rest + experts // 2)
+    assert bytes_of(ep=2, zero=1) == int(4 * (rest + experts / 2) + 12 * (rest + experts) / 4)
+    assert bytes_of(ep=2, zero=2) == int(2 * (rest + experts / 2) + 14 * (rest + experts) / 4)
+    assert bytes_of(ep=4, zero=3) == int(16 * (rest + experts) / 4)
+
+
+def test_what_does_not_fit_says_how_much_is_free(monkeypatch):
+    """Of this machine's ranks alone; a checkpoint needs room as well."""
+    config, strategy = presets["tiny"], Strategy(dp=2, precision="bfloat16")
+    needed = 2 * train_command.state_bytes(config, strategy)
+    free = lambda number: SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=number))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train_command, "psutil", free(needed))
+    train_command.check_memory(config, strategy, saves=False)
+    with pytest.raises(ValueError) as error:
+        train_command.check_memory(config, strategy, saves=True)
+    assert (
+        f"{parameters(config):,} parameters need 0 GB on 2 ranks (with a checkpoint), 0 GB are free: "
+        in str(error.value)
+    )
+    monkeypatch.setattr(train_command, "psutil", free(needed - 1))
+    with pytest.raises(ValueError, match="on 2 ranks, 0 GB are free"):
+        train_command.check_memory(config, strategy, saves=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    train_command.check_memory(config, strategy, saves=False)
+
+
+def test_a_report_says_its_numbers():
+    record = dict(loss=1.23456, held_out=None, tokens_per_s=12_345, mfu=0.345)
+    assert train_command.describe(record) == "loss 1.235, 12.3k tokens/s, MFU 34%"
+    assert train_command.describe(record | {"held_out": 2.0004}).startswith("loss 1.235 (held out 2.000), ")
+
+
+def test_what_is_held_out_is_long_enough_for_a_window(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"abcde " * 50)
+    _, held_out = train_command.open_text(file, 4)
+    size = len(held_out)
+    assert train_command.open_text(file, size - 1)[1] is not None
+    assert train_command.open_text(file, size)[1] is None, "a window is a token longer, for its last target"
+
+
+def test_ranks_are_those_of_a_whole_job_or_as_many_as_are_asked_for(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert train_command.ranks_there(Strategy(dp=3)) == 3
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert train_command.ranks_there(Strategy(dp=3)) == 3, "no job is told by that alone"
+
+
+def test_the_command_line_answers_without_torch():
+    """Two seconds that a list of chapters need not take."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, minitrain.cli.main; sys.exit('torch' in sys.modules)"]
+    )
+    assert done.returncode == 0

@@ -1,0 +1,150 @@
+"""The pictures of address spaces: what is drawn is what the replay wrote down, and everything fits."""
+
+import matplotlib
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from minitrain.course.plot import style
+from minitrain.course.plot.address_space import address_space, strips
+from minitrain.course.plot.style import PALE, SKY, VERMILLION, png
+from minitrain.systems.simulate.allocator import CachingAllocator
+from minitrain.systems.simulate.device_memory import MiB, Placed, Replay, replay
+from minitrain.systems.simulate.memory_traces import REGION, checkpointed, with_region
+from minitrain.systems.simulate.stitching import StitchingAllocator
+
+LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
+TRACE = checkpointed(10, work_bytes=100 * MiB, kept_bytes=68 * MiB, asked_bytes=300 * MiB)
+KINDS = {block: "checkpoints" for block in range(10)} | {block: "activations" for block in range(10, 20)}
+DIED = replay(TRACE, CachingAllocator(1000 * MiB))
+PAGES = replay(TRACE, CachingAllocator(1000 * MiB, "expandable_segments:True"))
+STITCHED = replay(TRACE, StitchingAllocator(1000 * MiB))
+REGIONAL = replay(with_region(TRACE, range(10)), CachingAllocator(1000 * MiB))
+PICTURES = {
+    "died": lambda: address_space(DIED, KINDS, title=LONG),
+    "pages": lambda: address_space(PAGES, KINDS, title=LONG),
+    "no kinds": lambda: address_space(STITCHED, title=""),
+    "nothing": lambda: address_space(Replay(2**30), title=""),
+    "strips": lambda: strips(
+        {
+            "segments": (DIED, 29),
+            "expandable": (PAGES, 30),
+            "stitched": (STITCHED, 30),
+            "region": (REGIONAL, REGIONAL.events - 1),
+        },
+        KINDS | {REGION: "region"},
+        title=LONG,
+    ),
+}
+
+
+def colour(patch):
+    return matplotlib.colors.to_hex(patch.get_facecolor()).upper()
+
+
+def areas(figure):
+    """{colour: bytes times events} of all that address_space drew, in GB."""
+    found = {}
+    for boxes in figure.axes[0].collections:
+        name = matplotlib.colors.to_hex(boxes.get_facecolor()[0]).upper()
+        sizes = [path.get_extents() for path in boxes.get_paths()]
+        found[name] = sum(box.width * box.height for box in sizes)
+    return found
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_everything_fits_and_the_file_is_small(name):
+    figure = PICTURES[name]()
+    data = png(figure)
+    assert len(data) < 120_000 and data == PICTURES[name]()._repr_png_()[0]
+    width, height = figure.get_size_inches() * figure.dpi
+    assert width == pytest.approx(720) and height < 900
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    box = figure.get_tightbbox(renderer)
+    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < 7.22 and box.y1 < height / 100 + 0.02
+    for legend in figure.legends:
+        for ax in figure.axes:
+            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer))
+
+
+def test_blocks_are_as_large_as_their_bytes_and_lives():
+    """The areas are sums over the replay: of kinds, and of what is reserved."""
+    drawn = areas(PICTURES["died"]())
+    GB = 1e9
+    work = sum(100 * MiB for _ in range(10))  # each for one event
+    kept = sum(68 * MiB * (30 - (3 * i + 2)) for i in range(10))
+    assert drawn[SKY] == pytest.approx(work / GB)
+    assert sum(drawn.values()) - drawn[SKY] - drawn[PALE.upper()] == pytest.approx(kept / GB)
+    assert drawn[PALE.upper()] == pytest.approx(sum(DIED.reserved) / GB)
+
+
+def test_the_request_that_failed_is_drawn_to_scale():
+    ax = PICTURES["died"]().axes[0]
+    (box,) = [patch for patch in ax.patches if patch.get_hatch()]
+    assert box.get_height() == pytest.approx(0.3 * 1000 * MiB / 1e9) and box.get_x() >= DIED.events
+    assert matplotlib.colors.to_hex(box.get_edgecolor()).upper() == VERMILLION
+    assert [text.get_text() for text in ax.texts] == ["asked for: 0.315 GB\nlargest hole: 0.0336 GB"]
+    assert not [patch for patch in PICTURES["pages"]().axes[0].patches if patch.get_hatch()]
+
+
+def test_strips_show_the_holes_between():
+    """In the first line ten holes of 32 MiB; the last request lies in two pieces where it was stitched."""
+    ax = PICTURES["strips"]().axes[0]
+    rows = [[p for p in ax.patches if p.get_y() == pytest.approx(row - 0.35)] for row in range(4)]
+    pale = PALE.upper()
+    widths = [
+        [sum(p.get_width() for p in row if (colour(p) == pale) == hole) for hole in (True, False)]
+        for row in rows
+    ]
+    MB = MiB / 1e9
+    assert widths[0] == pytest.approx([1000 * MB, 680 * MB])
+    for row in widths[1:]:
+        assert row == pytest.approx([980 * MB, 980 * MB])
+    assert len([p for p in rows[2] if colour(p) != pale]) == 10 + 2
+    assert [text.get_text() for text in ax.texts][0] == "0.713 of 1.05 GB in use"
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "segments",
+        "expandable",
+        "stitched",
+        "region",
+    ]
+
+
+def test_what_was_just_freed_is_a_hole():
+    """After event 28 the tenth layer's work is gone, and its checkpoint is not there yet."""
+    ax = strips({"before": (DIED, 27), "after": (DIED, 28)}, KINDS, title="").axes[0]
+    used = [
+        sum(
+            p.get_width()
+            for p in ax.patches
+            if colour(p) != PALE.upper() and p.get_y() == pytest.approx(row - 0.35)
+        )
+        for row in range(2)
+    ]
+    assert used == pytest.approx([(9 * 68 + 100) * MiB / 1e9, 9 * 68 * MiB / 1e9])
+
+
+def test_one_kind_has_one_colour_in_all_pictures():
+    died, pages = areas(PICTURES["died"]()), areas(PICTURES["pages"]())
+    assert set(died) < set(pages)
+    (other,) = set(died) - {SKY, PALE.upper()}
+    strip = PICTURES["strips"]().axes[0]
+    kinds = sorted({"checkpoints", "blocks", "region"})
+    assert style.colour_of("checkpoints", kinds) in {colour(patch) for patch in strip.patches}
+    assert other == style.colour_of("checkpoints", ["blocks", "checkpoints"])
+
+
+def test_addresses_without_memory_are_left_out():
+    """The small pool's range begins far away; drawn it begins where the other one's memory ends."""
+    trace = [("alloc", 0, 30 * MiB), ("alloc", 1, MiB)]
+    done = replay(trace, CachingAllocator(2**33, "expandable_segments:True"))
+    assert done.placed[1].pieces[0][0] > 2**33
+    ax = address_space(done, title="").axes[0]
+    assert max(box.get_extents().y1 for c in ax.collections for box in c.get_paths()) == pytest.approx(
+        42 * MiB / 1e6
+    )
+
+
+def test_too_many_blocks_are_refused():
+    blocks = [Placed(block, 1, 0, 1, ()) for block in range(20_001)]
+    with pytest.raises(ValueError, match="20,001 blocks cannot be read as a picture; replay a part"):
+        address_space(Replay(2**30, placed=blocks), title="")

@@ -1,0 +1,185 @@
+"""The described machines: datasheet figures, the ratios which the course quotes, and one-line errors."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from minitrain.plan.simulate import machines
+from minitrain.plan.simulate.machines import GB, Device, Link, machine
+
+LINKS = {name: link for name, link in vars(machines).items() if isinstance(link, Link)}
+DEVICES = {name: device for name, device in vars(machines).items() if isinstance(device, Device)}
+
+
+def total(link):
+    """Both directions together, as NVIDIA prints NVLink."""
+    return 2 * link.bandwidth_bytes_per_s / GB
+
+
+def test_nvlink_totals_per_device():
+    # Links x total of a link, as the datasheets count.
+    assert total(machines.NVLINK1) == 4 * 40 == 160
+    assert total(machines.NVLINK2) == 6 * 50 == 300
+    assert total(machines.NVLINK3) == 12 * 50 == 600
+    assert total(machines.NVLINK4) == 18 * 50 == 900
+
+
+def test_cut_links_of_the_export_variants():
+    fleet = {name: total(machine(name).intra) for name in ("a100", "a800", "h100", "h800")}
+    assert fleet == {"a100": 600, "a800": 400, "h100": 900, "h800": 400}
+    assert fleet["h100"] / fleet["h800"] == 2.25
+    assert machine("h800").device.peak("bf16") == machine("h100").device.peak("bf16")
+
+
+def test_nvlink_against_infiniband():
+    nvlink, infiniband = machines.NVLINK4, machines.INFINIBAND_HDR
+    assert infiniband.bandwidth_bytes_per_s == 200e9 / 8
+    assert (
+        total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
+    )  # as printed: both ways against one way
+    assert nvlink.bandwidth_bytes_per_s / infiniband.bandwidth_bytes_per_s == 18
+
+
+def test_a_gigabyte_over_infiniband():
+    links = machines.INFINIBAND_EDR, machines.INFINIBAND_HDR, machines.INFINIBAND_NDR
+    assert [round(GB / link.bandwidth_bytes_per_s * 1e3) for link in links] == [80, 40, 20]
+
+
+def test_published_reach_of_h800_nvlink():
+    # DeepSeek-V3 counts on 160 GB/s of NVLink, 3.2 times its InfiniBand.
+    h800 = dataclasses.replace(machine("h800"), network_efficiency=0.8)
+    assert h800.intra_bytes_per_s == 160 * GB
+    assert h800.intra_bytes_per_s / machine("h800").inter_bytes_per_s == 3.2
+    assert h800.inter_bytes_per_s == h800.nic_bytes_per_s == 0.8 * 50 * GB
+
+
+def test_dense_peaks_by_generation():
+    peaks = {
+        name: machine(name).device.peak("fp16") / 1e12
+        for name in ("v100", "ascend910", "a100", "h100", "h200")
+    }
+    assert peaks == {"v100": 125, "ascend910": 256, "a100": 312, "h100": 989.5, "h200": 989.5}
+    h100 = machine("h100").device
+    assert h100.peak("float8_e4m3fn") == h100.peak("fp8") == 2 * h100.peak("bfloat16")
+
+
+def test_every_figure_names_its_source():
+    assert len(LINKS) >= 13 and len(DEVICES) >= 9
+    for thing in (*LINKS.values(), *DEVICES.values()):
+        assert thing.source, thing
+    assert all(device in DEVICES.values() for device in (m.device for m in machines.MACHINES.values()))
+
+
+def test_nodes_and_the_share_of_network_cards():
+    v100 = machine("v100")
+    assert [v100.node_of(rank) for rank in (0, 7, 8, 23)] == [0, 0, 1, 2]
+    assert v100.inter_bytes_per_s == 4 / 8 * 12.5 * GB  # four cards for eight devices
+
+
+TABLE = """
+machine        device             FP16  memory        node  inside                 outside                      gap
+                               TFLOP/s      GB  TB/s                         GB/s                       GB/s
+v100           V100 SXM2 32GB      125      32  0.90     8  NVLink 2          150  4 x InfiniBand EDR   6.25  24.0x
+v100-ethernet  V100 PCIe 16GB      112      16  0.90     4  PCIe 3 x16         16  1 x 100G Ethernet   3.125   5.1x
+a100-40gb      A100 SXM 40GB       312      40  1.55     8  NVLink 3          300  8 x InfiniBand HDR     25  12.0x
+a100           A100 SXM 80GB       312      80  2.04     8  NVLink 3          300  8 x InfiniBand HDR     25  12.0x
+a800           A800 SXM 80GB       312      80  2.04     8  NVLink 3 (A800)   200  8 x InfiniBand HDR     25   8.0x
+h100           H100 SXM 80GB     989.5      80  3.35     8  NVLink 4          450  8 x InfiniBand NDR     50   9.0x
+h800           H800 SXM 80GB     989.5      80  3.35     8  NVLink 4 (H800)   200  8 x InfiniBand NDR     50   4.0x
+h200           H200 SXM 141GB    989.5     141  4.80     8  NVLink 4          450  8 x InfiniBand NDR     50   9.0x
+jean-zay       A100 SXM 80GB       312      80  2.04     8  NVLink 3          300  4 x Omni-Path        6.25  48.0x
+neox           A100 SXM 40GB       312      40  1.55     8  NVLink 3          300  4 x InfiniBand HDR   12.5  24.0x
+ascend910      Ascend 910          256      32  1.20     4  HCCS               90  4 x 100G Ethernet    12.5   7.2x
+"""
+
+
+def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
+    """Memory rates to the GB/s, processors, peaks of other dtypes, PCIe of the host, NCCL's latencies."""
+    assert machines.describe().splitlines() == TABLE.strip().splitlines()
+    devices = {name: (d.memory_bandwidth_bytes_per_s / GB, d.multiprocessors) for name, d in DEVICES.items()}
+    assert devices == {
+        **dict.fromkeys(("V100", "V100_PCIE"), (900, 80)),
+        **dict.fromkeys(("A100", "A800"), (2039, 108)),
+        **dict.fromkeys(("H100", "H800"), (3350, 132)),
+        **{"A100_40GB": (1555, 108), "H200": (4800, 132), "ASCEND_910": (1200, 32)},
+    }
+    dtypes = ("fp64", "fp32", "tf32", "bf16", "fp8")
+    peaks = {
+        name: [m.peak_flops.get(machines._SHORT[d], 0) / 1e12 for d in dtypes] for name, m in DEVICES.items()
+    }
+    ampere, hopper = [19.5, 19.5, 156, 312, 0], [67, 67, 494.5, 989.5, 1979]
+    assert peaks == {
+        **{"V100": [7.8, 15.7, 0, 0, 0], "V100_PCIE": [7, 14, 0, 0, 0], "ASCEND_910": [0] * 5},
+        **dict.fromkeys(("A100", "A100_40GB", "A800"), ampere),
+        **{"H100": hopper, "H200": hopper, "H800": [1, *hopper[1:]]},
+    }
+    latencies = {link.latency_s for name, link in LINKS.items() if name.startswith(("NVLINK", "HCCS"))}
+    assert latencies == {1.9e-6}
+    for one in machines.MACHINES.values():
+        nvidia = {80: "PCIe 3 x16", 108: "PCIe 4 x16", 132: "PCIe 5 x16"}
+        assert one.host.name == nvidia.get(one.device.multiprocessors, "PCIe 4 x16")
+        assert (one.inter.latency_s, one.host.latency_s) == (4.0e-6, 2.5e-6)
+    assert [link.bandwidth_bytes_per_s / GB for link in (machines.PCIE3, machines.PCIE4, machines.PCIE5)] == [
+        16,
+        32,
+        64,
+    ]
+    assert (
+        machine("a100").disk.bandwidth_bytes_per_s == 25 / 8 * GB and machine("a100").disk.latency_s == 1e-4
+    )
+
+
+def test_errors_say_what_is_allowed():
+    with pytest.raises(ValueError, match="'b200'; choose from v100, .*h100.*ascend910$"):
+        machine("b200")
+    with pytest.raises(ValueError, match="V100 .* bf16; choose from float64, float32, float16"):
+        machine("v100").device.peak("bf16")
+    with pytest.raises(ValueError, match="unnamed dtype"):
+        machine("v100").device.peak("")
+    with pytest.raises(ValueError, match=r"compute_efficiency=1.2 .* fraction in \(0, 1\]"):
+        dataclasses.replace(machine("h100"), compute_efficiency=1.2)
+    with pytest.raises(ValueError, match="memory_efficiency=0 of"):
+        dataclasses.replace(machine("h100"), memory_efficiency=0)
+    with pytest.raises(ValueError, match="nics_per_node=0"):
+        dataclasses.replace(machine("h100"), nics_per_node=0)
+
+
+MEASURED = dict(
+    flops_per_s={"float32": 4e10},
+    memory_bytes=8e9,
+    memory_bandwidth_bytes_per_s=1e10,
+    link_latency_s=5e-5,
+    link_bandwidth_bytes_per_s=1e9,
+)
+
+
+def test_this_laptop_holds_what_was_measured():
+    laptop = machines.this_laptop(**MEASURED, ranks=4)
+    assert laptop.device.peak("float32") == 4e10
+    assert laptop.devices_per_node == 4 and laptop.node_of(3) == 0
+    assert laptop.intra_bytes_per_s == laptop.inter_bytes_per_s == 1e9
+    assert laptop.inter.latency_s == 5e-5 and laptop.host is None and laptop.disk is None
+    assert machines.this_laptop(**MEASURED) == laptop, "four ranks, unless told"
+    copies = machines.this_laptop(**MEASURED, host_bytes_per_s=3e9, disk_bytes_per_s=2e9)
+    assert [(link.latency_s, link.bandwidth_bytes_per_s) for link in (copies.host, copies.disk)] == [
+        (0, 3e9),
+        (0, 2e9),
+    ]
+    with pytest.raises(ValueError, match="float32=0 of this laptop"):
+        machines.this_laptop(**{**MEASURED, "flops_per_s": {"float32": 0}})
+
+
+def test_no_torch_is_imported():
+    program = (
+        "import sys; import minitrain.plan.simulate.replay, minitrain.plan.simulate.machines; "
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("cards, share", [(1, 0.5), (2, 1), (4, 2)])
+def test_a_device_s_share_of_the_cards_may_be_more_than_one(cards, share):
+    made = dataclasses.replace(machine("h100"), devices_per_node=2, nics_per_node=cards)
+    assert made.inter_bytes_per_s == share * made.nic_bytes_per_s

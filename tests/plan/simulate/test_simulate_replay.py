@@ -1,0 +1,696 @@
+"""The replay: hand-made timelines, an independent longest path, and what must hold for every program."""
+
+import json
+from dataclasses import replace as changed
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitrain.plan.simulate import collectives
+from minitrain.plan.simulate.intervals import join, length, outside
+from minitrain.plan.simulate.links import Task, play
+from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.simulate.wires import Carried, Wires
+from minitrain.ranks.events import Compute, Copy, Issue, Wait
+
+DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
+# Nothing but whole seconds: an operator of x TFLOP takes x s, and what the wires carry takes bytes / 1e9 s.
+UNIT = Machine("unit", DEVICE, 64, Link("in", 0.0, 1e9, "made up"), Link("out", 0.0, 1e9, "made up"), 64)
+PAIR = 0, 1
+
+
+def work(seconds, phase="", name="mm"):
+    return Compute(name, int(seconds * 1e12), 0, phase, "float32")
+
+
+class Program:
+    """Events of one rank, written down by hand."""
+
+    def __init__(self):
+        self.events = []
+        self.issued = 0
+
+    def compute(self, seconds, phase=""):
+        self.events.append(work(seconds, phase))
+        return self
+
+    def issue(self, op, axis, members, payload_bytes, seq=0, site="train.py:1"):
+        self.events.append(Issue(self.issued, op, axis, members, payload_bytes, payload_bytes, seq, site))
+        self.issued += 1
+        return self.issued - 1
+
+    def wait(self, id):
+        self.events.append(Wait(id))
+        return self
+
+
+def close(seconds):
+    return pytest.approx(seconds, abs=1e-9)
+
+
+# ---- by hand ---------------------------------------------------------------------------------------------
+def test_overlap_by_hand():
+    # An all-reduce of 4 GB among two ranks takes 4 s. Both compute 3 s beside it, then wait 1 s.
+    program = Program().compute(2, "backward")
+    id = program.issue("all_reduce", "dp", PAIR, 4 * 10**9)
+    program.compute(3, "backward").wait(id).compute(1, "optimizer")
+    timeline = replay({0: program.events, 1: program.events}, UNIT)
+    assert timeline.step_s == close(7)
+    assert (timeline.compute_s, timeline.communication_s) == (close(6), close(4))
+    assert (timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s) == (
+        close(1),
+        close(1),
+        close(0),
+    )
+    assert timeline.account(1).overlap_s == close(3)
+    assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
+        ("compute", 0, close(2)),
+        ("compute", 2, close(5)),
+        ("transfer", 2, close(6)),
+        ("wait", 5, close(6)),
+        ("compute", 6, close(7)),
+    ]
+    assert timeline.mfu(3.5e12, "fp32") == close(0.5)
+    assert "7.000 s a step" in timeline.table() and "4,000,000,000 bytes sent" in timeline.table()
+
+
+@pytest.mark.parametrize("wait_between, seconds", [(False, 1 + 2 + 2), (True, 1 + 2 + 1 + 2)])
+def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
+    """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the
+    wire.
+    """
+    ranks = {rank: Program() for rank in PAIR}
+    for program, op in zip(ranks.values(), ("send", "receive")):
+        first = program.issue(op, "pp", PAIR, 2 * 10**9, seq=0)
+        if wait_between:
+            program.wait(first)
+        second = program.issue(op, "pp", PAIR, 2 * 10**9, seq=1)
+        program.wait(first).wait(second)
+    timeline = replay(
+        {rank: program.events for rank, program in ranks.items()},
+        changed(UNIT, intra=Link("in", 1.0, 1e9, "made up")),
+    )
+    assert timeline.step_s == close(seconds)
+    one, two = timeline.transfers(0)
+    assert one.start_s == close(1) and one.end_s <= two.start_s
+
+
+def test_a_collective_starts_with_its_last_member():
+    programs = {rank: Program().compute(seconds) for rank, seconds in ((0, 1), (1, 5))}
+    for program in programs.values():
+        program.wait(program.issue("all_gather", "tp", PAIR, 2 * 10**9))
+    timeline = replay({rank: program.events for rank, program in programs.items()}, UNIT)
+    assert timeline.step_s == close(6)
+    fast = timeline.account(0)
+    assert (fast.waiting_s, fast.exposed_communication_s, fast.idle_s) == (close(5), close(1), close(4))
+    with pytest.raises(ValueError, match="rank 7 was not replayed; choose from 0, 1"):
+        timeline.account(7)
+
+
+@pytest.mark.parametrize("sizes", [(2, 6), (6, 2)])
+def test_a_transfer_takes_what_its_largest_payload_takes(sizes):
+    """Rows for experts, say: members give different numbers of bytes to one call."""
+    programs = {rank: Program() for rank in PAIR}
+    for program, gigabytes in zip(programs.values(), sizes):
+        program.wait(program.issue("all_to_all", "ep", PAIR, gigabytes * 10**9))
+    timeline = replay({rank: program.events for rank, program in programs.items()}, UNIT)
+    assert timeline.step_s == close(3)  # half of 6 GB leaves each rank
+    assert [timeline.transfers(rank)[0].end_s for rank in PAIR] == [close(3)] * 2
+
+
+def test_one_group_is_served_in_order_and_two_groups_share_wires():
+    # Two transfers of 2 s: one after the other on one axis; side by side on two, at half the speed.
+    steps = []
+    for second, sharing in (("dp", True), ("tp", True), ("tp", False)):
+        program = Program()
+        ids = (
+            program.issue("all_gather", "dp", PAIR, 4 * 10**9),
+            program.issue("all_gather", second, PAIR, 4 * 10**9),
+        )
+        program.wait(ids[1]).wait(ids[0])
+        steps.append(replay({0: program.events, 1: program.events}, UNIT, sharing=sharing).step_s)
+    assert steps == [close(4), close(4), close(2)]
+
+
+def messages(sends, latency=0.0, devices=64):
+    """{name: when it ends} of messages of (source, destination, gigabytes, issued at second)."""
+    programs = {rank: Program() for send in sends for rank in send[:2]}
+    for seq, (source, destination, gigabytes, at) in enumerate(sorted(sends, key=lambda send: send[3])):
+        for rank, op in ((source, "send"), (destination, "receive")):
+            program = programs[rank]
+            now = sum(event.flops for event in program.events if isinstance(event, Compute)) / 1e12
+            program.compute(at - now)
+            program.issue(op, "pp", (source, destination), gigabytes * 10**9, seq)
+    here = changed(UNIT, devices_per_node=devices, nics_per_node=devices, intra=Link("in", latency, 1e9, ""))
+    timeline = replay({rank: program.events for rank, program in programs.items()}, here)
+    return {s.event.members: round(s.end_s, 9) for rank in programs for s in timeline.transfers(rank)}
+
+
+def test_an_end_moves_with_who_comes_and_who_goes():
+    """The example in wires.py."""
+    wires, wire = Wires(), ((0, "out", "from"),)
+    a, b = Carried(wire, 0.0, 2.0), Carried(wire, 1.0, 2.5)
+    assert wires.join(a, 0.0) == [] and a.end_s == 2
+    assert set(wires.join(b, 1.0)) == {a, b} and (a.end_s, b.end_s) == (3, 4)
+    assert wires.leave(a, 3.0) == [b] and b.end_s == 3.5
+
+
+def test_who_shares_a_wire():
+    """Messages of one rank share its way out, those to one rank its way in; both ways of a rank do not meet."""
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 1)]) == {(0, 1): 3, (0, 2): 4}
+    assert messages([(1, 0, 2, 0), (2, 0, 2, 1)]) == {(1, 0): 3, (2, 0): 4}
+    assert messages([(0, 1, 2, 0), (1, 0, 2, 0), (1, 2, 2, 5)]) == {(0, 1): 2, (1, 0): 2, (1, 2): 7}
+    # three leave rank 0 at a third each, so that the fourth has two thirds of rank 3's way in
+    sends = [(0, 1, 1, 0), (0, 2, 1, 0), (0, 3, 1, 0), (4, 3, 3, 0)]
+    assert messages(sends) == {(0, 1): 3, (0, 2): 3, (0, 3): 3, (4, 3): 4}
+    # a latency takes no wire: it passes while others send
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 1)], latency=1.0) == {(0, 1): 4, (0, 2): 5}
+    # rank 0's links and its share of the cards are two wires
+    assert messages([(0, 1, 2, 0), (0, 2, 2, 0)], devices=2) == {(0, 1): 2, (0, 2): 2}
+    assert messages([(0, 2, 2, 0), (0, 4, 2, 0)], devices=2) == {(0, 2): 4, (0, 4): 4}
+
+
+def test_two_sums_over_one_card():
+    """1 GB each over 64 A100: together as long as in turn. The second starts later: the first is done sooner."""
+    a100, ends = machine("a100"), {}
+    for late, sharing in ((0, True), (0, False), (1, True)):
+        program = Program()
+        program.issue("all_reduce", "dp", tuple(range(0, 64, 8)), 10**9)
+        program.events.append(Compute("add", 0, int(late * 0.03 * 2039e9)))
+        program.issue("all_reduce", "ep", tuple(range(0, 64, 8)), 10**9)
+        timeline = replay({0: program.events}, a100, algorithms={"all_reduce": "ring"}, sharing=sharing)
+        ends[late, sharing] = [round(span.end_s, 3) for span in timeline.transfers(0)]
+    assert ends == {(0, True): [0.14, 0.14], (0, False): [0.07, 0.07], (1, True): [0.11, 0.14]}
+
+
+def test_roofline():
+    bound = [
+        Compute("mm", 10**12, 10**8, "", "float32"),
+        Compute("add", 0, 3 * 10**9),
+        Compute("mm", 10**12, 0, "", "bfloat16"),
+    ]
+    assert [s.duration_s for s in replay({0: bound}, UNIT).spans[0]] == [close(1), close(3), close(0.25)]
+    assert replay({0: bound}, UNIT, dtype="bf16").step_s == close(0.25 + 3 + 0.25)
+    assert replay({0: bound}, UNIT, launch_s=0.5).step_s == close(4.25 + 1.5)
+    half = changed(UNIT, compute_efficiency=0.5, memory_efficiency=0.5)
+    assert replay({0: bound}, half).step_s == close(8.5)
+    with pytest.raises(
+        ValueError, match="test has no published rate for float8; choose from float32, bfloat16"
+    ):
+        replay({0: [Compute("mm", 1, 0, "", "float8")]}, UNIT)
+
+
+def test_the_algorithm_can_be_fixed():
+    program = Program()
+    program.wait(program.issue("all_reduce", "dp", tuple(range(64)), 100))
+    times = {
+        name: replay({0: program.events}, machine("h100"), algorithms={"all_reduce": name}).step_s
+        for name in ("ring", "tree", "auto")
+    }
+    placement = collectives.place(range(64), machine("h100"))
+    assert (
+        times["ring"]
+        == collectives.seconds("all_reduce", 100, placement, "ring")
+        > times["tree"]
+        >= times["auto"]
+    )
+
+
+# ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network
+def pipeline(order, p, m):
+    """order(stage) -> [("F", microbatch) | ("B", microbatch), ...]; activations go down, gradients come
+    back.
+    """
+    programs = {stage: Program() for stage in range(p)}
+    for stage, program in programs.items():
+        for kind, microbatch in order(stage):
+            forward = kind == "F"
+            source, destination = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+            if 0 <= source < p:
+                program.wait(program.issue("receive", "pp", (source, stage), 0, microbatch))
+            program.compute(1 if forward else 2, "forward" if forward else "backward")
+            if 0 <= destination < p:
+                program.issue("send", "pp", (stage, destination), 0, microbatch)
+    return {stage: program.events for stage, program in programs.items()}
+
+
+def one_forward_one_backward(p, m):
+    def order(stage):
+        warmup = min(p - 1 - stage, m)
+        steady = [action for i in range(m - warmup) for action in (("F", warmup + i), ("B", i))]
+        return [("F", i) for i in range(warmup)] + steady + [("B", i) for i in range(m - warmup, m)]
+
+    return order
+
+
+def all_forward_all_backward(p, m):
+    return lambda stage: [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
+
+
+@pytest.mark.parametrize("schedule", [all_forward_all_backward, one_forward_one_backward])
+def test_pipeline_bubble_equals_the_paper(schedule):
+    p, m = 4, 8
+    timeline = replay(pipeline(schedule(p, m), p, m), UNIT)
+    assert timeline.step_s == close(33)  # (m + p - 1)(F + B)
+    assert all(account.idle_s == close(9) for account in timeline.accounts.values())
+    assert (
+        Fraction(round(timeline.idle_s), round(timeline.step_s))
+        == Fraction(p - 1, m + p - 1)
+        == Fraction(3, 11)
+    )
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------
+def both(first, second):
+    return {0: first.events, 1: second.events}
+
+
+def test_a_member_that_never_arrives_is_named():
+    first, second = Program(), Program()
+    for seq in range(2):
+        first.wait(first.issue("all_reduce", "dp", PAIR, 8, seq, "train.py:41"))
+    second.wait(second.issue("all_reduce", "dp", PAIR, 8, 0))
+    with pytest.raises(
+        ValueError, match=r"rank 1 never arrives in all_reduce #1 on dp \(train.py:41\), where rank 0"
+    ):
+        replay(both(first, second), UNIT)
+    del first.events[-1]  # the same when nobody waits for it
+    with pytest.raises(ValueError, match="rank 1 never arrives"):
+        replay(both(first, second), UNIT)
+
+
+def test_who_never_arrives_first_is_named_and_whose_word_is_not_heard():
+    """Of several that are missing the one of the earliest call, whatever its rank."""
+    here, early, late = Program(), Program(), Program()
+    here.wait(here.issue("all_reduce", "dp", (0, 2), 8, 0))
+    for seq in range(2):
+        here.issue("all_reduce", "tp", PAIR, 8, seq)
+    early.issue("all_reduce", "tp", PAIR, 8, 0)
+    here.events.pop(1)  # nobody waits
+    with pytest.raises(ValueError, match="rank 2 never arrives in all_reduce #0 on dp"):
+        replay({0: here.events, 1: early.events, 2: late.events}, UNIT)
+    talks = Program()
+    for seq in range(2):
+        talks.issue("send", "pp", (0, 1), 8, seq)
+    with pytest.raises(
+        ValueError, match="rank 0 issues send #0 on pp .* stages are not in step; give the ev"
+    ):
+        replay({0: talks.events}, UNIT)
+
+
+def test_different_collectives_are_named():
+    first, second = Program(), Program()
+    first.issue("all_reduce", "dp", PAIR, 8, 3, "a.py:1")
+    second.issue("all_gather", "dp", PAIR, 8, 3, "b.py:2")
+    with pytest.raises(
+        ValueError, match=r"rank 1 issues all_gather #3 on dp \(b.py:2\) where rank 0 issues all_red"
+    ):
+        replay(both(first, second), UNIT)
+
+
+def test_a_deadlock_names_everyone():
+    programs = Program(), Program()
+    for program, axes in zip(programs, (("a", "b"), ("b", "a"))):
+        for axis in axes:
+            program.wait(program.issue("all_reduce", axis, PAIR, 8))
+    with pytest.raises(
+        ValueError, match=r"deadlock, .*rank 0 in all_reduce #0 on a .*; rank 1 in all_reduce #0 on b"
+    ):
+        replay(both(*programs), UNIT)
+
+
+def test_other_errors():
+    with pytest.raises(ValueError, match="nothing to replay"):
+        replay({}, UNIT)
+    with pytest.raises(ValueError, match="rank 0 waits for transfer 5, which it has not issued"):
+        replay({0: [Wait(5)]}, UNIT)
+    stranger = Program()
+    stranger.issue("all_reduce", "dp", (4, 5), 8)
+    with pytest.raises(ValueError, match="rank 0 issues all_reduce #0 on dp .*, whose members are 4, 5"):
+        replay({0: stranger.events}, UNIT)
+
+
+# ---- every program ---------------------------------------------------------------------------------------
+# Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with
+# computation that differs by rank; a call is waited for at once or some steps later.
+GRID = Machine(
+    "grid", DEVICE, 2, Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up"), 1
+)
+GROUPS = {
+    "dp": lambda r: (r % 2, r % 2 + 2),
+    "tp": lambda r: (r - r % 2, r - r % 2 + 1),
+    "world": lambda r: range(4),
+}
+OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+steps = st.one_of(
+    st.tuples(st.just("compute"), st.tuples(*[st.integers(0, 40)] * 4)),
+    st.tuples(
+        st.just("call"),
+        st.sampled_from(OPERATIONS),
+        st.sampled_from(sorted(GROUPS)),
+        st.integers(0, 10**9),
+        st.integers(0, 3),
+    ),
+    st.tuples(st.just("shift"), st.integers(1, 3), st.integers(0, 10**9), st.integers(0, 3)),
+)
+programs = st.lists(steps, max_size=25)
+
+
+def written(program, blocking=False):
+    """{rank: events}; `blocking` moves every Wait directly behind its call."""
+    events = {rank: [] for rank in range(4)}
+    for rank, out in events.items():
+        issued, seqs, open_calls = 0, {}, []
+
+        def issue(op, axis, members, payload_bytes):
+            nonlocal issued
+            seq = seqs[axis, members] = seqs.get((axis, members), -1) + 1
+            out.append(
+                Issue(issued, op, axis, members, payload_bytes, payload_bytes + rank, seq, "program.py:1")
+            )
+            issued += 1
+            return Wait(issued - 1)
+
+        for step in program:
+            open_calls = [(delay - 1, wait) for delay, wait in open_calls]
+            out += [wait for delay, wait in open_calls if delay < 0]
+            open_calls = [(delay, wait) for delay, wait in open_calls if delay >= 0]
+            if step[0] == "compute":
+                out.append(Compute("mm", step[1][rank] * 10**10, step[1][0] * 10**6, "", "float32"))
+                continue
+            if step[0] == "call":
+                waits = [issue(step[1], step[2], tuple(GROUPS[step[2]](rank)), step[3])]
+            else:
+                shift = step[1]
+                waits = [
+                    issue("send", "pp", (rank, (rank + shift) % 4), step[2]),
+                    issue("receive", "pp", ((rank - shift) % 4, rank), step[2]),
+                ]
+            if blocking:
+                out += waits
+            else:
+                open_calls += [(step[-1], wait) for wait in waits]
+        out += [wait for _, wait in open_calls]
+    return events
+
+
+def compute_s(event):
+    return max(event.flops / 1e12, event.bytes / 1e9)
+
+
+def transfer_s(event, grid=GRID):
+    return collectives.seconds(event.op, event.payload_bytes, collectives.place(event.members, grid))
+
+
+def longest_path(events, in_order):
+    """Relax every constraint until nothing moves. Shares nothing with the replay but the costs.
+
+    With `in_order`, transfers of one group follow each other; without, only what waits and computation force
+    remains.
+    """
+    ends, step = {}, 0.0
+    while True:
+        before = dict(ends)
+        arrivals = {}
+        for rank, mine in events.items():
+            now, keys = 0.0, {}
+            for event in mine:
+                if isinstance(event, Compute):
+                    now += compute_s(event)
+                elif isinstance(event, Wait):
+                    now = max(now, ends.get(keys[event.id], 0.0))
+                else:
+                    key = keys[event.id] = event.axis, event.members, event.seq
+                    arrivals.setdefault(key, []).append((now, event))
+            step = max(step, now)
+        for (axis, members, seq), came in arrivals.items():
+            previous = ends.get((axis, members, seq - 1), 0.0) if in_order else 0.0
+            event = came[0][1]
+            latency = transfer_s(changed(event, payload_bytes=0)) if event.op in ("send", "receive") else 0.0
+            ends[axis, members, seq] = (
+                max(previous, *(now + latency for now, _ in came), 0.0) + transfer_s(event) - latency
+            )
+        if ends == before:
+            return max([step, *ends.values()])
+
+
+def everything_in_turn(events):
+    every = [event for mine in events.values() for event in mine]
+    transfers = {(e.axis, e.members, e.seq): transfer_s(e) for e in every if isinstance(e, Issue)}
+    return sum(transfers.values()) + sum(compute_s(e) for e in every if isinstance(e, Compute))
+
+
+@settings(max_examples=60)
+@given(programs)
+def test_between_the_critical_path_and_everything_in_turn(program):
+    events = written(program)
+    apart, step = (replay(events, GRID, sharing=sharing).step_s for sharing in (False, True))
+    assert longest_path(events, in_order=False) <= apart + 1e-9
+    assert apart == close(longest_path(events, in_order=True))
+    assert longest_path(events, in_order=False) <= step + 1e-9
+    assert step <= everything_in_turn(events) + 1e-9
+
+
+def as_tasks(events):
+    """The program for the other player, that of links.py, which knows work and copies only: a task for each
+    event of a rank, and two for a transfer, whose latency takes no wire."""
+    ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring"}
+    ways |= {"broadcast": "ring", "all_to_all": "pairwise", "send": "direct", "receive": "direct"}
+    tasks, transfers = [], {}
+    for rank, mine in events.items():
+        keys = {}
+        for at, event in enumerate(mine):
+            name, lane = f"{rank}.{at}", f"rank {rank}"
+            if isinstance(event, Compute):
+                tasks.append(Task(name, lane, compute_s(event)))
+            elif isinstance(event, Wait):
+                tasks.append(Task(name, lane, 0.0, after=(keys[event.id],)))
+            else:
+                key = keys[event.id] = f"{event.axis} {event.members} {event.seq}"
+                tasks.append(Task(name, lane, 0.0))
+                transfers.setdefault(key, []).append((event, name))
+    bytes_per_s = {}
+    for key, came in sorted(transfers.items(), key=lambda item: item[1][0][0].seq):
+        event, stream = came[0][0], f"{came[0][0].axis} {came[0][0].members}"
+        place = collectives.place(event.members, GRID)
+        latency, all_of_it = (
+            collectives.seconds(event.op, n, place, ways[event.op]) for n in (0, event.payload_bytes)
+        )
+        message, level = event.op in ("send", "receive"), place.nodes
+        wires = [f"alone {key}"]
+        for away in (True, False):
+            wires += [f"{rank} {level} {away}" for rank in event.members if passes(event, rank, away)]
+        bytes_per_s |= dict.fromkeys(wires, 1.0)
+        lane = f"latency {key}" if message else stream
+        tasks.append(Task(f"latency {key}", lane, latency, after=tuple(name for _, name in came)))
+        passed = tuple(wires) if all_of_it > latency else ()
+        tasks.append(Task(key, stream, all_of_it - latency, passed, after=(f"latency {key}",)))
+    return tasks, bytes_per_s, ways
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs)
+def test_the_player_of_links_agrees(program):
+    """Two engines that share the rule of fairness and nothing else."""
+    events = written(program)
+    tasks, bytes_per_s, ways = as_tasks(events)
+    timeline = replay(events, GRID, algorithms=ways)
+    run = play(tasks, bytes_per_s)
+    assert timeline.step_s == close(float(run.end_s))
+    for rank in events:
+        for span in timeline.transfers(rank):
+            assert span.end_s == close(run.end(f"{span.event.axis} {span.event.members} {span.event.seq}"))
+
+
+@settings(max_examples=40)
+@given(programs)
+def test_no_wire_carries_more_than_it_can(program):
+    """Of all that begins and ends within a time, the seconds that it needs alone fit in."""
+    ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "ring"}
+    timeline = replay(written(program), GRID, algorithms=ways | {"all_to_all": "pairwise"})
+    for rank in range(4):
+        carried = {}
+        for span in timeline.transfers(rank):
+            event, place = span.event, collectives.place(span.event.members, GRID)
+            way = ways.get(event.op, "auto")
+            latency, whole = (collectives.seconds(event.op, n, place, way) for n in (0, event.payload_bytes))
+            begin = span.start_s + latency * (event.op not in ("send", "receive"))
+            assert span.end_s - begin >= whole - latency - 1e-9
+            carried.setdefault(place.nodes, []).append((begin, span.end_s, whole - latency, event))
+        for mine in carried.values():
+            for away in (True, False):
+                here = [one for one in mine if passes(one[3], rank, away)]
+                for begin, *_ in here:
+                    for _, end, *_ in here:
+                        inside = sum(needed for a, b, needed, _ in here if a >= begin and b <= end)
+                        assert inside <= max(0.0, end - begin) + 1e-9
+
+
+def passes(event, rank, away):
+    return event.op not in ("send", "receive") or event.members[0 if away else 1] == rank
+
+
+@settings(max_examples=60)
+@given(programs)
+def test_the_parts_add_up_and_bytes_are_kept(program):
+    events = written(program)
+    timeline = replay(events, GRID)
+    for rank, account in timeline.accounts.items():
+        issued = [event for event in events[rank] if isinstance(event, Issue)]
+        assert sorted(s.event.id for s in timeline.transfers(rank)) == [event.id for event in issued]
+        assert sum(s.event.sent_bytes for s in timeline.transfers(rank)) == sum(
+            event.sent_bytes for event in issued
+        )
+        assert account.compute_s == close(sum(compute_s(e) for e in events[rank] if isinstance(e, Compute)))
+        assert account.compute_s + account.exposed_communication_s + account.idle_s == close(timeline.step_s)
+        assert 0 <= account.overlap_s <= account.communication_s + 1e-12
+        assert account.communication_s <= sum(s.duration_s for s in timeline.transfers(rank)) + 1e-9
+        assert all(s.issued_s <= s.start_s <= s.end_s <= timeline.step_s for s in timeline.spans[rank])
+    for spans in zip(*([s for s in timeline.transfers(r, "world")] for r in range(4))):
+        assert len({(s.start_s, s.end_s) for s in spans}) == 1  # all members start and end together
+
+
+@settings(max_examples=60)
+@given(programs)
+def test_overlap_never_makes_a_step_longer(program):
+    beside, in_turn = (
+        replay(written(program, blocking=blocking), GRID, sharing=False).step_s for blocking in (False, True)
+    )
+    assert beside <= in_turn + 1e-9
+
+
+@settings(max_examples=60)
+@given(programs, st.floats(1, 50), st.floats(1, 50), st.floats(1, 50))
+def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, compute):
+    fast = changed(
+        GRID,
+        device=changed(DEVICE, peak_flops={"float32": 1e12 * compute}),
+        intra=Link("in", 1e-3 / latency, 5 * GB * rate, ""),
+        inter=Link("out", 4e-3 / latency, 2 * GB * rate, ""),
+    )
+    events = written(program)
+    assert replay(events, fast, sharing=False).step_s <= replay(events, GRID, sharing=False).step_s + 1e-9
+
+
+@settings(max_examples=40)
+@given(programs, st.permutations(range(4)))
+def test_equal_input_equal_output_whatever_the_order_of_ranks(program, order):
+    events = written(program)
+    first, second = replay(events, GRID), replay({rank: events[rank] for rank in order}, GRID)
+    assert first == second
+
+
+@settings(max_examples=40)
+@given(st.lists(steps.filter(lambda step: step[0] != "shift"), max_size=20))
+def test_one_rank_stands_for_all_that_are_in_step(program):
+    # When every rank computes the same, the events of one tell the whole story.
+    program = [(step[0], (step[1][0],) * 4) if step[0] == "compute" else step for step in program]
+    events = written(program)
+    assert replay({2: events[2]}, GRID).step_s == close(replay(events, GRID).step_s)
+
+
+@settings(max_examples=20)
+@given(program=programs)
+def test_chrome_trace(tmp_path_factory, program):
+    path = tmp_path_factory.mktemp("trace") / "step.json"
+    timeline = replay(written(program), GRID)
+    assert timeline.to_chrome_trace(path) == path
+    first = path.read_bytes()
+    assert timeline.to_chrome_trace(path).read_bytes() == first
+    trace = json.loads(first)
+    assert trace["displayTimeUnit"] == "ms"
+    names, lanes, complete = set(), {}, 0
+    for event in trace["traceEvents"]:
+        assert (
+            isinstance(event["pid"], int)
+            and isinstance(event["tid"], int)
+            and isinstance(event["args"], dict)
+        )
+        if event["ph"] == "M":
+            names.add((event["name"], event["pid"], event["tid"]))
+            continue
+        assert event["ph"] == "X" and event["cat"] in ("compute", "transfer", "wait") and event["name"]
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        assert ("thread_name", event["pid"], event["tid"]) in names and (
+            "process_name",
+            event["pid"],
+            0,
+        ) in names
+        # Perfetto draws what overlaps on one thread as nested: nothing may.
+        assert event["ts"] >= lanes.get((event["pid"], event["tid"]), 0.0) - 2e-3
+        lanes[event["pid"], event["tid"]] = event["ts"] + event["dur"]
+        complete += 1
+    assert complete == sum(len(spans) for spans in timeline.spans.values())
+
+
+def test_a_trace_by_hand(tmp_path):
+    """Threads are computation and then the others in order of use; spans are in order of time."""
+    program = Program()
+    program.events.append(Copy(7, "to_host", 10**9))
+    id = program.compute(1).issue("all_reduce", "dp", PAIR, 10**9)
+    program.compute(2).wait(id)
+    machine = changed(UNIT, host=UNIT.intra)
+    timeline = replay({0: program.events, 1: program.events}, machine)
+    assert [span.name for span in timeline.spans[0]] == ["to_host", "mm", "all_reduce", "mm"]
+    trace = json.loads(timeline.to_chrome_trace(tmp_path / "step.json", ranks=[1]).read_text())["traceEvents"]
+    assert {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"} == {
+        0: "compute",
+        1: "to_host",
+        2: "dp",
+    }
+    assert [(event["ts"], event["dur"], event["tid"]) for event in trace if event["ph"] == "X"] == [
+        (0.0, 1e6, 1),
+        (0.0, 1e6, 0),
+        (1e6, 1e6, 2),
+        (1e6, 2e6, 0),
+    ]
+
+
+def test_trace_of_some_ranks(tmp_path):
+    timeline = replay({0: [work(1)], 1: [work(2)]}, UNIT)
+    events = json.loads(timeline.to_chrome_trace(tmp_path / "one.json", ranks=[1]).read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
+    with pytest.raises(ValueError, match="rank 9 is not in this timeline; choose from 0, 1"):
+        timeline.to_chrome_trace(tmp_path / "none.json", ranks=[9])
+
+
+def test_long_runs_are_linear():
+    # 240,000 events in one pass: a quadratic replay would never end. A group of 16,384 is hashed once, not
+    # per call.
+    members, events = tuple(range(16_384)), []
+    for id in range(20_000):
+        events += [
+            Compute("mm", 10**9, 10**6, "backward", "bfloat16"),
+            Wait(id - 1) if id else work(0),
+            Issue(id, "all_reduce", "dp", members, 10**6, 2 * 10**6, id, "train.py:1"),
+        ]
+    timeline = replay({rank: events for rank in range(4)}, machine("h100"), dtype="bf16")
+    assert sum(len(timeline.transfers(rank)) for rank in range(4)) == 80_000
+
+
+# ---- intervals -------------------------------------------------------------------------------------------
+def test_intervals_joined_for_a_picture():
+    assert join([(4, 5), (0, 1), (1, 2)]) == [(0, 2), (4, 5)]
+    assert join([(0, 1), (2, 3)], gap=1) == [(0, 3)]
+    assert join([(0, 1), (1, 2)], keep=0.5) == [(0, 1), (1, 2)]  # two long ones stay two
+    assert join([(0, 1), (1, 1.25), (2, 3)], gap=1, keep=0.5) == [(0, 1.25), (2, 3)]  # a short one does not
+
+
+span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))
+spans = st.lists(span, max_size=12)
+
+
+@given(spans, spans)
+def test_intervals_against_counting_moments(intervals, covers):
+    covered = join(covers)
+    moments = {m for start, end in intervals for m in range(start, end)}
+    hidden = {m for start, end in covers for m in range(start, end)}
+    assert {m for start, end in join(intervals) for m in range(start, end)} == moments
+    assert length(join(intervals)) == len(moments)
+    free = outside(join(intervals), covered)
+    assert {m for start, end in free for m in range(start, end)} == moments - hidden
+    assert length(free) == len(moments - hidden)

@@ -1,0 +1,564 @@
+"""Collectives against numpy's definition and torch's own: values, dtypes, layouts, order, bytes, overlap.
+
+The same checks run wherever ranks find themselves: gloo on a laptop, NCCL where each rank has a GPU, gloo
+over shared GPUs.
+"""
+
+import math
+import random
+import threading
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives, launch
+from minitrain.ranks.collectives import backends
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.mesh import Mesh
+
+WORLD = [1, 2, 3, 4, 8]
+
+
+def per_rank(fn, ranks, *args, **kwargs):
+    return launch.run(fn, *args, ranks=ranks, **kwargs)
+
+
+# ---- meaning: numpy, torch.distributed and minitrain agree on eight operations ---------------------------
+
+
+def define(op: str, xs: list[numpy.ndarray]) -> list[numpy.ndarray]:
+    """What every rank has after `op`, written down from the inputs of all ranks."""
+    n = len(xs)
+    if op == "all_reduce":
+        return [sum(xs)] * n
+    if op == "all_gather":
+        return [numpy.concatenate(xs)] * n
+    if op == "reduce_scatter":
+        return numpy.split(sum(xs), n)
+    if op == "all_to_all":
+        return [numpy.concatenate([numpy.split(x, n)[r] for x in xs]) for r in range(n)]
+    if op == "all_to_all uneven":
+        cuts = [numpy.split(x, numpy.cumsum(uneven(r, n))[:-1]) for r, x in enumerate(xs)]
+        return [numpy.concatenate([cut[r] for cut in cuts]) for r in range(n)]
+    if op == "broadcast":
+        return [xs[n - 1]] * n
+    if op == "exchange":
+        return [xs[partner(r, n)] for r in range(n)]
+    if op == "rotate":
+        return [xs[(r - 1) % n] for r in range(n)]
+    raise AssertionError(op)
+
+
+OPERATIONS = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all uneven",
+    "broadcast",
+    "exchange",
+    "rotate",
+]
+
+
+def uneven(rank: int, n: int) -> list[int]:
+    """Rows that `rank` sends to each rank: they differ, some are 0, and they add up to 2n."""
+    sizes = [(rank + to) % 3 for to in range(n - 1)]
+    return [*sizes, 2 * n - sum(sizes)]
+
+
+def partner(rank: int, n: int) -> int:
+    return rank ^ 1 if rank ^ 1 < n else rank
+
+
+def ours(op: str, x: torch.Tensor, group) -> torch.Tensor:
+    n, rank = group.size(), group.rank()
+    if op == "all_to_all uneven":
+        return collectives.all_to_all(
+            x, group, send_sizes=uneven(rank, n), receive_sizes=[uneven(r, n)[rank] for r in range(n)]
+        )
+    if op == "broadcast":
+        return collectives.broadcast(x, n - 1, group)
+    if op == "exchange":
+        return collectives.exchange(x, partner(rank, n), partner(rank, n), group)
+    return getattr(collectives, op)(x, group)
+
+
+def torchs(op: str, x: torch.Tensor, group) -> torch.Tensor:
+    n, rank = group.size(), group.rank()
+    out = x.clone()
+    if op == "all_reduce":
+        dist.all_reduce(out, group=group)
+    elif op == "all_gather":
+        out = x.new_empty(n * len(x), *x.shape[1:])
+        backends.renamed("all_gather_single", "all_gather_into_tensor")(out, x, group=group)
+    elif op == "reduce_scatter":
+        out = x.new_empty(len(x) // n, *x.shape[1:])
+        backends.renamed("reduce_scatter_single", "reduce_scatter_tensor")(out, x, group=group)
+    elif op == "all_to_all":
+        dist.all_to_all_single(out, x, group=group)
+    elif op == "all_to_all uneven":
+        sizes = [uneven(r, n)[rank] for r in range(n)]
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        dist.all_to_all_single(out, x, sizes, uneven(rank, n), group=group)
+    elif op == "broadcast":
+        dist.broadcast(out, group_src=n - 1, group=group)
+    else:
+        to, source = (partner(rank, n),) * 2 if op == "exchange" else ((rank + 1) % n, (rank - 1) % n)
+        if to != rank:
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, x, group=group, group_peer=to),
+                    dist.P2POp(dist.irecv, out, group=group, group_peer=source),
+                ]
+            ):
+                work.wait()
+    return out
+
+
+def inputs(rank: int, n: int) -> numpy.ndarray:
+    return numpy.random.default_rng(rank).integers(-99, 99, (2 * n, 3)).astype(numpy.float64)
+
+
+def all_eight(ops):
+    group = dist.group.WORLD
+    x = torch.from_numpy(inputs(group.rank(), group.size())).to(launch.device())
+    results = {op: (ours(op, x, group).cpu().numpy(), torchs(op, x, group).cpu().numpy()) for op in ops}
+    assert torch.equal(x.cpu(), torch.from_numpy(inputs(group.rank(), group.size()))), (
+        "an input was written to"
+    )
+    return results
+
+
+@pytest.mark.parametrize("ranks", WORLD)
+def test_eight_operations_mean_what_numpy_and_torch_say(ranks):
+    xs = [inputs(rank, ranks) for rank in range(ranks)]
+    results = per_rank(all_eight, ranks, OPERATIONS)
+    for op in OPERATIONS:
+        for rank, expected in enumerate(define(op, xs)):
+            for who, value in zip(("minitrain", "torch"), results[rank][op]):
+                assert numpy.array_equal(value, expected), f"{op} by {who} on rank {rank} of {ranks}"
+    if ranks > 1:  # control: the definitions tell the operations apart
+        assert not numpy.array_equal(define("all_to_all", xs)[0], define("rotate", xs)[0])
+        assert not numpy.array_equal(define("all_to_all", xs)[0], define("all_to_all uneven", xs)[0])
+
+
+# ---- dims, layouts, dtypes, sizes ------------------------------------------------------------------------
+
+
+def other_dims():
+    group, device = dist.group.WORLD, launch.device()
+    n, rank = group.size(), group.rank()
+    everyone = [torch.arange(2.0 * n * 3 * n).view(2, n, 3 * n).to(device) * (r + 1) for r in range(n)]
+    total, x = sum(everyone), everyone[rank]
+    for dim in (0, 1, 2, -1, -3):
+        for layout in (x, x.transpose(0, 2).contiguous().transpose(0, 2), torch.stack([x, x], -1)[..., 1]):
+            whole = torch.cat(everyone, dim)
+            assert torch.equal(collectives.all_gather(layout, group, dim), whole)
+            out = torch.full_like(whole, math.nan)
+            assert collectives.all_gather(layout, group, dim, out=out) is out and torch.equal(out, whole)
+            if x.shape[dim] % n == 0:
+                own = total.chunk(n, dim)[rank]
+                assert torch.equal(collectives.reduce_scatter(layout, group, dim), own)
+                out = torch.full_like(own, math.nan, memory_format=torch.contiguous_format)
+                assert collectives.reduce_scatter(layout, group, dim, out=out, async_op=True).wait() is out
+                assert torch.equal(out, own)
+                swapped = torch.cat([e.chunk(n, dim)[rank] for e in everyone], dim)
+                received = collectives.all_to_all(layout, group, dim)
+                assert torch.equal(received, swapped) and received.is_contiguous()
+            assert torch.equal(collectives.all_reduce(layout, group), total)
+            assert torch.equal(collectives.broadcast(layout, 0, group), everyone[0])
+            assert torch.equal(collectives.rotate(layout, group), everyone[rank - 1])
+
+
+def results():
+    """Of each operation: is the result new memory, contiguous and outside autograd?"""
+    group, x = dist.group.WORLD, torch.ones(4, 8).T.requires_grad_()
+    n, rank, found = group.size(), group.rank(), {}
+    calls = {
+        "all_reduce": lambda x, **how: collectives.all_reduce(x, group, **how),
+        "all_gather": lambda x, **how: collectives.all_gather(x, group, **how),
+        "reduce_scatter": lambda x, **how: collectives.reduce_scatter(x, group, 1, **how),
+        "all_to_all": lambda x, **how: collectives.all_to_all(x.detach(), group, 1, **how),
+        "broadcast": lambda x, **how: collectives.broadcast(x, 0, group, **how),
+        "exchange": lambda x, **how: collectives.exchange(x, (rank + 1) % n, (rank - 1) % n, group, **how),
+        "rotate": lambda x, **how: collectives.rotate(x, group, **how),
+    }
+    for op, call in calls.items():
+        for given in (x, x.contiguous()):
+            for y in (call(given), call(given, async_op=True).wait()):
+                apart = y.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+                found.setdefault(op, set()).add((apart, y.is_contiguous(), y.requires_grad))
+    whole = torch.ones(4, 8)
+    for dim in range(2):
+        part = collectives.scatter_to(whole, group, dim)
+        apart = part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        found.setdefault("scatter_to", set()).add((apart, part.is_contiguous(), part.requires_grad))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_result_is_new_contiguous_and_outside_autograd(ranks):
+    for found in launch.run(results, ranks=ranks):
+        assert set(map(frozenset, found.values())) == {frozenset({(True, True, False)})}, found
+
+
+def workers():
+    """How many threads drive collectives, and how many more after each of these."""
+    group, found = dist.group.WORLD, []
+    for in_background in (False, True, True, True):
+        handle = collectives.all_reduce(torch.ones(2), group, async_op=in_background)
+        if in_background:
+            handle.wait()
+        names = [thread.name for thread in threading.enumerate()]
+        found.append(sum(name.startswith("collectives on") for name in names))
+    return found
+
+
+def test_a_lane_starts_with_its_first_asynchronous_collective():
+    assert launch.run(workers, ranks=2) == [[0, 1, 2, 2]] * 2
+
+
+def dtypes_and_sizes():
+    group, device = dist.group.WORLD, launch.device()
+    n, rank = group.size(), group.rank()
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.float8_e4m3fn,
+    ):
+        for numel in (0, 1, n - 1, n, 5 * n + 1):
+            x = torch.arange(numel, device=device).remainder(2).to(dtype)
+            assert torch.equal(collectives.all_gather(x, group).float(), torch.cat([x] * n).float())
+            assert torch.equal(collectives.broadcast(x, 0, group).float(), x.float())
+            assert torch.equal(collectives.rotate(x, group).float(), x.float())
+            if dtype not in (torch.bool, torch.float8_e4m3fn):
+                assert torch.equal(collectives.all_reduce(x, group), x * n)
+                assert torch.equal(collectives.reduce_scatter(torch.cat([x] * n), group), x * n)
+    scalar = torch.tensor(rank + 1.0, device=device)
+    assert collectives.all_reduce(scalar, group).item() == n * (n + 1) / 2
+    assert collectives.rotate(scalar, group).item() == (rank - 1) % n + 1
+    ours, theirs = collectives.rotate((scalar, scalar.long()), group)
+    assert ours.dtype == torch.float32 and theirs.dtype == torch.int64 and ours.item() == theirs.item()
+    weight = torch.nn.Parameter(torch.ones(n, device=device))
+    for op in (
+        collectives.all_reduce,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.rotate,
+    ):
+        result = op(weight, group)
+        assert (
+            type(result) is torch.Tensor
+            and not result.requires_grad
+            and result.data_ptr() != weight.data_ptr()
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_any_dim_any_layout(ranks):
+    per_rank(other_dims, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_dtype_and_size(ranks):
+    per_rank(dtypes_and_sizes, ranks)
+
+
+# ---- the order of a sum ----------------------------------------------------------------------------------
+
+
+def awkward(rank: int, dtype=torch.float32) -> torch.Tensor:
+    """Numbers whose float sum depends on the order of the terms."""
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(1001, generator=generator, dtype=torch.float64) * 10 ** (rank % 4)).to(dtype)
+
+
+def sums(dtype):
+    group = dist.group.WORLD
+    x = awkward(group.rank(), dtype).to(launch.device())
+    padded = torch.cat([x, x.new_zeros(-len(x) % group.size())])
+    blocking = collectives.all_reduce(x, group)
+    again = collectives.all_reduce(x, group, async_op=True).wait()
+    in_place = x.clone()
+    assert collectives.all_reduce(in_place, group, out=in_place) is in_place
+    shards = collectives.all_gather(collectives.reduce_scatter(padded, group), group)[: len(x)]
+    assert torch.equal(blocking, again) and torch.equal(blocking, in_place) and torch.equal(blocking, shards)
+    return blocking.cpu()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
+def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
+    results = per_rank(sums, ranks, torch.float32)
+    expected = awkward(0)
+    for rank in range(1, ranks):
+        expected = expected + awkward(rank)
+    assert all(torch.equal(result, expected) for result in results)
+    if ranks > 2:  # control: another order gives other bits
+        backwards = awkward(ranks - 1)
+        for rank in range(ranks - 2, -1, -1):
+            backwards = backwards + awkward(rank)
+        assert not torch.equal(backwards, expected)
+
+
+def cuts(dtype):
+    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at
+    once.
+    """
+    group = dist.group.WORLD
+    n, rank = group.size(), group.rank()
+    x = torch.cat([awkward(rank, dtype)] * 8 * n)[: 1000 * 8 * n]
+    whole = collectives.all_reduce(x, group)
+    for sizes in ([len(x) - 1, 1], [7, len(x) // 2, len(x) - 7 - len(x) // 2], [1000] * 8 * n):
+        handles = [
+            collectives.all_reduce(piece, group, name=f"{len(sizes)} pieces, {i}", async_op=True)
+            for i, piece in enumerate(x.split(sizes))
+        ]
+        assert torch.equal(torch.cat([handle.wait() for handle in handles]), whole)
+    shard = whole.chunk(n)[rank]
+    assert torch.equal(collectives.reduce_scatter(x, group), shard)
+    for _ in range(5):
+        buffer = x.clone()
+        assert torch.equal(collectives.reduce_scatter(buffer, group, out=buffer.chunk(n)[rank]), shard)
+        buffer.fill_(math.nan)  # a call that returns has sent all it had to
+    collectives.barrier(group)
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
+def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
+    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other
+    bits.
+    """
+    first, *others = per_rank(cuts, ranks, dtype)
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL rounds at every hop")
+def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
+    results = per_rank(sums, 4, dtype)
+    wide, narrow = awkward(0, dtype).float(), awkward(0, dtype)
+    for rank in range(1, 4):
+        wide, narrow = wide + awkward(rank, dtype).float(), narrow + awkward(rank, dtype)
+    assert all(torch.equal(result, wide.to(dtype)) for result in results)
+    assert not torch.equal(narrow, wide.to(dtype))  # control: rounding at every step is something else
+
+
+# ---- the maximum -----------------------------------------------------------------------------------------
+
+MAX_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def ascending(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a
+    NaN.
+    """
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
+    if dtype.is_floating_point:
+        x[3], x[500 + rank], x[9] = -math.inf, math.nan, math.inf if rank == 1 else 0
+    return x > 150 if dtype == torch.bool else x.to(dtype)
+
+
+def maxima():
+    group, results = dist.group.WORLD, []
+    for dtype in MAX_DTYPES:
+        x = ascending(group.rank(), dtype).to(launch.device())
+        blocking = collectives.all_reduce(x, group, op="max")
+        sent = collectives.last_calls()[-1].sent_bytes
+        again = collectives.all_reduce(x, group, op="max", async_op=True).wait()
+        in_place = x.clone()
+        assert collectives.all_reduce(in_place, group, op="max", out=in_place) is in_place
+        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num()), (
+            "an input was written to"
+        )
+        results.append([value.cpu() for value in (blocking, again, in_place)] + [sent])
+    scalar = collectives.all_reduce(
+        torch.tensor(-1.0 - group.rank(), device=launch.device()), group, op="max"
+    )
+    return results, scalar.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_maximum_of_each_element(ranks):
+    everyone = per_rank(maxima, ranks)
+    for i, dtype in enumerate(MAX_DTYPES):
+        expected = ascending(0, dtype)
+        for rank in range(1, ranks):
+            expected = torch.maximum(expected, ascending(rank, dtype))
+        for results, scalar in everyone:
+            for value in results[i][:-1]:
+                if dtype.is_floating_point and torch.cuda.is_available():
+                    value[500 : 500 + ranks] = math.nan  # NCCL has rules of its own for a NaN
+                torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+            assert scalar == -1
+        sent, size = [results[i][-1] for results, _ in everyone], 1001 * dtype.itemsize
+        assert sum(sent) == 2 * (ranks - 1) * size and max(sent) - min(sent) <= 2 * dtype.itemsize
+        assert not dtype.is_floating_point or expected.isnan().sum() == ranks  # control: NaNs do propagate
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------
+
+
+def volumes(elements):
+    """(payload, sent) of every operation on `elements` float32 per rank, and who sent what in a broadcast."""
+    group, device = dist.group.WORLD, launch.device()
+    n = group.size()
+    x = torch.ones(elements, device=device)
+    collectives.all_reduce(x, group)
+    if elements % n == 0:
+        collectives.reduce_scatter(x, group)
+        collectives.all_to_all(x, group)
+    collectives.all_gather(x, group, async_op=True).wait()
+    collectives.broadcast(x, 0, group)
+    collectives.rotate(x, group)
+    collectives.barrier(group)
+    return {call.op: (call.payload_bytes, call.sent_bytes) for call in collectives.last_calls()}
+
+
+@pytest.mark.parametrize("ranks", WORLD)
+def test_every_rank_sends_what_the_formulas_say(ranks):
+    size = 4 * 24 * ranks
+    sent = per_rank(volumes, ranks, 24 * ranks)
+    for calls in sent:
+        assert calls["all_reduce"] == (size, 2 * (ranks - 1) * size // ranks)
+        assert calls["reduce_scatter"] == (size, (ranks - 1) * size // ranks)
+        assert calls["all_gather"] == (ranks * size, (ranks - 1) * size)
+        assert calls["all_to_all"] == (size, (ranks - 1) * size // ranks)
+        assert calls.get("send", (size, size)) == (size, size) and calls.get("receive", (size, 0)) == (
+            size,
+            0,
+        )
+        assert calls["barrier"] == (0, 0)
+    assert sum(calls["broadcast"][1] for calls in sent) == (ranks - 1) * size
+    assert sent[0]["broadcast"][1] == math.ceil(math.log2(ranks)) * size  # the root of a binomial tree
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
+    for elements in (1, ranks + 1, 8 * ranks - 1):
+        accounts = per_rank(volumes, ranks, elements)
+        assert accounts == [dryrun.run(volumes, elements, rank=rank, ranks=ranks) for rank in range(ranks)]
+        sent = [calls["all_reduce"][1] for calls in accounts]
+        assert sum(sent) == 2 * (ranks - 1) * 4 * elements and max(sent) - min(sent) <= 2 * 4
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------
+
+
+def random_calls(seed, steps):
+    """Random collectives on four groups, blocking and not, waited for in random order, each against its
+    definition.
+    """
+    mesh = Mesh(dp=2, tp=2)
+    groups = [mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp"), dist.group.WORLD]
+    plan, pending, me = random.Random(seed), [], dist.get_rank()  # the plan is the same on every rank
+    checked = 0
+
+    def check(result, expected):
+        nonlocal checked
+        result = result.wait() if isinstance(result, collectives.Handle) else result
+        assert torch.equal(result.cpu(), expected), (result, expected)
+        checked += 1
+
+    for step in range(steps):
+        op = plan.choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "rotate"])
+        group, rows, background = plan.choice(groups), plan.choice([1, 3, 5000]), plan.random() < 0.6
+        members = dist.get_process_group_ranks(group)
+        n, rank = len(members), group.rank()
+        xs = [torch.arange(n * rows) + 1000 * member + step for member in members]
+        arguments = {"source": n - 1} if op == "broadcast" else {}
+        x = xs[rank].to(launch.device())
+        result = (
+            getattr(collectives, op)(x, group=group, async_op=background, **arguments)
+            if op != "rotate"
+            else collectives.rotate(x, group, async_op=background)
+        )
+        expected = {
+            "all_reduce": lambda: sum(xs),
+            "all_gather": lambda: torch.cat(xs),
+            "reduce_scatter": lambda: sum(xs).chunk(n)[rank],
+            "all_to_all": lambda: torch.cat([y.chunk(n)[rank] for y in xs]),
+            "broadcast": lambda: xs[-1],
+            "rotate": lambda: xs[rank - 1],
+        }[op]()
+        pending.append((result, expected))
+        while pending and plan.random() < 0.4:
+            check(*pending.pop(plan.randrange(len(pending))))
+    for result, expected in pending:
+        check(result, expected)
+    return checked, me
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_two_hundred_calls_in_any_order_of_waiting(checked):
+    assert per_rank(random_calls, 4, 7, 200, checked=checked) == [(200, rank) for rank in range(4)]
+
+
+def progress_without_waiting():
+    """Rank 0 does not wait until all others have told it, by a message, that they have the sum already."""
+    group = dist.group.WORLD
+    x = torch.ones(100_000, device=launch.device())
+    handle = collectives.all_reduce(x, group, async_op=True)
+    if group.rank() == 0:
+        for source in range(1, group.size()):
+            collectives.receive(torch.empty(1, device=x.device), source, group)
+    else:
+        assert handle.wait().eq(group.size()).all()
+        collectives.send(torch.ones(1, device=x.device), 0, group)
+    first, second = handle.wait(), handle.wait()
+    return first is second and handle.done and first.eq(group.size()).all().item()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_asynchronous_call_makes_progress_by_itself(ranks):
+    assert per_rank(progress_without_waiting, ranks) == [True] * ranks
+
+
+def messages():
+    """More messages in flight than anybody waits for in order, with a handle that its owner forgets."""
+    group, device = dist.group.WORLD, launch.device()
+    n, rank = group.size(), group.rank()
+    to, source = (rank + 1) % n, (rank - 1) % n
+    receives = [
+        collectives.receive(None, source, group, shape=(i,), dtype=torch.int32, device=device, async_op=True)
+        for i in range(20)
+    ]
+    for i in range(20):
+        collectives.send(
+            torch.full((i,), 100 * rank + i, dtype=torch.int32, device=device), to, group, async_op=True
+        )
+    for i in random.Random(rank).sample(range(20), 20):
+        assert receives[i].wait().tolist() == [100 * source + i] * i
+    x = torch.full((3,), rank, device=device)
+    if rank % 2 == 0 and rank + 1 < n:
+        assert collectives.send(x, rank + 1, group) is None
+        assert collectives.receive(x, rank + 1, group).tolist() == [rank + 1] * 3
+    elif rank % 2:
+        assert collectives.receive(x, rank - 1, group).tolist() == [rank - 1] * 3
+        collectives.send(x, rank - 1, group)
+    wide = collectives.exchange(x, to, source, group, like=torch.empty(3, dtype=x.dtype, device=device))
+    assert wide.tolist() == [source] * 3 and x.tolist() == [rank] * 3
+    return collectives.rotate(x, group, shift=-2).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_arrive_in_order_whatever_is_waited_for_first(ranks):
+    for checked in (False, True):
+        assert per_rank(messages, ranks, checked=checked) == [
+            [(rank + 2) % ranks] * 3 for rank in range(ranks)
+        ]

@@ -1,0 +1,442 @@
+"""Wrong calls: refused in one line before anybody waits, or, where only comparing ranks can tell, by checked
+mode.
+"""
+
+import functools
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives, launch
+from minitrain.ranks.collectives import CollectiveMismatch
+
+# ---- refused at once: only rank 0 calls, so a call that waited for rank 1 would never return --------------
+
+EYE = torch.eye(3)
+REFUSED = {
+    "no group": (
+        lambda g: collectives.all_reduce(EYE, None),
+        "group is None; pass a process group: mesh.group('dp'), or",
+    ),
+    "an axis": (
+        lambda g: collectives.all_reduce(EYE, "dp"),
+        "group is 'dp'; pass a process group: mesh.group('dp')",
+    ),
+    "not a member": (
+        lambda g: collectives.all_reduce(EYE, dist.GroupMember.NON_GROUP_MEMBER),
+        "not a member of the group",
+    ),
+    "a number": (lambda g: collectives.all_reduce(3.0, g), "all_reduce: x is a float; pass a tensor"),
+    "an array": (lambda g: collectives.send(numpy.ones(3), 1, g), "send: x is a ndarray; pass a tensor"),
+    "sparse": (lambda g: collectives.all_gather(EYE.to_sparse(), g), "torch.sparse_coo; use x.to_dense()"),
+    "sum of bool": (
+        lambda g: collectives.all_reduce(EYE.bool(), g),
+        "torch.bool cannot be added; convert first",
+    ),
+    "sum of fp8": (
+        lambda g: collectives.reduce_scatter(EYE[:2].to(torch.float8_e4m3fn), g),
+        "float8_e4m3fn cannot be added",
+    ),
+    "mean": (
+        lambda g: collectives.all_reduce(EYE, g, op="mean"),
+        "all_reduce: op='mean'; it is 'sum' or 'max' (the mean is the sum / group.size())",
+    ),
+    "torch's op": (lambda g: collectives.all_reduce(EYE, g, op=dist.ReduceOp.MAX), "it is 'sum' or 'max'"),
+    "max of complex": (
+        lambda g: collectives.all_reduce(EYE.cfloat(), g, op="max"),
+        "torch.complex64 cannot be compared; convert first",
+    ),
+    "max of fp8": (
+        lambda g: collectives.all_reduce(EYE.to(torch.float8_e5m2), g, op="max"),
+        "cannot be compared",
+    ),
+    "out": (
+        lambda g: collectives.all_reduce(EYE, g, out=torch.empty(9)),
+        "out is float32[9] on cpu; it must be float32[3, 3] on cpu, contiguous",
+    ),
+    "out transposed": (
+        lambda g: collectives.all_reduce(EYE, g, out=EYE.T),
+        "it must be float32[3, 3] on cpu, contiguous",
+    ),
+    "out of a gather": (
+        lambda g: collectives.all_gather(EYE, g, 1, out=torch.empty(6, 3)),
+        "it must be float32[3, 6] on cpu",
+    ),
+    "no memory": (
+        lambda g: collectives.all_gather(EYE.to("meta"), g),
+        "x is on meta, but gloo moves memory of the CPU",
+    ),
+    "scalar": (
+        lambda g: collectives.all_gather(torch.tensor(1.0), g),
+        "dim=0, but x [] has no dims; use x.reshape(1)",
+    ),
+    "dim": (lambda g: collectives.all_gather(EYE, g, dim=2), "dim=2, but x [3, 3] has dims -2 to 1"),
+    "dim below": (lambda g: collectives.reduce_scatter(EYE, g, -3), "dim=-3, but x [3, 3] has dims -2 to 1"),
+    "not divisible": (
+        lambda g: collectives.reduce_scatter(EYE, g, 1),
+        "reduce_scatter: x [3, 3] has 3 along dim 1, not a multiple of the group's 2 ranks",
+    ),
+    "uneven by accident": (
+        lambda g: collectives.all_to_all(EYE, g),
+        "not a multiple of the group's 2 ranks (world); pad it",
+    ),
+    "slice": (lambda g: collectives.scatter_to(EYE, g), "scatter_to: x [3, 3] has 3 along dim 0"),
+    "one of two sizes": (
+        lambda g: collectives.all_to_all(EYE, g, send_sizes=[1, 2]),
+        "receive_sizes=None; give both",
+    ),
+    "too few sizes": (
+        lambda g: collectives.all_to_all(EYE, g, send_sizes=[3], receive_sizes=[1, 1]),
+        "send_sizes=[3]; give both, 2 sizes >= 0 each",
+    ),
+    "negative": (
+        lambda g: collectives.all_to_all(EYE, g, send_sizes=[4, -1], receive_sizes=[4, 1]),
+        "sizes >= 0",
+    ),
+    "sum of sizes": (
+        lambda g: collectives.all_to_all(EYE, g, send_sizes=[1, 1], receive_sizes=[1, 1]),
+        "send_sizes [1, 1] add up to 2, but x has 3 along dim 0",
+    ),
+    "to itself": (
+        lambda g: collectives.all_to_all(EYE, g, send_sizes=[1, 2], receive_sizes=[2, 1]),
+        "this rank sends 1 to itself, but receive_sizes expects 2",
+    ),
+    "source": (
+        lambda g: collectives.broadcast(EYE, 2, g),
+        "broadcast from rank 2; the ranks of this group (world) are 0..1",
+    ),
+    "negative rank": (
+        lambda g: collectives.send(EYE, -1, g),
+        "send to rank -1; the ranks of this group (world) are 0..1",
+    ),
+    "send to self": (lambda g: collectives.send(EYE, 0, g), "send to rank 0, which is this rank itself"),
+    "receive from self": (
+        lambda g: collectives.receive(EYE, 0, g),
+        "receive from rank 0, which is this rank itself",
+    ),
+    "half an exchange": (
+        lambda g: collectives.exchange(EYE, 0, 1, g),
+        "to=0 and source=1, one of them this rank itself",
+    ),
+    "exchange": (
+        lambda g: collectives.exchange(EYE, 1, 5, g),
+        "exchange: receive from rank 5; the ranks of this group",
+    ),
+    "no shape": (
+        lambda g: collectives.receive(None, 1, g),
+        "receive needs a tensor to take shape and dtype from",
+    ),
+    "nothing to rotate": (lambda g: collectives.rotate((), g), "rotate: an empty tuple"),
+}
+
+
+def refusals():
+    messages = {}
+    for case, (call, _) in REFUSED.items() if dist.get_rank() == 0 else ():
+        try:
+            call(dist.group.WORLD)
+            messages[case] = "accepted"
+        except ValueError as error:
+            messages[case] = str(error)
+    return messages
+
+
+def test_a_wrong_call_is_one_line_before_anybody_waits():
+    messages, _ = launch.run(refusals, ranks=2, timeout_s=20)
+    for case, (_, expected) in REFUSED.items():
+        assert expected in messages[case] and "\n" not in messages[case], f"{case}: {messages[case]}"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and NCCL")
+def test_host_memory_is_refused_on_nccl():
+    with pytest.raises(launch.RankError, match="x is on cpu, but NCCL moves GPU memory only"):
+        launch.run(lambda: collectives.all_reduce(torch.ones(3), dist.group.WORLD), ranks=1)
+
+
+# ---- checked mode ----------------------------------------------------------------------------------------
+
+
+def caught(program):
+    """What each rank hears of a wrong program; the program waits for what it starts."""
+
+    def on_rank():
+        try:
+            return str(program(dist.get_rank(), dist.group.WORLD))
+        except CollectiveMismatch as error:
+            return f"{error}"
+
+    return on_rank
+
+
+def line_of(program, offset):
+    return program.__code__.co_firstlineno + offset
+
+
+def wrong_shape(rank, group):
+    collectives.all_reduce(torch.ones(2), group)
+    return collectives.all_reduce(torch.ones(500 if rank == 2 else 1000), group)
+
+
+def wrong_dtype(rank, group):
+    return collectives.all_gather(torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32), group)
+
+
+def swapped(rank, group):
+    weight, bias = torch.full((4,), 1.0), torch.full((4,), 100.0)
+    if rank != 2:
+        collectives.all_reduce(weight, group)
+        return collectives.all_reduce(bias, group)
+    collectives.all_reduce(bias, group)
+    return collectives.all_reduce(weight, group)
+
+
+def other_operation(rank, group):
+    if rank == 3:
+        return collectives.all_gather(torch.ones(8), group)
+    return collectives.all_reduce(torch.ones(8), group)
+
+
+def skipped(rank, group):
+    if rank != 0:
+        collectives.all_reduce(torch.ones(4), group)  # rank 0 forgets this one
+    return collectives.all_reduce(torch.ones(4), group)
+
+
+def other_dim(rank, group):
+    return collectives.all_gather(torch.ones(4, 4), group, dim=rank % 2)
+
+
+def other_source(rank, group):
+    return collectives.broadcast(torch.ones(4), 1 if rank == 0 else 0, group)
+
+
+def other_reduction(rank, group):
+    return collectives.all_reduce(torch.ones(4), group, op="max" if rank == 2 else "sum")
+
+
+def in_the_background(rank, group):
+    return collectives.all_reduce(torch.ones(rank + 1), group, async_op=True).wait()
+
+
+def other_name(rank, group):
+    for bucket in [1, 0] if rank == 1 else [0, 1]:
+        result = collectives.all_reduce(torch.full((4,), float(bucket)), group, name=f"bucket {bucket}")
+    return result
+
+
+def rows_not_expected(rank, group):
+    return collectives.all_to_all(
+        torch.ones(8, 3),
+        group,
+        send_sizes=[2, 2, 2, 2],
+        receive_sizes=[2, 2, 2, 2] if rank != 3 else [2, 3, 2, 2],
+    )
+
+
+WRONG = {
+    wrong_shape: "collective #1: rank 2 calls all_reduce(float32[500]) at {2}, others all_reduce(float32[1000]) at {2}",
+    wrong_dtype: "collective #0: rank 1 calls all_gather(int32[4]) at {1}, others all_gather(float32[4]) at {1}",
+    swapped: "collective #0: rank 2 calls all_reduce(float32[4]) at {5}, others all_reduce(float32[4]) at {3}; "
+    "if these belong together, give both the same name=",
+    other_operation: "collective #0: rank 3 calls all_gather(float32[8]) at {2}, others all_reduce(float32[8]) at {3}",
+    skipped: "collective #0: rank 0 calls all_reduce(float32[4]) at {3}, others all_reduce(float32[4]) at {2}; "
+    "if these belong together, give both the same name=",
+    other_dim: "collective #0: ranks 0, 2 call all_gather(float32[4, 4]) at {1}, "
+    "ranks 1, 3 call all_gather(float32[4, 4], dim=1) at {1}",
+    other_source: "collective #0: rank 0 calls broadcast(float32[4], source=1) at {1}, "
+    "others broadcast(float32[4], source=0) at {1}",
+    other_reduction: "collective #0: rank 2 calls all_reduce(float32[4], op=max) at {1}, "
+    "others all_reduce(float32[4]) at {1}",
+    in_the_background: "collective #0: "
+    + ", ".join(f"rank {rank} calls all_reduce(float32[{rank + 1}]) at {{1}}" for rank in range(4)),
+    other_name: "collective #0: rank 1 calls all_reduce(float32[4]) named 'bucket 1' at {2}, "
+    "others all_reduce(float32[4]) named 'bucket 0' at {2}",
+}
+
+
+def by_messages(program):
+    """The same where headers travel, as between nodes."""
+
+    @functools.wraps(program)
+    def on_rank(*args):
+        collectives.meet_in(None)
+        return program(*args)
+
+    return on_rank
+
+
+IN_BOTH_WAYS = pytest.mark.parametrize(
+    "way", [lambda program: program, by_messages], ids=["memory", "messages"]
+)
+
+
+@IN_BOTH_WAYS
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_checked_mode_says_who_calls_what(program, way):
+    sites = [f"test_collectives_errors.py:{line_of(program, offset)}" for offset in range(8)]
+    assert (
+        launch.run(way(caught(program)), ranks=4, checked=True, timeout_s=20)
+        == [WRONG[program].format(*sites)] * 4
+    )
+
+
+@IN_BOTH_WAYS
+def test_checked_mode_compares_the_rows_of_an_uneven_all_to_all(way):
+    with pytest.raises(launch.RankError) as error:
+        launch.run(
+            way(lambda: rows_not_expected(dist.get_rank(), dist.group.WORLD)),
+            ranks=4,
+            checked=True,
+            timeout_s=20,
+        )
+    assert error.value.ranks == (3,) and "rank 1 sends 6 elements" in str(error.value)
+    assert "but here receive_sizes asks for 9; pass what it sends" in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo's silence is the subject")
+def test_without_checked_mode_these_are_silent():
+    """The control: the same programs, wrong results, no error."""
+    assert launch.run(caught(swapped), ranks=4, checked=False)[0] == str(torch.full((4,), 301.0))
+    unnoticed = launch.run(caught(wrong_dtype), ranks=4, checked=False)
+    assert "1065353216" in unnoticed[1]  # the bits of 1.0 read as an integer
+
+
+def legitimate_branches():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    if rank == 0:
+        weights = collectives.broadcast(torch.full((3,), 7), 0, group, name="weights")
+    else:
+        weights = collectives.broadcast(torch.empty(3, dtype=torch.int64), 0, group, name="weights")
+    uneven = collectives.all_to_all(
+        torch.full((4 + rank, 2), rank), group, send_sizes=[2 + rank, 2], receive_sizes=[2, 3 - rank]
+    )
+    nothing = collectives.all_to_all(torch.ones(0, 2), group, send_sizes=[0, 0], receive_sizes=[0, 0])
+    return weights.tolist(), uneven[:, 0].tolist(), list(nothing.shape)
+
+
+@IN_BOTH_WAYS
+def test_what_belongs_together_passes(way):
+    assert launch.run(way(legitimate_branches), ranks=2, checked=True, timeout_s=20) == [
+        ([7, 7, 7], [0, 0, 1, 1, 1], [0, 2]),
+        ([7, 7, 7], [0, 0, 1, 1], [0, 2]),
+    ]
+
+
+def headers_are_free():
+    group = dist.group.WORLD
+    calls = []
+    for checked in (False, True):
+        collectives.set_checked(checked)
+        collectives.barrier(group)
+        collectives.all_reduce(torch.ones(8), group)
+        collectives.rotate(torch.ones(8), group)
+        calls.append([(call.op, call.sent_bytes) for call in collectives.last_calls()[-3:]])
+    assert calls[0] == calls[1], calls
+
+
+@IN_BOTH_WAYS
+def test_headers_are_not_counted(way):
+    launch.run(way(headers_are_free), ranks=4, checked=False)
+
+
+# ---- messages --------------------------------------------------------------------------------------------
+
+
+def wrong_message(like):
+    group = dist.group.WORLD
+    if group.rank() == 0:
+        collectives.send(torch.ones(4), 1, group)
+    else:
+        collectives.receive(like, 0, group)
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        pytest.param(torch.empty(4, dtype=torch.int32), id="dtype"),
+        pytest.param(torch.empty(2), id="too small"),
+        pytest.param(torch.empty(400), id="too large"),
+        pytest.param(torch.empty(2, 2), id="shape"),
+    ],
+)
+@IN_BOTH_WAYS
+def test_a_message_of_another_kind_is_caught_by_its_receiver(like, way):
+    with pytest.raises(launch.RankError) as error:
+        launch.run(way(wrong_message), like, ranks=2, checked=True, timeout_s=20)
+    expected = f"{str(like.dtype)[6:]}[{', '.join(map(str, like.shape))}]"
+    assert error.value.ranks == (1,) and "message #0 from rank 0: it sends float32[4] at" in str(error.value)
+    assert f"this rank expects {expected} at" in str(error.value)
+
+
+def refused_and_then_fine(sent, like, times, log):
+    """What both ranks hear, what the receiver gets next, and whether its log holds calls that are not over."""
+    group = dist.group.WORLD
+    collectives.log_to(f"{log}/{group.rank()}")
+    heard = []
+    if group.rank() == 0:
+        for x in (*sent, torch.full((3,), 7.0)):
+            collectives.send(x, 1, group)
+        heard.append("sent")
+    else:
+        handles = [collectives.receive(like, 0, group, async_op=True) for _ in sent]
+        for handle in handles * times:
+            with pytest.raises(CollectiveMismatch) as error:
+                handle.wait()
+            heard.append(str(error.value).partition(":")[0])
+        heard.append(collectives.receive(None, 0, group, shape=(3,), dtype=torch.float32).tolist())
+    return heard, [str(call.seq) for call in collectives.read_log(f"{log}/{group.rank()}") if not call.done]
+
+
+@IN_BOTH_WAYS
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("sent", [torch.ones(4), torch.ones(()), torch.empty(0, 2), torch.ones(3000, 1000)])
+def test_the_sender_of_a_refused_message_goes_on(sent, times, way, tmp_path):
+    """The receiver takes it and drops it; who waits for a refused one again hears the same again."""
+    like = torch.empty(2, dtype=torch.int64)
+    (first, left), (second, kept) = launch.run(
+        way(refused_and_then_fine),
+        [sent, sent],
+        like,
+        times,
+        str(tmp_path),
+        ranks=2,
+        checked=True,
+        timeout_s=20,
+    )
+    assert first == ["sent"] and left == kept == []
+    refused = [f"message #{number} from rank 0" for number in (0, 1)] * times
+    assert second == [*refused, [7.0] * 3]
+
+
+def refused_both_ways():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with pytest.raises(CollectiveMismatch, match=f"message #0 from rank {1 - rank}: it sends"):
+        collectives.exchange(torch.ones(2 + rank), 1 - rank, 1 - rank, group)
+    return collectives.rotate(torch.ones(2) * rank, group).tolist()
+
+
+@IN_BOTH_WAYS
+def test_after_an_exchange_that_both_refuse_the_next_one_works(way):
+    assert launch.run(way(refused_both_ways), ranks=2, checked=True, timeout_s=20) == [[1.0] * 2, [0.0] * 2]
+
+
+def left_open(program, log):
+    """The calls of this rank that its log has as not over, after one that was refused."""
+    collectives.log_to(f"{log}/{dist.get_rank()}")
+    with pytest.raises(CollectiveMismatch):
+        program(dist.get_rank(), dist.group.WORLD)
+    calls = collectives.read_log(f"{log}/{dist.get_rank()}")
+    return len(calls), [call.seq for call in calls if not call.done]
+
+
+@pytest.mark.parametrize(
+    "program", [wrong_dtype, wrong_shape, in_the_background], ids=lambda one: one.__name__
+)
+def test_a_refused_call_is_over_in_the_log(program, tmp_path):
+    for calls, unfinished in launch.run(
+        left_open, program, str(tmp_path), ranks=4, checked=True, timeout_s=20
+    ):
+        assert calls > 0 and unfinished == []

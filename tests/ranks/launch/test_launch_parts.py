@@ -1,0 +1,603 @@
+"""What a launch is made of behind the caller, piece by piece: what the helper kills and reaps, what a rank sets up, how
+ranks of a job agree, what the kernel counts."""
+
+import datetime
+import errno
+import io
+import json
+import linecache
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import collectives, launch
+from minitrain.course import loopback
+from minitrain.ranks.launch import forks, helper, job, ranks, report, start
+from tests.ranks.launch.test_launch_caller import LOST, MINE, Heard
+
+LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# ---- the helper ------------------------------------------------------------------------------------------
+
+
+def in_a_rank(fn, *args):
+    """fn's result in a process that has no threads, where one may fork."""
+    return launch.run(fn, *args, ranks=1, echo=False, timeout_s=20)[0]
+
+
+def a_group(order="", events=None):
+    there, here = socket.socketpair()
+    there.sendall(f"{order}\n".encode())
+    read, write = os.pipe() if events is None else events
+    return there, read, forks.RankGroup(write, here.detach())
+
+
+def sleeping(*, group=True, child=False) -> int:
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if group:
+            os.setpgid(0, 0)
+        if child and os.fork() == 0:
+            os.setsid()
+        os.write(told, b"x")
+        while True:
+            signal.pause()
+    for _ in range(1 + child):
+        os.read(ready, 1)
+    os.close(ready), os.close(told)
+    return pid
+
+
+def lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Who is killed takes a moment."""
+    patience = time.monotonic() + 10
+    while lives(pid) and time.monotonic() < patience:
+        time.sleep(0.01)
+    return not lives(pid)
+
+
+def what_an_end_ends(folder):
+    forks.ctypes.CDLL(None).prctl(forks.PR_SET_CHILD_SUBREAPER, 1)
+    os.mkdir(f"{folder}/directory")
+    there, said, group = a_group(f"{folder}/directory")
+    first, late = sleeping(child=True), sleeping(group=False)
+    left = sleeping()  # a child of a rank that has died: ours by now
+    (grandchild,) = forks.children(first)
+    known = forks.descendants(first), forks.descendants(late)
+    deep = grandchild in forks.descendants(os.getpid()) and grandchild not in forks.children(os.getpid())
+    group.pids = {first: 0, late: 1}
+    group.end(alone=False)
+    gone = (
+        [ends(pid) for pid in (first, late, grandchild)],
+        lives(left),
+        os.path.exists(f"{folder}/directory"),
+    )
+    words = os.read(said, 100), group.ended, group.files()
+    _, _, second = a_group(f"{folder}/directory")
+    second.end(alone=True)
+    return gone, words, (deep and known == ([grandchild], [])), lives(left), os.path.exists(f"/proc/{left}")
+
+
+@LINUX_ONLY
+def test_the_end_of_a_launch_ends_its_ranks_all_that_they_started_and_its_directory(tmp_path):
+    gone, words, known, left, zombie = in_a_rank(what_an_end_ends, str(tmp_path))
+    assert known, "children of children are found"
+    assert gone == ([True] * 3, True, False), (
+        "another launch may be under way: what else there is may be its own"
+    )
+    assert words == (b"- reaped\n", True, [])
+    assert not left and not zombie, "nobody else launches: what is left goes too, and is reaped"
+
+
+def what_is_reaped(folder):
+    order = os.pipe()
+    quick = os.fork()
+    if quick == 0:
+        os.setpgid(0, 0)
+        if os.fork() == 0:
+            os.write(order[1], str(os.getpid()).encode())
+            while True:
+                signal.pause()
+        os._exit(7)
+    child, slow = int(os.read(order[0], 20)), sleeping()
+    there, said, group = a_group(f"{folder}/none")  # now: ranks close what is not for them
+    group.pids = {quick: 4, slow: 2}
+    before = len(group.files())
+    while quick in group.pids:
+        group.reap()
+    heard = os.read(said, 100)
+    closed = os.read(group.gone, 1)  # nobody can write there any more
+    os.kill(slow, signal.SIGKILL)
+    while group.pids:
+        group.reap()
+    return before, heard, closed, os.read(said, 100), len(group.files()), ends(child)
+
+
+@LINUX_ONLY
+def test_the_end_of_a_rank_is_told_to_the_caller_and_to_the_others(tmp_path):
+    before, heard, closed, second, after, child = in_a_rank(what_is_reaped, str(tmp_path))
+    assert (heard, second) == (b"4 exit 7\n", b"2 exit -9\n"), "the rank, and what it ended with"
+    assert closed == b"" and (before, after) == (3, 2) and child, "what it started ends with it"
+
+
+def what_is_buried():
+    mine, other = os.fork() or os._exit(0), os.fork() or os._exit(0)
+    while {mine, other} - {pid for pid in forks.children(os.getpid()) if not lives(pid)}:
+        time.sleep(0.01)
+    forks.bury({mine})
+    return forks.children(os.getpid()) == [mine]
+
+
+@LINUX_ONLY
+def test_what_ranks_left_is_buried_and_ranks_are_not():
+    assert in_a_rank(what_is_buried)
+
+
+def test_a_line_is_a_line_and_nothing_of_what_follows():
+    there, _, group = a_group("first")
+    there.sendall(b"second\nth")
+    assert (group.directory, group.line()) == ("first", "second")
+    there.close()
+    assert group.line() == "", "a line that is cut is no order"
+
+
+def test_an_order_starts_ranks_and_its_absence_ends_the_launch(monkeypatch):
+    done = []
+    monkeypatch.setattr(forks.RankGroup, "start", lambda self, order, closed: done.append((order, closed)))
+    monkeypatch.setattr(forks.RankGroup, "end", lambda self, alone: done.append(alone))
+    there, _, group = a_group("directory")
+    other = a_group("another")[2]
+    there.sendall(b'{"ranks": 2}\n')
+    group.listen([5, 6], [group, other])
+    order, closed = done.pop()
+    assert order == {"ranks": 2} and closed == [5, 6, *other.files(), group.gone_writer]
+    group.pids = {77: 0}
+    group.listen([], [group, other])
+    assert done.pop() is False, "something is heard though all was said: the caller is gone"
+    group.listen([], [group])
+    assert done == [True], "alone"
+
+
+def test_who_is_gone_or_not_ours_is_not_killed_and_that_is_no_error():
+    def raises(error):
+        return lambda pid, number: (_ for _ in ()).throw(error)
+
+    forks.kill(raises(ProcessLookupError()), 1)
+    forks.kill(raises(PermissionError()), 1)
+    seen = []
+    forks.kill(lambda *given: seen.append(given), 8)
+    assert seen == [(8, signal.SIGKILL)]
+
+
+def test_a_helper_is_used_while_it_lives_is_ours_and_has_read_what_files_say(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text("x = 1")
+    one = object.__new__(helper.Helper)
+    one.owner, one.process = os.getpid(), types.SimpleNamespace(poll=lambda: None)
+    one.files = {str(file): helper.changed_at(str(file)), str(tmp_path / "gone.py"): 0}
+    assert one.usable() and helper.changed_at(str(file)) == os.stat(file).st_mtime_ns
+    os.utime(file, ns=(1, 1))
+    assert not one.usable()
+    one.files = {}
+    assert one.usable()
+    one.owner += 1
+    assert not one.usable()
+    one.owner, one.process.poll = os.getpid(), lambda: 0
+    assert not one.usable()
+    one.log = io.BytesIO(b"first\n" + b"x" * 4000 + b"\xfflast\n")
+    assert (
+        one.last_words().endswith("x\ufffdlast")
+        and "first" not in one.last_words()
+        and len(one.last_words()) < 4000
+    )
+
+
+def test_the_helper_has_one_thread_whatever_its_caller_has_and_the_rest_as_the_caller(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GLIBC_TUNABLES", "of the caller")
+    started = []
+
+    def popen(command, **how):
+        started.append((command, how))
+        raise OSError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(helper.subprocess, "Popen", popen)
+    said = "^the helper process that forks ranks cannot be started: .*ulimit -u.*; use fewer ranks, or end other programs$"
+    with pytest.raises(launch.RankError, match=said):
+        helper.Helper()
+    ((command, how),) = started
+    assert how["env"]["OMP_NUM_THREADS"] == how["env"]["MKL_NUM_THREADS"] == "1"
+    assert how["env"]["GLIBC_TUNABLES"] == "of the caller" and how["start_new_session"] is True
+    assert command[1] == "-P" and command[5] == str(os.getpid()) and how["pass_fds"] == [int(command[4])]
+    assert command[6:-1] == sys.path and os.path.join(command[-1], "minitrain", "") == report.PACKAGE
+
+
+@pytest.mark.parametrize("ours, late", [(True, False), (True, True), (False, False)])
+def test_a_helper_ends_when_its_line_does_and_is_killed_if_it_is_late(ours, late):
+    one, done = object.__new__(helper.Helper), []
+    one.owner = os.getpid() + (not ours)
+    one.requests = types.SimpleNamespace(close=lambda: done.append("line"))
+    one.log = types.SimpleNamespace(close=lambda: done.append("log"))
+
+    def wait(seconds=None):
+        done.append(seconds)
+        if late and seconds:
+            raise subprocess.TimeoutExpired("helper", seconds)
+
+    one.process = types.SimpleNamespace(wait=wait, kill=lambda: done.append("killed"))
+    one.close()
+    assert done == ["line", "log", *([2] if ours else []), *(["killed", None] if late else [])]
+
+
+def test_another_helper_takes_the_place_of_one_that_is_of_no_use(monkeypatch):
+    class Old:
+        def __init__(self, launches, usable):
+            self.launches, self.usable, self.closed = launches, lambda: usable, False
+
+        def close(self):
+            self.closed = True
+
+    class New(helper.Helper):
+        def __init__(self):
+            pass
+
+    for launches, usable, closed in ((set(), False, True), ({1}, False, False), (set(), True, False)):
+        old = New.current = Old(launches, usable)
+        found = New.find()
+        assert (found is old) == usable and old.closed == closed and New.current is found
+
+
+# ---- a rank ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus, backend", [(0, "gloo"), (3, "gloo"), (4, "nccl"), (8, "nccl")])
+def test_nccl_where_every_rank_of_this_machine_has_a_gpu(gpus, backend, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    device, joined = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", device.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: joined.append((given, more)))
+    ranks.init_group("store", 6, 8, "the time")
+    (((named,), more),) = joined
+    assert named == backend and device == [torch.device("cuda", 2)] * (backend == "nccl")
+    wanted = dict(store="store", rank=6, world_size=8, timeout="the time")
+    assert more == wanted | ({"device_id": device[0]} if device else {})
+
+
+@pytest.mark.parametrize(
+    "gpus, local_rank, device", [(0, "3", "cpu"), (2, "3", "cuda:1"), (2, None, "cuda:0"), (4, "3", "cuda:3")]
+)
+def test_a_rank_has_a_gpu_of_its_own_or_shares_one(gpus, local_rank, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert str(launch.device()) == device
+
+
+def test_nobody_listens_any_more_and_that_is_no_error():
+    read, write = os.pipe()
+    ranks.say(write, 3, "ready", "sympy")
+    assert os.read(read, 99) == b"3 ready sympy\n"
+    os.close(read)
+    ranks.say(write, 3, "done")
+
+
+def test_a_rank_is_what_its_caller_is_now(monkeypatch, tmp_path):
+    """And writes where only its owner reads, keeps its caller's words, and quotes lines that no file holds."""
+    monkeypatch.setenv("ONLY_NOW", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(linecache.cache, "<a cell>", (4, None, ["text\n"], "<a cell>"))
+    helper.Helper.find()
+
+    def look():
+        out, err = os.fstat(1), sys.stderr
+        modes = [oct(os.fstat(file).st_mode & 0o777) for file in (1, 2)]
+        names = (
+            "ONLY_NOW",
+            "HOME",
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "MINITRAIN_INSIDE",
+        )
+        text = [(one.encoding, one.errors, one.line_buffering) for one in (sys.stdout, err)]
+        return (
+            [os.environ.get(name) for name in names], sys.argv, sys.path[-1], linecache.getline("<a cell>", 1), modes,
+            text, out.st_ino != os.fstat(2).st_ino, os.get_blocking(1), os.getppid(), os.getpgrp() == os.getpid(),
+            signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL, [torch.get_num_threads(), dist.get_backend()],
+            sorted(os.listdir(os.path.dirname(err.name)))[:3] if err.name else None, os.path.basename(err.name),
+        )  # fmt: skip
+
+    environ, argv, last, line, modes, text, apart, *_, parent, own, chld, numbers, _, name = in_a_rank(look)
+    assert (
+        environ == ["1", None, "1", "1", "1", "1"] and argv == ["program", "--flag"] and last == str(tmp_path)
+    )
+    assert line == "text\n" and modes == ["0o600"] * 2 and text == [("utf-8", "backslashreplace", True)] * 2
+    assert apart and parent == helper.Helper.find().process.pid and own and chld and numbers == [1, "gloo"]
+    assert name == "0.stderr"
+
+
+# ---- a rank of a job -------------------------------------------------------------------------------------
+
+HERE = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    for name in (*job.VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(job.Job, "current", None)
+
+    def put(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.mark.parametrize("missing", [*HERE, None])
+def test_a_job_is_where_all_four_variables_are(environ, missing):
+    environ(**{name: value for name, value in HERE.items() if name != missing})
+    assert job.here() == (missing is None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(RANK="2"),
+        dict(RANK="3"),
+        dict(RANK="-1"),
+        dict(RANK="²"),
+        dict(MASTER_PORT="http"),
+        dict(WORLD_SIZE=""),
+    ],
+)
+def test_variables_that_make_no_rank_are_left_over(environ, wrong, monkeypatch):
+    environ(**HERE | wrong)
+    (name, value) = next(iter(wrong.items()))
+    said = f"{name}='{value}'.* are not a rank below a world size, a host and a port; outside a job unset RANK WORLD_SIZE"
+    with pytest.raises(ValueError, match=said):
+        job.here()
+    monkeypatch.setattr(job.Job, "current", "joined")
+    assert job.here(), "who has joined is there"
+
+
+def test_an_agent_that_does_not_answer_is_from_another_job(environ):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        environ(**HERE | dict(MASTER_PORT=str(closed.getsockname()[1])))
+        assert job.here(), "only an agent listens before any rank is there"
+        environ(TORCHELASTIC_USE_AGENT_STORE="True")
+        with pytest.raises(
+            ValueError,
+            match="at 127.0.0.1:.* nobody answers .*: they are left over from another job; outside a job unset",
+        ):
+            job.here()
+        closed.listen()
+        assert job.here()
+
+
+def a_job(rank=0, size=2, store=None):
+    one = object.__new__(job.Job)
+    one.launches, one.rank, one.size, one.store = 1, rank, size, store or dist.HashStore()
+    return one
+
+
+@pytest.mark.parametrize(
+    "errors, blamed",
+    [([None, None], None), ([None, MINE], (1,)), ([MINE, MINE], (0, 1)), ([LOST, MINE], (1,))],
+)
+def test_all_ranks_of_a_job_come_to_the_same_error(errors, blamed):
+    store = dist.HashStore()
+    for rank in (1, 0):
+        store.set(f"launch-1/{rank}", json.dumps(errors[rank]))
+    for rank in (0, 1):
+        if blamed is None:
+            a_job(rank, store=store).agree(errors[rank], 5)
+            continue
+        with pytest.raises(launch.RankError, match="raised ValueError: bad batch") as error:
+            a_job(rank, store=store).agree(errors[rank], 5)
+        assert error.value.ranks == blamed
+
+
+@pytest.mark.parametrize(
+    "error, patience_s, said",
+    [(MINE, job.GRACE_S, "rank 1 raised ValueError"), (None, 40 + job.GRACE_S, "other ranks are late")],
+)
+def test_a_job_in_which_others_do_not_come_to_an_end_is_ended(error, patience_s, said):
+    class Late:
+        def set(self, key, value):
+            self.told = key, json.loads(value)
+
+        def wait(self, keys, patience):
+            self.keys, self.patience = keys, patience
+            raise dist.DistStoreError("late")
+
+    class Ended(Exception):
+        pass
+
+    one, ended = a_job(rank=1, size=3, store=Late()), []
+    one.end = lambda why: ended.append(why) or (_ for _ in ()).throw(Ended)
+    with pytest.raises(Ended):
+        one.agree(error, 40)
+    assert said in str(ended[0]) and one.store.told == ("launch-1/1", error)
+    assert one.store.keys == [f"launch-1/{rank}" for rank in range(3)]
+    assert one.store.patience == datetime.timedelta(seconds=patience_s)
+    assert isinstance(ended[0], launch.LaunchTimeout) == (error is None)
+
+
+def test_a_launch_in_a_job_gives_all_results_and_keeps_its_own(monkeypatch):
+    monkeypatch.delenv("MINITRAIN_INSIDE", raising=False)
+    one, done, seen = a_job(rank=1, size=3), [], {}
+    one.launches, one.talk = 4, "the group"
+    one.agree = lambda error, timeout_s: done.append((error and error["message"], timeout_s))
+    monkeypatch.setattr(collectives, "set_checked", lambda checked: seen.update(checked=checked))
+    monkeypatch.setattr(
+        collectives, "settle", lambda: seen.update(settled=os.environ.get("MINITRAIN_INSIDE"))
+    )
+    monkeypatch.setattr(ranks, "seed_all", lambda: seen.update(seeded=True))
+
+    def gather(everyone, mine, group):
+        assert group == "the group"
+        everyone[:] = [pickle.dumps("zero"), mine, pickle.dumps("two")]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    own = ["of rank", 1]
+    results = one.run(lambda x: x, (own,), 30, True)
+    assert results == ["zero", own, "two"] and results[1] is own, "what fn returned here, not a copy"
+    assert seen == dict(checked=True, settled="1", seeded=True) and one.launches == 5 and done == [(None, 30)]
+    assert "MINITRAIN_INSIDE" not in os.environ
+
+    def agree(error, timeout_s):
+        raise launch.RankError(error["message"])
+
+    one.agree = agree
+    with pytest.raises(launch.RankError, match="^7$"):
+        one.run(sys.exit, (7,), 30, False)
+    assert "MINITRAIN_INSIDE" not in os.environ and seen["checked"] is False
+
+
+def test_a_rank_that_ends_its_job_says_why_after_all_that_it_has_printed(monkeypatch):
+    said = []
+
+    class Stream(io.StringIO):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def flush(self):
+            said.append((self.name, self.getvalue()))
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Stream(name))
+    monkeypatch.setattr(job.os, "_exit", lambda code: said.append(code))
+    sys.stdout.write("a print")
+    a_job().end(launch.LaunchTimeout("others are late", (1,), "line 5"))
+    assert said == [("stdout", "a print"), ("stderr", "LaunchTimeout: others are late\n\nline 5\n"), 1]
+
+
+def test_rank_0_alone_says_that_a_job_has_another_number_of_ranks(monkeypatch, capsys):
+    for rank, asked, told in ((0, 4, True), (0, 2, False), (1, 4, False)):
+        monkeypatch.setattr(job.Job, "current", a_job(rank))
+        assert job.Job.find(asked, 9) is job.Job.current
+        said = "this job has 2 ranks: running on all of them instead of ranks=4\n"
+        assert capsys.readouterr().out == (said if told else "")
+
+
+def test_an_alarm_says_where_its_process_is_and_ends_it(monkeypatch, capsys):
+    ended, rung = [], threading.Event()
+    monkeypatch.setattr(job, "GRACE_S", 0.01)
+    monkeypatch.setattr(job.os, "_exit", lambda code: ended.append(code) or rung.set())
+    monkeypatch.setattr(collectives, "read_log", lambda log: [])
+    monkeypatch.setattr(
+        report, "stuck", lambda dump, calls, cells: report.Stuck("stand{s} at train.py:5", "in rung" in dump)
+    )
+    one = a_job(rank=3)
+    one.log = "the log"
+    with job.Alarm(one, 1000, "this rank has not finished"):
+        pass
+    assert not ended and threading.active_count() <= 4, "an alarm that is not needed is over"
+    with job.Alarm(one, 0.02, "this rank has not finished"):
+        assert rung.wait(30)
+    assert ended == [1]
+    assert (
+        capsys.readouterr().err
+        == "LaunchTimeout: this rank has not finished after 0.02 s: rank 3 stands at train.py:5\n"
+    )
+
+
+def test_plain_pickle_suffices_in_a_job_and_else_a_result_travels_by_value():
+    assert pickle.loads(job.portable(Heard)) is Heard
+    assert pickle.loads(job.portable(lambda: 8))() == 8
+    with pytest.raises(
+        TypeError, match="fn returned a generator, which cannot be sent back .*; return tensors"
+    ):
+        job.portable(i for i in ())
+
+
+# ---- the kernel's count ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_measured_is_said_in_a_command_and_read_from_its_output(private, monkeypatch):
+    commands = []
+
+    def run(command, **more):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code, "12\n345\n", "Traceback\n\nlast line\n" * noisy)
+
+    monkeypatch.setattr(loopback, "has_private_network", lambda: private)
+    monkeypatch.setattr(loopback.subprocess, "run", run)
+    code, noisy = 0, True
+    assert loopback.bytes_on_the_wire(int, float, ranks=3) == [12, 345]
+    command = commands[0]
+    assert (
+        command[: len(loopback.PRIVATE)] == [*loopback.PRIVATE] if private else command[0] == sys.executable
+    )
+    assert command[-5:-2] == ["minitrain.course.loopback", "private" if private else "shared", "3"]
+    code = 1
+    with pytest.raises(RuntimeError, match="^the measurement failed: last line$"):
+        loopback.bytes_on_the_wire(int)
+    noisy = False
+    with pytest.raises(RuntimeError, match="^the measurement failed: without a word$"):
+        loopback.bytes_on_the_wire(int)
+
+
+@pytest.mark.parametrize("network, runs", [("private", 1), ("shared", 5)])
+def test_of_a_shared_network_the_least_of_some_runs_is_told(network, runs, monkeypatch, capsys):
+    counts, brought_up, asked = iter([9, 7, 8, 6, 9, 5, 5, 5, 5, 5]), [], []
+    monkeypatch.setattr(loopback, "bring_up_loopback", lambda: brought_up.append(1))
+
+    def run(fn, *args, **given):
+        asked.append((fn, args, given))
+        return [next(counts), 0, 0]
+
+    monkeypatch.setattr(launch, "run", run)
+    call = loopback.base64.b64encode(start.pickled_call(int, ())).decode()
+    loopback.main(network, "3", call, call)
+    assert capsys.readouterr().out.split() == (["9", "7"] if network == "private" else ["6", "5"])
+    assert len(asked) == 2 * runs and len(brought_up) == (network == "private")
+    assert asked[0] == (loopback.between_readings, (int,), dict(ranks=3, checked=False, echo=False))
+
+
+def test_between_two_readings_the_second_call_is_counted(monkeypatch):
+    done = []
+    monkeypatch.setattr(collectives, "world", lambda: "world")
+    monkeypatch.setattr(collectives, "barrier", lambda group: done.append("barrier"))
+    monkeypatch.setattr(loopback, "loopback_bytes", lambda: done.append("reading") or 100 * len(done))
+    assert loopback.between_readings(lambda: done.append("fn")) == 400
+    assert done == ["fn", "barrier", "reading", "barrier", "fn", "barrier", "reading"]
+
+
+@pytest.mark.parametrize("name", ["lo", "lo0"])
+def test_a_byte_of_the_loopback_is_counted_once(name, monkeypatch):
+    count = types.SimpleNamespace(bytes_sent=7, bytes_recv=9)
+    monkeypatch.setattr(
+        loopback.psutil, "net_io_counters", lambda pernic, nowrap: {"eth0": None, name: count}
+    )
+    assert loopback.loopback_bytes() == 7

@@ -1,0 +1,110 @@
+"""Launches where the system gives too little: no loopback, no processes; and a caller that is killed at once."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from minitrain.ranks.launch import report
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and /proc are Linux's")
+PROGRAM = """
+import torch.distributed as dist
+from minitrain import launch
+try:
+    print(launch.run(dist.get_rank, ranks=2))
+except launch.RankError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def environment(folder) -> dict:
+    here = os.path.dirname(report.PACKAGE.rstrip(os.sep))
+    return os.environ | {"TMPDIR": str(folder), "PYTHONPATH": here, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def under(command: list[str], folder) -> str:
+    """What the program prints under a command that changes its surroundings, one line; nothing is left in `folder`."""
+    command = [*command, sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, cwd="/", env=environment(folder), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout + done.stderr
+    assert not list(folder.iterdir())
+    return done.stdout.strip()
+
+
+def needs(command: list[str], what: str) -> None:
+    if not shutil.which(command[0]) or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip(f"{what} is not permitted here: {' '.join(command)} fails")
+
+
+def test_without_a_loopback_a_launch_says_how_to_bring_it_up(tmp_path):
+    """A new network namespace has one that is switched off."""
+    command = ["unshare", "--user", "--map-root-user", "--net"]
+    needs(command, "a network namespace")
+    said = under(command, tmp_path)
+    assert said.startswith("RankError: ranks 0, 1 raised") and said.endswith(
+        "bring it up (ip link set lo up)"
+    )
+
+
+@pytest.mark.parametrize(
+    "processes, who",
+    [(1, "the helper process that forks ranks"), (3, "rank [01] of 2")],
+    ids=["helper", "rank"],
+)
+def test_a_limit_on_processes_is_named(processes, who, tmp_path):
+    """It does not bind root: another user, who may read root's files and has no other process, runs the program."""
+    may_read = "-all,+dac_override,+dac_read_search"
+    user = ["--reuid", "54321", "--regid", "54321", "--clear-groups"]
+    command = ["setpriv", *user, f"--inh-caps={may_read}", f"--ambient-caps={may_read}"]
+    needs(command, "to run as another user")
+    said = under([*command, "prlimit", f"--nproc={processes}"], tmp_path)
+    why = r"cannot be started: .* \(see ulimit -u, or a limit of the container\)"
+    assert re.fullmatch(f"RankError: {who} {why}; use fewer ranks, or end other programs", said), said
+
+
+@pytest.mark.parametrize("moment", ["the helper is there", "the directory is there"])
+def test_nothing_is_left_of_a_caller_that_is_killed_while_the_helper_imports(moment, tmp_path):
+    """The helper is slow: it sleeps before it imports torch, and finds out afterwards."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import sys, time
+            if any("minitrain.ranks.launch.forks" in word for word in sys.orig_argv):
+                time.sleep(1.5)
+        """)
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    env = environment(folder)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    caller = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, cwd="/", stdout=subprocess.DEVNULL)
+    process, patience = psutil.Process(caller.pid), time.monotonic() + 60
+
+    def until(happens) -> None:
+        while not happens():
+            assert time.monotonic() < patience
+            time.sleep(0.002)
+
+    try:
+        until(process.children)
+        (helper,) = process.children()
+        if moment == "the directory is there":
+            until(lambda: any(folder.glob("minitrain-*")))
+            assert helper.is_running(), "the control: it would be gone anyway"
+    finally:
+        caller.send_signal(signal.SIGKILL)
+        caller.wait()
+    until(lambda: not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE)
+    with suppress(psutil.NoSuchProcess):
+        helper.kill()
+    assert not list(folder.iterdir())

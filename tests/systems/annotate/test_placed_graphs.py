@@ -1,0 +1,428 @@
+"""Graphs on ranks: gradients are autograd's, every signature of an equation is right, every box ends where it
+should and sends what the formula says, and random annotations equal one process."""
+
+import itertools
+import random
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.ranks.events import Issue
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.annotate import boxing
+from minitrain.systems.annotate.boxing import collective, moves, sent_along
+from minitrain.systems.annotate.examples import attention, mlp, mlp_step
+from minitrain.systems.annotate.graph import Graph, Op, with_gradients
+from minitrain.systems.annotate.plan import Placed
+from minitrain.systems.annotate.propagate import propagate
+from minitrain.systems.annotate.run_placed import box, box_along, compute, evaluate, own_part, run, whole
+from minitrain.systems.annotate.sbp import choose
+from minitrain.systems.annotate.signature import BROADCAST as B
+from minitrain.systems.annotate.signature import PARTIAL as P
+from minitrain.systems.annotate.signature import Split, local_shape, signatures
+
+S = Split
+ALL = ("x", "w1", "w2")
+ODD = Graph(
+    {"x": (4, 6), "w": (6, 6)},
+    (
+        Op("h", "product", "ab,bc->ac", ("x", "w")),
+        Op("n", "negate", "ab->ab", ("h",)),
+        Op("e", "exp", "ab->ab", ("n",)),
+        Op("s", "add", "ab,ab,ab->ab", ("e", "h", "e")),
+        Op("sums", "product", "ab->b", ("s",)),
+        Op("r", "reciprocal", "b->b", ("sums",)),
+        Op("y", "product", "ab,b,ab->ba", ("s", "r", "s")),
+        Op("unused", "relu", "ab->ab", ("h",)),
+    ),
+)
+
+
+def random_values(graph, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.3 * torch.randn(shape, dtype=torch.float64, generator=draw)
+        for name, shape in graph.inputs.items()
+    }
+
+
+def groups_of(axes):
+    mesh = Mesh(**axes)
+    return {axis: mesh.group(axis) for axis in axes}
+
+
+@pytest.mark.parametrize(
+    "graph", [mlp(4, 6, 8), attention(2, 3, 4, 2, 2), ODD], ids=["mlp", "attention", "odd"]
+)
+def test_gradients_are_those_of_autograd(graph):
+    full, gradients = with_gradients(graph, "y", graph.inputs)
+    assert set(full.shapes) > set(graph.shapes) and gradients.keys() == graph.inputs.keys()
+    values = random_values(full)
+    ours = evaluate(full, values)
+    leaves = {name: values[name].clone().requires_grad_() for name in graph.inputs}
+    y = evaluate(graph, leaves)["y"]
+    torch.testing.assert_close(ours["y"], y, rtol=0, atol=0)
+    y.backward(values["d_y"])
+    for name, leaf in leaves.items():
+        assert full.shapes[gradients[name]] == graph.inputs[name]
+        torch.testing.assert_close(ours[gradients[name]], leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_what_nobody_asked_for_are_not_made():
+    full, gradients = with_gradients(mlp(4, 6, 8), "y", ["w2"])
+    assert [op.name for op in full.ops] == ["h", "a", "y", "d_w2"] and gradients == {"w2": "d_w2"}
+
+
+def test_a_step_function_passes_no_gradient():
+    on, gated = Op("on", "step", "bd->bd", ("x",)), Op("y", "product", "bd,bd->bd", ("x", "on"))
+    full, gradients = with_gradients(Graph({"x": (4, 6)}, (on, gated)), "y", ["x"])
+    values = {"x": torch.tensor([[-1.0, 0.0, 2.0]]).repeat(4, 2), "d_y": torch.ones(4, 6)}
+    assert evaluate(full, values)["on"][0].tolist() == [0, 0, 1] * 2, "0 has no gradient, as relu's"
+    assert gradients == {"x": "d_x"} and full.ops[-1].inputs == ("d_y", "on") and len(full.ops) == 3
+    with pytest.raises(ValueError, match="gradient of 'on' by 'x': it does not depend on that"):
+        with_gradients(Graph({"x": (4, 6)}, (on,)), "on", ["x"])
+
+
+# ---- signatures
+
+
+def test_the_signatures_of_a_product_are_the_six_of_the_paper():
+    said = {str(one) for one in signatures(Op("y", "product", "bd,df->bf", ("x", "w")))}
+    six = "S(0), B -> S(0)|B, S(1) -> S(1)|S(1), S(0) -> P|P, B -> P|B, P -> P|B, B -> B"
+    assert said == set(six.split("|"))
+
+
+EQUATIONS = {
+    "product": [
+        "bd,df->bf",
+        "bf->b",
+        "bf->fb",
+        "b->fb",
+        "bhts,bhsk->bhtk",
+        "ab,b,ab->ba",
+        "ab,cd->cbad",
+        "ab->",
+    ],
+    "add": ["ab,ab->ab", "ab->ab"],
+    "negate": ["ab->ab"],
+    "relu": ["ab->ab"],
+    "step": ["a->a"],
+    "exp": ["ab->ab"],
+    "reciprocal": ["ab->ab"],
+}
+CASES = [(function, equation) for function, list_ in EQUATIONS.items() for equation in list_]
+
+
+@pytest.mark.parametrize("function, equation", CASES)
+def test_every_signature_is_right_and_those_left_out_are_wrong(function, equation):
+    """Two ranks in one process, each with its part, without sending: parts of the result put together again
+    are the result. All other combinations of S, B and P are not."""
+    terms = equation.partition("->")[0].split(",")
+    new = sorted(set(equation.partition("->")[2]) - set("".join(terms)))
+    op = Op("y", function, equation, tuple("uvw"[: len(terms)]), tuple((letter, 2) for letter in new))
+    draw = torch.Generator().manual_seed(1)
+
+    def number(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=draw)
+
+    whole = [number(*[4] * len(term)) for term in terms]
+    terms_of_sum = [number(*x.shape) for x in whole]
+    sizes = {letter: 4 for letter in op.letters}
+    op4 = Op("y", function, equation, op.inputs, tuple((letter, 4) for letter in new))
+    expected = compute(op4, whole, sizes)
+
+    def part(x, noise, place, rank):
+        if place == B:
+            return x
+        return (x - noise if rank else noise) if place == P else x.chunk(2, place.dim)[rank]
+
+    def holds(inputs, output):
+        cut = {term[place.dim] for term, place in zip(terms, inputs) if isinstance(place, S)}
+        cut |= (
+            {op.terms[-1][output.dim]} if isinstance(output, S) and op.terms[-1][output.dim] in new else set()
+        )
+        local = {letter: 2 if letter in cut else 4 for letter in op.letters}
+        try:
+            parts = [
+                compute(op4, [part(x, n, to, rank) for x, n, to in zip(whole, terms_of_sum, inputs)], local)
+                for rank in range(2)
+            ]
+        except (RuntimeError, ValueError):
+            return False  # sizes do not meet
+        if output == B:
+            found = parts[0] if torch.allclose(*parts) else None
+        else:
+            found = sum(parts) if output == P else torch.cat(parts, output.dim)
+        return found is not None and found.shape == expected.shape and torch.allclose(found, expected)
+
+    words = [[B, P, *map(S, range(len(term)))] for term in (*terms, op.terms[-1])]
+    listed = {(one.inputs, one.output) for one in signatures(op)}
+    right = {
+        (inputs, output)
+        for *inputs, output in itertools.product(*words)
+        for inputs in [tuple(inputs)]
+        if holds(inputs, output)
+    }
+    assert right == listed
+
+
+# ---- boxes
+
+
+def every_box():
+    """From every spec to every spec, on three meshes: the largest error, and what was sent beside the formula."""
+    found = []
+    for axes in ({"x": 2, "y": 2}, {"x": 4}):
+        groups, draw = groups_of(axes), torch.Generator().manual_seed(2)
+        tensor = torch.randn(8, 12, dtype=torch.float64, generator=draw)
+        specs = list(itertools.product([S(0), S(1), B, P], repeat=len(axes)))
+        for source, target in itertools.product(specs, specs):
+            part = own_part(tensor, source, groups)
+            if P in source:  # terms that are not zero elsewhere
+                axis = source.index(P)
+                group = groups[list(axes)[axis]]
+                part = part + (0.5 if group.rank() == 0 else -0.5 / (group.size() - 1))
+            with Ledger() as ledger:
+                got = box_along(part, source, target, groups)
+            assert tuple(got.shape) == local_shape((8, 12), target, axes, "t")
+            path = moves(source, target)
+            planned = sent_along(path, source, tensor.numel(), tuple(axes.values()))
+            calls = [event.op for event in ledger.events if isinstance(event, Issue)]
+            assert calls == [move.collective for move in path if move.collective]
+            error = (whole(got, target, groups) - tensor).abs().max().item()
+            found.append((str((axes, source, target)), error, ledger.sent_bytes(), sum(planned) * 8))
+    return found
+
+
+def test_every_box_ends_where_it_should_and_sends_what_the_formula_says():
+    for same in zip(*launch.run(every_box, ranks=4)):
+        name, planned = same[0][0], same[0][3]
+        assert all(error < 1e-12 for _, error, _, _ in same), name
+        assert sum(sent for _, _, sent, _ in same) == planned, name
+
+
+def test_an_inner_cut_of_a_dim_is_gathered_before_the_outer_one_changes():
+    said = [tuple(map(str, move)) for move in moves((S(0), S(0)), (B, S(0)))]
+    assert said == [("1", "S(0)", "B"), ("0", "S(0)", "B"), ("1", "B", "S(0)")]
+    assert [move.axis for move in moves((S(0), S(1)), (B, S(1)))] == [0]
+    three = moves((S(0), S(0), S(0)), (B, S(0), S(0)))  # the innermost first, and last again
+    assert [(move.axis, str(move.target)) for move in three] == [
+        *((axis, "B") for axis in (2, 1, 0)),
+        *((axis, "S(0)") for axis in (1, 2)),
+    ]
+    assert moves((S(0), S(0)), (S(0), S(1))) == [(1, S(0), S(1))]  # the outer one stays: none is gathered
+
+
+def test_what_is_sent_of_a_table_and_along_a_path():
+    """One row and column of it a place; a second move finds what the first has gathered."""
+    places, t, p = (S(0), S(1), B, P), 12, 3
+    found = {(a, b): (collective(a, b), boxing.sent(a, b, t, p)) for a in places for b in places}
+    said = {(a, b): (None, 0) for a in places for b in places}
+    for cut, other in ((S(0), S(1)), (S(1), S(0))):
+        said[cut, other] = "all_to_all", Fraction(p - 1, p) * t
+        said[cut, B] = "all_gather", (p - 1) * t
+        said[P, cut] = "reduce_scatter", (p - 1) * t
+    assert found == said | {(P, B): ("all_reduce", 2 * (p - 1) * t)}
+    path = moves((S(0), S(1)), (B, B))
+    assert sent_along(path, (S(0), S(1)), 24, (2, 3)) == [3 * 1 * 24 // 3, 2 * 2 * 24]
+
+
+# ---- random annotations
+
+
+def draws(count, axes, seed):
+    """Placed graphs: what is annotated, how, and who completes it is drawn."""
+    random_ = random.Random(seed)
+    graphs = [
+        mlp_step(8, 4, 8),
+        with_gradients(mlp(8, 8, 8), "y", ALL)[0],
+        with_gradients(attention(4, 4, 8, 4, 4), "y", ("x", "wq", "wk", "wv", "wo"))[0],
+    ]
+    while count:
+        graph = random_.choice(graphs)
+        names = random_.sample(list(graph.shapes), random_.randint(1, 5))
+        annotations = {
+            name: {axis: random_.choice([B, *map(S, range(len(graph.shapes[name])))]) for axis in axes}
+            for name in names
+        }
+        try:
+            if random_.random() < 0.5:
+                placed = propagate(graph, axes, annotations)
+            else:
+                placed = choose(
+                    graph, axes, {name: tuple(places.values()) for name, places in annotations.items()}
+                )
+        except ValueError as error:
+            assert "is not a multiple" in str(error)
+            continue
+        count -= 1
+        yield placed
+
+
+def run_draws(count, axes, seed):
+    groups, found = groups_of(axes), []
+    for placed in draws(count, axes, seed):
+        values = random_values(placed.graph, seed)
+        expected = evaluate(placed.graph, values)
+        parts = {name: own_part(x, placed.specs[name], groups) for name, x in values.items()}
+        with Ledger() as ledger:
+            results = run(placed, parts, groups)
+        error = max(
+            (whole(x, placed.specs[name], groups) - expected[name]).abs().max().item()
+            / (1 + expected[name].abs().max().item())
+            for name, x in results.items()
+        )
+        sent, calls = Counter(), Counter()
+        for event in ledger.events:
+            if isinstance(event, Issue):
+                sent[event.op, event.axis] += event.sent_bytes
+                calls[event.op, event.axis] += 1
+        found.append((error, dict(sent), dict(calls)))
+    return found
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}], ids=str)
+def test_random_annotations_equal_one_process_and_send_what_is_planned(axes):
+    count, ranks = 24, 2 if axes == {"x": 2} else 4
+    outcomes = launch.run(run_draws, count, axes, 7, ranks=ranks, timeout_s=120)
+    kinds = Counter()
+    for placed, found in zip(draws(count, axes, 7), zip(*outcomes)):
+        assert all(error < 1e-12 for error, _, _ in found)
+        total = Counter()
+        for _, sent, calls in found:
+            assert calls == placed.collectives()
+            total.update(sent)
+        assert total == {key: elements * 8 for key, elements in placed.sent_elements().items()}
+        kinds.update(op for op, _ in placed.collectives())
+    assert kinds.keys() == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}, "drawn too few"
+
+
+def pretend(op, x, group, dim=0):
+    """In the place of a collective: the right shape, and nothing from anybody else."""
+    if op == "all_gather":
+        return torch.cat([x] * group.size(), dim)
+    return x.chunk(group.size(), dim)[group.rank()] if op == "reduce_scatter" else x
+
+
+@pytest.mark.parametrize("broken", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_without_a_collective_it_fails(broken):
+    def rank():
+        groups, pairs = groups_of({"x": 2}), [(P, B), (S(0), B), (P, S(1)), (S(0), S(1))]
+        tensor, errors = torch.arange(64.0, dtype=torch.float64).view(8, 8), {}
+        setattr(collectives, broken, partial(pretend, broken))
+        for source, target in pairs:
+            part = (
+                own_part(tensor, (source,), groups)
+                if source != P
+                else tensor * (0.25 + 0.5 * groups["x"].rank())
+            )
+            got = box(part, source, target, groups["x"])
+            errors[collective(source, target)] = (
+                (got - own_part(tensor, (target,), groups)).abs().max().item()
+            )
+        return errors
+
+    for errors in zip(*(found.items() for found in launch.run(rank, ranks=2))):
+        op = errors[0][0]
+        assert (max(error for _, error in errors) > 1e-3) == (op == broken), op
+
+
+def test_what_was_boxed_once_is_there_for_the_next_operator():
+    """A weight that is kept cut is gathered in forward, and not again in backward."""
+    graph, _ = with_gradients(mlp(8, 4, 8), "y", ALL)
+    placed = propagate(graph, {"x": 2}, {"x": {"x": S(0)}, "w1": {"x": S(0)}, "h": {"x": S(0)}})
+    uses = [op.name for op in graph.ops if "w1" in op.inputs]
+    assert uses == ["h", "d_x"] and placed.collectives() == {("all_gather", "x"): 1, ("all_reduce", "x"): 2}
+    gathers = [step for step in placed.program() if getattr(step, "tensor", None) == "w1"]
+    assert [step.target for step in gathers] == [(B,)]
+    assert placed.sent_elements()["all_reduce", "x"] == Fraction(2 * 1 * 2 * 32)  # d_w1 and d_w2
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "words, call",
+    {
+        "function 'tanh'; use product, add": lambda: Op("y", "tanh", "a->a", ("x",)),
+        "write a letter a dim, none twice": lambda: Op("y", "product", "aa->a", ("x",)),
+        "such as 'bd,df->bf'": lambda: Op("y", "product", "ab", ("x",)),
+        "with 1 operands; give one a term": lambda: Op("y", "product", "ab,bc->ac", ("x",)),
+        "relu leaves them as they are": lambda: Op("y", "relu", "ab->ba", ("x",)),
+        "exp has one operand": lambda: Op("y", "exp", "a,a->a", ("x", "z")),
+        "say their sizes in `copies`": lambda: Op("y", "product", "a->ab", ("x",)),
+        "the result alone has []; say their": lambda: Op("y", "product", "ab->a", ("x",), (("b", 2),)),
+        "negate has one operand": lambda: Op("y", "negate", "a,a->a", ("x", "z")),
+        "no operand 'z' before it; there are x": lambda: Graph(
+            {"x": (2,)}, (Op("y", "relu", "a->a", ("z",)),)
+        ),
+        "'x' is made twice": lambda: Graph({"x": (2,)}, (Op("x", "relu", "a->a", ("x",)),)),
+        "has not the dims 'ab'": lambda: Graph({"x": (2,)}, (Op("y", "relu", "ab->ab", ("x",)),)),
+        "a is 2 and, in z [3], 3; a letter has one size": lambda: Graph(
+            {"x": (2,), "z": (3,)}, (Op("y", "add", "a,a->a", ("x", "z")),)
+        ),
+        "gradient of 'q': the tensors are x, w1": lambda: with_gradients(mlp(4, 4, 4), "q", ["x"]),
+        "begin with a result that none uses": lambda: with_gradients(mlp(4, 4, 4), "h", ["x"]),
+        "by 'w': it does not depend on that": lambda: with_gradients(
+            Graph({"x": (2,), "w": (2,)}, (Op("y", "relu", "a->a", ("x",)),)), "y", ["w"]
+        ),
+        "4 along dim 1 of [8, 4] is not a multiple of the 3 ranks of x": lambda: propagate(
+            mlp(8, 4, 8), {"x": 3}, {"x": {"x": S(1)}}
+        ),
+        "no tensor 'w9' to annotate; there are x, w1": lambda: propagate(
+            mlp(8, 4, 8), {"x": 2}, {"w9": {"x": B}}
+        ),
+        "no axis 'z'; the mesh has x": lambda: propagate(mlp(8, 4, 8), {"x": 2}, {"w1": {"z": B}}),
+        "has no dim 2 to cut over x": lambda: propagate(mlp(8, 4, 8), {"x": 2}, {"w1": {"x": S(2)}}),
+        "w1 is an input, and no sum over x": lambda: propagate(mlp(8, 4, 8), {"x": 2}, {"w1": {"x": P}}),
+        "no tensor 'q' to give a signature": lambda: choose(mlp(8, 4, 8), {"x": 2}, {"q": (B,)}),
+        "x: 2 letters for a mesh of 1 axes": lambda: choose(mlp(8, 4, 8), {"x": 2}, {"x": (B, B)}),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_one_line(words, call):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def wrong_runs():
+    groups, said = groups_of({"x": 2}), []
+    placed = propagate(mlp(8, 4, 8), {"x": 2}, {"x": {"x": S(0)}})
+    values = {name: x.float() for name, x in random_values(placed.graph).items()}
+    parts = {name: own_part(x, placed.specs[name], groups) for name, x in values.items()}
+    other, turned = (propagate(mlp(8, 4, 8), axes, {}) for axes in ({"x": 4}, {"x": 2, "z": 1}))
+    calls = [
+        lambda: run(placed, values, groups),
+        lambda: run(placed, {"x": parts["x"], "w1": parts["w1"]}, groups),
+        lambda: run(other, values, groups),
+        lambda: run(turned, values, groups_of({"z": 1, "x": 2})),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_a_run_with_other_parts_or_ranks_is_refused_before_any_rank_waits():
+    for said in launch.run(wrong_runs, ranks=2):
+        assert said == [
+            "x is [8, 4] here, and placed it is [4, 4] of [8, 4]; give own_part(..)",
+            "no part of 'w2'; the inputs are x, w1, w2",
+            "the graph is placed on {'x': 4}, the groups are {'x': 2}; use one mesh",
+            "the graph is placed on {'x': 2, 'z': 1}, the groups are {'z': 1, 'x': 2}; use one mesh",
+        ]
+
+
+def test_a_placed_graph_checks_what_its_operators_ask_for():
+    """Both axes along one letter of 2 rows: the tensors are whole, the operator would have half a row."""
+    graph = Graph({"x": (2, 4)}, (Op("y", "relu", "ab->ab", ("x",)),))
+    by_rows = signatures(graph.ops[0])[1]
+    with pytest.raises(ValueError, match="y: x: 1 along dim 0 of"):
+        Placed(graph, {"x": 2, "y": 2}, {"x": (B, B), "y": (B, B)}, {"y": (by_rows, by_rows)})

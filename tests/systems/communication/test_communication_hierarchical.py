@@ -1,0 +1,194 @@
+"""Several levels of network: what leaves a node, through how many cards, in how many steps; and the same
+sum.
+"""
+
+from fractions import Fraction
+from math import log2
+
+import pytest
+from communication_runs import beside_torch
+
+from minitrain import launch
+from minitrain.plan.simulate.collectives import Placement, seconds
+from minitrain.systems.communication import cost_model
+from minitrain.systems.communication.algorithms import ring_all_reduce
+from minitrain.systems.communication.check import check
+from minitrain.systems.communication.chunk_schedule import sent_elements, sent_shares
+from minitrain.systems.communication.halving import halving_doubling_all_reduce
+from minitrain.systems.communication.hierarchical import (
+    accl_all_reduce,
+    blueconnect_all_reduce,
+    nodes_of,
+    torus2d_all_reduce,
+    two_level,
+    within_and_across,
+)
+
+
+def sent_between_nodes(schedule, per_node) -> list[Fraction]:
+    return sent_shares(schedule, lambda t: t.source // per_node != t.to // per_node)
+
+
+def equals_torch_on_real_ranks(schedule) -> bool:
+    """The sum is torch's, every rank has the same bits, and the bytes counted are the schedule's."""
+    outcomes = launch.run(beside_torch, [schedule], [840, 1001], ranks=schedule.ranks)
+    for index, numel in enumerate((840, 1001)):
+        by_rank = [outcome[index] for outcome in outcomes]
+        if (
+            len({each["bits"] for each in by_rank}) != 1
+            or max(each["difference"] for each in by_rank) > 1e-12
+        ):
+            return False
+        planned = [8 * sent_elements(schedule, rank, numel) for rank in range(schedule.ranks)]
+        if [each["sent_bytes"] for each in by_rank] != planned:
+            return False
+    return True
+
+
+def test_two_level_allreduce():
+    for num_nodes, per_node in ((2, 2), (4, 8), (3, 5), (8, 1), (1, 4)):
+        schedule = two_level(nodes_of(num_nodes * per_node, per_node))
+        check(schedule)
+        leader, others = Fraction(2 * (num_nodes - 1), num_nodes), [0] * (per_node - 1)
+        assert sent_between_nodes(schedule, per_node) == [leader, *others] * num_nodes
+        flat = sent_between_nodes(ring_all_reduce(num_nodes * per_node), per_node)
+        n = num_nodes * per_node
+        assert flat == [*others, Fraction(2 * (n - 1), n) if num_nodes > 1 else 0] * num_nodes
+    assert equals_torch_on_real_ranks(two_level(nodes_of(4, 2)))
+    assert equals_torch_on_real_ranks(
+        two_level([[5, 0, 3], [2], [1, 4]])
+    )  # nodes of three sizes, ranks in any order
+
+
+def test_torus2d_allreduce():
+    for x in range(1, 9):
+        for y in range(1, 9):
+            schedule = torus2d_all_reduce(x, y)
+            check(schedule)
+            assert len(schedule.steps) == 2 * (x - 1) + 2 * (y - 1)
+            assert set(sent_between_nodes(schedule, x)) == {Fraction(2 * (y - 1), y) / x}, (
+                "the column moves S/x"
+            )
+            assert set(sent_shares(schedule)) == set(sent_shares(ring_all_reduce(x * y)))
+    assert len(torus2d_all_reduce(4, 2).steps) == 8 and len(ring_all_reduce(8).steps) == 14
+    assert equals_torch_on_real_ranks(torus2d_all_reduce(4, 2))
+    assert equals_torch_on_real_ranks(torus2d_all_reduce(2, 2))
+
+
+def test_accl_hybrid():
+    for num_nodes, per_node in ((2, 2), (4, 8), (8, 8), (16, 4), (2, 1)):
+        n = num_nodes * per_node
+        schedule = accl_all_reduce(n, per_node)
+        check(schedule)
+        per_card, leader = (
+            Fraction(2 * (num_nodes - 1), num_nodes) / per_node,
+            Fraction(2 * (num_nodes - 1), num_nodes),
+        )
+        assert sent_between_nodes(schedule, per_node) == [per_card] * n, "every rank's card carries a g-th"
+        assert (
+            sent_between_nodes(two_level(nodes_of(n, per_node)), per_node)[0] == leader == per_node * per_card
+        )
+        assert len(schedule.steps) == 2 * (per_node - 1) + 2 * log2(num_nodes)
+    check(accl_all_reduce(24, 4))  # 6 nodes: no power of two
+    assert equals_torch_on_real_ranks(accl_all_reduce(8, 2))
+    assert equals_torch_on_real_ranks(accl_all_reduce(6, 2))
+
+
+def blueconnect_share(factors) -> Fraction:
+    """sum_i 2(p_i - 1)/p_i / prod_{j<i} p_j"""
+    share, inside = Fraction(0), 1
+    for p in factors:
+        share += Fraction(2 * (p - 1), p) / inside
+        inside *= p
+    return share
+
+
+def test_blueconnect():
+    for n, factors in (
+        (32, (8, 4)),
+        (32, (4, 4, 2)),
+        (24, (2, 3, 4)),
+        (64, (2,) * 6),
+        (12, (12,)),
+        (5, (1, 5, 1)),
+    ):
+        schedule = blueconnect_all_reduce(n, factors)
+        check(schedule)
+        assert set(sent_shares(schedule)) == {blueconnect_share(factors)} == {Fraction(2 * (n - 1), n)}
+        assert len(schedule.steps) == sum(2 * (p - 1) for p in factors)
+    assert blueconnect_share((8, 4)) == blueconnect_share((4, 4, 2)) == Fraction("1.9375")
+    assert equals_torch_on_real_ranks(blueconnect_all_reduce(8, (2, 2, 2)))
+    assert equals_torch_on_real_ranks(blueconnect_all_reduce(6, (3, 2)))
+
+
+def test_each_level_of_blueconnect_carries_less_than_the_one_below():
+    schedule = blueconnect_all_reduce(32, (4, 4, 2))
+    levels = [
+        sent_shares(schedule, lambda t: t.source // 4 == t.to // 4),
+        sent_shares(schedule, lambda t: t.source // 4 != t.to // 4 and t.source // 16 == t.to // 16),
+        sent_shares(schedule, lambda t: t.source // 16 != t.to // 16),
+    ]
+    assert [set(level) for level in levels] == [{Fraction(3, 2)}, {Fraction(3, 8)}, {Fraction(1, 16)}]
+
+
+def test_the_three_papers_are_one_function():
+    def messages(schedule):
+        return [set(step) for step in schedule.steps]
+
+    assert (
+        torus2d_all_reduce(4, 2)
+        == blueconnect_all_reduce(8, (4, 2))
+        == within_and_across(4, ring_all_reduce(2))
+    )
+    assert messages(accl_all_reduce(8, 4)) == messages(torus2d_all_reduce(4, 2)), (
+        "at two nodes halving is the ring"
+    )
+    assert messages(accl_all_reduce(16, 4)) != messages(torus2d_all_reduce(4, 4))
+
+
+def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
+    """Two ways to one figure: closed forms for a placement there, every message on its links here."""
+    near, far = (1e-6, 300e9), (5e-6, 50e9)
+    for num_nodes, per_node in ((4, 8), (2, 2), (8, 4), (1, 8)):
+        n = num_nodes * per_node
+        fabric = cost_model.racks([rank // per_node for rank in range(n)], near, far)
+        placement = Placement(
+            n,
+            num_nodes,
+            fewest=per_node,
+            most=per_node,
+            alpha_in=near[0],
+            alpha_out=far[0],
+            rate_in=near[1],
+            rate_out=far[1],
+            rate_card=far[1],
+        )
+        torus, ring = torus2d_all_reduce(per_node, num_nodes), ring_all_reduce(n)
+        of_rings = ("hierarchical", torus) if num_nodes > 1 else ("ring", ring)
+        for name, schedule in (("halving", halving_doubling_all_reduce(n)), of_rings):
+            for size_bytes in (1e3, 1e9):
+                charged = seconds("all_reduce", size_bytes, placement, name)
+                assert cost_model.time_s(schedule, size_bytes, fabric) == pytest.approx(charged, rel=1e-12), (
+                    name,
+                    n,
+                )
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: blueconnect_all_reduce(32, (8, 3)), "factors \\(8, 3\\) do not multiply to n=32"),
+        (lambda: blueconnect_all_reduce(1, ()), "factors \\(\\)"),
+        (lambda: blueconnect_all_reduce(4, (-2, -2)), "factors \\(-2, -2\\)"),
+        (lambda: accl_all_reduce(10, 4), "n=10 ranks do not fill nodes of 4; choose a divisor of 10"),
+        (lambda: nodes_of(4, 0), "n=4 ranks do not fill nodes of 0"),
+        (lambda: two_level([[0, 1], [1, 2]]), "must hold every rank of 0..3 exactly once"),
+        (lambda: two_level([[0], []]), "every node of \\[\\[0\\], \\[\\]\\] needs a rank"),
+        (lambda: two_level([]), "needs a rank"),
+        (lambda: torus2d_all_reduce(0, 2), "x=0: use"),
+    ],
+)
+def test_bad_input_is_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        wrong()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,215 @@
+"""On real ranks: every algorithm equals torch's all-reduce and sends what it says; the loop by hand sends the
+same.
+"""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from communication_runs import beside_torch, metered, own_tensor
+
+from minitrain import launch
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.communication import all_to_all, ring_algorithms
+from minitrain.systems.communication.algorithms import (
+    binomial_all_reduce,
+    binomial_broadcast,
+    binomial_reduce,
+    direct_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements, sent_shares
+from minitrain.systems.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
+from minitrain.systems.communication.interpreter import run_schedule
+from minitrain.systems.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
+
+NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
+
+
+def flat_all_reduces(n: int) -> dict[str, Schedule]:
+    return {
+        "ring": ring_all_reduce(n),
+        "direct": direct_all_reduce(n),
+        "binomial": binomial_all_reduce(n),
+        "halving": halving_doubling_all_reduce(n),
+        "halving far first": halving_doubling_all_reduce(n, near_first=False),
+        "doubling": doubling_all_reduce(n),
+        "one tree": tree_all_reduce(binary_tree(n), pieces=2),
+        "double tree": double_tree_all_reduce(n, pieces=3),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_every_flat_all_reduce_equals_torch_and_sends_what_it_says(n):
+    schedules = flat_all_reduces(n)
+    outcomes = launch.run(beside_torch, list(schedules.values()), NUMELS, ranks=n)
+    for index, (name, numel) in enumerate((name, numel) for name in schedules for numel in NUMELS):
+        by_rank = [outcome[index] for outcome in outcomes]
+        assert max(each["difference"] for each in by_rank) < 1e-12, (name, numel)
+        assert len({each["bits"] for each in by_rank}) == 1, f"{name}: ranks differ in their last bits"
+        planned = [8 * sent_elements(schedules[name], rank, numel) for rank in range(n)]
+        assert [each["sent_bytes"] for each in by_rank] == planned, (name, numel)
+        if numel == 840:
+            assert planned == [share * 8 * numel for share in sent_shares(schedules[name])]
+
+
+def test_control_without_its_last_step_the_sum_is_wrong():
+    whole = ring_all_reduce(4)
+    for outcome in launch.run(beside_torch, [Schedule(4, 4, whole.steps[:-1])], [840], ranks=4):
+        assert outcome[0]["difference"] > 1e-2
+
+
+def the_ring_twice(numel: int) -> dict:
+    group = dist.group.WORLD
+    x = own_tensor(group.rank(), numel).reshape(-1, 7)
+    by_hand, messages = metered(lambda: ring_algorithms.all_reduce(x, group))
+    as_data, same_messages = metered(lambda: run_schedule(ring_all_reduce(group.size()), x, group))
+    expected = x.clone()
+    dist.all_reduce(expected)
+    return {
+        "difference": (by_hand - expected).abs().max().item(),
+        "same": torch.equal(by_hand, as_data),
+        "messages": messages,
+        "same messages": messages == same_messages,
+        "shape": by_hand.shape,
+    }
+
+
+def test_ring_allreduce():
+    for n in (2, 3, 4, 8):
+        for rank, seen in enumerate(launch.run(the_ring_twice, 840, ranks=n)):
+            assert (
+                seen["difference"] < 1e-12
+                and seen["same"]
+                and seen["same messages"]
+                and seen["shape"] == (120, 7)
+            )
+            assert len(seen["messages"]) == 2 * (n - 1)
+            assert {peer for peer, _ in seen["messages"]} == {(rank + 1) % n}
+            assert sum(sent for _, sent in seen["messages"]) == Fraction(2 * (n - 1), n) * 840 * 8
+    for n, numel in ((4, 1001), (8, 7), (1, 14)):  # uneven chunks, an empty chunk, a group of one
+        for seen in launch.run(the_ring_twice, numel, ranks=n):
+            assert seen["difference"] < 1e-12 and seen["same"] and seen["same messages"]
+
+
+def every_primitive(n: int) -> dict:
+    """Each collective from messages against torch's, with the bytes this rank sent."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = own_tensor(rank, 24 * n)
+    own = slice(24 * rank, 24 * (rank + 1))
+    total = x.clone()
+    dist.all_reduce(total)
+    everyone = [torch.empty_like(x) for _ in range(n)]
+    dist.all_gather(everyone, x)
+    differences, sent, messages = {}, {}, {}
+
+    def compare(name, fn, expected, part=slice(None)):
+        result, messages[name] = metered(fn)
+        sent[name] = sum(sent_bytes for _, sent_bytes in messages[name])
+        if expected is not None:
+            differences[name] = (result[part] - expected).abs().max().item()
+        return result
+
+    scattered = compare(
+        "reduce_scatter", lambda: run_schedule(ring_reduce_scatter(n), x, group), total[own], own
+    )
+    compare("all_gather", lambda: run_schedule(ring_all_gather(n), scattered, group), total)
+    compare("all_reduce", lambda: run_schedule(ring_all_reduce(n), x, group), total)
+    compare("reduce", lambda: run_schedule(binomial_reduce(n), x, group), total if rank == 0 else None)
+    compare("broadcast", lambda: run_schedule(binomial_broadcast(n), x, group), everyone[0])
+    pieces = torch.cat([each[own] for each in everyone])
+    compare("all_to_all pairwise", lambda: all_to_all.pairwise(x, group), pieces)
+    compare("all_to_all bruck", lambda: all_to_all.bruck(x, group), pieces)
+    return {"differences": differences, "sent": sent, "messages": messages}
+
+
+def test_collective_library():
+    for n in (2, 3, 4, 8):
+        size = 24 * n * 8
+        seen = launch.run(every_primitive, n, ranks=n)
+        for rank, each in enumerate(seen):
+            differences, sent, messages = each["differences"], each["sent"], each["messages"]
+            assert max(differences.values()) < 1e-12, differences
+            assert (
+                sent["all_reduce"]
+                == sent["reduce_scatter"] + sent["all_gather"]
+                == Fraction(2 * (n - 1), n) * size
+            )
+            assert messages["all_reduce"] == messages["reduce_scatter"] + messages["all_gather"]
+            assert sent["all_to_all pairwise"] == Fraction(n - 1, n) * size
+            assert len(messages["all_to_all pairwise"]) == n - 1
+            hops = sum(j.bit_count() for j in range(n))
+            assert sent["all_to_all bruck"] == Fraction(hops, n) * size
+            assert len(messages["all_to_all bruck"]) == (n - 1).bit_length()
+            assert sent["reduce"] == (size if rank else 0)
+        assert sum(each["sent"]["broadcast"] for each in seen) == (n - 1) * size
+        assert seen[0]["sent"]["broadcast"] == (n - 1).bit_length() * size
+
+
+def two_dtypes_and_a_strided_view(n: int) -> list[bool]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    whole = torch.arange(60).reshape(6, 10) * (rank + 1)
+    factor = n * (n + 1) // 2
+    return [
+        torch.equal(
+            run_schedule(schedule, x, group), (torch.arange(60).reshape(6, 10) * factor).to(x.dtype)[:, ::3]
+        )
+        for schedule in flat_all_reduces(n).values()
+        for x in (whole[:, ::3], whole.float()[:, ::3])
+    ]
+
+
+def test_whole_numbers_are_exact_and_views_are_fine():
+    assert all(all(each) for each in launch.run(two_dtypes_and_a_strided_view, 4, ranks=4))
+
+
+def planned_traffic(n: int) -> tuple[int, int, int]:
+    group, x = dist.group.WORLD, torch.ones(1001)
+    as_data = metered(lambda: run_schedule(ring_all_reduce(n), x, group))[1]
+    by_hand = metered(lambda: ring_algorithms.all_reduce(x, group))[1]
+    planned = 4 * sent_elements(ring_all_reduce(n), group.rank(), 1001)
+    return sum(sent for _, sent in as_data), sum(sent for _, sent in by_hand), planned
+
+
+def test_a_dry_run_of_one_rank_sends_the_same():
+    as_data, by_hand, planned = dryrun.run(planned_traffic, 16, rank=3, ranks=16)
+    assert as_data == by_hand == planned
+
+
+def bad_calls() -> list[str]:
+    messages = []
+    for call in (
+        lambda group: run_schedule(ring_all_reduce(3), torch.ones(6), group),
+        lambda group: all_to_all.pairwise(torch.ones(5), group),
+        lambda group: all_to_all.bruck(torch.tensor(1.0), group),
+    ):
+        with pytest.raises(ValueError) as error:
+            call(dist.group.WORLD)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_bad_calls_are_refused_before_anyone_waits():
+    for messages in launch.run(bad_calls, ranks=2):
+        assert messages == [
+            "schedule of 3 ranks, group of 2; build it for 2",
+            "x has 5 rows, not a block for each of n=2 ranks; pad to a multiple of 2",
+            "x has no rows, not a block for each of n=2 ranks; pad to a multiple of 2",
+        ]
+
+
+def test_a_step_posts_all_then_waits_for_all_and_only_then_adds():
+    """Else what arrives could be written while a send still reads. Three messages each way in each of two steps."""
+
+    def rank():
+        with Ledger() as ledger:
+            run_schedule(direct_all_reduce(4), torch.ones(8), dist.group.WORLD)
+        kinds = {"Issue": "i", "Wait": "w"}
+        return "".join(kinds.get(type(event).__name__, "c") for event in ledger.events).strip("c")
+
+    issued, rest = "i" * 6, "w" * 6
+    assert dryrun.run(rank, ranks=4).rstrip("c") == issued + rest + "ccc" + issued + rest

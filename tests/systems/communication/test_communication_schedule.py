@@ -1,0 +1,271 @@
+"""Schedules as data: proved for every n up to 64 without a process, and a checker that refuses what is
+wrong.
+"""
+
+import subprocess
+import sys
+from fractions import Fraction
+from math import ceil, log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitrain.systems.communication.algorithms import (
+    binomial_all_reduce,
+    binomial_broadcast,
+    binomial_reduce,
+    direct_all_reduce,
+    direct_reduce_scatter,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from minitrain.systems.communication.check import check, draw, history
+from minitrain.systems.communication.chunk_schedule import (
+    Schedule,
+    Transfer,
+    in_parallel,
+    mirror,
+    place,
+    sent_elements,
+    sent_shares,
+    then,
+)
+from minitrain.systems.communication.halving import (
+    doubling_all_reduce,
+    halving_doubling_all_reduce,
+    halving_reduce_scatter,
+)
+from minitrain.systems.communication.tree import double_tree_all_reduce
+
+ALL_REDUCES = {
+    "ring": ring_all_reduce,
+    "direct": direct_all_reduce,
+    "binomial": binomial_all_reduce,
+    "halving near first": halving_doubling_all_reduce,
+    "halving far first": lambda n: halving_doubling_all_reduce(n, near_first=False),
+    "doubling": doubling_all_reduce,
+    "double tree": double_tree_all_reduce,
+    "double tree in 5 pieces": lambda n: double_tree_all_reduce(n, pieces=5),
+}
+
+SIZES = [*range(1, 18), 23, 31, 32, 33, 63, 64]
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_every_chunk_gets_every_contribution_once(name):
+    for n in range(1, 65):
+        check(ALL_REDUCES[name](n))
+
+
+def test_the_other_collectives():
+    for n in SIZES:
+        check(ring_reduce_scatter(n), "reduce_scatter")
+        check(ring_all_gather(n), "all_gather")
+        check(mirror(ring_reduce_scatter(n)), "all_gather")
+        check(direct_reduce_scatter(n), "reduce_scatter")
+        check(mirror(direct_reduce_scatter(n)), "all_gather")
+        check(binomial_reduce(n), "reduce")
+        check(binomial_broadcast(n), "broadcast")
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        check(halving_reduce_scatter(n), "reduce_scatter")
+        check(mirror(halving_reduce_scatter(n)), "all_gather")
+
+
+def test_near_first_leaves_the_chunks_in_bit_reversed_order():
+    with pytest.raises(ValueError, match="reduce_scatter: in the end rank 1 lacks"):
+        check(halving_reduce_scatter(8, near_first=True), "reduce_scatter")
+    complete = history(halving_reduce_scatter(8, near_first=True))[-1]
+    assert [row.index(8) for row in complete] == [0b000, 0b100, 0b010, 0b110, 0b001, 0b101, 0b011, 0b111]
+
+
+# ---- the checker can fail --------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(2, 9), st.data())
+def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
+    schedule = ALL_REDUCES[name](n)
+    index = data.draw(st.integers(0, len(schedule.steps) - 1))
+    step = schedule.steps[index]
+    which = data.draw(st.integers(0, len(step) - 1))
+    transfer, others = step[which], step[:which] + step[which + 1 :]
+    again = (step, (transfer,)) if transfer.reduce else (step,)  # copying twice harms nobody
+    broken = [((*others,),), ((*others, transfer._replace(reduce=not transfer.reduce)),), again]
+    for steps in broken[: 3 if transfer.reduce else 2]:
+        with pytest.raises(ValueError):
+            check(Schedule(n, schedule.chunks, schedule.steps[:index] + steps + schedule.steps[index + 1 :]))
+
+
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ([[(0, 1, True)]], "in the end rank 0 lacks ranks \\[1\\] in chunk 0"),
+        ([[(0, 1, True)], [(0, 1, True)]], "step 1: rank 0 sends chunk 0 to rank 1 to be added twice"),
+        ([[(0, 1, False), (0, 1, True)]], "another transfer of this step writes"),
+        ([[(0, 1, True), (0, 1, False)]], "another transfer of this step writes"),
+    ],
+)
+def test_the_checker_names_the_fault(steps, message):
+    steps = tuple(tuple(Transfer(s, t, range(1), reduce) for s, t, reduce in step) for step in steps)
+    with pytest.raises(ValueError, match=message):
+        check(Schedule(2, 1, steps))
+
+
+def test_nothing_is_sent_before_it_is_there():
+    late = Schedule(3, 3, tuple(reversed(ring_all_gather(3).steps)))
+    with pytest.raises(ValueError, match="holds nothing of it yet"):
+        check(late, "all_gather")
+    with pytest.raises(ValueError, match="to be added to nothing"):
+        check(Schedule(2, 2, ((Transfer(0, 1, range(1), True),),)), "all_gather")
+
+
+def test_schedules_need_no_torch():
+    modules = (
+        "schedule",
+        "check",
+        "cost",
+        "algorithms",
+        "halving",
+        "tree",
+        "hierarchical",
+        "selector",
+        "locality",
+    )
+    imports = ", ".join("minitrain.systems.communication." + name for name in modules)
+    code = f"import sys, {imports}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# ---- costs -----------------------------------------------------------------------------------------------
+
+
+def test_steps_and_bytes_of_the_flat_algorithms():
+    for n in SIZES[1:]:
+        optimal, height = Fraction(2 * (n - 1), n), ceil(log2(n))
+        for build, steps in ((ring_all_reduce, 2 * (n - 1)), (direct_all_reduce, 2)):
+            assert len(build(n).steps) == steps and set(sent_shares(build(n))) == {optimal}, (build, n)
+        assert len(binomial_all_reduce(n).steps) == 2 * height
+        assert sent_shares(binomial_broadcast(n))[0] == height
+    for n in (2, 3, 7, 16, 33):
+        for build in ALL_REDUCES.values():
+            assert sum(sent_shares(build(n))) >= 2 * (n - 1), "below the least that any all-reduce can send"
+
+
+def test_halving_sends_what_a_ring_sends_in_log_steps():
+    for power in (2, 4, 8, 16, 32, 64):
+        height = power.bit_length() - 1
+        schedule = halving_doubling_all_reduce(power)
+        assert len(schedule.steps) == 2 * height and set(sent_shares(schedule)) == {
+            Fraction(2 * (power - 1), power)
+        }
+        assert len(doubling_all_reduce(power).steps) == height
+        assert set(sent_shares(doubling_all_reduce(power))) == {height}
+        for rest in range(
+            1, power if power < 64 else 1
+        ):  # n between two powers: two more steps, two ranks that pay S
+            inner = Fraction(2 * (power - 1), power)
+            schedule = halving_doubling_all_reduce(power + rest)
+            assert len(schedule.steps) == 2 * height + 2
+            assert sent_shares(schedule) == [inner + 1, 1] * rest + [inner] * (power - rest)
+
+
+def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
+    def share_sent_over(distance, near_first):
+        far = sent_shares(
+            halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance
+        )
+        return set(far)
+
+    assert share_sent_over(1, near_first=True) == {1} and share_sent_over(8, near_first=True) == {
+        Fraction(1, 8)
+    }
+    assert share_sent_over(1, near_first=False) == {Fraction(1, 8)} and share_sent_over(
+        8, near_first=False
+    ) == {1}
+
+
+@given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(1, 12), st.integers(0, 100))
+def test_elements_follow_the_shares_whatever_the_size(name, n, numel):
+    schedule = ALL_REDUCES[name](n)
+    sent = [sent_elements(schedule, rank, numel) for rank in range(n)]
+    messages = sum(len(step) for step in schedule.steps)
+    for rank, share in enumerate(sent_shares(schedule)):
+        assert (
+            abs(sent[rank] - share * numel) <= messages
+        )  # a chunk is at most one element longer than its share
+    assert [sent_elements(schedule, rank, numel * schedule.chunks) for rank in range(n)] == [
+        share * numel * schedule.chunks for share in sent_shares(schedule)
+    ]
+
+
+# ---- algebra ---------------------------------------------------------------------------------------------
+
+
+def test_an_all_reduce_is_made_of_its_halves():
+    assert ring_all_reduce(5) == then(ring_reduce_scatter(5), ring_all_gather(5))
+    assert mirror(binomial_reduce(4)).steps[0] == (Transfer(0, 2, range(1), reduce=False),)
+
+
+def test_two_rings_in_both_directions_share_the_work():
+    """A composition of one's own: half of the data turns right, half turns left, and all links work both
+    ways.
+    """
+    n, size = 6, (6, 12)
+    right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
+    left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
+    both = in_parallel([right, left])
+    check(both)
+    assert len(both.steps) == 2 * (n - 1)
+    assert set(sent_shares(both, lambda t: (t.to - t.source) % n == 1)) == {Fraction(n - 1, n)}
+
+
+def test_the_chunk_matrix_is_drawn():
+    assert draw(ring_all_reduce(3)).splitlines() == [
+        "rank     start   step 1  step 2  step 3  step 4",
+        "0        111     121     #21     #2#     ###",
+        "1        111     112     1#2     ##2     ###",
+        "2        111     211     21#     2##     ###",
+    ]
+    frames = history(ring_all_reduce(3))
+    assert len(frames) == 5 and frames[0] == [[1] * 3] * 3 and frames[-1] == [[3] * 3] * 3
+    cells = {
+        cell for line in draw(ring_all_reduce(12)).splitlines()[1:] for cell in "".join(line.split()[1:])
+    }
+    assert cells == set("123456789+#")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: ring_all_reduce(0), "n=0: use a whole number from 1"),
+        (lambda: doubling_all_reduce(0), "n=0: use"),
+        (lambda: binomial_reduce(-1), "n=-1: use"),
+        (lambda: halving_reduce_scatter(6), "n=6 is not a power of two; use 4 or 8 ranks, or the all-reduce"),
+        (
+            lambda: then(ring_all_reduce(2), ring_all_reduce(3)),
+            "cannot join 2 ranks with 2 chunks and 3 ranks with 3",
+        ),
+        (lambda: place(ring_all_reduce(2), [0, 0], range(2), of=(2, 2)), "cannot be placed on 1 ranks"),
+        (
+            lambda: place(ring_all_reduce(2), [0, 1], range(3), of=(2, 3)),
+            "cannot be placed on 2 ranks with 3 chunks",
+        ),
+        (lambda: mirror(ring_all_reduce(2)), "only a schedule that reduces in every transfer has a mirror"),
+        (
+            lambda: Schedule(2, 2, ((Transfer(0, 2, range(1), True),),)),
+            "sends range\\(0, 1\\) from rank 0 to rank 2",
+        ),
+        (lambda: Schedule(2, 2, ((Transfer(1, 1, range(1), True),),)), "two different ranks"),
+        (lambda: Schedule(2, 2, ((Transfer(0, 1, range(2, 3), True),),)), "within 2"),
+        (
+            lambda: check(ring_all_reduce(2), "all_sum"),
+            "unknown collective 'all_sum'; choose one of all_reduce",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        wrong()
+    assert "\n" not in str(error.value)

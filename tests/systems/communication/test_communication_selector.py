@@ -1,0 +1,130 @@
+"""Which algorithm wins where: the crossover by algebra and by trying; closed forms beside the schedules they
+price.
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitrain.systems.communication import cost_model
+from minitrain.systems.communication.algorithms import ring_all_reduce
+from minitrain.systems.communication.check import check
+from minitrain.systems.communication.chunk_schedule import Schedule, Transfer
+from minitrain.systems.communication.halving import doubling_all_reduce, halving_doubling_all_reduce
+from minitrain.systems.communication.selector import (
+    Network,
+    best_pieces,
+    choose,
+    crossover_by_sweep,
+    crossover_bytes,
+    steps,
+    time_s,
+)
+from minitrain.systems.communication.tree import double_tree_all_reduce
+
+INFINIBAND = Network(alpha_s=5e-6, bytes_per_s=50e9)
+SCHEDULES = {
+    "ring": ring_all_reduce,
+    "double tree": double_tree_all_reduce,
+    "halving and doubling": halving_doubling_all_reduce,
+    "recursive doubling": doubling_all_reduce,
+}
+ALL = tuple(SCHEDULES)
+
+
+def test_nccl_rccl():
+    for network in (INFINIBAND, Network(1e-6, 450e9), INFINIBAND._replace(tree_efficiency=0.92)):
+        for n in (2, 3, 4, 5, 8, 13, 64, 100, 1024, 24_576):
+            crossover = crossover_bytes(n, network)
+            assert crossover_by_sweep(n, network) == pytest.approx(crossover, rel=1e-9)
+            if crossover:
+                assert choose(n, 0.99 * crossover, network).algorithm == "double tree"
+            assert choose(n, 1.01 * crossover, network).algorithm == "ring"
+    assert crossover_bytes(2, INFINIBAND) == crossover_bytes(3, INFINIBAND) == 0
+    assert crossover_bytes(4, INFINIBAND) == pytest.approx(
+        0.8 * 5e-6 * 50e9
+    )  # 6a + 1.5 S/B = 4a + 4 S/B at 0.8 a B
+
+
+@given(st.integers(4, 30_000), st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.floats(0.5, 1.0))
+def test_the_crossover_scales_with_one_latency_of_bytes_and_grows_with_n(n, alpha_s, bytes_per_s, efficiency):
+    unit = crossover_bytes(n, Network(1.0, 1.0, efficiency))
+    assert crossover_bytes(n, Network(alpha_s, bytes_per_s, efficiency)) == pytest.approx(
+        unit * alpha_s * bytes_per_s
+    )
+    assert crossover_bytes(4 * n, Network(1.0, 1.0, efficiency)) > unit
+
+
+@given(st.integers(1, 5_000), st.floats(0, 1e10))
+def test_no_other_number_of_pieces_is_better(n, size_bytes):
+    def seconds(pieces):
+        return time_s("double tree", n, size_bytes, INFINIBAND, pieces)
+
+    best = best_pieces(n, size_bytes, INFINIBAND)
+    assert all(seconds(best) <= seconds(other) for other in (max(1, best - 1), best + 1, 1, 64, 4096))
+
+
+def test_a_step_has_the_latency_of_its_slowest_message_whichever_stands_first():
+    fabric = cost_model.racks([0, 0, 1], near=(1.0, 8.0), far=(10.0, 8.0))
+    inside, across = (Transfer(source, to, range(1), reduce=False) for source, to in ((0, 1), (0, 2)))
+    for step in ((inside, across), (across, inside)):
+        assert cost_model.step_times_s(Schedule(3, 1, (step,)), 8.0, fabric) == [10.0 + 1.0]
+
+
+def test_the_closed_forms_are_the_schedules_on_equal_links():
+    fabric = cost_model.flat(*INFINIBAND[:2])
+    for n in (2, 3, 4, 8, 12, 32):
+        for algorithm in ALL[:: 1 if n & (n - 1) == 0 else 99]:
+            schedule = SCHEDULES[algorithm](n)
+            check(schedule)
+            assert len(schedule.steps) == steps(algorithm, n)
+            if algorithm != "double tree":  # its own test, in test_communication_tree, to within one piece
+                simulated = cost_model.time_s(schedule, 1e6, fabric)
+                assert simulated == pytest.approx(time_s(algorithm, n, 1e6, INFINIBAND), rel=1e-12), (
+                    algorithm,
+                    n,
+                )
+
+
+def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
+    for size_bytes in (1e3, 1e6, 1e9):
+        assert choose(64, size_bytes, INFINIBAND, ALL[:3]).algorithm == "halving and doubling"
+    rack_of = [rank // 8 for rank in range(32)]
+    fabric = cost_model.racks(rack_of, near=(1e-6, 10e9), far=(1e-6, 10e9), oversubscription=4)
+    far_first = cost_model.time_s(halving_doubling_all_reduce(32, near_first=False), 1e9, fabric)
+    ring = cost_model.time_s(ring_all_reduce(32), 1e9, fabric)
+    near_first = cost_model.time_s(halving_doubling_all_reduce(32, near_first=True), 1e9, fabric)
+    assert ring < near_first < far_first / 2
+
+
+def test_latency_at_24_576_ranks():
+    """Eight bytes: 49,150 latencies against 30."""
+    ratio = time_s("ring", 24_576, 8, INFINIBAND) / time_s("double tree", 24_576, 8, INFINIBAND)
+    assert ratio == pytest.approx(49_150 / 30, rel=1e-4)
+
+
+def test_a_group_of_one_costs_nothing():
+    for algorithm in ALL:
+        assert steps(algorithm, 1) == 0 and time_s(algorithm, 1, 1e9, INFINIBAND) == 0
+    assert choose(1, 1e9, INFINIBAND).seconds == 0 and crossover_bytes(1, INFINIBAND) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda: time_s("star", 4, 1, INFINIBAND),
+            "unknown algorithm 'star'; choose one of ring, double tree",
+        ),
+        (lambda: time_s("ring", 0, 1, INFINIBAND), "n=0: use"),
+        (lambda: time_s("ring", 4, -1, INFINIBAND), "size_bytes=-1: use a finite number, 0 or more"),
+        (
+            lambda: time_s("recursive doubling", 6, 1, INFINIBAND),
+            "powers of two only, not n=6; choose ring or double tree",
+        ),
+        (lambda: crossover_bytes(0, INFINIBAND), "n=0: use"),
+    ],
+)
+def test_bad_input_is_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()

@@ -1,0 +1,96 @@
+"""The double binary tree: nobody works in both trees, few steps, and what its pieces cost."""
+
+from math import ceil, log2
+
+import pytest
+from communication_runs import beside_torch
+
+from minitrain import launch
+from minitrain.systems.communication import cost_model, selector
+from minitrain.systems.communication.check import check
+from minitrain.systems.communication.chunk_schedule import sent_shares
+from minitrain.systems.communication.tree import (
+    binary_tree,
+    depths,
+    double_binary_tree,
+    double_tree_all_reduce,
+    inner,
+    tree_all_reduce,
+    tree_reduce,
+)
+
+
+def test_double_binary_tree():
+    for n in range(2, 65):
+        trees = double_binary_tree(n)
+        assert len(inner(trees[0]) & inner(trees[1])) <= n % 2, f"n={n}: a rank works in both trees"
+        for tree in trees:
+            assert tree.count(None) == 1 and max(map(tree.count, range(n))) <= 2, (
+                "a binary tree with one root"
+            )
+            assert max(depths(tree)) == ceil(log2(n))
+        assert len(double_tree_all_reduce(n).steps) == 2 * ceil(log2(n))
+        check(double_tree_all_reduce(n))
+    assert [2 * max(depths(tree)) for tree in double_binary_tree(24_576)] == [30, 30]
+    assert selector.steps("double tree", 24_576) == 30 and selector.steps("ring", 24_576) == 49_150
+    for n in (3, 4):
+        schedule = double_tree_all_reduce(n, pieces=2)
+        outcomes = launch.run(beside_torch, [schedule], [840], ranks=n)
+        assert max(each["difference"] for (each,) in outcomes) < 1e-12
+        assert [each["sent_bytes"] for (each,) in outcomes] == [
+            share * 840 * 8 for share in sent_shares(schedule)
+        ]
+
+
+def test_control_one_tree_twice_would_overload_the_inner_ranks():
+    """The point of the second tree: with the first one twice half of the ranks would send 3 S and the others
+    S.
+    """
+    assert sorted(set(sent_shares(tree_all_reduce(binary_tree(16))))) == [1, 3]
+    assert sorted(sent_shares(double_tree_all_reduce(16))) == [1, 1] + [2] * 14  # 1: the two roots
+
+
+def test_no_rank_sends_more_than_twice_the_tensor():
+    for n in range(2, 65):
+        for pieces in (1, 4):
+            shares = sent_shares(double_tree_all_reduce(n, pieces))
+            assert max(shares) <= 2 and sum(shares) == 2 * (n - 1)
+
+
+def test_every_tree_is_right_in_any_number_of_pieces():
+    for n in range(1, 34):
+        for pieces in (1, 2, 3, 8):
+            for schedule in (tree_all_reduce(binary_tree(n), pieces), double_tree_all_reduce(n, pieces)):
+                check(schedule)
+                assert len(schedule.steps) == (2 * (ceil(log2(n)) - 1 + pieces) if n > 1 else 0)
+            assert selector.steps("double tree", n, pieces) == len(double_tree_all_reduce(n, pieces).steps)
+        check(tree_reduce(binary_tree(n)), "reduce")
+
+
+def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
+    """2(h-1+k) (alpha + S/(k B)) takes every step as full; at the root a step moves one half-piece, not
+    two.
+    """
+    network = selector.Network(alpha_s=1.0, bytes_per_s=1.0)
+    for n in range(4, 65):
+        for pieces in (1, 2, 7, 20):
+            size_bytes = 100.0
+            formula = selector.time_s("double tree", n, size_bytes, network, pieces)
+            simulated = cost_model.time_s(
+                double_tree_all_reduce(n, pieces), size_bytes, cost_model.flat(1.0, 1.0)
+            )
+            assert 0 <= formula - simulated <= 3 * size_bytes / pieces + 1e-9, (n, pieces)
+            if n & (n - 1) == 0:
+                assert formula - simulated == pytest.approx(size_bytes / pieces)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: binary_tree(0), "n=0: use a whole number from 1"),
+        (lambda: tree_reduce(binary_tree(3), pieces=0), "pieces=0; a tensor is at least one piece"),
+    ],
+)
+def test_bad_input_is_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()

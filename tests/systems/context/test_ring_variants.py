@@ -1,0 +1,485 @@
+"""Other ways round: whole rows of scores, work for idle ranks, rings in rings, and a checkpoint that leaves
+attention alone.
+"""
+
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from minitrain import collectives, launch
+from minitrain.attention.kernel import FUSED, PLAIN
+from minitrain.context.double_ring import burst_attention
+from minitrain.context.layout import contiguous, positions, striped, zigzag
+from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
+from minitrain.model.gpt import Block
+from minitrain.plan.simulate.machines import Device, Link, Machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.events import Issue
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.context import balanced as balanced_module
+from minitrain.systems.context.balanced import (
+    Work,
+    balanced,
+    balanced_attention,
+    balanced_forward,
+    check,
+    idle_fraction,
+    idle_slots,
+    inputs_from,
+    inputs_to,
+    unbalanced,
+)
+from minitrain.systems.context.ring_self_attention import (
+    Rows,
+    ring_self_attention,
+    rows_backward,
+    rows_forward,
+)
+from minitrain.systems.context.sparing import Sparing
+from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, over, whole
+from tests.parallel import TOLERANCE, small
+
+# ---- ring self-attention ----------------------------------------------------------------------------------
+
+
+def row_peaks(tokens):
+    q, k, v, dout = (torch.empty(1, 2, tokens, 8) for _ in range(4))
+    group = collectives.world()
+    rows = Rows(group, contiguous, False)
+    with Ledger() as forward:
+        out, p = rows_forward(q, k, v, rows)
+        calls = forward.num_calls("send")
+    with Ledger() as backward:
+        rows_backward(dout, q, k, v, p, rows)
+    with Ledger() as by_blocks:
+        ring_forward(q, k, v, Rings((group,), contiguous, False), FUSED)
+    return (
+        p.nbytes,
+        forward.peak_bytes,
+        backward.peak_bytes,
+        by_blocks.peak_bytes,
+        calls,
+        backward.num_calls("send"),
+    )
+
+
+def test_ring_self_attention():
+    """Equal to full attention; two passes of n-1 steps; rows of T scores on T/n queries are stored,
+    O(T²/n).
+    """
+
+    def rank():
+        group, found = collectives.world(), []
+        for heads, causal, layout in ((GQA, True, zigzag), (MHA, False, contiguous), (MQA, True, contiguous)):
+            ours, sent = over(
+                partial(ring_self_attention, group=group, layout=layout, causal=causal), group, layout, heads
+            )
+            found.append((furthest(ours, whole(heads, causal)), sent, heads[1]))
+        return found
+
+    for ranks in (2, 4):
+        for found in launch.run(rank, ranks=ranks):
+            for apart, sent, kv_heads in found:
+                once = (ranks - 1) * B * kv_heads * T // ranks * K * 8
+                assert apart < TOLERANCE and sent == (2 * once, 4 * once)
+    n = 8
+    for tokens in (128, 256):
+        rows, forward, backward, by_blocks, calls, more = dryrun.run(row_peaks, tokens, ranks=n)
+        assert rows == 2 * (n * tokens) ** 2 // n * 4  # B·H·T²/n in float32
+        assert (
+            rows < forward < 1.4 * rows
+            and 2 * rows < backward < 2.4 * rows
+            and calls == 2 * (n - 1)
+            and more == 4 * (n - 1)
+        )
+        assert by_blocks < forward / (tokens / 32)
+
+
+# ---- DistFlashAttention ----------------------------------------------------------------------------------
+
+
+def test_balanced_schedules_are_complete():
+    for n in range(1, 17):
+        for schedule, rounds, idle in (
+            (balanced(n), n // 2 + 1, Fraction(0) if n % 2 else Fraction(1, 2 * n)),
+            (unbalanced(n), n, Fraction(n * n - n, 2 * n * n)),
+        ):
+            check(schedule)
+            assert len(schedule) == rounds and idle_fraction(schedule) == idle
+            for t in range(rounds):  # what one is given, another needs; each gives and takes at most once
+                gifts = [(rank, *gift) for rank in range(n) if (gift := inputs_to(schedule, t, rank))]
+                assert sorted(gifts) == sorted(
+                    (need[0], rank, need[1]) for rank in range(n) if (need := inputs_from(schedule, t, rank))
+                )
+    assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)  # of its own slots: 1/(n+2)
+
+
+def test_a_schedule_with_a_fault_is_refused():
+    def run(schedule):
+        q = torch.empty(1, 1, 4, 4)
+        balanced_attention(q, q, q, group=collectives.world(), schedule=lambda n: schedule)
+
+    missing, twice, stranger, busy = (balanced(4) for _ in range(4))
+    busy[1][2], busy[2][2] = Work(2, 0), Work(2, 1)
+    missing[1][2], twice[2][0], stranger[1][0], stranger[1][1] = None, Work(3, 0), Work(1, 0), Work(3, 0)
+    for schedule, text in (
+        (missing, "1 tiles missing or masked, 0 twice"),
+        (twice, "0 tiles missing or masked, 1 twice"),
+        (stranger, "1 computed by a rank that owns neither"),
+        (busy, "two ranks want data of the same rank in one round"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            dryrun.run(run, schedule, ranks=4)
+
+
+def tile_bytes(schedule, rank, heads, tokens):
+    """What the docstring says a rank sends, forward and backward, float64."""
+    block, row = B * tokens * K * 8, B * heads[0] * tokens * 8
+    forward = backward = 0
+    for t in range(len(schedule)):
+        if gift := inputs_to(schedule, t, rank):
+            forward += 2 * heads[1] * block if gift[1] == "keys" else heads[0] * block
+            backward += 2 * heads[1] * block if gift[1] == "keys" else 2 * heads[0] * block + 2 * row
+        if need := inputs_from(schedule, t, rank):
+            forward += 0 if need[1] == "keys" else heads[0] * block + row
+            backward += 2 * heads[1] * block if need[1] == "keys" else heads[0] * block
+    return forward, backward
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_balanced_equals_full_attention_and_sends_what_it_says(ranks):
+    length = 8 * ranks
+
+    def rank():
+        group, found = collectives.world(), {}
+        for heads, schedule, blocks in (
+            (GQA, balanced, FUSED),
+            (MHA, balanced, PLAIN),
+            (GQA, unbalanced, FUSED),
+        ):
+            ours, sent = over(
+                partial(balanced_attention, group=group, schedule=schedule, kernel=blocks),
+                group,
+                contiguous,
+                heads,
+                length,
+            )
+            found[heads, schedule.__name__] = furthest(ours, whole(heads, True, length)), sent
+        return found
+
+    for number, found in enumerate(launch.run(rank, ranks=ranks)):
+        for (heads, schedule), (apart, sent) in found.items():
+            assert apart < TOLERANCE, (heads, schedule)
+            assert sent == tile_bytes(
+                {"balanced": balanced, "unbalanced": unbalanced}[schedule](ranks), number, heads, 8
+            )
+
+
+def test_without_the_helpers_results_it_fails():
+    def rank():
+        group, run = collectives.world(), balanced_module.run_schedule
+        balanced_module.run_schedule = lambda *args: run(*args[:-1], lambda what, result: None)
+        return furthest(
+            over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)[0],
+            whole(GQA, True, 12),
+        )
+
+    assert min(launch.run(rank, ranks=3)) > 1e-3
+
+
+def test_balanced_data_travel_a_round_ahead():
+    def run():
+        q, k, v = (torch.empty(1, 1, 8, 4) for _ in range(3))
+        with Ledger() as ledger:
+            balanced_forward(q, k, v, collectives.world(), balanced(8), FUSED)
+        return ledger.events
+
+    for rank in range(8):
+        calls = hidden(dryrun.run(run, rank=rank, ranks=8))
+        assert calls and all(products == 1 for op, products in calls if op == "receive")
+
+
+def attention_time(core, n, tokens=1024):
+    """Of a forward pass, in tiles' times, on devices joined by links that cost nothing."""
+
+    def run():
+        q, k, v = (torch.empty(1, 1, tokens, 128, dtype=torch.bfloat16) for _ in range(3))
+        with Ledger() as ledger:
+            core(q, k, v, group=collectives.world())
+        return ledger.events
+
+    timeline = replay(
+        {rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}, ideal(1e12, 1e20, 1e20, n)
+    )
+    return timeline.step_s / (4 * tokens**2 * 128 / 1e12)
+
+
+def layer_step(way, group, x, where):
+    """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for
+    attention.
+    """
+    settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
+    core = (
+        Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
+        if way == "spared"
+        else lambda q, k, v: ring_attention(q, k, v, group=group, layout=zigzag)
+    )
+    block = Block(small(d_model=64, max_positions=4096), "layers.1", attention=core, dtype=x.dtype)
+    for param in block.parameters():
+        torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(1))
+    with Ledger() as ledger, set_checkpoint_early_stop(False):
+        if way == "plain":
+            y = block(x, where)
+        else:
+            y = checkpoint(
+                block,
+                x,
+                where,
+                use_reentrant=False,
+                **(dict(context_fn=core.contexts) if way == "spared" else {}),
+            )
+        kept = ledger.live_bytes
+        y.square().sum().backward()
+    return [y, x.grad, *(param.grad for param in block.parameters())], ledger, kept
+
+
+def test_dist_flash_attn():
+    """n // 2 + 1 rounds instead of n, on the clock too, where the round of triangles is half a round; a
+    checkpoint that computes no attention again, with the same gradients.
+    """
+    for n in (4, 5):
+        assert abs(attention_time(partial(ring_attention, causal=True), n) - (n - 1 / 2)) < 0.01
+        assert (
+            abs(attention_time(balanced_attention, n) - (n // 2 + 1 / 2)) < 0.01
+            and len(balanced(n)) == n // 2 + 1
+        )
+
+    def dry(way):
+        x = torch.empty(1, 1024, 64, requires_grad=True)
+        _, ledger, kept = layer_step(
+            way, collectives.world(), x, positions(zigzag, collectives.world(), 4096)
+        )
+        return (
+            ledger.flops_by_operator["_scaled_dot_product_flash_attention_for_cpu"],
+            ledger.flops,
+            ledger.sent_bytes(),
+            kept,
+        )
+
+    plain, again, spared = (dryrun.run(dry, way, ranks=4) for way in ("plain", "again", "spared"))
+    assert again[0] == 2 * plain[0] and spared[0] == plain[0]  # recomputed attention: 0 FLOPs
+    assert again[1] - spared[1] == plain[0] and spared[1] > plain[1]  # everything else is computed again
+    assert spared[2] == plain[2] == 3 * (again[2] - plain[2])  # and K, V do not go round again
+    assert spared[3] - again[3] == 1024 * 64 * 4 + 1024 * 4 * 4  # for O and lse of 4 heads
+    assert spared[3] < plain[3] / 4
+
+    def rank():
+        group = collectives.world()
+        found = []
+        for way in ("plain", "spared", "again"):
+            x = torch.randn(
+                2, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank())
+            ).requires_grad_()
+            found.append(
+                [y.detach() for y in layer_step(way, group, x, positions(zigzag, group, 8 * group.size()))[0]]
+            )
+        return furthest(found[1], found[0]), furthest(found[2], found[0])
+
+    assert max(map(max, launch.run(rank, ranks=2))) < TOLERANCE
+
+
+def test_sparing_refuses_what_was_not_there_the_first_time():
+    core, q = (
+        Sparing(partial(PLAIN.forward, causal=True), partial(PLAIN.backward, causal=True)),
+        torch.randn(1, 2, 4, 4),
+    )
+    first, second = core.contexts()
+    with first:
+        out = core(q, q, q)
+    with second:
+        assert core(q, q, q).data_ptr() == out.data_ptr()
+        with pytest.raises(ValueError, match="a checkpointed layer must do the same twice"):
+            core(q, q, q)
+
+
+# ---- BurstAttention --------------------------------------------------------------------------------------
+
+
+def ideal(flops, inside, across, per_node):
+    device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "a test")
+    return Machine(
+        "ideal",
+        device,
+        per_node,
+        Link("inside", 0.0, inside, "a test"),
+        Link("across", 0.0, across, "a test"),
+        per_node,
+    )
+
+
+def side_bytes(side, heads, n, tokens):
+    """Backward, float64, from the docstring."""
+    block, row = B * tokens * K * 8, B * tokens * 8
+    return (n - 1) * (4 * heads[1] * block if side == "keys" else 3 * heads[0] * block + 2 * heads[0] * row)
+
+
+def two_level(q, k, v, mesh):
+    return burst_attention(q, k, v, inside=mesh.group("tp"), across=mesh.group("dp"), causal=False)
+
+
+def flat(q, k, v, mesh):
+    return ring_attention(q, k, v, group=collectives.world(), causal=False)
+
+
+def burst_steps(core, tokens, nodes, devices):
+    def run():
+        mesh = Mesh(dp=nodes, tp=devices)
+        q, k, v = (torch.empty(1, 8, tokens, 128, dtype=torch.bfloat16) for _ in range(3))
+        with Ledger() as ledger:
+            core(q, k, v, mesh)
+        return ledger.events
+
+    return {rank: dryrun.run(run, rank=rank, ranks=nodes * devices) for rank in range(nodes * devices)}
+
+
+def test_burst_attention():
+    """Equal to full attention by either side of backward, bytes by formula; exposed = max(0, t_comm - t_comp)
+    a step in both rings.
+    """
+
+    def rank():
+        mesh, found = Mesh(dp=2, tp=2), {}
+        for heads, causal, layout in (
+            (MHA, True, zigzag),
+            (GQA, True, striped),
+            (MQA, False, contiguous),
+            (GQA, True, contiguous),
+        ):
+            expected = whole(heads, causal)
+            for side in ("queries", "keys"):
+                core = partial(
+                    burst_attention,
+                    inside=mesh.group("tp"),
+                    across=mesh.group("dp"),
+                    layout=layout,
+                    causal=causal,
+                    backward_sends=side,
+                )
+                ours, sent = over(core, collectives.world(), layout, heads)
+                found[heads, layout.__name__, side] = furthest(ours, expected), sent
+        return found
+
+    for found in launch.run(rank, ranks=4):
+        for (heads, layout, side), (apart, (forward, backward)) in found.items():
+            assert apart < TOLERANCE, (heads, layout, side)
+            assert forward == 3 * 2 * B * heads[1] * T // 4 * K * 8 and backward == side_bytes(
+                side, heads, 4, T // 4
+            )
+    assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (
+        4 * K
+    )  # a quarter less, but for two numbers per row
+    assert side_bytes("queries", GQA, 4, 8) > side_bytes(
+        "keys", GQA, 4, 8
+    )  # with shared heads keys are the lighter side
+
+    nodes, devices, flops, inside, across = 2, 4, 1e12, 8e9, 1e9
+    for tokens in (128, 512, 1024):
+        product, block = 4 * 8 * tokens**2 * 128 / flops, 2 * 2 * 8 * tokens * 128
+        step, far = max(product, block / inside), block / across
+        inner = (devices - 1) * step + product
+        where = ideal(flops, inside, across, devices)
+        two_rings = replay(burst_steps(two_level, tokens, nodes, devices), where)
+        one_ring = replay(burst_steps(flat, tokens, nodes, devices), where)
+        assert two_rings.step_s == pytest.approx((nodes - 1) * max(far, inner) + inner, rel=1e-6)
+        assert one_ring.step_s == pytest.approx((nodes * devices - 1) * max(far, product) + product, rel=1e-6)
+        shown = (nodes - 1) * max(0, far - inner) + nodes * (devices - 1) * max(0, block / inside - product)
+        assert two_rings.step_s - two_rings.compute_s == pytest.approx(shown, abs=1e-9)
+
+
+def test_a_node_s_next_block_is_on_its_way_during_the_whole_inner_ring():
+    events = burst_steps(two_level, 16, 3, 4)[5]
+    assert (
+        sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue))
+        == 2 * 2
+    )  # K and V, N - 1 times
+    assert (
+        sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue))
+        == 2 * 9
+    )  # N·(M - 1) times
+    assert sorted(Counter(hidden(events)).items()) == [
+        (("receive", 1), 18),
+        (("receive", 4), 4),
+        (("send", 1), 18),
+        (("send", 4), 4),
+    ]
+
+
+def test_bad_input_is_one_line():
+    def run(core, **more):
+        q = torch.empty(1, 4, 4, 4)
+        k = torch.empty(1, 3 if core is ring_self_attention else 4, 4, 4)
+        group = collectives.world()
+        groups = (
+            dict(inside=group, across=Mesh(dp=2, tp=1).group("tp"))
+            if core is burst_attention
+            else dict(group=group)
+        )
+        core(q, k, k, **groups, **more)
+
+    for core, more, text in (
+        (ring_self_attention, {}, "ring_self_attention: 4 query heads are not a multiple of 3 K/V heads"),
+        (balanced_attention, dict(dropout=0.1), "balanced_attention: dropout=0.1"),
+        (
+            burst_attention,
+            dict(backward_sends="values"),
+            "backward_sends='values'; choose from queries, keys",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text) as error:
+            dryrun.run(partial(run, core, **more), ranks=2)
+        assert "\n" not in str(error.value)
+
+
+def test_bfloat16_stays_near():
+    """Sums are in float32 in all of them; what travels is rounded once a hop."""
+
+    def rank():
+        group, mesh = collectives.world(), Mesh(dp=2, tp=2)
+        burst = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"))
+        cores = (
+            (ring_self_attention, dict(group=group)),
+            (balanced_attention, dict(group=group)),
+            (burst, {}),
+            (burst, dict(backward_sends="keys")),
+        )
+        return [
+            furthest(over(partial(core, **more), group, dtype=torch.bfloat16)[0], whole())
+            for core, more in cores
+        ]
+
+    alone = furthest(whole(dtype=torch.bfloat16), whole())
+    for found in launch.run(rank, ranks=4):
+        assert all(1e-4 < apart < 2 * alone for apart in found), (found, alone)
+
+
+def test_a_checkpoint_inside_a_checkpoint_ends_itself_alone():
+    computed = []
+
+    def forward(q, k, v):
+        computed.append(q)
+        return q, q[..., 0]
+
+    core, q = Sparing(forward, None), torch.ones(1, 1, 2, 3)
+    outer, inner = core.contexts(), core.contexts()
+    for way in (0, 1):
+        with outer[way]:
+            with inner[way]:
+                core.attend(q, q, q)
+            core.attend(q, q, q)
+    assert len(computed) == 2, "in the second pass both come back"

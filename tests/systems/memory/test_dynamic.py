@@ -1,0 +1,473 @@
+"""Dynamic rematerialization: gradients of a plain run, bytes that a ledger saw, and what is refused."""
+
+import weakref
+from contextlib import nullcontext
+from math import ceil, inf, sqrt
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.ledger.cost import operator_cost
+from minitrain.ranks.random_state import random_state
+from minitrain.systems.memory import evictable
+from minitrain.systems.memory.dtr import Dynamic
+from minitrain.systems.memory.evictable import Evictable
+from minitrain.systems.simulate.eviction import RULES, Evictor
+from minitrain.systems.simulate.eviction_traces import chain, simulate
+
+CONFIG = GPTConfig(vocab_size=32, d_model=16, num_layers=4, num_heads=2)
+
+
+def gpt(config=CONFIG):
+    model = GPT(config, dtype=torch.float64)
+    tokens = torch.randint(0, config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+    return model, tokens
+
+
+def step(model, tokens):
+    loss = cross_entropy_sum(model(tokens), tokens.roll(-1, 1))
+    loss.backward()
+    return loss
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def equal(ours, theirs):
+    return all(type(ours[name]) is torch.Tensor and torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def constants(model, *inputs):
+    return [*model.parameters(), *inputs]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model, tokens = gpt()
+    with Ledger() as ledger:
+        loss = step(model, tokens)
+    return loss.item(), gradients(model), ledger.peak_bytes
+
+
+def limited(limit_bytes, rule="dtr"):
+    """One step of a GPT under a limit."""
+    model, tokens = gpt()
+    evictor = Evictor(limit_bytes, rule)
+    with Ledger() as ledger, Dynamic(evictor, operator_cost, constants(model, tokens)):
+        loss = step(model, tokens)
+        assert ledger.live_bytes == evictor.resident_bytes
+    return loss.item(), gradients(model), evictor, ledger
+
+
+def tanhs(x, layers):
+    for _ in range(layers):
+        x = x.tanh()
+    return x.sum()
+
+
+def test_dtr():
+    """N layers in 2·ceil(sqrt(N)) results run in O(N) operators, simulated and real; results are equal."""
+    ratios = {}
+    for rule in ("dtr", "neighbourhood", "lru"):
+        for layers in (16, 64, 256, 1024):
+            evictor = simulate(chain(layers), Evictor(2 * ceil(sqrt(layers)), rule))
+            assert evictor.peak_bytes <= 2 * ceil(sqrt(layers))
+            ratios[rule, layers] = evictor.operators / layers
+    assert all(
+        ratios["dtr", layers] < 3 and ratios["neighbourhood", layers] < 3.5 for layers in (16, 64, 256, 1024)
+    )
+    assert ratios["lru", 1024] > 3 * ratios["lru", 16], "a rule that is blind to cost should not pass this"
+
+    for layers in (16, 256):
+        x = torch.linspace(-2, 2, 32, dtype=torch.float64, requires_grad=True)
+        tanhs(x, layers).backward()
+        again, small = x.detach().clone().requires_grad_(), 3 * 8  # the loss, its gradient, what sum expands
+        evictor = Evictor((2 * ceil(sqrt(layers)) + 2) * x.nbytes + small)  # and x with its gradient
+        with Ledger() as ledger, Dynamic(evictor, operator_cost, [again]):
+            tanhs(again, layers).backward()
+        assert torch.equal(again.grad, x.grad)
+        assert ledger.peak_bytes == evictor.peak_bytes <= evictor.limit_bytes
+        assert evictor.recomputed > 0 and evictor.operators < 3.2 * layers
+
+
+def test_a_gpt_under_a_limit(plain):
+    loss, grads, peak_bytes = plain
+    for part in (1, 0.8, 0.65, 0.55):
+        ours, theirs, evictor, ledger = limited(int(peak_bytes * part))
+        assert ours == loss and equal(theirs, grads)
+        assert ledger.peak_bytes == evictor.peak_bytes <= peak_bytes * part
+        assert (evictor.recomputed > 0) == (evictor.evictions > 0) == (part < 1)
+
+
+def test_without_a_limit_it_is_a_plain_run(plain):
+    ours, theirs, evictor, ledger = limited(inf)
+    assert (ours, ledger.peak_bytes, evictor.recomputed) == (plain[0], plain[2], 0) and equal(
+        theirs, plain[1]
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_gives_the_same_numbers(plain, rule):
+    ours, theirs, evictor, ledger = limited(int(plain[2] * 0.7), rule)
+    assert ours == plain[0] and equal(theirs, plain[1])
+    assert ledger.peak_bytes <= plain[2] * 0.7 and evictor.recomputed > 0
+
+
+def test_the_trace_of_a_free_run_foretells_a_limited_one(plain):
+    """The simulator and the tensors share the object that decides, so all counts agree."""
+    trace = limited(inf)[2].trace
+    for rule in ("dtr", "lru", "msps"):
+        real = limited(int(plain[2] * 0.7), rule)[2]
+        told = simulate(trace, Evictor(int(plain[2] * 0.7), rule))
+        for count in (
+            "operators",
+            "recomputed",
+            "recomputed_cost",
+            "evictions",
+            "evicted_bytes",
+            "peak_bytes",
+        ):
+            assert getattr(real, count) == getattr(told, count), (rule, count)
+
+
+def test_a_run_repeats_itself(plain):
+    traces = [limited(int(plain[2] * 0.6))[2] for _ in range(2)]
+    assert traces[0].trace == traces[1].trace and traces[0].evictions == traces[1].evictions
+
+
+def dropping(x, weights):
+    torch.manual_seed(3)
+    for weight in weights:
+        x = F.dropout(torch.tanh(x @ weight), 0.4)
+    x.pow(2).sum().backward()
+    return torch.rand(3)
+
+
+def weights_of(layers, width=16):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(width, width, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(layers)
+    ]
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_random_operators_start_from_the_same_state(monkeypatch, replayed):
+    if not replayed:
+        monkeypatch.setattr(evictable.Call, "_drawing", lambda call: nullcontext())
+    x, ours, theirs = torch.ones(64, 16, dtype=torch.float64), weights_of(8), weights_of(8)
+    later = dropping(x, theirs)
+    evictor = Evictor(8 * 2 * 16 * 16 * 8 + 12 * x.nbytes)
+    with Dynamic(evictor, operator_cost, [x, *ours]):
+        ours_later = dropping(x, ours)
+        assert evictor.recomputed > 4
+        same = all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs))
+        assert same == replayed
+        assert torch.equal(ours_later, later) == replayed
+
+
+def tree(leaf, depth_of, left, right, node):
+    """A value for a tree whose shape is in the data: a node has no children if its first number says so."""
+    if depth_of == 0 or float(node.detach()[0, 0]) < -0.5:
+        return torch.tanh(node @ leaf)
+    a = tree(leaf, depth_of - 1, left, right, torch.tanh(node @ left))
+    b = tree(leaf, depth_of - 1, left, right, torch.tanh(node @ right))
+    return torch.sigmoid(a) * b
+
+
+def test_a_graph_that_depends_on_the_data():
+    seen = set()
+    for number in (1, 2, 4, 5, 6):
+        node = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        theirs, ours = weights_of(3), weights_of(3)
+        tree(theirs[0], 6, theirs[1], theirs[2], node).sum().backward()
+        evictor = Evictor(6 * 16 * 16 * 8 + 28 * node.nbytes)
+        with Ledger() as ledger, Dynamic(evictor, operator_cost, [node, *ours]):
+            tree(ours[0], 6, ours[1], ours[2], node).sum().backward()
+        assert all(
+            b.grad is None if a.grad is None else torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs)
+        )
+        unread = sum(weight.nbytes for weight in ours if weight.grad is None)  # the ledger never saw them
+        assert ledger.peak_bytes + unread == evictor.peak_bytes <= evictor.limit_bytes
+        seen.add(evictor.operators - evictor.recomputed)
+        recomputed = evictor.recomputed
+    assert len(seen) == 5 and recomputed > 0
+
+
+def deep(x, weights, depth, every=0):
+    """A network as deep as its input says; with `every`, the static plan of a segment a checkpoint."""
+
+    def segment(x, start, end):
+        for number in range(start, end):
+            x = torch.tanh(x @ weights[number % len(weights)])
+        return x
+
+    cuts = range(0, depth, every or depth)
+    for start in cuts:
+        end = min(start + (every or depth), depth)
+        x = checkpoint(segment, x, start, end, use_reentrant=False) if every else segment(x, start, end)
+    return x.sum()
+
+
+def test_static_plan_and_dynamic_choice_where_the_depth_is_in_the_data():
+    """A plan for the mean depth goes over the budget where the input is deep; same model, same budget."""
+    x = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outcome, budget = {}, 0
+    for depth in (16, 8, 32, 48):  # the mean of what is expected first
+        theirs, ours = weights_of(2), weights_of(2)
+        with Ledger() as static:
+            deep(x, theirs, depth, every=4).backward()
+        budget = budget or static.peak_bytes
+        with Ledger() as ledger, Dynamic(evictor := Evictor(budget), operator_cost, [x, *ours]):
+            deep(x, ours, depth).backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs))
+        outcome[depth] = (static.peak_bytes <= budget, ledger.peak_bytes <= budget, evictor.recomputed)
+    assert [outcome[depth][:2] for depth in (8, 16, 32, 48)] == [(True,) * 2] * 2 + [(False, True)] * 2
+    assert outcome[8][2] < outcome[16][2] < outcome[32][2] < outcome[48][2]
+
+
+def test_gradients_add_up_over_micro_batches(plain):
+    theirs, tokens = gpt()
+    step(theirs, tokens[:2])
+    step(theirs, tokens[2:])
+    ours, tokens = gpt()
+    evictor = Evictor(int(plain[2] * 0.6))
+    with Ledger() as ledger, Dynamic(evictor, operator_cost, constants(ours, tokens)):
+        step(ours, tokens[:2])
+        step(ours, tokens[2:])
+    assert equal(gradients(ours), gradients(theirs)) and evictor.recomputed > 0
+    assert ledger.peak_bytes == evictor.peak_bytes <= evictor.limit_bytes
+
+
+def test_a_tied_model_and_one_with_learned_positions():
+    config = GPTConfig(
+        vocab_size=32, d_model=16, num_layers=4, num_heads=2, positions="learned", tied=True, norm="layer",
+        activation="gelu", bias=True, max_positions=32,
+    )  # fmt: skip
+    theirs, tokens = gpt(config)
+    with Ledger() as ledger:
+        step(theirs, tokens)
+    ours, tokens = gpt(config)
+    evictor = Evictor(int(ledger.peak_bytes * 0.6))
+    with Ledger() as ours_ledger, Dynamic(evictor, operator_cost, constants(ours, tokens)):
+        step(ours, tokens)
+    assert equal(gradients(ours), gradients(theirs)) and evictor.recomputed > 0
+    assert ours_ledger.peak_bytes == evictor.peak_bytes <= evictor.limit_bytes
+
+
+def test_in_place_is_a_copy():
+    """The old contents can still be made, for what was computed from them."""
+    x = torch.arange(4.0)
+    evictor = Evictor()
+    with Dynamic(evictor, operator_cost):
+        a = x + 1
+        b = a * 2
+        a.mul_(10)
+        for block in (b.hold.value.block, a.hold.value.block):
+            evictor.evict(block)
+        assert torch.equal(b, 2 * (x + 1)) and torch.equal(a, 10 * (x + 1))
+        assert evictor.recomputed == 3, "x + 1, times 2, times 10"
+        view = a[1:]
+        with pytest.raises(
+            ValueError, match=r"add_ writes into memory that a view .* shares; write to a clone"
+        ):
+            a.add_(1)
+        with pytest.raises(ValueError, match="add_ writes into memory that a view"):
+            view.add_(1)
+        with pytest.raises(ValueError, match="add writes into 1 tensors or out=; write to a clone"):
+            torch.add(x, 1, out=b)
+        with pytest.raises(ValueError, match="copy has another layout"):
+            torch.empty_strided((3,), (2,)).zero_()
+
+
+def test_views_share_the_memory_of_what_they_view():
+    evictor = Evictor()
+    with Dynamic(evictor, operator_cost):
+        a = torch.arange(12.0) * 2
+        before, operators = evictor.resident_bytes, evictor.operators
+        b = a.view(3, 4).t()[1:]
+        assert (evictor.resident_bytes, evictor.operators) == (before, operators)
+        block = a.hold.value.block
+        assert b.hold.value.block is block and b.shape == (3, 3) and b.stride() == (1, 4)
+        del a
+        assert block.resident, "a view holds its memory"
+        evictor.evict(block)
+        assert repr(b) == "Evictable([3, 3], torch.float32, evicted)"
+        assert torch.equal(b, (torch.arange(12.0) * 2).view(3, 4).t()[1:]) and evictor.recomputed == 2
+        assert repr(b) == "Evictable([3, 3], torch.float32, resident)"
+        del b
+        assert not block.resident
+
+
+def test_each_part_of_a_split_is_taken_again():
+    """One view of several; where the block of two of them is gone, a view of them has the right place."""
+    with Dynamic(evictor := Evictor(), operator_cost):
+        a = torch.arange(12.0) + 1
+        first, second, third = a.split(4)
+        evictor.evict(a.hold.value.block)
+        for view, numbers in ((second, [5, 6, 7, 8]), (third[1:], [10, 11, 12]), (first, [1, 2, 3, 4])):
+            assert torch.equal(view, torch.tensor(numbers) * 1.0)
+        assert (second.storage_offset(), third[1:].storage_offset()) == (4, 9) and evictor.recomputed == 2
+
+
+def test_what_comes_from_outside_counts_as_long_as_it_lives():
+    """Named ones from the start, others from their first use, views of them too; once each."""
+    weight, evictor = torch.ones(10), Evictor()
+    with Dynamic(evictor, operator_cost, [weight, weight[2:]]):
+        assert evictor.resident_bytes == 40
+        weight.view(5, 2)
+        assert evictor.resident_bytes == 40
+    other = torch.ones(6)
+    with Dynamic(evictor := Evictor(), operator_cost):
+        assert evictor.resident_bytes == 0
+        part = other[:2]
+        assert evictor.resident_bytes == 24, "the block of what is viewed"
+        y = part * 2
+        assert evictor.resident_bytes == 24 + 8
+        del y, part, other
+        assert evictor.resident_bytes == 0 and evictor.trace[-1] == ("release", 0), "as those who replay it"
+
+
+def test_what_stays_is_released_with_its_tensor():
+    """Numbers for Python, and constants that are written to in place: no copy of them is made."""
+    x = torch.ones(4)
+    with Ledger() as ledger, Dynamic(evictor := Evictor(), operator_cost, [x]):
+        y = x * 3
+        assert y.sum().item() == 12
+        live = evictor.resident_bytes
+        for _ in range(3):
+            assert float(y[0]) == 3
+        assert evictor.resident_bytes == live == ledger.live_bytes
+        operators = evictor.operators
+        x.add_(1)
+        assert evictor.resident_bytes == live == ledger.live_bytes and evictor.operators == operators + 1
+    assert x.tolist() == [2] * 4 and type(x) is torch.Tensor
+
+
+def test_operators_that_write_into_several_tensors_are_refused_with_their_number():
+    with Dynamic(Evictor(), operator_cost):
+        a, b, x = torch.rand(4) + 1, torch.arange(4) + 1, torch.rand(4) + 1
+        with pytest.raises(ValueError, match="sort writes into 2 tensors or out=; write to a clone"):
+            torch.sort(x, out=(a, b))
+
+
+def test_a_gradient_is_plain_and_counts_on_and_so_is_a_sum_of_gradients():
+    """Behind the hook that makes it so operators are seen again; behind the block it holds no leaf."""
+    x = torch.ones(3, requires_grad=True)
+    with Dynamic(evictor := Evictor(), operator_cost, [x]) as mode:
+        for number in (1, 2):
+            (x * 2).sum().backward()
+            assert type(x.grad) is torch.Tensor and x.grad.tolist() == [2 * number] * 3
+            assert evictor.resident_bytes == 24, "x and its gradient"
+        before = evictor.operators
+        y = x.detach() * 5
+        assert isinstance(y, Evictable) and evictor.operators > before
+        del y
+    leaf = weakref.ref(x)
+    del x
+    assert leaf() is None and mode is not None
+
+
+def test_the_random_state_is_kept_for_what_draws_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        evictable, "random_state", lambda source: asked.append(source) or random_state(source)
+    )
+    with Dynamic(Evictor(), operator_cost):
+        a = (torch.ones(4) + 1) * torch.rand(4)
+        b = a.sum() * a
+    assert len(asked) == 1 and b.shape == (4,)
+
+
+def test_long_chains_of_operators_and_of_views():
+    """Nothing here recurses, neither to make results again nor to take views."""
+    x = torch.ones(4)
+    with Dynamic(evictor := Evictor(limit_bytes=400), operator_cost, [x]):
+        y = x
+        for _ in range(1200):
+            y = y + 1
+        for _ in range(400):
+            y = y.view(2, 2).view(4)
+        evictor.evict(y.hold.value.block)
+        assert y.sum().item() == 4 * 1201 and evictor.recomputed == 1200
+        del y
+        assert evictor.resident_bytes == x.nbytes
+
+
+def test_an_operator_of_which_one_output_is_left_needs_room_for_all():
+    with Ledger() as ledger, Dynamic(evictor := Evictor(), operator_cost):
+        values, indices = torch.rand(100).sort()
+        evictor.evict(values.hold.value.block)
+        live = ledger.live_bytes
+        assert live == evictor.resident_bytes == 800, "indices, and what rand made until sort was done"
+        values + 1
+    assert ledger.peak_bytes == evictor.peak_bytes
+
+
+def test_what_came_from_outside_must_not_change():
+    x = torch.ones(4)
+    with Dynamic(evictor := Evictor(), operator_cost):
+        y = x * 2
+        x.add_(1)
+        evictor.evict(y.hold.value.block)
+        with pytest.raises(ValueError, match="mul cannot run again: a constant it reads was written to"):
+            y.sum()
+
+
+def test_after_the_block_results_may_be_read():
+    x = torch.ones(4, requires_grad=True)
+    with Dynamic(evictor := Evictor(), operator_cost, [x]):
+        loss = (x * 3).sum()
+        assert x._backward_hooks
+    assert not x._backward_hooks, "nothing of ours stays on a leaf"
+    evictor.evict(loss.hold.value.block)
+    assert isinstance(loss, Evictable) and loss.item() == 12 and evictor.recomputed == 2
+
+
+def test_a_limit_below_one_operator_names_it_and_its_bytes():
+    x = torch.ones(100, 100)
+    with pytest.raises(ValueError) as error, Dynamic(Evictor(100_000), operator_cost, [x]):
+        x @ x @ x
+    said = "mm asks for 40000 bytes beside 80000 that cannot go (pinned, or read by it or by operators that"
+    assert str(error.value) == f"{said} wait for it); limit_bytes is 100000, raise it to 120000 or more"
+    with Dynamic(Evictor(120_000), operator_cost, [x]):
+        x @ x @ x
+
+
+def test_a_size_in_the_data_is_refused():
+    with Dynamic(Evictor(), operator_cost):
+        with pytest.raises(
+            ValueError, match="size of nonzero's result is in the data: a limit cannot be kept"
+        ):
+            torch.arange(4).nonzero()
+        assert int(torch.arange(4).sum()) == 6
+
+
+def test_the_cost_of_an_operator():
+    aten, a = torch.ops.aten, torch.ones(4, 6)
+    b = torch.ones(6, 8)
+    product, view = a @ b, a.t()
+    assert operator_cost(aten.mm.default, (a, b), {}, product) == 2 * 4 * 6 * 8 + 4 * (24 + 48 + 32)
+    assert operator_cost(aten.t.default, (a,), {}, view) == 0
+    assert operator_cost(aten.add.Tensor, (a, a), {}, a) == 3 * 4 * 24
+
+
+def test_a_generator_of_ones_own_draws_again_what_it_drew():
+    """And what it draws next is what it would have drawn without an eviction."""
+
+    def program():
+        generator, x = torch.Generator().manual_seed(3), torch.ones(64)
+        noise = [torch.rand(64, generator=generator) * x for _ in range(4)]
+        last = torch.rand(1, generator=generator)
+        return sum((part * (i + 1)).sum() for i, part in enumerate(noise)).item(), last.item()
+
+    expected = program()
+    evictor = Evictor(1300, "lru")
+    with Dynamic(evictor, operator_cost):
+        assert program() == expected
+    assert evictor.recomputed > 0

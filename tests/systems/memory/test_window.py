@@ -1,0 +1,318 @@
+"""Layer by layer, and through a window: the bits of recomputation, bytes and memory as the formulas say."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from minitrain.memory.pools import on_host
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.ranks.events import Compute
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.memory.in_turn import Kept, forward_backward, of_microbatches, order_of_use
+from minitrain.systems.memory.window import LayerWindow
+from tests.parallel import small
+
+TOKENS = torch.arange(40).view(5, 8) * 7 % 29
+POSITIONS = torch.arange(8)
+
+
+def make_model(num_layers=4, **changes):
+    return GPT(small(tied=False, num_layers=num_layers, **changes), seed=3, dtype=torch.float64)
+
+
+def loss_of(logits):
+    return cross_entropy_sum(logits, TOKENS.roll(1)) / TOKENS.numel()
+
+
+def train_plainly(model, steps=3, clip=None):
+    optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(TOKENS))
+        loss.backward()
+        if clip:
+            clip_grad_norm(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in(window, steps=3, clip=None):
+    optimizer, losses = AdamW(window.parameters, lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(window.forward_backward(TOKENS, POSITIONS, loss_of).item())
+        if clip:
+            clip_grad_norm(window.parameters, clip)
+        optimizer.step()
+    return losses
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+
+
+# ---- one layer after the other -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_in_turn_gives_the_gradients_of_one_graph_and_asks_in_order(count):
+    models = [nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(count))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, asked, left = torch.randn(4, 3, dtype=torch.float64), [], []
+    expected = (models[0](x).tanh() ** 2).sum()
+    expected.backward()
+    loss = forward_backward(models[1], x, lambda y: (y.tanh() ** 2).sum(), asked.append, left.append)
+    assert loss == expected and not loss.requires_grad
+    assert asked == order_of_use(count) and left == list(reversed(range(count)))
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_in_turn_keeps_an_input_a_layer_and_the_graph_of_one():
+    """Widths 4 and 400: what is kept of n layers grows by their inputs of 4 numbers, not by 400."""
+
+    def peak(count):
+        layers = [nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 4)) for _ in range(count)]
+        x = torch.randn(10, 4)
+
+        def forget(number):
+            for param in layers[number].parameters():
+                param.grad = None
+
+        with Ledger() as ledger:
+            forward_backward(layers, x, torch.sum, after=forget)
+        return ledger.peak_by_kind["activations"]
+
+    assert peak(9) - peak(5) == 4 * 10 * 4 * 4
+
+
+def test_in_turn_lets_an_input_go_with_its_layer():
+    held, over = {}, []
+
+    def layer(number):
+        linear = nn.Linear(3, 3)
+
+        def run(x):
+            held[number] = weakref.ref(x.untyped_storage())
+            return linear(x).tanh()
+
+        return run
+
+    def gone(number):
+        over.append(all(held[later]() is None for later in range(max(1, number), 5)))
+
+    forward_backward([layer(number) for number in range(5)], torch.randn(4, 3), torch.sum, after=gone)
+    assert over == [True] * 5
+
+
+# ---- a window ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_training_through_a_window_is_training(window, clip):
+    models = [make_model() for _ in range(2)]
+    losses = train_plainly(models[0], clip=clip)
+    through = LayerWindow(models[1].layers, window)
+    assert all(on_host(param) for param in models[1].parameters())
+    found = train_in(through, clip=clip)
+    if clip:  # the norm adds up layer by layer
+        assert torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=0, atol=1e-12)
+    else:
+        assert found == losses
+    through.release()
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12 if clip else 0)
+
+
+def test_control_without_bringing_copies_up_to_date_it_is_not(monkeypatch):
+    models = [make_model() for _ in range(2)]
+    through = LayerWindow(models[1].layers, 2)
+    monkeypatch.setattr("minitrain.systems.memory.window.to_device", stale(through))
+    assert train_in(through) != train_plainly(models[0])
+
+
+def stale(window):
+    from minitrain.memory.pools import to_device
+
+    return lambda x, device=None, out=None: to_device(x, device, out=None if out is None else out.clone())
+
+
+def test_two_batches_add_up_their_gradients():
+    models = [make_model() for _ in range(2)]
+    through = LayerWindow(models[1].layers, 2)
+    for _ in range(2):
+        loss_of(models[0](TOKENS)).backward()
+        through.forward_backward(TOKENS, POSITIONS, loss_of)
+    grads = torch.cat([param.grad.flatten() for param in models[0].parameters()])
+    assert torch.equal(torch.cat([param.grad for param in through.parameters]), grads)
+
+
+def uniform(count, width=50):
+    torch.manual_seed(0)
+    return [Plus(nn.Linear(width, width)) for _ in range(count)]
+
+
+class Plus(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, positions):
+        return x + self.inner(x).tanh()
+
+
+@pytest.mark.parametrize("count, window", [(4, 1), (8, 1), (8, 2), (16, 3), (8, 6)])
+def test_bytes_over_the_link_and_on_the_device(count, window):
+    """A layer of 50 x 50 + 50 float32: 10,200 bytes, of which m + 1 are on the device, however deep."""
+    layers, x, size = uniform(count), torch.randn(3, 50), 4 * (50 * 50 + 50)
+    with Ledger() as ledger:
+        through = LayerWindow(layers, window)
+    assert ledger.copied_bytes("to_host") == ledger.copied_bytes() == size * count
+    optimizer = AdamW(through.parameters)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with Ledger() as ledger:
+            through.forward_backward(x, POSITIONS, torch.sum)
+        assert ledger.copied_bytes("to_device") == size * (2 * count - window - 1)
+        assert ledger.copied_bytes("to_host") == size * count
+        device = ledger.peak_by_kind
+        assert through.room_bytes == size * (window + 1)
+        assert max(live["parameters"] for _, live in ledger.timeline()) == size * (window + 1)
+        assert max(live["gradients"] for _, live in ledger.timeline()) == 2 * size
+        assert device["optimizer state"] == 0 and ledger.live_by_kind["gradients"] == 0
+        host = ledger.host_by_kind
+        assert (host["parameters"], host["gradients"], host["activations"]) == (size * count, size * count, 0)
+        optimizer.step()
+
+
+def test_layers_come_while_others_compute():
+    """No use is late but the first, and it is the prefetch engine that says so."""
+    through = LayerWindow(uniform(8), 2)
+    for _ in range(3):
+        through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+        for param in through.parameters:
+            param.grad = None
+    assert through._engine.late == 1
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_next_layers_of_the_window_are_here_or_coming_and_no_other(window):
+    """Where the room is that of the last two layers, which are large, no more are looked ahead for."""
+    layers = [*uniform(6), *(Plus(nn.Sequential(nn.Linear(50, 400), nn.Linear(400, 50))) for _ in range(2))]
+    through, found = LayerWindow(layers, window), []
+    use = through._engine.use
+
+    def watched(number):
+        value = use(number)
+        found.append((number, set(through._engine.here)))
+        return value
+
+    through._engine.use = watched
+    through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+    order = [number for number, _ in found]
+    for place, (_, here) in enumerate(found):
+        assert here >= set(order[place : place + window + 1])
+        assert max(here) <= max(order[: place + window + 1])
+
+
+def test_the_largest_run_of_layers_counts_and_layers_without_parameters_pass():
+    layers = [*uniform(2), Plus(nn.Identity()), *uniform(2, 50)]
+    layers[1].inner = nn.Sequential(nn.Linear(50, 90), nn.Linear(90, 50))
+    models = [nn.ModuleList(layers), nn.ModuleList(uniform(5))]
+    through = LayerWindow(models[0], 1)
+    large = 4 * (50 * 90 + 90 + 90 * 50 + 50)
+    assert through.room_bytes == large + 4 * 2550
+    with Ledger() as ledger:
+        through.forward_backward(torch.randn(3, 50), POSITIONS, torch.sum)
+    assert max(live["parameters"] for _, live in ledger.timeline()) <= through.room_bytes
+
+
+@pytest.mark.parametrize(
+    "make, window, message",
+    [
+        (lambda: make_model().layers, 0, "window=0 of 6 layers: use 1 to 5"),
+        (lambda: make_model().layers, 6, "window=6 of 6 layers"),
+        (lambda: GPT(small()).layers, 1, "two layers share a parameter .a tied table.: untie it"),
+        (lambda: [uniform(1)[0], uniform(1)[0].double()], 1, "several dtypes"),
+        (lambda: [uniform(1)[0], uniform(1)[0].requires_grad_(False)], 1, "frozen"),
+    ],
+)
+def test_wrong_use_is_refused(make, window, message):
+    with pytest.raises(ValueError, match=message):
+        LayerWindow(make(), window)
+
+
+def test_there_is_room_for_the_largest_run_of_layers_wherever_it_is():
+    class Layer(nn.Linear):
+        def forward(self, x, positions):
+            return super().forward(x)
+
+    layers = [
+        Layer(2, 2, bias=False),
+        Layer(2, 8, bias=False),
+        Layer(8, 8, bias=False),
+        Layer(8, 2, bias=False),
+    ]
+    window = LayerWindow(layers, window=1)
+    assert window.room_bytes == 4 * (64 + 16)
+    window.forward_backward(torch.ones(3, 2), torch.arange(3), torch.sum)
+    assert all(param.grad is not None for param in window.parameters)
+
+
+def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_used():
+    """FLOPs of two layers of 8 x 8, a product of 4 rows each: forward once and twice, dx of the last alone."""
+    layers, inputs, left = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.ones(4, 8), []
+
+    class Watched(Kept):
+        def __init__(self, x):
+            super().__init__(x)
+            alive.add(self)
+
+    alive = weakref.WeakSet()
+
+    def loss_of(y, u):
+        return y.sum()
+
+    def run(layer, x):
+        if torch.is_grad_enabled():
+            left.append(len(alive))
+        return layer(x)
+
+    with Ledger() as ledger:
+        forward_backward(layers, inputs, torch.sum)
+    product = 2 * 4 * 8 * 8
+    assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
+    assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
+    parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
+    of_microbatches(parts, [*inputs.split(1)], loss_of, lambda i: None, lambda i: None, keep=Watched)
+    assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one
+
+
+def test_of_several_microbatches_each_passes_a_layer_before_the_next_is_asked_for():
+    said, linears = [], [nn.Linear(2, 2) for _ in range(3)]
+
+    def of(number):
+        def run(x, other):
+            assert other == "both get it"
+            said.append((number, len(x)))
+            return linears[number](x)
+
+        return run
+
+    def loss_of(y, u):
+        said.append(("loss", u))
+        return y.sum()
+
+    layers, parts = [of(number) for number in range(3)], [torch.ones(rows, 2) for rows in (1, 2)]
+    before, after = lambda i: said.append(("before", i)), lambda i: said.append(("after", i))
+    of_microbatches(layers, parts, loss_of, before, after, ("both get it",))
+    assert said == [
+        ("before", 0), (0, 1), (0, 2), ("before", 1), (1, 1), (1, 2),
+        ("before", 2), (2, 1), ("loss", 0), (2, 2), ("loss", 1), ("after", 2),
+        ("before", 1), (1, 1), (1, 2), ("after", 1), ("before", 0), (0, 1), (0, 2), ("after", 0),
+    ]  # fmt: skip

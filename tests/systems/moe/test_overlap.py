@@ -1,0 +1,645 @@
+"""Layers in parts and microbatches in turns equal the plain layer, send the same rows, and hide each transfer
+behind a product: told by the order of events, never by a clock.
+"""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitrain import collectives, launch
+from minitrain.moe import experts, router
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.router import NOWHERE
+from minitrain.ranks.events import Issue, Wait
+from minitrain.ranks.ledger import Ledger
+from minitrain.systems.moe import overlapped_experts, pair
+from minitrain.systems.plan import expert_overlap, expert_pair
+
+N, D, WIDE, E = 24, 6, 10, 8
+mask = torch.arange(N) % 4 != 1
+
+
+def favoured(expert):
+    """Scores that make an expert the best, or the best by far."""
+    return F.one_hot(torch.as_tensor(expert), E).double()
+
+
+CASES = {
+    "spread": lambda s, part: router.top_k(s + 4 * favoured(torch.arange(N)[part] % E), 3),  # all visit all
+    "masked": lambda s, part: router.top_k(s, 3, mask[part]),
+    "nobody": lambda s, part: router.top_k(s, 2, torch.zeros(len(s), dtype=torch.bool)),
+    "all on one expert": lambda s, part: router.switch(s + 50 * favoured(5)),
+    "places dropped": lambda s, part: router.top_k(s, 2).without((torch.arange(N)[part] % 3 == 0)[:, None]),
+}
+WAYS = {
+    "1 chunk": lambda *layer: overlapped_experts.by_capacity(*layer, chunks=1),
+    "3 chunks": lambda *layer: overlapped_experts.by_capacity(*layer, chunks=3),
+    "7 chunks": lambda *layer: overlapped_experts.by_capacity(*layer, chunks=7),
+    "by peer": overlapped_experts.by_peer,
+    "by pairs of ranks": lambda *layer: overlapped_experts.by_peer(*layer, size=min(2, layer[2].size())),
+    "by one group": lambda *layer: overlapped_experts.by_peer(*layer, size=layer[2].size()),
+    "reused": lambda *layer: overlapped_experts.reused(*layer, chunks=3),
+    "grouped": lambda x, routing, group, _, params: overlapped_experts.by_capacity(
+        x, routing, group, experts.grouped, params
+    ),
+}
+RUNS = [(1, "spread"), (2, "spread"), (2, "all on one expert"), *((4, case) for case in CASES)]
+CHUNKS = {"1 chunk": 1, "3 chunks": 3, "7 chunks": 7}
+
+
+def drawn(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (N, D), (D, E), (E, D, WIDE), (E, WIDE, D)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def loss_of(y):
+    return (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum() / 100
+
+
+def grads_of(tensors):
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+
+
+@cache
+def one_process(case):
+    """(y, gradients of x, router, up, down): token by token, choice by choice."""
+    tensors = x, gate, up, down = [tensor.requires_grad_() for tensor in drawn()]
+    routing = CASES[case](x @ gate, slice(None))
+    y = []
+    for n in range(N):
+        choices = zip(routing.experts[n].tolist(), routing.weights[n])
+        y.append(sum((w * (F.gelu(x[n] @ up[e]) @ down[e]) for e, w in choices if e != NOWHERE), 0 * x[n]))
+    loss_of(torch.stack(y)).backward()
+    return torch.stack(y).detach(), *grads_of(tensors)
+
+
+def own_part(group):
+    """Unequal numbers of tokens: half of them on rank 0. And equal numbers of experts."""
+    rank, n = group.rank(), group.size()
+    sizes = [N] if n == 1 else [N // 2] + [N // 2 // (n - 1)] * (n - 1)
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), slice(rank * E // n, (rank + 1) * E // n)
+
+
+def words(events, products=True):
+    """The life of rows as `+0` (transfer 0 leaves), `*` (a product), `-0` (it is awaited), numbered as they leave.
+
+    Counts of rows, integers, cross before: the first all-to-all. Of an exchange the message that is sent counts."""
+    found, names = [], {}
+    for event in events:
+        if isinstance(event, Issue) and event.op in ("all_to_all", "send"):
+            names[event.id] = len(names)
+            found.append(f"+{names[event.id]}")
+        elif isinstance(event, Wait) and event.id in names:
+            found.append(f"-{names[event.id]}")
+        elif products and getattr(event, "flops", 0) and found[-1:] != ["*"]:
+            found.append("*")
+    return found
+
+
+def read_backwards(found):
+    """What leaves is awaited and what is awaited leaves; numbered as they leave."""
+    names, mirrored = {}, []
+    for word in reversed(found):
+        if word != "*":
+            names.setdefault(word[1:], len(names))
+            word = ("-" if word[0] == "+" else "+") + str(names[word[1:]])
+        mirrored.append(word)
+    return mirrored
+
+
+def on_a_rank(case, way):
+    group = collectives.world()
+    part, own = own_part(group)
+    x, gate, up, down = drawn()
+    tensors = x, gate, up, down = [t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own])]
+    routing = CASES[case](x @ gate, part)
+    with Ledger() as forward:
+        y = WAYS[way](x, routing, group, experts.loop, (up, down))
+    loss = loss_of(y)
+    with Ledger() as backward:
+        loss.backward()
+    away = routing.experts // (E // group.size())
+    table = torch.stack([(away == r).sum() for r in range(group.size())])
+    events = [words(ledger.events) for ledger in (forward, backward)]
+    to = [
+        [e.members[1] for e in ledger.events if getattr(e, "op", "") == "send"]
+        for ledger in (forward, backward)
+    ]
+    calls = [ledger.num_calls(op) for ledger in (forward, backward) for op in ("all_to_all", "send")]
+    sent = [ledger.sent_bytes() for ledger in (forward, backward)]
+    came = [e.members[0] for e in forward.events if getattr(e, "op", "") == "receive"]
+    return {
+        "equal": (y.detach(), *grads_of(tensors)),
+        "words": events,
+        "to": to,
+        "came": came,
+        "calls": calls,
+        "sent": sent,
+        "table": table,
+    }
+
+
+def all_cases():
+    cases = [case for ranks, case in RUNS if ranks == collectives.world().size()]
+    return {(case, way): on_a_rank(case, way) for case in cases for way in WAYS}
+
+
+@cache
+def launched(ranks):
+    return launch.run(all_cases, ranks=ranks)
+
+
+def joined(outcomes):
+    """What the ranks have, as one process has it: tokens and experts side by side, the router's gradients added."""
+    y, x, gate, up, down = zip(*outcomes)
+    return torch.cat(y), torch.cat(x), sum(gate), torch.cat(up), torch.cat(down)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks, case", RUNS)
+def test_equals_a_loop_over_tokens_in_one_process(ranks, case, way):
+    outcomes = [rank[case, way]["equal"] for rank in launched(ranks)]
+    for found, wanted in zip(joined(outcomes), one_process(case), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks, case", RUNS[1:])
+def test_the_same_bytes_in_more_messages(ranks, case):
+    """Rows there and back, gradients there and back, the counts once; `reused` brings rows there once more."""
+    outcomes = [rank[case, "by peer"] for rank in launched(ranks)]
+    table = torch.stack([outcome["table"] for outcome in outcomes])
+    away = table * (1 - torch.eye(ranks, dtype=torch.long))
+    for rank, all_ways in enumerate(launched(ranks)):
+        crossings = int(away[rank].sum() + away[:, rank].sum()) * D * 8
+        counts = (ranks - 1) * (E // ranks) * 8
+        for way in WAYS:
+            again = int(away[rank].sum()) * D * 8 if way == "reused" else 0
+            assert all_ways[case, way]["sent"] == [crossings + counts, crossings + again], way
+        for way, chunks in CHUNKS.items():
+            assert all_ways[case, way]["calls"] == [1 + 2 * chunks, 0, 2 * chunks, 0]
+        for way in ("by peer", "by pairs of ranks", "by one group"):
+            assert all_ways[case, way]["calls"] == [1, 2 * (ranks - 1), 0, 2 * (ranks - 1)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tutel(ranks):
+    """Chunk i+1 has left before the product of chunk i, and chunk i-1 is awaited after it; backward as well."""
+    for rank in launched(ranks):
+        forward, backward = rank["spread", "3 chunks"]["words"]
+        # 0 are the counts; rows leave as 1, 2, 4; results as 3, 5, 6
+        assert forward == "+0 -0 +1 +2 -1 * +3 +4 -2 * +5 -3 -4 * +6 -5 -6".split()
+        assert backward == [*read_backwards(forward[2:]), "*"]  # the last product is the router's
+        assert backward == "+0 +1 -0 * +2 +3 -1 * +4 -2 -3 * +5 -4 -5 *".split()
+        alone, alone_backward = rank["spread", "1 chunk"]["words"]
+        assert alone == "+0 -0 +1 -1 * +2 -2".split()  # nothing is hidden
+        assert alone_backward == "+0 -0 * +1 -1 *".split()
+
+
+def test_fastermoe():
+    """The rows of the next distance are on their way while those of this one are worked on, own rows first."""
+    for rank in launched(4):
+        forward, backward = rank["spread", "by peer"]["words"]
+        assert forward == "+0 -0 +1 * +2 -1 * +3 +4 -2 * +5 -3 -4 * +6 -5 -6".split()
+        assert backward == [*read_backwards(forward[2:]), "*"]
+
+
+def test_groups_of_ranks_exchange_pair_by_pair():
+    """Two groups of two: the other group's rows, two messages, travel while those of the own group are worked on,
+    to the same place of it first. Results go back the way that the rows came; gradients take both ways reversed.
+    """
+    for rank, of_rank in enumerate(launched(4)):
+        forward, backward = of_rank["spread", "by pairs of ranks"]["words"]
+        first, second = ("-2", "-3") if rank % 2 == 0 else ("-3", "-2")  # awaited in the order of ranks
+        back = ("-5", "-6") if rank % 2 == 0 else ("-6", "-5")
+        assert forward == f"+0 -0 +1 +2 +3 -1 * +4 {first} {second} * +5 +6 -4 {back[0]} {back[1]}".split()
+        assert [word[0] for word in backward] == [word[0] for word in [*read_backwards(forward[2:]), "*"]]
+        mate, other = [rank ^ 1], [(rank + 2) % 4, (rank + 2) % 4 ^ 1]
+        assert of_rank["spread", "by pairs of ranks"]["to"] == [2 * (mate + other), 2 * (other + mate)]
+        in_one_step = [(rank + turn) % 4 for turn in (1, 2, 3)]
+        assert of_rank["spread", "by one group"]["to"] == [2 * in_one_step] * 2
+        assert of_rank["spread", "by one group"]["came"] == 2 * in_one_step[::-1]  # of rank - 1, - 2, - 3
+        assert of_rank["spread", "by pairs of ranks"]["came"] == 2 * (mate + other)
+
+
+def test_reused_fetches_rows_and_gradients_behind_products():
+    for rank in launched(2):
+        forward, backward = rank["spread", "reused"]["words"]
+        assert forward == rank["spread", "3 chunks"]["words"][0]
+        # rows and gradients of a chunk leave together: 0 and 1, 2 and 3, 5 and 6; what comes home is 4, 7, 8
+        assert backward == "+0 +1 +2 +3 -0 -1 * +4 +5 +6 -2 -3 * +7 -4 -5 -6 * +8 -7 -8 *".split()
+
+
+def test_turns():
+    """A travel begins in each round, ahead of those under way; results are in the order of travels, not of arrival."""
+    log = []
+
+    def travel(name, steps):
+        for _ in range(steps):
+            log.append(name)
+            yield
+        return name
+
+    assert overlapped_experts.take_turns([travel("a", 3), travel("b", 1), travel("c", 0)]) == ["a", "b", "c"]
+    assert log == ["a", "b", "a", "a"]
+    del log[:]
+    assert (
+        overlapped_experts.take_turns([travel("a", 2), travel("b", 2)], enter=2) == ["a", "b"]
+        and log == ["a", "b"] * 2
+    )
+
+
+# ---- who travels when ------------------------------------------------------------------------------------
+
+
+def parts_on_a_rank():
+    group = collectives.world()
+    part, _ = own_part(group)
+    routing = router.top_k(drawn()[0][part] @ drawn()[1], 3)
+    ways = [overlapped_experts.capacity_parts(routing, group, chunks) for chunks in (1, 2, 3, 40)]
+    return routing, [*ways, overlapped_experts.peer_parts(routing, group)]
+
+
+def checked_parts():
+    """On a rank: every row is in one part; chunks of an expert's rows are as equal as can be."""
+    routing, ways = parts_on_a_rank()
+    for way, parts in ways:
+        assert sorted(torch.cat([part.sent for part in parts]).tolist()) == list(range(len(way.choices)))
+        assert torch.equal(sum(part.counts for part in parts), way.counts)
+        assert all(len(part.turn) == part.counts.sum() for part in parts)
+    expert_of = routing.experts.flatten()[ways[0][0].choices]
+    for _, parts in ways[:-1]:
+        sizes = torch.stack([torch.bincount(expert_of[part.sent], minlength=E) for part in parts])
+        assert int((sizes.max(0).values - sizes.min(0).values).max()) <= 1
+        number = torch.empty_like(expert_of)
+        for i, part in enumerate(parts):
+            number[part.sent] = i
+        for of_one in (number[expert_of == expert].tolist() for expert in range(E)):
+            assert of_one == [i * len(parts) // len(of_one) for i in range(len(of_one))]
+    rank, n = collectives.world().rank(), collectives.world().size()
+    for distance, part in enumerate(ways[-1][1]):
+        assert set((expert_of[part.sent] // (E // n)).tolist()) <= {(rank + distance) % n}
+
+
+def test_every_row_travels_once_and_chunks_are_even():
+    launch.run(checked_parts, ranks=4)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5])
+def test_a_number_of_chunks_that_is_none_is_refused_before_anything_is_sent(chunks):
+    for way in (overlapped_experts.by_capacity, overlapped_experts.reused):
+        with pytest.raises(ValueError, match=f"chunks={chunks}: use a whole number from 1 to"):
+            way(None, None, None, experts.loop, chunks=chunks)
+
+
+def test_groups_of_ranks_are_as_large_and_refused_before_anything_is_sent():
+    group = type("OfSix", (), {"rank": lambda self: 0, "size": lambda self: 6})()
+    for size in (0, -1, 4, 12, 1.5):
+        with pytest.raises(ValueError, match=f"groups of size={size} of 6 ranks; use a divisor of 6"):
+            overlapped_experts.by_peer(None, None, group, experts.loop, size=size)
+
+
+def stays(number):
+    """An all_to_all whose call of this number brings zeros in place of what others sent."""
+    real, calls = collectives.all_to_all, []
+
+    def all_to_all(x, group, **settings):
+        calls.append(x)
+        handle = real(x, group, **settings)
+        if len(calls) != number:
+            return handle
+        nothing = torch.zeros_like(handle.wait())
+        return collectives.Handle(lambda: None, lambda: nothing, lambda: True)
+
+    return collectives, "all_to_all", all_to_all
+
+
+def unsorted_parts():
+    real = overlapped_experts.Part.__init__
+    init = lambda self, sent, turn, *rest: real(self, sent, torch.arange(len(turn)), *rest)
+    return overlapped_experts.Part, "__init__", init
+
+
+MISTAKES = {  # (what to replace, where the difference is seen: in y, in the gradient of x, of up)
+    "results in the order of experts": (
+        lambda: (overlapped_experts.Part, "home", property(lambda part: torch.arange(len(part.turn)))),
+        0,
+    ),
+    "rows in the order of arrival": (unsorted_parts, 0),
+    "rows stay": (lambda: stays(2), 0),
+    "results stay": (lambda: stays(4), 0),
+    "gradients stay": (lambda: stays(9), 1),
+    "gradients on their way to experts stay": (lambda: stays(8), 3),
+}
+
+
+def all_mistakes(way):
+    """How far y and the gradients are from the right ones with each mistake planted."""
+    right, apart = on_a_rank("spread", way)["equal"], {}
+    for name, (mistake, _) in MISTAKES.items():
+        where, attribute, wrong = mistake()
+        real = getattr(where, attribute)
+        setattr(where, attribute, wrong)
+        found = on_a_rank("spread", way)["equal"]
+        setattr(where, attribute, real)
+        apart[name] = [float((a - b).abs().max()) for a, b in zip(found, right)]
+    return apart
+
+
+@pytest.mark.parametrize("way", ["3 chunks", "reused"])
+def test_mistakes_are_seen(way):
+    for apart in launch.run(all_mistakes, way, ranks=2):
+        for name, (_, where) in MISTAKES.items():
+            assert apart[name][where] > 1e-3, name
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+TOKENS = 64  # a rank; each expert of a rank gets as many of each rank
+
+
+def held(way, chunks, backward):
+    """Bytes of rows that experts read: (the most at any time, the most at a product), in forward or backward."""
+    group = collectives.world()
+    x, gate, up, down = (
+        t.requires_grad_() for t in (torch.randn(TOKENS, D), torch.randn(D, E), *drawn()[2:])
+    )
+    up, down = (t.detach().float()[: E // group.size()].clone().requires_grad_() for t in (up, down))
+    routing = router.balanced(x @ gate, 2, torch.arange(TOKENS)[None])
+    with Ledger() as forward:
+        y = way(x, routing, group, experts.loop, (up, down), chunks=chunks)
+    with Ledger() as ledger:
+        y.sum().backward()
+    ledger = ledger if backward else forward
+    live = dict(ledger.timeline())
+    products = [
+        live[i]["buffers"]
+        for i, event in enumerate(ledger.events)
+        if i in live and getattr(event, "flops", 0)
+    ]
+    return max(kinds["buffers"] for kinds in live.values()), max(products)
+
+
+def all_held():
+    ways = overlapped_experts.by_capacity, overlapped_experts.reused
+    return [[held(way, chunks, back) for chunks in (4, 8)] for way in ways for back in (False, True)]
+
+
+def test_mpipemoe():
+    """Buffers of r chunks become two, a third while rows are sorted; in backward gradients have as many. Of the ways
+    to have rows and middle again the choice is the least of the modelled times."""
+    for times in product((1, 4, 13), repeat=4):
+        chunk = expert_overlap.Chunk(*times)
+        modelled = {way: expert_overlap.mpipemoe_s(way, chunk, 8) for way in expert_overlap.WAYS}
+        assert modelled[expert_overlap.mpipemoe_choice(chunk, 8)] == min(modelled.values())
+    rows = 2 * TOKENS * D * 4  # of a rank, at its experts
+    for rank in launch.run(all_held, ranks=2):
+        for kept, kept_back, forward, backward, chunks in zip(*rank, (4, 8)):
+            chunk = rows // chunks
+            assert kept == (rows + chunk, rows) and kept_back == (0, 0)
+            assert forward == (3 * chunk, 2 * chunk)
+            assert backward == (5 * chunk, 4 * chunk)
+            for_products = expert_overlap.mpipemoe_rows(2 * TOKENS, chunks, reused=True) * D * 4
+            assert forward[1] == for_products
+
+
+# ---- two microbatches in turns ---------------------------------------------------------------------------
+
+LAYERS = 2
+
+
+class Tiny:
+    """Two layers: a product where attention would be, then experts; the parameters of a rank."""
+
+    def __init__(self, group, *, later=False):
+        drawn_of = [drawn(seed) for seed in range(LAYERS)]
+        _, own = own_part(group)
+        self.params = [
+            [t.clone().requires_grad_() for t in (x[:D] / 4, gate, up[own] / 4, down[own] / 4)]
+            for x, gate, up, down in drawn_of
+        ]
+        self.pieces = []
+        for mix, gate, up, down in self.params:
+            before = lambda x, mix=mix: x + torch.tanh(x @ mix)
+            route = lambda h, gate=gate: router.top_k(h @ gate, 2)
+            dense = [mix, gate] if later else None
+            self.pieces += pair.layer(before, route, experts.loop, [up, down], group, dense=dense)
+
+    def plain(self, x, group):
+        for mix, gate, up, down in self.params:
+            h = x + torch.tanh(x @ mix)
+            routing = router.top_k(h @ gate, 2)
+            way = Dispatch(routing, group)
+            x = h + way.back(experts.loop(way.there(h), way.counts, up, down), routing.weights)
+        return x
+
+
+def microbatches(part):
+    return [drawn(seed)[0][part].requires_grad_() for seed in (7, 8)]
+
+
+def dy_of(y):
+    return torch.cos(torch.arange(N * D, dtype=y.dtype)).view(N, D)[own_part(collectives.world())[0]] / 10
+
+
+def labelled(turns, ledger, name):
+    """The same turns, with their events under a name."""
+    while True:
+        with ledger.phase(name):
+            try:
+                next(turns)
+            except StopIteration as end:
+                return end.value
+        yield
+
+
+def pair_on_a_rank(how):
+    """Backward of microbatch b and forward of a in turns or in a row; then the backward of a."""
+    group = collectives.world()
+    a, b = microbatches(own_part(group)[0])
+    tiny = Tiny(group, later=how == "weights")
+    with Ledger() as ledger:
+        if how == "plain":
+            ys = [tiny.plain(x, group) for x in (a, b)]
+            for y in ys:
+                y.backward(dy_of(y))
+            return [y.detach() for y in ys], [a.grad, b.grad], [grads_of(p) for p in tiny.params]
+        with ledger.phase("before"):
+            ((y_b, kept_b),) = overlapped_experts.take_turns([pair.forward(tiny.pieces, b)])
+        both = [pair.backward(kept_b, dy_of(y_b)), pair.forward(tiny.pieces, a)]
+        both = [labelled(turns, ledger, name) for turns, name in zip(both, "BF")]
+        if how == "row":
+            ((dx_b,), ((y_a, kept_a),)) = (overlapped_experts.take_turns([turns]) for turns in both)
+        else:
+            dx_b, (y_a, kept_a) = overlapped_experts.take_turns(both, enter=2)
+        assert not (kept_b or y_a.requires_grad or y_b.requires_grad)
+        with ledger.phase("after"):
+            (dx_a,) = overlapped_experts.take_turns([pair.backward(kept_a, dy_of(y_a))])
+    events = [event for event in ledger.events if getattr(event, "phase", "B") in "BF"]
+    return (
+        [y_a, y_b],
+        [dx_a, dx_b],
+        [grads_of(p) for p in tiny.params],
+        story(events),
+        ledger.flops_by_phase,
+        ledger.sent_bytes(),
+    )
+
+
+def story(events):
+    """Events of a pair in words: `+0 F` a transfer leaves, `-0` it is awaited, `* F` products. Counts of rows cross
+    at once: what is awaited where it is issued is `blocking`."""
+    found, names = [], {}
+    for event, after in zip(events, [*events[1:], None]):
+        if isinstance(event, Issue):
+            if after == Wait(event.id):
+                found.append("blocking")
+                continue
+            names[event.id] = len(names)
+            found.append(f"+{names[event.id]} {(event.phase or event.site)[-1]}")
+        elif isinstance(event, Wait) and event.id in names:
+            found.append(f"-{names[event.id]}")
+        elif getattr(event, "flops", 0):
+            word = f"* {(event.phase or event.name)[-1].replace('W', 'B')}"
+            found += [word] * (found[-1:] != [word])
+    return found
+
+
+def all_pairs():
+    ways = "plain", "row", "turns", "weights"
+    return {way: pair_on_a_rank(way) for way in (ways if collectives.world().size() > 1 else ways[:1])}
+
+
+@cache
+def paired(ranks):
+    return launch.run(all_pairs, ranks=ranks)
+
+
+def flat(outcomes, how):
+    """As one process has it: outputs and input gradients side by side, the gradients of dense parameters added."""
+    ys, dxs, params = zip(*(rank[how][:3] for rank in outcomes))
+    together = [torch.cat(parts) for of in (ys, dxs) for parts in zip(*of)]
+    for mix, gate, up, down in (zip(*layer) for layer in zip(*params)):
+        together += [sum(mix), sum(gate), torch.cat(up), torch.cat(down)]
+    return together
+
+
+@pytest.mark.parametrize("how", ["plain", "row", "turns", "weights"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pair_equals_one_after_the_other_in_one_process(ranks, how):
+    for found, wanted in zip(flat(paired(ranks), how), flat(paired(1), "plain"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["turns", "weights"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_all_to_all_of_a_pair_is_in_flight_behind_a_product_of_the_other(ranks, how):
+    for rank in paired(ranks):
+        found = rank[how][3]
+        assert found.count("blocking") == LAYERS  # the counts of the forward
+        found = [word for word in found if word != "blocking"]
+        for number in range(4 * LAYERS):
+            (start,) = (i for i, word in enumerate(found) if word.startswith(f"+{number} "))
+            behind = found[start + 1 : found.index(f"-{number}")]
+            assert f"* {'B' if found[start][-1] == 'F' else 'F'}" in behind
+        # what is replayed at full size is this order
+        events = expert_pair.pair_events(expert_pair.DEEPSEEK_V3, 8, expert_pair.REPORTED, how, LAYERS)
+        assert found == story(events)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_after_the_other_hides_nothing(ranks):
+    for rank in paired(ranks):
+        assert {word[0] for word in rank["row"][3]} == {"b", "*"}
+        assert rank["row"][3].count("blocking") == 5 * LAYERS
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pair_sends_the_same_and_computes_five_products_of_experts_for_four(ranks):
+    for number, rank in enumerate(paired(ranks)):
+        row, turns, weights = (rank[how] for how in ("row", "turns", "weights"))
+        assert row[5] == turns[5] == weights[5]
+        assert row[4] == turns[4]
+        tokens = N // ranks if ranks == 2 else [12, 4, 4, 4][number]
+        before_experts = LAYERS * 2 * tokens * D * (D + E)
+        one_of_experts = (row[4]["before"] - before_experts) // 2
+        one_of_routers = LAYERS * 2 * tokens * D * E
+        assert weights[4]["B"] - row[4]["B"] == one_of_experts + one_of_routers
+        assert row[4]["B"] == 2 * row[4]["before"]
+
+
+def test_the_gradient_of_what_stays_beside_is_needed():
+    """The control: without what flows past the experts the gradient is another."""
+
+    def rank(wrong):
+        group = collectives.world()
+        a, b = microbatches(own_part(group)[0])
+        tiny = Tiny(group)
+        ((y, kept),) = overlapped_experts.take_turns([pair.forward(tiny.pieces, b)])
+        if wrong:
+            kept = [(piece, inputs[:1], outputs[:1], flight) for piece, inputs, outputs, flight in kept]
+        (dx,) = overlapped_experts.take_turns([pair.backward(kept, dy_of(y))])
+        return dx
+
+    right, wrong = (torch.cat(launch.run(rank, flag, ranks=2)) for flag in (False, True))
+    torch.testing.assert_close(right, flat(paired(1), "plain")[3], rtol=0, atol=1e-12)
+    assert (right - wrong).abs().max() > 1e-3
+
+
+def frozen_on_a_rank(how):
+    """Nobody asks for the gradient of x or of the first product; of the second layer up is frozen."""
+    group = collectives.world()
+    tiny = Tiny(group, later=how == "weights")
+    for layer, param in ((0, 0), (1, 2)):
+        tiny.params[layer][param].requires_grad_(False)
+    x = microbatches(own_part(group)[0])[0].detach()
+    if how == "plain":
+        y = tiny.plain(x, group)
+        y.backward(dy_of(y))
+    else:
+        ((y, kept),) = overlapped_experts.take_turns([pair.forward(tiny.pieces, x)])
+        dx, _ = overlapped_experts.take_turns(
+            [pair.backward(kept, dy_of(y)), pair.forward(tiny.pieces, x)], enter=2
+        )
+        assert dx is None
+    return [param.grad for layer in tiny.params for param in layer]
+
+
+def reused_on_a_rank(way):
+    """The gradients of up and down with down frozen, and with up."""
+    group = collectives.world()
+    part, own = own_part(group)
+    grads = []
+    for frozen in (0, 1):
+        x, gate, *params = drawn()
+        params = [param[own].clone().requires_grad_(i != frozen) for i, param in enumerate(params)]
+        x = x[part]
+        y = way(x, router.top_k(x @ gate, 2), group, experts.loop, params)
+        loss_of(y).backward()
+        grads += [param.grad for param in params]
+    return grads
+
+
+def test_frozen_experts_with_reused_buffers():
+    ways = overlapped_experts.by_capacity, overlapped_experts.reused
+    for plain, reused in launch.run(lambda: [reused_on_a_rank(way) for way in ways], ranks=2):
+        assert (
+            [grad is None for grad in plain]
+            == [grad is None for grad in reused]
+            == [True, False, False, True]
+        )
+        for i in (1, 2):
+            torch.testing.assert_close(plain[i], reused[i], rtol=0, atol=1e-12)
+
+
+def test_frozen_parameters():
+    ways = "plain", "turns", "weights"
+    for found in launch.run(lambda: [frozen_on_a_rank(how) for how in ways], ranks=2):
+        for plain, *others in zip(*found):
+            for other in others:
+                assert (plain is None) == (other is None)
+                if plain is not None:
+                    torch.testing.assert_close(other, plain, rtol=0, atol=1e-12)

@@ -1,0 +1,310 @@
+"""Pipelines that are never emptied: equal to one process with the same old weights, as many versions as the
+formula, no bubble in between.
+"""
+
+import weakref
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.model.data.batches import random_tokens
+from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
+from minitrain.model.training.step import Batch
+from minitrain.pipeline.partition import even
+from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.systems.pipeline.asynchronous import (
+    AsynchronousRunner,
+    Policy,
+    double_buffered,
+    each_its_own,
+    sgd,
+)
+from minitrain.systems.plan.trirace import delayed, paired_calls, period
+from tests.parallel import TOLERANCE, check_refusals, small
+
+CONFIG = small(num_layers=4, tied=False)
+FROZEN = "layers.1.norm1.weight"
+LR = 0.05
+
+
+def data(m: int) -> Batch:
+    tokens, targets = random_tokens(0, 0, 1, m, 8, CONFIG.vocab_size, seed=5)
+    return Batch(tokens, targets, torch.tensor(8))  # the tokens of one microbatch
+
+
+def plain_step(params, grads):
+    return [param - LR * grad for param, grad in zip(params, grads)]
+
+
+def with_momentum() -> Callable:
+    velocity = []
+
+    def update(params, grads):
+        velocity[:] = [0.5 * old + grad for old, grad in zip(velocity or [0] * len(grads), grads)]
+        return [param - LR * step for param, step in zip(params, velocity)]
+
+    return update
+
+
+# ---- one process, plainly --------------------------------------------------------------------------------
+
+
+def serial(
+    p: int, m: int, k: int, version: Callable[[int, int], int], make_update: Callable = lambda: plain_step
+) -> tuple[float, dict]:
+    """Batch t of k microbatches: the gradient with stage s at `version(s, t)`, then a step of the newest
+    weights of each stage.
+    """
+    model, batch = GPT(CONFIG, seed=3, dtype=torch.float64), data(m)
+    model.get_parameter(FROZEN).requires_grad_(False)
+    start = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    cuts = even(CONFIG.num_layers, p)
+    names = [[name for name in start if int(name.split(".")[1]) in cut] for cut in cuts]
+    history, updates, total = (
+        [[{name: start[name] for name in own}] for own in names],
+        [make_update() for _ in range(p)],
+        0.0,
+    )
+    for t in range(m // k):
+        weights = {
+            name: tensor.clone().requires_grad_()
+            for s in range(p)
+            for name, tensor in history[s][version(s, t)].items()
+        }
+        rows = slice(t * k, (t + 1) * k)
+        loss = (
+            cross_entropy_sum(
+                torch.func.functional_call(model, weights, (batch.tokens[rows],)), batch.targets[rows]
+            )
+            / batch.num_valid
+        )
+        grads, total = (
+            dict(zip(weights, torch.autograd.grad(loss, list(weights.values())))),
+            total + loss.item(),
+        )
+        for s, own in enumerate(names):
+            newest = history[s][-1]
+            history[s].append(
+                dict(zip(own, updates[s]([newest[name] for name in own], [grads[name] for name in own])))
+            )
+    return total, {name: tensor for stage in history for name, tensor in stage[-1].items()}
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------
+
+
+class Watched(AsynchronousRunner):
+    """Counts the versions of a parameter that really live, whoever holds them."""
+
+    def __call__(self, batch):
+        self.references, self.alive, self.updating = {}, 0, 0
+        return super().__call__(batch)
+
+    def forget(self, stage, unit):
+        super().forget(stage, unit)
+        self.alive = max(self.alive, self.living(stage))
+
+    def step(self, stage, grads):
+        super().step(stage, grads)
+        self.updating = max(self.updating, self.living(stage))
+
+    def living(self, stage):
+        for version, weights in self.versions[stage].items():
+            name = next(name for name, weight in weights.items() if weight.requires_grad)
+            self.references.setdefault((stage, version), weakref.ref(weights[name]))
+        return sum(reference() is not None for reference in self.references.values())
+
+
+class Unstashed(AsynchronousRunner):
+    """The control: one version, written over, so that a backward meets other weights than its forward."""
+
+    def step(self, stage, grads):
+        weights = self.versions[stage][0]
+        for name, new in zip(
+            grads, self.update([weights[name].detach() for name in grads], list(grads.values()))
+        ):
+            weights[name].data.copy_(new)  # behind the back of autograd, which would refuse
+
+
+def trained(p: int, m: int, policy: Policy, update=None, kind: type = Watched) -> tuple:
+    group = collectives.world()
+    stages = Stages(
+        CONFIG, {group.rank(): even(CONFIG.num_layers, p)[group.rank()]}, seed=3, dtype=torch.float64
+    )
+    if FROZEN in (params := stages.global_parameters()):
+        params[FROZEN].requires_grad_(False)
+    run = kind(
+        dict(stages.items()),
+        one_f_one_b(p, m),
+        group,
+        cross_entropy_sum,
+        policy,
+        update or sgd(LR),
+        width=CONFIG.d_model,
+    )
+    loss = run(data(m)).item()
+    return (
+        loss,
+        {name: param.detach() for name, param in params.items() if name != FROZEN},
+        getattr(run, "updating", None),
+        run.most[group.rank()],
+        getattr(run, "alive", None),
+    )
+
+
+def difference(outcomes: list[tuple], reference: tuple[float, dict]) -> float:
+    params = {name: tensor for outcome in outcomes for name, tensor in outcome[1].items()}
+    assert params.keys() == reference[1].keys()
+    return max(
+        [abs(sum(outcome[0] for outcome in outcomes) - reference[0])]
+        + [(params[name] - reference[1][name]).abs().max().item() for name in params]
+    )
+
+
+def oldest(p: int) -> Callable[[int, int], int]:
+    return lambda s, t: max(0, t - (p - 1 - s))
+
+
+@cache
+def ran(p: int) -> dict[str, list]:
+    def rank():
+        return {
+            "pipedream": trained(p, 12, each_its_own()),
+            "momentum": trained(p, 8, each_its_own(), with_momentum()),
+            "2bw": trained(p, 16, double_buffered(4)),
+            "unstashed": trained(p, 12, Policy(1, lambda unit, newest: 0), kind=Unstashed),
+        }
+
+    outcomes = launch.run(rank, ranks=p)
+    return {name: [outcome[name] for outcome in outcomes] for name in outcomes[0]}
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_pipedream(p):
+    """w_s(t+1) = w_s(t) - lr · gradient at w_0(t-p+1), .., w_{p-1}(t); p-s versions; 2BW: w(t+1) = w(t) - lr
+    · grad(w(t-1)), two.
+    """
+    found, reference = ran(p), serial(p, 12, 1, oldest(p))
+    assert difference(found["pipedream"], reference) < TOLERANCE
+    assert difference(found["unstashed"], reference) > 1e-6
+    assert difference(found["momentum"], serial(p, 8, 1, oldest(p), with_momentum)) < TOLERANCE
+    assert [(most, alive) for *_, most, alive in found["pipedream"]] == [(p - s, p - s) for s in range(p)]
+    assert [updating for *_, updating, _, _ in found["pipedream"]] == [max(2, p - s) for s in range(p)]
+    assert difference(found["2bw"], serial(p, 16, 4, lambda s, t: max(0, t - 1))) < TOLERANCE
+    assert difference(found["2bw"], serial(p, 16, 4, lambda s, t: t)) > 1e-6  # not what a flush would give
+    assert [(most, alive) for *_, most, alive in found["2bw"]] == [(2, 2)] * p
+    assert difference(found["pipedream"], serial(p, 12, 1, lambda s, t: t)) > 1e-6
+
+
+def test_a_long_pipeline_has_no_bubble_but_at_its_ends():
+    for p, m in [(2, 8), (4, 16), (8, 64)]:
+        for costs in Costs(F=1, B=2), Costs(F=3, B=5):
+            run = simulate(one_f_one_b(p, m), costs)
+            for rank, spans in enumerate(run.spans):
+                steady = spans[
+                    p - rank : len(spans) - (p - rank - 1)
+                ]  # from the first backward to the last forward's
+                assert all(first.end == second.start for first, second in zip(steady, steady[1:]))
+                starts = [span.start for span in steady if span.entry.kind == "F"]
+                assert {late - early for early, late in zip(starts, starts[1:])} == {costs.F + costs.B}
+            assert run.bubble == Fraction(p - 1, m + p - 1)
+
+
+def test_refusals():
+    def runner(schedule, policy):
+        stages = Stages(CONFIG, {0: range(6)}, seed=3)
+        return AsynchronousRunner(
+            dict(stages.items()),
+            schedule,
+            collectives.world(),
+            cross_entropy_sum,
+            policy,
+            sgd(LR),
+            width=CONFIG.d_model,
+        )
+
+    two = tuple((F(s, 0), B(s, 0)) for s in range(2))
+    check_refusals(
+        {
+            "has W; stashed weights go with whole backwards": lambda: runner(
+                Schedule("", ((F(0, 0), I(0, 0), W(0, 0)),), 1, 1), each_its_own()
+            ),
+            "has R; stashed weights": lambda: runner(
+                Schedule("", ((F(0, 0), R(0, 0), B(0, 0)),), 1, 1), each_its_own()
+            ),
+            "3 microbatches are not a multiple of the 2 of an update": lambda: runner(
+                one_f_one_b(1, 3), double_buffered(2)
+            ),
+            "are not a multiple of the 0 of an update": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
+            "2 microbatches per update for 4 ranks; two versions of the weights need at least 4": lambda: (
+                runner(one_f_one_b(4, 8), double_buffered(2))
+            ),
+            "B0.1 comes before B0.0; updates need backwards in order": lambda: runner(
+                Schedule("", ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),), 1, 2), each_its_own()
+            ),
+            "F0.4 comes before the update whose weights it takes; run fewer ahead": lambda: runner(
+                gpipe(1, 6), double_buffered(2)
+            ),
+            "is for 2 ranks": lambda: runner(Schedule("", two, 2, 1), each_its_own()),
+        },
+        ranks=1,
+    )
+
+
+# ---- TriRace ---------------------------------------------------------------------------------------------
+
+
+def test_trirace():
+    """One-way messages shorten the steady period; an update is at most `bound` steps late, and one step hides
+    the sum of gradients.
+    """
+    for p in (3, 4, 8):
+        for forward, backward, c in [(4, 8, 1), (4, 8, 3), (5, 5, 2), (Fraction(1, 3), 1, Fraction(1, 7))]:
+            paired, one_way = (period(p, forward, backward, c, paired=paired) for paired in (True, False))
+            assert paired == forward + backward + 2 * c
+            assert one_way == forward + backward + 2 * c * Fraction(p - 1, p) < paired
+        assert period(p, 4, 8, 2, paired=False, ahead=2) == 12
+        assert period(p, 4, 8, 0, paired=True, ahead=2) == p * 12
+    assert period(2, 4, 8, 1, paired=True) == period(2, 4, 8, 1, paired=False) == 13
+    assert period(1, 4, 8, 1, paired=True) == period(1, 4, 8, 1, paired=False) == 12
+    for compute, reduce in [(5, 3), (3, 5), (4, 4)]:
+        assert delayed(64, compute, reduce, 0) == (compute + reduce, 0)
+        for bound in (1, 2, 5):
+            assert delayed(64, compute, reduce, bound).period == max(compute, reduce)
+            assert delayed(64, compute, reduce, bound).latest <= bound
+    assert delayed(64, 3, 5, 4).latest == 4 and delayed(64, 5, 3, 4).latest == 1
+
+
+def test_calls_pair_the_messages_of_neighbours():
+    schedule = one_f_one_b(4, 8)
+    for rank in range(3):  # every message of a link is in one call at each of its ends
+        up = [what for call in paired_calls(schedule, rank) for what in call.sends if what.kind == "F"]
+        assert (
+            up
+            == [
+                what
+                for call in paired_calls(schedule, rank + 1)
+                for what in call.receives
+                if what.kind == "F"
+            ]
+            == [F(rank, i) for i in range(8)]
+        )
+
+
+def test_bad_times_are_refused():
+    for call, message in [
+        (lambda: period(0, 1, 1, 1, True), "p=0; use 1 or more"),
+        (lambda: period(2, -1, 1, 1, True), "forward=-1; use 0 or more"),
+        (lambda: period(2, 1, 1, -2, False), "message=-2"),
+        (lambda: delayed(0, 1, 1, 0), "steps=0"),
+        (lambda: delayed(3, 1, 1, -1), "bound=-1; use 0 or more"),
+    ]:
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,450 @@
+"""Searches for the words of layers, all devices together: each against every choice of its space."""
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import numpy
+import pytest
+
+from minitrain.systems.plan.search import automap, flexflow, hypar, placement, tofu
+from minitrain.systems.plan.search.autoddl import autoddl, descend
+from minitrain.systems.plan.search.exhaustive import every, exhaustive
+from minitrain.systems.plan.search.optcnn import eliminate, optcnn
+from minitrain.systems.plan.search.problem import (
+    Graph,
+    Layer,
+    Level,
+    Option,
+    Problem,
+    cheapest,
+    example,
+    linear,
+)
+from minitrain.systems.plan.search.race import every_placement, every_simulated
+from minitrain.systems.plan.search.tensoropt import every_point, fastest, frontier, tensoropt, unbeaten
+from tests.systems.plan.search.drawn import blocks, chain
+
+
+def drawn_graph(seed, layers, options, edges):
+    draw = random.Random(seed)
+    row = lambda: [draw.randint(0, 99) for _ in range(options)]
+    names = [Option((str(i),)) for i in range(options)]
+    matrix = {edge: [row() for _ in range(options)] for edge in edges}
+    return Graph([names] * layers, [row() for _ in range(layers)], matrix, [row() for _ in range(layers)])
+
+
+def test_exhaustive():
+    """Every choice once; of equal ones the first; within memory; none fits: refused."""
+    names = [Option(("a",)), Option(("b",))]
+    equal = Graph([names] * 2, [[1, 1], [2, 2]], {(0, 1): [[0, 0], [0, 0]]}, [[5, 1], [5, 1]])
+    assert every(equal) == ((names[0], names[0]), 3, 4)
+    assert every(equal, memory_bytes=6).choice == (names[0], names[1])
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        every(equal, memory_bytes=1)
+    problem = chain(0, layers=3)
+    found = exhaustive(problem)
+    assert found.looked_at == 16**3 and found.cost == problem.graph().cost(
+        [problem.options(problem.levels).index(o) for o in found.choice]
+    )
+
+
+def test_optcnn():
+    """Elimination costs what every choice does: a chain of 6 layers with 4 options; branches that meet again
+    (edge elimination); a graph that does not shrink; chains of the problem, with and without skips.
+    """
+    six = [(i, i + 1) for i in range(5)]
+    shapes = [
+        (six, 6),
+        ([*six, (0, 2), (2, 5)], 6),
+        ([(0, 1), (1, 3), (0, 2), (2, 3), (3, 4)], 5),
+        ([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)], 4),
+    ]
+    for seed, (edges, layers) in product(range(4), shapes):
+        graph = drawn_graph(seed, layers, 4, edges)
+        found = eliminate(graph)
+        assert (
+            found.cost
+            == every(graph).cost
+            == graph.cost([graph.options[0].index(option) for option in found.choice])
+        )
+        shrinks = len(edges) < 6 or layers == 6
+        assert (found.looked_at < graph.size) == shrinks
+    assert eliminate(drawn_graph(0, 6, 4, six)).looked_at == 4 * 4**3 + 4**2
+    for seed in range(2):
+        problem = chain(seed)
+        assert optcnn(problem).cost == exhaustive(problem).cost
+        assert optcnn(problem).looked_at == 2 * 16**3 + 16**2
+        skipping = Problem(
+            tuple(linear(f"{i}", 64, 64) for i in range(4)),
+            256,
+            problem.levels,
+            2.0**40,
+            skips=((0, 2), (1, 3)),
+        )
+        assert optcnn(skipping).cost == exhaustive(skipping).cost
+
+
+def test_tensoropt():
+    """The front is the Pareto set of all choices, point by point, and the fastest within a cap is read off it."""
+    for seed in range(4):
+        graph = drawn_graph(seed, 5, 4, [(i, i + 1) for i in range(4)])
+        front, looked_at = frontier(graph)
+        assert [point[:2] for point in front] == [point[:2] for point in every_point(graph)]
+        assert all((graph.cost(picks), graph.bytes(picks)) == (cost, size) for cost, size, picks in front)
+        assert looked_at < graph.size
+        for cap in {size for _, size, _ in front}:
+            assert fastest(front, cap)[0] == every(graph, cap).cost
+            assert [p for p in front if p[1] <= cap] == frontier(graph, cap)[0]
+    for seed in range(2):
+        problem = chain(seed, words=("dp", "sdp", "col"))
+        found = tensoropt(problem)
+        assert [point[:2] for point in found.choice] == [point[:2] for point in every_point(problem.graph())]
+        cap = found.choice[len(found.choice) // 2][1]
+        assert (
+            tensoropt(replace(problem, memory_bytes=cap)).cost
+            == exhaustive(replace(problem, memory_bytes=cap)).cost
+        )
+        with pytest.raises(ValueError, match="the least is"):
+            tensoropt(replace(problem, memory_bytes=found.choice[-1][1] - 1))
+    assert unbeaten([(2, 5, (0,)), (1, 5, (2,)), (1, 5, (1,)), (3, 4, (0,))]) == [(1, 5, (1,)), (3, 4, (0,))]
+    with pytest.raises(ValueError, match="no chain"):
+        frontier(drawn_graph(0, 3, 2, [(0, 1), (1, 2), (0, 2)]))
+
+
+# ---- FlexFlow ---------------------------------------------------------------------------------------------
+
+
+def test_flexflow():
+    """The walk finds what every choice, simulated, gives; a changed layer simulated alone is the whole
+    simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting.
+    """
+    problem = example(words=("dp", "col", "row"))
+    found, best = flexflow.flexflow(problem), every_simulated(problem)
+    assert found.cost == best.cost and found.looked_at < best.looked_at / 4
+    check_delta(problem)
+    check_stationary()
+
+
+def check_delta(problem):
+    draw, options = random.Random(1), problem.options(problem.levels)
+    choice = [options[0]] * 4
+    delta = flexflow.Delta(flexflow.tasks_of(problem, choice))
+    saved = 0
+    for _ in range(100):
+        choice[draw.randrange(4)] = draw.choice(options)
+        tasks, before = flexflow.tasks_of(problem, choice), delta.recomputed
+        assert delta.change(tasks) == flexflow.simulate(tasks)
+        assert delta.end == [flexflow.ends(tasks)[task.name] for task in tasks]
+        saved += len(tasks) - (delta.recomputed - before)
+    assert saved > 0.2 * 100 * len(tasks)
+    still = delta.recomputed
+    delta.change(tasks)  # nothing changed, nothing computed
+    assert delta.recomputed == still
+
+
+def check_stationary():
+    problem = chain(3, layers=2, levels=1, words=("dp", "col", "row"))
+    options = problem.options(problem.levels)
+    states = list(product(options, repeat=2))
+    cost = {state: flexflow.simulate(flexflow.tasks_of(problem, state)) for state in states}
+    beta = 2 / min(cost.values())
+    moves = numpy.zeros((9, 9))
+    for i, state in enumerate(states):
+        for layer, option in product(range(2), options):
+            proposal = (*state[:layer], option, *state[layer + 1 :])
+            chance = flexflow.acceptance(cost[state], cost[proposal], beta) / 6
+            moves[i, states.index(proposal)] += chance
+            moves[i, i] += 1 / 6 - chance
+    wanted = numpy.array([math.exp(-beta * cost[state]) for state in states])
+    wanted /= wanted.sum()
+    assert abs(wanted @ moves - wanted).max() < 1e-15 and abs(moves.sum(1) - 1).max() < 1e-15
+    assert wanted.max() > 4 * wanted.min()  # uniform would not do
+    visits = Counter(flexflow.walk(problem, 10_000, beta, seed=0))
+    counted = numpy.array([visits[state] for state in states]) / 10_000
+    assert abs(counted - wanted).max() < 0.03
+
+
+def test_flexflow_overlaps():
+    """What is simulated is never longer than the sum, and shorter where sums of gradients hide."""
+    for seed in range(3):
+        problem = chain(seed, words=("dp", "col", "row"))
+        graph = problem.graph()
+        for picks in ((0, 0, 0, 0), (4, 8, 4, 8), (1, 5, 0, 8)):
+            choice = graph.choice(picks)
+            time = flexflow.simulate(flexflow.tasks_of(problem, choice))
+            assert time <= graph.cost(picks) * (1 + 1e-12)
+    data_parallel = flexflow.tasks_of(example(), [Option(("dp", "dp"))] * 4)
+    assert flexflow.simulate(data_parallel) < 0.98 * example().graph().cost((0, 0, 0, 0))
+
+
+# ---- by bytes ---------------------------------------------------------------------------------------------
+
+
+def test_tofu():
+    """Two halvings, one after the other, move the elements of the best of all cuts in both at once; workers
+    that have just their stored quarters compute the MLP's results by fetching exactly so many.
+    """
+    for seed in range(12):
+        problem = chain(seed, layers=2)
+        found, best = tofu.tofu(problem), tofu.every_halving(problem)
+        assert found.cost == best.cost and best.looked_at == 4**5 and found.looked_at == 2 * 2 * 8 * 9
+    assert tofu.tofu(example()).cost == tofu.every_halving(example()).cost
+    for seed in range(4):
+        assert fetched(chain(seed, layers=2, rows=16), seed) == tofu.tofu(chain(seed, layers=2, rows=16)).cost
+    with pytest.raises(ValueError, match="2 on each"):
+        tofu.tofu(example(levels=(Level(4, 1.0),)))
+
+
+def fetched(problem, seed):
+    """Elements that pass between four workers that run the plan; each owns a quarter of every tensor."""
+    halved = tofu.tofu(problem).choice
+    draw = numpy.random.default_rng(seed)
+    layers = problem.layers
+    integer = lambda *shape: draw.integers(-2, 3, shape).astype(float)
+    x, w = [integer(problem.rows, layers[0].takes)], [integer(layer.takes, layer.gives) for layer in layers]
+    for matrix in w:
+        x.append(x[-1] @ matrix)
+    dy = [integer(problem.rows, layers[-1].gives)]
+    for matrix in reversed(w):
+        dy.insert(0, dy[0] @ matrix.T)
+    total = 0
+    for i, layer in enumerate(layers):
+        stored = tofu.stored_as(halved.activations[i], halved.matrices[i], halved.activations[i + 1])
+        for name, operands, result in [
+            ("forward", {"mk": x[i], "kn": w[i]}, x[i + 1]),
+            ("dx", {"mn": dy[i + 1], "kn": w[i]}, dy[i]),
+            ("dW", {"mk": x[i], "mn": dy[i + 1]}, x[i].T @ dy[i + 1]),
+        ]:
+            out = tofu.OPERATORS[name].split("->")[1]
+            assembled = numpy.zeros_like(result)
+            for worker in product(range(2), repeat=2):
+                mask = lambda shape, letters, along: region(shape, letters, along, worker)
+                parts = []
+                for letters, whole in operands.items():
+                    need, own = (
+                        mask(whole.shape, letters, halved.operators[i, name]),
+                        mask(whole.shape, letters, stored[letters]),
+                    )
+                    assert own.sum() * 4 == own.size  # 2^2 even pieces
+                    total += (need & ~own).sum()
+                    parts.append(numpy.where(need, whole, 0))
+                made = numpy.einsum(tofu.OPERATORS[name], *parts)
+                here = mask(result.shape, out, halved.operators[i, name])
+                total += (here & ~mask(result.shape, out, stored[out])).sum()
+                assembled += numpy.where(here, made, 0) if name else 0
+            assert (assembled == result).all()
+    return total
+
+
+def region(shape, letters, along, worker):
+    """What a worker has of a tensor that is cut along these indices, step by step: digit s of the index."""
+    mask = numpy.ones(shape, bool)
+    for step, (index, place) in enumerate(zip(along, worker)):
+        if index in letters:
+            axis = letters.index(index)
+            digit = numpy.arange(shape[axis]) * 2 ** (step + 1) // shape[axis] % 2 == place
+            mask &= digit[:, None] if axis == 0 else digit[None, :]
+    return mask
+
+
+ALEXNET = (
+    # name, elements of an input and an output sample, weights, FLOPs of a sample forward
+    Layer("conv1", 3 * 224 * 224, 96 * 55 * 55, 96 * 3 * 11 * 11, 2 * 96 * 55 * 55 * 3 * 11 * 11),
+    Layer("conv2", 96 * 27 * 27, 256 * 27 * 27, 256 * 96 * 25, 2 * 256 * 27 * 27 * 96 * 25),
+    Layer("conv3", 256 * 13 * 13, 384 * 13 * 13, 384 * 256 * 9, 2 * 384 * 13 * 13 * 256 * 9),
+    Layer("conv4", 384 * 13 * 13, 384 * 13 * 13, 384 * 384 * 9, 2 * 384 * 13 * 13 * 384 * 9),
+    Layer("conv5", 384 * 13 * 13, 256 * 13 * 13, 256 * 384 * 9, 2 * 256 * 13 * 13 * 384 * 9),
+    linear("fc6", 256 * 6 * 6, 4096),
+    linear("fc7", 4096, 4096),
+    linear("fc8", 4096, 1000),
+)
+
+
+def test_hypar():
+    """Of AlexNet's layers those with convolutions become data-parallel, the wide products model-parallel, on
+    every one of four levels; on each level the sum is that of the best of 2^L choices.
+    """
+    problem = Problem(ALEXNET, 256, (Level(2, 2.0**30),) * 4, 2.0**42)
+    found, best = hypar.hypar(problem), hypar.hypar(problem, every)
+    assert found == best._replace(looked_at=found.looked_at) and best.looked_at == 4 * 2**8
+    words = {layer.name: set(option.words) for layer, option in zip(ALEXNET, found.choice)}
+    assert all(words[f"conv{i}"] == {"dp"} for i in range(1, 6))
+    assert words["fc6"] == words["fc7"] == {"row"}
+    assert found.cost < problem.cost([Option(("dp",) * 4)] * 8, unit="bytes") / 2
+    optimal = 0
+    for seed in range(10):
+        problem = chain(seed)
+        assert hypar.hypar(problem).cost == hypar.hypar(problem, every).cost
+        joint = exhaustive(replace(problem, words=hypar.WORDS), "bytes").cost
+        assert hypar.hypar(problem).cost >= joint
+        optimal += hypar.hypar(problem).cost == joint
+    assert 5 <= optimal < 10  # level after level is a heuristic
+
+
+def test_autoddl():
+    """Descents end within 10 sweeps where no layer alone improves; the best of them sends the least bytes."""
+    traps = []
+    for seed in range(6):
+        problem = chain(seed)
+        found, best, graph = autoddl(problem), exhaustive(problem, "bytes"), problem.graph(unit="bytes")
+        assert found.cost == best.cost and found.looked_at < best.looked_at / 10
+        draw = random.Random(seed)
+        for _ in range(5):
+            start = [draw.randrange(16) for _ in range(4)]
+            picks, sweeps = descend(graph, start)
+            assert sweeps < 10
+            alone = ([*picks[:i], pick, *picks[i + 1 :]] for i, pick in product(range(4), range(16)))
+            assert graph.cost(picks) == min(map(graph.cost, alone))
+        traps.append(autoddl(problem, starts=1).cost > best.cost)
+    assert any(traps)  # one start is not enough
+
+
+# ---- learned and played -----------------------------------------------------------------------------------
+
+
+def test_rl_placement():
+    """On 6 operators and 2 devices the policy ends, for at least 9 of 10 seeds, at the fastest of all 64
+    placements; it does on 4 layers and 4 devices; without the reward it does not.
+    """
+    six = Problem(
+        tuple(linear(f"{i}", 256, 256) for i in range(6)), 1024, (Level(2, 2.0**33),), 2.0**40, microbatches=4
+    )
+    best = every_placement(six)
+    assert best.looked_at == 64 and best.choice in ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
+    ends = [placement.reinforce(six, seed=seed) for seed in range(10)]
+    assert sum(found.cost == best.cost for found in ends) >= 9
+    assert all(found.cost == placement.step_seconds(six, found.choice) for found in ends)
+    blind = [placement.reinforce(six, seed=seed, rate=0.0) for seed in range(10)]
+    assert sum(found.cost == best.cost for found in blind) < 5
+    assert placement.reinforce(example()).cost == every_placement(example()).cost
+
+
+def test_automap():
+    """On an MLP that does not fit whole, the search finds Megatron's cut, by columns and then by rows, whose
+    forward has one all-reduce and nothing else; other seeds and problems end at the best of all reachable cuts.
+    """
+    levels = (Level(4, 2.0**34),)
+    mlp = Problem(
+        (linear("up", 1024, 4096), linear("down", 4096, 1024)),
+        256,
+        levels,
+        2.0**44,
+        ends="whole",
+        memory_bytes=60 * 2**20,
+    )
+    found = automap.automap(mlp)
+    assert [option.words for option in found.choice] == [("col",), ("row",)]
+    up, down = mlp.layers
+    assert mlp.edge_bytes(up, ("col",), ("row",), levels) == ((0,), (0,))
+    assert mlp.edge_bytes(down, ("row",), None, levels)[0] == (2 * 3 / 4 * 256 * 1024 * 4,)
+    assert automap.propagate({"W0": "f1"}, 2) == {"W0": "f1", "x1": "f1", "W1": "f1"}  # one decision
+    assert automap.words_of(automap.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
+    assert automap.words_of(automap.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
+    for seed in range(3):
+        problem = replace(example(), levels=levels) if seed == 0 else chain(seed, levels=1)
+        price, every_one = automap.pricer(problem), list(automap.reachable(problem))
+        found = automap.automap(problem, seed=seed)
+        assert found.cost == min(map(price, every_one)) and found.looked_at < len(every_one) / 2
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        automap.automap(replace(mlp, memory_bytes=1))
+    with pytest.raises(ValueError, match="one axis"):
+        automap.automap(example())
+
+
+def test_of_equals_the_first_and_what_is_there_stays():
+    """Each rule where it alone decides."""
+    names = [Option((word,)) for word in "abcd"]
+    alone = Graph([names], [[5, 2, 2, 9]], {}, [[0, 0, 0, 0]])
+    assert [descend(alone, [start])[0] for start in range(4)] == [[1], [1], [2], [1]]
+    assert [descend(alone, [start])[1] for start in (0, 1)] == [2, 1], (
+        "a sweep that changes nothing is one too"
+    )
+    assert cheapest([(2, "b"), (1, "z"), (1, "a")]) == (1, "z")
+    with pytest.raises(ValueError, match="^nothing fits into 1,000 bytes; give more memory or devices$"):
+        cheapest([(math.inf, "a")], 1000)
+    with pytest.raises(ValueError, match="^no choice fits into 3 bytes; the least is 4$"):
+        fastest([(1, 5, (0,)), (2, 4, (1,))], 3)
+    assert (
+        fastest([(1, 5, (0,)), (2, 4, (1,))], 5) == (1, 5, (0,))
+        and fastest([(1, 5, ()), (2, 4, ())], 4)[0] == 2
+    )
+    square = Problem((linear("0", 64, 64), linear("1", 64, 64)), 64, (Level(2, 1.0),), 1.0)
+    assert automap.moves({}, square) == [
+        automap.propagate({name: dim}, 2)
+        for name, dims in (
+            ("W0", ("f0", "f1")),
+            ("W1", ("f1", "f2")),
+            ("x0", ("m", "f0")),
+            ("x1", ("m", "f1")),
+        )
+        for dim in dims
+    ]
+    assert automap.moves({}, replace(square, rows=65))[0] == automap.propagate({"x0": "m"}, 2), (
+        "the largest first"
+    )
+    frontier_of_two = frontier(drawn_graph(1, 2, 3, [(0, 1)]))
+    assert frontier_of_two[1] == 3 + 3 * 3
+
+
+def test_what_is_looked_at_is_counted(monkeypatch):
+    problem = chain(2, layers=3, levels=1, words=("dp", "col", "row"))
+    priced = {}
+    steps = [*flexflow.walk(problem, 50, None, 3, priced)]
+    found = flexflow.flexflow(problem, steps=50, seed=3)
+    assert found.looked_at == len(priced) == len({*priced}) and len(steps) == 50
+    assert found.cost == min(priced.values()) and priced[found.choice] == found.cost
+    graph, sweeps = problem.graph(unit="bytes"), 0
+    draw = random.Random(0)
+    for start in range(3):
+        sweeps += descend(graph, [draw.randrange(3) if start else 0 for _ in range(3)])[1]
+    assert autoddl(problem, starts=3).looked_at == sweeps * 3 * 3
+    sets, prices = [], automap.pricer
+    monkeypatch.setattr(
+        automap,
+        "pricer",
+        lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts),
+    )
+    assert automap.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
+    times, seconds = [], placement.step_seconds
+    monkeypatch.setattr(placement, "step_seconds", lambda *given: times.append(given[1]) or seconds(*given))
+    found = placement.reinforce(problem, steps=3, batch=4)
+    assert len({*times}) == len(times), "each is timed once"
+    assert times[found.looked_at :] in ([], [found.choice]), (
+        "and its end, if it was never drawn, is not counted"
+    )
+
+
+def test_a_placement_pays_for_its_messages():
+    """Two devices, two layers of 3·2·256·256·8 FLOPs: one after the other, and x there and back between them."""
+    two = Problem((linear("0", 256, 256),) * 2, 8, (Level(2, 8.0), Level(1, 64.0)), 2.0**10)
+    layer, message = 3 * 2 * 256 * 256 * 8 / 2**10, 2 * 256 * 8 * 4 / 64
+    assert placement.step_seconds(two, (0, 0)) == 2 * layer
+    assert placement.step_seconds(two, (0, 1)) == placement.step_seconds(two, (1, 0)) == 2 * layer + message
+    wide = replace(two, layers=(linear("0", 512, 256), linear("1", 256, 256)))
+    assert placement.step_seconds(wide, (0, 1)) == 3 * layer + message, (
+        "nobody sends the first layer its input"
+    )
+
+
+def test_slow_links_carry_shards():
+    """Sums of gradients begin on the innermost level, gathers of weights end there: outside a quarter travels."""
+    levels, layer, size = (Level(2, 1.0), Level(4, 1.0)), linear("a", 16, 32), 4 * 16 * 32
+    problem = example(layers=(layer,), levels=levels)
+    assert problem.weight_bytes(layer, ("dp", "dp"), levels) == ([0, 0], [size / 4, 2 * 3 / 4 * size])
+    assert problem.weight_bytes(layer, ("sdp", "sdp"), levels) == ([3 * size / 8, 3 * 3 / 4 * size], [0, 0])
+
+
+def test_words_meet_levels():
+    with pytest.raises(ValueError, match="past at least one"):
+        replace(example(), skips=((0, 1),))
+    with pytest.raises(ValueError, match="do not fill levels"):
+        example().mesh(3)
+    with pytest.raises(ValueError, match="8 devices|there are"):
+        example().mesh(8)
+    with pytest.raises(ValueError, match="words"):
+        example(words=("dp", "mp"))
+    assert str(Option(("dp", "tp"), True)) == "dp·tp'"
+    assert blocks(0).graph().size == 9**4

@@ -1,0 +1,308 @@
+"""Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
+
+import sys
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+
+from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.systems.plan.search import alpa, galvatron, piper, stages, tensoropt
+from minitrain.systems.plan.search.aceso import aceso, primitives, resized, slowest, starts
+from minitrain.systems.plan.search.exhaustive import every
+from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
+from minitrain.systems.plan.search.race import every_run
+from tests.systems.plan.search.drawn import blocks, chain
+
+
+def test_step_of_a_pipeline():
+    """T = sum + (B - 1) max is the makespan of GPipe, whatever its stages' times, and 1F1B needs as long or, with
+    uneven stages, less, but more than four fifths; what a plan costs is the sum of its parts.
+    """
+    for times in ((1, 1, 1), (1, 5, 2), (4, 1, 3, 2), (7,)):
+        for microbatches in (1, 2, 4, 8):
+            costs = Costs(F=1, B=2, stage={i: time for i, time in enumerate(times)})
+            step = stages.pipelined([3 * time for time in times], microbatches)
+            assert simulate(gpipe(len(times), microbatches), costs).makespan == step
+            other = simulate(one_f_one_b(len(times), microbatches), costs).makespan
+            assert 0.8 * step < other <= step and (other == step or len(set(times)) > 1)
+    problem = example()
+    half = [range(0, 2), range(2, 4)]
+    plan = tuple(stages.Stage(run, 2, (Option(("dp",)),) * 2) for run in half)
+    own = [problem.cost([Option(("dp",))] * 2, run, 2) for run in half]
+    message = 2 * 512 * 1024 * 4 / 2 / 2.0**30  # both ways, half at each of two devices
+    assert stages.seconds(problem, plan) == own[0] + own[1] + message + 3 * max(own[0], own[1] + message)
+    held = [16 * 2 * 512 * 4096 + 2 * 4 * 512 * (512 + 4096), 16 * 2 * 512 * 2048 + 4 * 512 * (512 + 2048)]
+    assert stages.peak_bytes(problem, plan) == held  # states; x of two microbatches, and of one
+    assert str(plan[0]) == "0-1 on 2: dp dp"
+    alone = replace(problem, microbatches=1)
+    assert [stages.in_flight(alone, behind) for behind in (0, 1, 5)] == [1, 1, 1], "no more than there are"
+    assert stages.peak_bytes(alone, plan)[0] < held[0]
+
+
+def test_all_cuts():
+    """Layers in runs, devices in groups that fill levels, none left over."""
+    cuts = stages.all_cuts(example())
+    assert (
+        len(cuts) == len(set(cuts)) == 1 + 3 + 3 * 3 + 1
+    )  # stages of 4; 2, 2; 2, 1, 1 in any order; 1, 1, 1, 1
+    assert all(sum(devices for _, devices in cut) == 4 for cut in cuts)
+    assert all([i for run, _ in cut for i in run] == [0, 1, 2, 3] for cut in cuts)
+    assert stages.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
+    assert stages.every_plan(example()).looked_at == 16**4 + 3 * 4**4 + 2 * 12 + 4 * 9 + 12 + 1
+
+
+def test_every_plan_is_the_best_of_what_the_layers_up_say():
+    """Each stage priced once finds what all plans, each computed whole, do; also where a stage fits nowhere."""
+    problem = chain(1, layers=3, levels=1, words=("dp", "col"))
+    every = [
+        tuple(stages.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
+        for cut in stages.all_cuts(problem)
+        for options in product(
+            *(product(problem.options(problem.mesh(devices)), repeat=len(run)) for run, devices in cut)
+        )
+    ]
+    assert len(every) == len(set(every)) == 2**3 + 1 + 1
+    peak = lambda plan: max(stages.peak_bytes(problem, plan))
+    for cap, microbatches in product([inf, *sorted(map(peak, every))[::3]], (1, problem.microbatches)):
+        case = replace(problem, memory_bytes=cap, microbatches=microbatches)
+        fitting = [plan for plan in every if max(stages.peak_bytes(case, plan)) <= cap]
+        found = stages.every_plan(case)
+        assert found.looked_at == len(every) and found.choice in fitting
+        assert found.cost == min(stages.seconds(case, plan) for plan in fitting)
+
+
+def test_a_layer_is_handed_over():
+    """The first to the stage before, the last to the one behind; the only one to nobody."""
+    runs = [range(0, 2), range(2, 4), range(4, 5)]
+    assert list(stages.handed_over(runs, 0)) == [[range(0, 1), range(1, 4), range(4, 5)]]
+    assert list(stages.handed_over(runs, 1)) == [
+        [range(0, 3), range(3, 4), range(4, 5)],
+        [range(0, 2), range(2, 3), range(3, 5)],
+    ]
+    assert list(stages.handed_over(runs, 2)) == []
+
+
+def capped(search, problem):
+    """The problem in 8, 6 and 4 tenths of the memory of its fastest plan, as far as any plan fits."""
+    fastest, cases = search(replace(problem, memory_bytes=inf)).choice, []
+    for share in (0.8, 0.6, 0.4):
+        cases.append(replace(problem, memory_bytes=share * max(stages.peak_bytes(problem, fastest))))
+        try:
+            search(cases[-1])
+        except ValueError:
+            return cases[:-1]
+    return cases
+
+
+def test_piper():
+    """Time per sample is that of the best of all plans, for 6 layers on 4 devices within a memory, which at
+    last forces recomputation; the plan takes it and fits.
+    """
+    recomputed = []
+    for seed in range(2):
+        problem = blocks(seed, layers=6, words=("dp", "tp"))
+        for case in [replace(problem, memory_bytes=inf), *capped(piper.piper, problem)]:
+            found, best = piper.piper(case), piper.every_piper_plan(case)
+            assert found.cost == best.cost and found.looked_at < best.looked_at
+            times = [stages.stage_seconds(case, stage) for stage in found.choice]
+            assert (
+                max(times) == found.cost and max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            )
+            recomputed.append(any(option.again for stage in found.choice for option in stage.options))
+    assert any(recomputed) and not recomputed[0]
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        piper.piper(replace(problem, memory_bytes=1))
+
+
+def test_of_equal_plans_piper_takes_that_with_fewest_stages():
+    """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
+    layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
+    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, words=("dp",))
+    found = piper.piper(problem)
+    alone = stages.Stage(range(0, 1), 1, (Option(()),))
+    assert found.cost == stages.stage_seconds(problem, alone)
+    assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
+
+
+def test_alpa():
+    """The integer program is exact, and takes Megatron's cut for a wide MLP, data parallelism for a wide batch;
+    stages and words are the best of all plans within memory; for equal blocks no plan is faster than the
+    best that a person would try, uniform in all of them.
+    """
+    fast = (Level(4, 2.0**34),)
+    words = lambda rows, width: [
+        o.words[0]
+        for o in program(
+            Problem(
+                (linear("up", 512, width), linear("down", width, 512)),
+                rows,
+                fast,
+                2.0**44,
+                words=("dp", "col", "row"),
+            )
+        )
+    ]
+    assert words(64, 8192) == ["col", "row"] and words(65536, 512) == ["dp", "dp"]
+    for seed in range(1):
+        problem = chain(seed, words=("dp", "col", "row"))
+        graph = problem.graph()
+        free = alpa.intra(graph)
+        assert free[0] == every(graph).cost == graph.cost(free[1])
+        cap = 0.9 * graph.bytes(free[1])
+        assert alpa.intra(graph, cap)[0] == every(graph, cap).cost and alpa.intra(graph, 1) is None
+        for case in (problem, *capped(alpa.alpa, problem)[:1]):
+            found = alpa.alpa(case)
+            assert found.cost == stages.every_plan(case).cost == stages.seconds(case, found.choice)
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        alpa.alpa(replace(problem, memory_bytes=1))
+    check_megatron()
+
+
+def program(problem):
+    graph = problem.graph()
+    return graph.choice(alpa.intra(graph)[1])
+
+
+def check_megatron():
+    """A GPT of equal blocks: pipeline, data and tensor degrees that are the same everywhere."""
+    for microbatches, rate in ((4, 2.0**32), (16, 2.0**33)):
+        gpt = Problem(
+            (block("block", 1024, 4096),) * 4,
+            512,
+            (Level(2, rate), Level(2, 2.0**35)),
+            2.0**44,
+            microbatches=microbatches,
+            words=("dp", "tp"),
+        )
+        manual = []
+        for cut in galvatron.even_cuts(gpt):
+            for words in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
+                plan = tuple(stages.Stage(run, devices, (Option(words),) * len(run)) for run, devices in cut)
+                manual.append(stages.seconds(gpt, plan))
+        assert alpa.alpa(gpt).cost == min(manual) < max(manual) / 1.4
+
+
+def test_aceso():
+    """On 4 layers and 4 devices it prices under 5 % of the plans there are, and ends within 5 % of the best."""
+    shares = []
+    for case in (example(), example(rows=512), *(chain(seed) for seed in (4,))):
+        found, best = aceso(case), stages.every_plan(case)
+        assert best.cost <= found.cost <= 1.05 * best.cost and found.cost == stages.seconds(
+            case, found.choice
+        )
+        assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+        shares.append(found.looked_at / best.looked_at)
+    assert max(shares) < 0.05
+    with pytest.raises(ValueError, match="found no plan in 1 bytes"):
+        aceso(replace(case, memory_bytes=1))
+
+
+def test_aceso_changes_one_thing():
+    """Where it starts the work is most even; a stage of other layers or devices keeps its words as far as there
+    are levels, and a new layer is as the one beside it; primitives are of the bottleneck, by bytes before time.
+    """
+    problem = example()
+    work = lambda cut: max(sum(problem.layers[i].flops for i in run) / devices for run, devices in cut)
+    begun = starts(problem)
+    assert [len(plan) for plan in begun] == [1, 2, 3, 4]
+    for plan in begun:
+        cut = tuple((stage.layers, stage.devices) for stage in plan)
+        assert work(cut) == min(work(one) for one in stages.all_cuts(problem) if len(one) == len(cut))
+        assert {word for stage in plan for option in stage.options for word in option.words} <= {"dp"}
+    outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
+    stage = stages.Stage(range(1, 3), 4, (outer, inner))
+    assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
+    less = resized(problem, stage, range(2, 4), 2)
+    assert less == stages.Stage(range(2, 4), 2, (Option(("row",), True),) * 2)
+    assert resized(problem, less, range(3, 4), 4).options == (Option(("dp", "row"), True),)
+    assert slowest(problem, [1.0, 3.0, 2.0], [0, 0, problem.memory_bytes]) == [1, 2, 0]
+    assert slowest(problem, [2.0, 3.0, 2.0, 3.0], [0] * 4) == [1, 3, 0, 2], "of equals the first"
+    assert slowest(problem, [1.0, 3.0, 2.0], [0, 1, problem.memory_bytes + 1]) == [2, 1, 0]
+    plan = (stages.Stage(range(0, 3), 1, (Option(()),) * 3), stages.Stage(range(3, 4), 2, (Option(("dp",)),)))
+    handed, swapped = primitives(problem, plan, 0)
+    assert [one.layers for one in handed] == [range(0, 2), range(2, 4)]
+    assert [one.devices for one in swapped] == [2, 1] and [one.layers for one in swapped] == [
+        one.layers for one in plan
+    ]
+
+
+def test_galvatron():
+    """22 candidates for 8 GPUs, of 34 before dp and sdp may not mix; on 4 layers the best of all plans that the
+    tree allows, within memory.
+    """
+    found = galvatron.candidates(8)
+    assert len(found) == len(set(found)) == 22 and len(galvatron.candidates(8, mixed=True)) == 34
+    assert [sum(pp == degree for pp, _ in found) for degree in (1, 2, 4, 8)] == [11, 7, 3, 1]
+    assert (1, ("dp", "tp", "dp")) not in found and (1, ("dp", "sdp", "tp")) not in found
+    with pytest.raises(ValueError, match="power of two"):
+        galvatron.candidates(6)
+    for seed in range(3):
+        problem = blocks(seed, levels=2 + (seed == 0))
+        for case in [problem, *capped(galvatron.galvatron, problem)]:
+            found = galvatron.galvatron(case)
+            best = stages.every_plan(case, galvatron.tree_options(case), galvatron.even_cuts(case))
+            assert found.cost == best.cost == stages.seconds(case, found.choice)
+            assert found.looked_at < best.looked_at
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+
+
+def test_galvatron_bmw():
+    """Within a memory never slower than Galvatron's plan, faster where it recomputes or cuts unevenly, and never
+    faster than the best of all plans with stages of equal devices.
+    """
+    faster = 0
+    for seed in range(3):
+        problem = blocks(seed, words=("sdp", "tp"))
+        for case in [problem, *capped(galvatron.galvatron, problem)]:
+            found, before = galvatron.galvatron_bmw(case), galvatron.galvatron(case)
+            best = stages.every_plan(case, galvatron.bmw_options(case), every_run(case))
+            assert best.cost <= found.cost <= before.cost and found.cost == stages.seconds(case, found.choice)
+            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            faster += found.cost < before.cost
+    assert faster >= 3
+    with pytest.raises(ValueError, match="fits into 1 bytes"):
+        galvatron.galvatron_bmw(replace(problem, memory_bytes=1))
+
+
+# ---- what a search says that it looked at ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("search", [piper.piper, galvatron.galvatron, galvatron.galvatron_bmw])
+def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
+    """Also of cuts in which a later stage turns out not to fit."""
+    problem = blocks(0, layers=3, words=("dp", "tp"))
+    tight = capped(search, problem)[-1]
+    counted, whole = [], tensoropt.frontier
+    monkeypatch.setattr(
+        tensoropt, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
+    )
+    for case in (problem, tight):
+        counted.clear()
+        assert search(case).looked_at == sum(looked for _, looked in counted) > 0
+
+
+def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
+    problem = chain(0, layers=3, levels=1, words=("dp", "col"))
+    programs, sums, solve, stages_of = [], [], alpa.intra, alpa.by_stages
+
+    def by_stages(problem, stage, join):
+        return stages_of(problem, stage, lambda here, rest: sums.append(here) or join(here, rest))
+
+    monkeypatch.setattr(alpa, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
+    monkeypatch.setattr(alpa, "by_stages", by_stages)
+    found = alpa.alpa(problem)
+    # 6 runs of layers on 1 and 2 devices: 1 and 2 words for each layer, as many squared for each of 0 to 2 edges
+    layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
+    assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
+
+
+def test_aceso_counts_the_plans_that_it_priced(monkeypatch):
+    priced = []
+    module = sys.modules[aceso.__module__]
+    monkeypatch.setattr(module, "with_behind", lambda plan: priced.append(plan) or stages.with_behind(plan))
+    found = aceso(chain(4, layers=3))
+    assert found.looked_at == len(priced) == len(set(priced))

@@ -1,0 +1,381 @@
+"""Hiding the all-to-alls of experts: closed forms and orders against searches, a shared link by hand, DeepSeek-V3's
+layer replayed.
+"""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from random import Random
+
+import pytest
+
+from minitrain.plan.simulate.machines import machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.ranks.events import Compute, Issue
+from minitrain.systems.plan import expert_overlap
+from minitrain.systems.plan.expert_overlap import (
+    WAYS,
+    Chunk,
+    Line,
+    Task,
+    lina,
+    makespan,
+    mpipemoe_s,
+    schemoe_tasks,
+)
+from minitrain.systems.plan.expert_pair import DEEPSEEK_V3, REPORTED, pair_events, pair_timeline
+
+# ---- PipeMoE ---------------------------------------------------------------------------------------------
+
+LAYERS = [  # (ranks, rows of a rank, D, F, dead time of a product)
+    (8, 32_768, 7168, 2048, 20e-6),
+    (8, 4096, 4096, 14_336, 40e-6),
+    (16, 8192, 2048, 1024, 10e-6),
+    (64, 16_384, 7168, 2048, 100e-6),
+    (8, 4096, 1024, 4096, 50e-6),
+    (4, 512, 512, 512, 5e-6),
+    (8, 65_536, 4096, 4096, 1e-6),
+]
+
+
+@pytest.mark.parametrize("name", ["a100", "h800"])
+def test_pipemoe(name):
+    """Closed form = replay for each r, and the r it predicts is the best of 1 .. 16 in the replay."""
+    on, best = machine(name), set()
+    for ranks, rows, width, hidden, launch_s in LAYERS:
+        sizes = 2 * width, 6 * width * hidden
+        transfer, work = expert_overlap.lines(ranks, *sizes, on, launch_s)
+        replayed = []
+        for r in range(1, 17):
+            events = expert_overlap.pipemoe_events(r, rows, ranks, *sizes)
+            how = {"algorithms": {"all_to_all": "pairwise"}, "launch_s": launch_s}
+            replayed.append(replay({0: events}, on, **how).step_s)
+            assert expert_overlap.pipemoe_s(r, rows, transfer, work) == pytest.approx(replayed[-1], rel=1e-12)
+        predicted = expert_overlap.pipemoe_degree(rows, transfer, work)
+        assert replayed[predicted - 1] == pytest.approx(min(replayed), rel=1e-12)
+        best.add(predicted)
+    assert len(best) >= 4  # not one answer for all
+
+
+def test_the_best_degree_of_any_lines():
+    draw = Random(0)
+    for _ in range(3000):
+        alphas = [draw.choice((0, 1, 2, 5, 20, 100)) for _ in range(2)]
+        transfer, work = (Line(alpha, draw.choice((0, 0.1, 1, 3, 10))) for alpha in alphas)
+        rows, most = draw.choice((1, 10, 100, 1000)), draw.choice((1, 2, 7, 16, 40))
+        seconds = [expert_overlap.pipemoe_s(r, rows, transfer, work) for r in range(1, most + 1)]
+        predicted = expert_overlap.pipemoe_degree(rows, transfer, work, most)
+        assert seconds[predicted - 1] == pytest.approx(min(seconds), rel=1e-12), (transfer, work, rows, most)
+
+
+def test_without_gain_nothing_is_cut():
+    assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
+
+
+# ---- ScheMoE ---------------------------------------------------------------------------------------------
+
+
+def shortest(tasks, chunks):
+    """The least makespan of all orders: of partial orders that did the same tasks, those that are later in all
+    respects are dropped.
+    """
+    front = {
+        (0,) * chunks: {(0,) * (2 + chunks)}
+    }  # tasks done by chunk -> (compute free, link free, chunks ready)
+    for _ in range(len(tasks) * chunks):
+        after = {}
+        for done, times in front.items():
+            for time, chunk in product(times, range(chunks)):
+                if done[chunk] < len(tasks):
+                    _, stream, seconds = tasks[done[chunk]]
+                    new, where = list(time), stream == "link"
+                    new[where] = new[2 + chunk] = max(time[where], time[2 + chunk]) + seconds
+                    more = (*done[:chunk], done[chunk] + 1, *done[chunk + 1 :])
+                    if list(more) == sorted(more, reverse=True):  # chunks are alike: the first is ahead
+                        after.setdefault(more, set()).add(tuple(new))
+        front = {}
+        for done, times in after.items():
+            kept = []
+            for time in sorted(times):
+                if not any(all(a <= b for a, b in zip(other, time)) for other in kept):
+                    kept.append(time)
+            front[done] = kept
+    return min(max(time) for times in front.values() for time in times)
+
+
+def every_order(tasks, chunks):
+    """The same without dropping anything."""
+
+    def orders(done):
+        if sum(done) == len(tasks) * chunks:
+            yield []
+        for chunk in range(chunks):
+            if done[chunk] < len(tasks):
+                for rest in orders((*done[:chunk], done[chunk] + 1, *done[chunk + 1 :])):
+                    yield [chunk, *rest]
+
+    return min(makespan(order, tasks, chunks) for order in orders((0,) * chunks))
+
+
+def test_the_search_drops_nothing_that_matters():
+    tasks = [
+        Task("", stream, seconds) for stream, seconds in zip(("compute", "link") * 3, (2, 5, 1, 4, 3, 1))
+    ]
+    assert shortest(tasks[:5], 2) == every_order(tasks[:5], 2)
+    assert shortest(schemoe_tasks(2, 3, 1, 4), 2) == every_order(schemoe_tasks(2, 3, 1, 4), 2)
+    assert shortest(tasks[:3], 3) == every_order(tasks[:3], 3)
+
+
+def test_schemoe():
+    """The order is as short as the best of all for 2 and 3 chunks, and never longer than one task at a time."""
+    draw, faster = Random(1), 0
+    for _ in range(60):
+        seconds = [draw.choice((0, 1, 2, 3, 5, 8, 13)) for _ in range(3)] + [draw.choice((1, 2, 5, 13, 34))]
+        tasks = schemoe_tasks(*seconds)
+        in_turn = sum(task.seconds for task in tasks)
+        for chunks in (1, 2, 3, 6):
+            found = makespan(expert_overlap.schemoe_order(chunks), tasks, chunks)
+            assert found <= chunks * in_turn
+            faster += found < chunks * in_turn
+            if chunks in (2, 3):
+                assert found == shortest(tasks, chunks), seconds
+    assert faster > 100
+
+
+def test_another_order_can_be_shorter_where_the_two_ways_differ():
+    there, back = schemoe_tasks(7, 2, 1, 3), schemoe_tasks(1, 9, 8, 3)
+    tasks = there[:4] + back[4:]
+    assert makespan(expert_overlap.schemoe_order(3), tasks, 3) == 61
+    assert shortest(tasks, 3) == 60
+
+
+def test_an_order_that_does_not_do_all_is_refused():
+    for order in ([0, 1], [0] * 7):
+        with pytest.raises(ValueError, match="each has 7 tasks to do"):
+            makespan(order, schemoe_tasks(1, 1, 1, 1), 2)
+
+
+# ---- Lina ------------------------------------------------------------------------------------------------
+
+BACKWARD = [(4, 6, 10)] * 5 + [(40, 0, 0)]  # layers, then the embedding: (compute, all-to-all, all-reduce)
+
+
+def test_lina():
+    """Shared, an all-to-all takes twice as long; first in line, as long as alone; all-reduces end in time anyway."""
+    shared = lina(BACKWARD, "share")
+    assert shared.all_to_all_s == [12] * 5
+    assert shared.end_s == 5 * (4 + 12) + 40
+    first = lina(BACKWARD, "priority", Fraction(1, 2))
+    assert first.all_to_all_s == [6] * 5  # 4 seconds are whole micro-ops
+    assert first.end_s == 5 * (4 + 6) + 40 < shared.end_s
+    assert (
+        first.reduced_s == 5 * (4 + 6) + 5 * 10 - 4 * 4 < first.end_s
+    )  # what four gaps left, behind the last
+
+
+def test_a_whole_all_reduce_does_not_give_way():
+    """Micro-ops are what makes priority worth something: without, an all-to-all waits for what is under way."""
+    assert lina(BACKWARD, "priority").all_to_all_s == [6] + [(10 - 4) + 6] * 4
+    for micro in (Fraction(3, 2), Fraction(5, 3), Fraction(3)):
+        step = lina(BACKWARD, "priority", micro)
+        assert all(6 <= took < 6 + micro for took in step.all_to_all_s)
+    assert lina(BACKWARD, "priority", Fraction(3)).all_to_all_s != [6] * 5
+    # 10 in two of 5, not in 6 and 4: a second is left of the first
+    assert lina([(1, 5, 10), (4, 5, 0)], "priority", 6).all_to_all_s == [5, 1 + 5]
+
+
+def test_a_shared_link_by_hand():
+    # the all-reduce of 2 is done when 4 of the 5 + 2 seconds have passed
+    assert lina([(1, 5, 2)], "share") == ([7], 1 + 4, 8)
+    assert lina([(1, 5, 20)], "share") == ([10], 11 + 15, 11)
+    assert lina([(1, 5, 0)], "share") == ([5], 0, 6)
+    assert lina([(1, 5, 2), (3, 1, 0)], "priority") == ([5, 1], 6 + 2, 10)
+    with pytest.raises(ValueError, match="policy 'first'; use 'share' or 'priority'"):
+        lina([], "first")
+
+
+def test_no_second_is_lost():
+    """The link is never idle while something waits for it: all that was to be moved has been moved."""
+    draw = Random(2)
+    for _ in range(300):
+        layers = [
+            (draw.randint(0, 9), draw.randint(0, 9), Fraction(draw.randint(0, 9)))
+            for _ in range(draw.randint(1, 6))
+        ]
+        own = sum(compute + transfer for compute, transfer, _ in layers)
+        for policy, micro in (("share", None), ("priority", None), ("priority", Fraction(2, 3))):
+            step = lina(layers, policy, micro)
+            assert step.end_s == own + sum(step.all_to_all_s) - sum(transfer for _, transfer, _ in layers)
+            busy = sum(transfer + reduction for _, transfer, reduction in layers)
+            assert max(step.end_s, step.reduced_s) >= busy
+            assert step.end_s <= own + sum(reduction for *_, reduction in layers)
+
+
+# ---- MPipeMoE --------------------------------------------------------------------------------------------
+
+
+def pipelined(way, chunk, chunks, backward):
+    """The same chunks as tasks: what a chunk needs is fetched while the one before is worked on."""
+    rows, middle = (what == "offload" for what in way)
+    copies = rows * chunk.copy_rows + middle * chunk.copy_middle
+    if backward:
+        fetch = [("host", copies), ("link", chunk.transfer * (1 if rows else 2))]
+        work = [("compute", chunk.work * (2 if middle else 2.5))]
+        leave = [("link", chunk.transfer)]
+    else:
+        fetch, work = [("link", chunk.transfer)], [("compute", chunk.work)]
+        leave = [("link", chunk.transfer), ("host", copies)]
+    tasks, order = [Task("", *task) for task in fetch + work + leave], []
+    for i in range(chunks + 2):
+        for late, phase in enumerate((fetch, work, leave)):
+            order += [i - late] * len(phase) * (0 <= i - late < chunks)
+    return makespan(order, tasks, chunks)
+
+
+def test_mpipemoe_choice():
+    """The choice is the least of the modelled times, and these are what a pipeline of many chunks comes to."""
+    draw, chosen = Random(3), set()
+    for _ in range(200):
+        chunk = Chunk(*(draw.choice((1, 2, 3, 5, 8, 13)) for _ in range(4)))
+        modelled = {way: mpipemoe_s(way, chunk, 64) for way in WAYS}
+        simulated = {way: sum(pipelined(way, chunk, 64, back) for back in (False, True)) for way in WAYS}
+        for way in WAYS:
+            assert modelled[way] <= simulated[way] <= 1.06 * modelled[way], (way, chunk)
+        choice = expert_overlap.mpipemoe_choice(chunk, 64)
+        chosen.add(choice)
+        assert modelled[choice] == min(modelled.values())
+        assert simulated[choice] <= 1.06 * min(simulated.values())
+    assert chosen == set(WAYS)
+
+
+def test_the_choice_follows_the_machine():
+    """Copies that cost nothing are made; a slow way to the host leaves everything to be made again."""
+    assert expert_overlap.mpipemoe_choice(Chunk(10, 10, 0, 0), 4) == ("offload", "offload")
+    assert expert_overlap.mpipemoe_choice(Chunk(1, 1, 50, 50), 4) == ("send again", "compute again")
+    # where the link is the bottleneck rows are kept, where products are the middle is
+    assert expert_overlap.mpipemoe_choice(Chunk(10, 1, 20, 50), 4) == ("offload", "compute again")
+    assert expert_overlap.mpipemoe_choice(Chunk(1, 10, 50, 10), 4) == ("send again", "offload")
+
+
+def test_of_equal_ways_the_first():
+    """Copies before repetition, of the rows before the middle: WAYS is in that order."""
+    order = ("offload", "offload"), ("offload", "compute again"), ("send again", "offload")
+    assert WAYS == (*order, ("send again", "compute again"))
+    ties = set()
+    for chunk in map(Chunk._make, product(range(4), repeat=4)):
+        seconds = [mpipemoe_s(way, chunk, 2) for way in order + WAYS[3:]]
+        equal = [way for way, time in zip(order + WAYS[3:], seconds) if time == min(seconds)]
+        assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
+        ties.add(tuple(equal) if len(equal) > 1 else ())
+    assert len(ties) >= 6, ties
+
+
+def test_buffers_fall_from_r_chunks_to_two():
+    assert [expert_overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
+    assert [expert_overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]
+    assert expert_overlap.mpipemoe_rows(50, 4, reused=True) == 26, "the largest chunk has 13"
+
+
+# ---- DeepSeek-V3 -----------------------------------------------------------------------------------------
+
+
+def exposed_us(layer=DEEPSEEK_V3, ep=64, on=REPORTED, layers=1):
+    timelines = (pair_timeline(layer, ep, on, way, layers) for way in ("row", "turns", "weights"))
+    return [round(timeline.exposed_communication_s * 1e6) for timeline in timelines]
+
+
+def test_deepseek_v3_hides_its_all_to_alls():
+    """64 ranks on 8 nodes: 12.4 ms of all-to-all per layer and pair, hidden but for 0.3, or entirely."""
+    assert exposed_us() == [12_443, 271, 0]
+    assert exposed_us(layers=4) == [4 * 12_443 + 1, 4 * 271, 0]
+    # one node: no network card; two: each token visits both
+    assert {ep: exposed_us(ep=ep) for ep in (2, 8, 16, 32)} == {
+        2: [4412, 0, 0],
+        8: [7760, 0, 0],
+        16: [7760, 0, 0],
+        32: [10_618, 0, 0],
+    }
+
+
+def test_in_fp8_there_is_as_much_to_send_as_to_compute():
+    """The report: a computation-to-communication ratio of about 1:1 (section 3.2.1)."""
+    layer = replace(DEEPSEEK_V3, dtype="float8")
+    timeline = pair_timeline(layer, 64, REPORTED, "weights")
+    assert round(timeline.compute_s * 1e6) == 10_995
+    assert round(timeline.communication_s * 1e6) == 12_443
+    assert timeline.compute_s / timeline.communication_s == pytest.approx(0.88, abs=0.01)
+    assert exposed_us(layer) == [12_443, 3232, 12_443 - 10_995]  # all that is computed hides something
+    assert exposed_us(layer, ep=8) == [7760, 649, 0]
+
+
+def test_the_order_of_a_pair():
+    """As Figure 4 of the report: dispatch F, dispatch B, combine F, combine B, each behind the other microbatch."""
+    events = pair_events(DEEPSEEK_V3, 8, REPORTED, "weights")
+    names = [
+        event.name if isinstance(event, Compute) else f"({event.site})"
+        for event in events
+        if not hasattr(event, "id") or isinstance(event, Issue)
+    ]
+    assert list(dict.fromkeys(names)) == [
+        *("(experts B)", "attention F", "(attention F)", "experts B", "(attention B)", "experts W"),
+        *("experts F", "(experts F)", "attention B", "attention W"),
+    ]
+
+
+def test_every_way_computes_and_sends_the_same():
+    def totals(way):
+        events = pair_events(DEEPSEEK_V3, 64, REPORTED, way, 2)
+        flops = sum(event.flops for event in events if isinstance(event, Compute))
+        return flops, sum(event.sent_bytes for event in events if isinstance(event, Issue))
+
+    flops, sent = totals("row")
+    assert totals("turns") == totals("weights") == (flops, sent)
+    # forward once, backward twice, 2 FLOPs per weight and token, and the scores that a mask leaves
+    experts, attention = 9 * 3 * 7168 * 2048, 187_105_280
+    assert flops == 2 * 3 * 4096 * (2 * (experts + attention) + 2 * 128 * (192 + 128) * 4096 // 2)
+    # there in one byte, back in two, both ways: 7/8 of 4 copies across nodes, of 8 inside
+    assert sent == 2 * 2 * (1 + 2) * 4096 * 7168 * (4 + 8) * 7 // 8
+
+
+def test_weights_of_latent_attention():
+    """The published sizes: 7168 wide, 128 heads, ranks 1536 and 512, 64 + 128 for queries and keys, 128 for values."""
+    down, up = 7168 * (1536 + 512 + 64), 1536 * 128 * 192 + 512 * 128 * (128 + 128)
+    assert DEEPSEEK_V3.attention_weights == down + up + 128 * 128 * 7168
+
+
+def test_nvlink_hides_behind_the_network_up_to_three_experts_a_node():
+    """The report: 3.2 experts per node without more time on NVLink (section 3.2.2); 12 on 4 nodes, not 13."""
+
+    def slower(k):
+        spans = pair_timeline(replace(DEEPSEEK_V3, k=k), 64, REPORTED, "row").transfers(0)
+        seconds = {
+            axis: sum(s.duration_s for s in spans if s.event.axis == axis) for axis in ("across", "inside")
+        }
+        return max(seconds, key=seconds.get)
+
+    assert [slower(k) for k in (8, 12, 13)] == ["across", "across", "inside"]
+
+
+def test_a_token_visits_no_more_nodes_than_there_are():
+    def rows(ep):
+        return {axis: payload / (4096 * 7168) for axis, _, payload in DEEPSEEK_V3.legs(1, ep, REPORTED)}
+
+    assert rows(4) == rows(8) == {"inside": 8}
+    assert rows(16) == {"across": 2, "inside": 8}
+    assert rows(32) == rows(64) == {"across": 4, "inside": 8}
+    members = {axis: members for axis, members, _ in DEEPSEEK_V3.legs(1, 32, REPORTED)}
+    assert members == {"across": (0, 8, 16, 24), "inside": tuple(range(8))}
+
+
+def test_the_machine_of_the_report():
+    assert REPORTED.device is machine("h800").device
+    assert REPORTED.intra_bytes_per_s == 160e9 and REPORTED.inter_bytes_per_s == 50e9
+    assert REPORTED.compute_efficiency == 112 / 132
+
+
+def test_unknown_ways_and_groups_are_refused():
+    with pytest.raises(ValueError, match="way 'both'; use 'row', 'turns' or 'weights'"):
+        pair_events(DEEPSEEK_V3, 8, REPORTED, "both")
+    for ep in (1, 12):
+        with pytest.raises(ValueError, match=f"ep={ep}; use 2 to 8 ranks of a node, or whole nodes"):
+            pair_events(DEEPSEEK_V3, ep, REPORTED, "row")

@@ -1,0 +1,211 @@
+"""Pools of hybrid plans against all plans there are, and what a switch moves against the elements of each rank."""
+
+import random
+from collections import Counter
+from itertools import permutations, product
+
+import pytest
+
+from minitrain.systems.plan import expert_pools as plan
+from minitrain.systems.plan.expert_placement import Costs, greedy, owners, round_robin
+from minitrain.systems.plan.expert_pools import Grid, Layer
+
+LAYER = Layer(experts=8, expert_weights=24, dense_weights=48)
+GIB = 2**30
+
+
+def drawn_loads(number, seed=0, experts=8):
+    draw = random.Random(seed)
+    return [[draw.randint(1, 40) * draw.choice([1, 1, 5]) for _ in range(experts)] for _ in range(number)]
+
+
+def drawn_costs(seed):
+    draw = random.Random(seed)
+    return Costs(1.0, draw.choice([0.1, 1, 4]), draw.choice([1, 30, 300]))
+
+
+# ---- what a rank holds, and what a switch moves ----------------------------------------------------------
+
+
+def shards(grid, holders, layer):
+    """Of each rank {expert's number or "dense": (first element, last + 1)}."""
+    found = []
+    for _, e, t in product(*map(range, grid)):
+        sizes = {x: layer.expert_weights for x, (place,) in enumerate(holders) if place == e}
+        sizes |= {"dense": layer.dense_weights}
+        found.append({name: (t * n // grid.tp, (t + 1) * n // grid.tp) for name, n in sizes.items()})
+    return found
+
+
+def received(before, after):
+    """Elements that each rank did not hold before, by name."""
+    new = [Counter() for _ in after]
+    for found, old, own in zip(new, before, after, strict=True):
+        for name, (start, stop) in own.items():
+            first, last = old.get(name, (0, 0))
+            found[name] = stop - start - max(0, min(stop, last) - max(start, first))
+    return [+found for found in new]
+
+
+def test_a_pool_is_switched_by_placement_alone():
+    """Inside a grid: dense layers stay, a rank gets as many elements as it gives up, all of whole shards of experts,
+    and the bytes are those counted element by element. Between grids something is cut anew, or sizes change.
+    """
+    every = plan.grids(8, LAYER, 1, GIB)
+    assert len(every) == 10 and {grid.dp * grid.ep * grid.tp for grid in every} == {8}
+    assert {grid.ep for grid in plan.grids(6, LAYER, 1, GIB)} == {1, 2}, "8 experts on 3 places are uneven"
+    held = {grid: shards(grid, owners(8, grid.ep), LAYER) for grid in every}
+    moved = 0
+    for grid, other in product(every, repeat=2):
+        if grid != other:
+            sizes = [
+                sorted(stop - start for start, stop in own.values())
+                for own in (held[grid][0], held[other][0])
+            ]
+            assert sizes[0] != sizes[1], "ranks of another grid have other shapes"
+            continue
+        for holders in (round_robin(8, grid.ep), *(greedy(loads, grid.ep) for loads in drawn_loads(4))):
+            after = shards(grid, holders, LAYER)
+            new, old = received(held[grid], after), received(after, held[grid])
+            shard = LAYER.expert_weights // grid.tp
+            assert [got.total() for got in new] == [given.total() for given in old]
+            assert all(name != "dense" and size == shard for got in new for name, size in got.items())
+            found = plan.switch_bytes(grid, owners(8, grid.ep), holders, LAYER, 14)
+            assert found == 14 * sum(got.total() for got in new)
+            most = max(got.total() for got in new)
+            seconds = plan.switch_s(grid, owners(8, grid.ep), holders, Costs(0, 0, 5.0), states=3)
+            assert seconds == pytest.approx(3 * 5.0 * most / LAYER.expert_weights, rel=1e-15)
+            moved += found > 0
+    assert moved > 20
+
+
+def test_to_cut_matrices_anew_moves_dense_layers():
+    two, four = (shards(Grid(1, 2, tp), owners(8, 2), LAYER) for tp in (2, 2))
+    assert received(two, four) == [{}] * 4
+    cut, whole = (shards(Grid(1, 2, 2), owners(8, 2), LAYER), shards(Grid(2, 2, 1), owners(8, 2), LAYER))
+    assert [got["dense"] for got in received(cut, whole)] == [24] * 4
+    # rank 1, (e, t) = (0, 1) of 2 x 2, becomes place 1 of the first replica: four other experts, whole
+    assert received(cut, whole)[1] == {4: 24, 5: 24, 6: 24, 7: 24, "dense": 24}
+    assert received(cut, whole)[0] == {0: 12, 1: 12, 2: 12, 3: 12, "dense": 24}
+
+
+def test_shards_of_ranks_by_hand():
+    found = shards(Grid(1, 2, 2), ((1,), (0,)), Layer(2, 6, 10))
+    assert found == [
+        {1: (0, 3), "dense": (0, 5)},
+        {1: (3, 6), "dense": (5, 10)},
+        {0: (0, 3), "dense": (0, 5)},
+        {0: (3, 6), "dense": (5, 10)},
+    ]
+
+
+# ---- offline ---------------------------------------------------------------------------------------------
+
+
+def by_hand(grid, holders, loads, costs):
+    """Of every rank on its own: products, rows out of its place, sums over tp, gradients; the slowest of each."""
+    dp, ep, tp = grid
+    place = [sum(load for load, (own,) in zip(loads, holders) if own == e) / dp for e in range(ep)]
+    products = max(3 * rows / tp * costs.compute for rows in place)
+    crossing = max(4 * (rows - rows / ep) / tp * costs.move for rows in place)
+    over_tp = max(4 * (rows - rows / tp) * costs.move for rows in place)
+    experts = 2 * (1 - 1 / dp) * (8 // ep) / tp * costs.carry
+    dense = 2 * (1 - 1 / (dp * ep)) * 48 / 24 / tp * costs.carry
+    return products + crossing + over_tp + experts + dense
+
+
+def test_smartmoe_chooses_the_pool_offline():
+    """The least time over the samples, each with its best plan, of all grids that fit."""
+    taken = set()
+    for seed in range(24):
+        samples, costs = drawn_loads(3, seed), drawn_costs(seed)
+        most = random.Random(seed).choice([60, 120, 240])  # elements of a rank
+        fit = [
+            Grid(8 // ep // tp, ep, tp)
+            for ep, tp in product((1, 2, 4, 8), repeat=2)
+            if ep * tp <= 8 and 48 // tp + 8 // ep * 24 // tp <= most
+        ]
+        found = plan.grids(8, LAYER, 2, 2 * most)
+        assert found == fit
+        pools = plan.pools(found, samples)
+        times = {
+            grid: sum(
+                min(by_hand(grid, holders, loads, costs) for holders in pools[grid]) for loads in samples
+            )
+            for grid in fit
+        }
+        best = plan.best_grid(pools, samples, LAYER, costs)
+        assert times[best] == pytest.approx(min(times.values()), rel=1e-12)
+        assert plan.pool_s(best, pools[best], samples, LAYER, costs) == pytest.approx(times[best], rel=1e-12)
+        taken.add(best)
+    assert len(taken) > 3 and len({grid.tp for grid in taken}) > 1, "links, weights and memory decide"
+
+
+def test_a_pool_holds_a_best_placement_for_each_of_its_samples():
+    """Two experts a place: against all 8! / 2^4 placements on four places."""
+    grid, costs = Grid(1, 4, 1), Costs(1.0, 1.0, 1.0)
+    every = {tuple(zip(order)) for order in permutations([0, 0, 1, 1, 2, 2, 3, 3])}
+    assert len(every) == 2520
+    samples = drawn_loads(3, seed=5)
+    pool = plan.pools([grid], samples)[grid]
+    assert pool[0] == owners(8, 4) and len(pool) == 4
+    for loads in samples:
+        best = min(by_hand(grid, holders, loads, costs) for holders in every)
+        assert min(plan.step_s(grid, holders, loads, LAYER, costs) for holders in pool) == pytest.approx(best)
+
+
+# ---- online ----------------------------------------------------------------------------------------------
+
+
+def test_smartmoe_switches_online_when_that_pays():
+    """Over changing loads each choice is the least total of the pool; the dearer the way, the fewer the switches, and
+    with a free way no plan that is kept throughout is as fast.
+    """
+    samples, switches = drawn_loads(4, seed=3), []
+    grid = Grid(2, 4, 1)
+    pool = plan.pools([grid], samples)[grid]
+    for carry, steps in ((0.0, 5), (3.0, 5), (3.0, 50), (1e6, 5)):
+        costs, current, time, changed = Costs(1.0, 1.0, carry), pool[0], 0.0, 0
+        for loads in samples * 2:
+            taken = plan.chosen(grid, pool, current, loads, LAYER, costs, steps)
+            totals = {
+                holders: steps * by_hand(grid, holders, loads, costs)
+                + plan.switch_s(grid, current, holders, costs)
+                for holders in pool
+            }
+            assert totals[taken] == pytest.approx(min(totals.values()), rel=1e-12)
+            changed, time, current = changed + (taken != current), time + totals[taken], taken
+        switches.append(changed)
+        if carry == 0:
+            kept = min(
+                sum(steps * by_hand(grid, holders, loads, costs) for loads in samples * 2) for holders in pool
+            )
+            assert time < kept, "no plan that stays is as good as the pool"
+    assert switches[0] == 8 and switches[3] == 0 and 0 < switches[1] < switches[2], switches
+
+
+def test_who_stays_pays_nothing():
+    grid, stranger = Grid(1, 4, 1), round_robin(8, 4)
+    assert plan.chosen(grid, [owners(8, 4)], stranger, [1] * 8, LAYER, Costs(1.0, 0.0, 1.0), 9) == stranger
+
+
+def test_of_equal_plans_the_present_stays_and_of_equal_grids_the_first_is_taken():
+    """Even loads, and a way that costs nothing: all placements take the same time, and so do all grids."""
+    grid, loads, free = Grid(1, 4, 1), [1] * 8, Costs(1.0, 0.0, 0.0)
+    even = [owners(8, 4), round_robin(8, 4), greedy([8, 7, 6, 5, 4, 3, 2, 1], 4)]
+    assert len({plan.step_s(grid, holders, loads, LAYER, free) for holders in even}) == 1
+    crowded = ((0,),) * 4 + ((1,),) * 4
+    for current, *others in permutations(even):
+        assert plan.chosen(grid, others, current, loads, LAYER, free, 9) == current
+        assert plan.chosen(grid, [current, *others], crowded, loads, LAYER, free, 9) == current
+    for first, *others in permutations(Grid(8 // ep, ep, 1) for ep in (1, 2, 4)):
+        pools = plan.pools([first, *others], [loads])
+        assert len({plan.pool_s(one, pools[one], [loads], LAYER, free) for one in pools}) == 1
+        assert plan.best_grid(pools, [loads], LAYER, free) == first
+
+
+def test_too_little_memory_is_one_line():
+    with pytest.raises(
+        ValueError, match="no grid of 8 ranks fits into 10 bytes each; use more or larger ranks"
+    ):
+        plan.grids(8, LAYER, 16, 10)

@@ -1,0 +1,348 @@
+"""Searched schedules: the shortest against all there are, optimality of 1F1B and of zero bubble, patterns
+with the period of the busiest rank.
+"""
+
+from fractions import Fraction
+from itertools import accumulate, permutations, product
+
+import pytest
+
+from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
+from minitrain.pipeline.schedules.v_shape import block_of, v_half, v_min, zb_v
+from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.systems.plan.schedule_search import prepared, shortest
+from minitrain.systems.plan.tessel import completed, fits, held, repetend, unroll
+
+WHOLE = Costs(F=1, B=2)
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    return [peak(schedule, rank) for rank in range(len(schedule.ranks))]
+
+
+def longest_span(schedule: Schedule, costs: Costs) -> int:
+    return max(spans[-1].end - spans[0].start for spans in simulate(schedule, costs).spans)
+
+
+# ---- the shortest ----------------------------------------------------------------------------------------
+
+
+def all_there_are(place, m, split):
+    """Every schedule, by trying all orders in which a microbatch's own actions come one after the other."""
+    ranks = []
+    for rank in range(1 + max(place)):
+        own = [s for s, at in enumerate(place) if at == rank]
+        way = (
+            [F(s, 0) for s in own]
+            + [(I if split else B)(s, 0) for s in reversed(own)]
+            + ([W(s, 0) for s in own] if split else [])
+        )
+        ranks.append([])
+        for turns in sorted(set(permutations([i for i in range(m) for _ in way]))):
+            if rank == 0 and list(dict.fromkeys(turns)) != list(range(m)):
+                continue  # the same with other names for the microbatches
+            left = [iter(way) for _ in range(m)]
+            ranks[-1].append(tuple(next(left[i])._replace(microbatch=i) for i in turns))
+    for lists in product(*ranks):
+        try:
+            yield check(Schedule("", lists, len(place), m))
+        except ValueError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "place, m, split, limit, costs",
+    [
+        ([0, 1], 2, False, 2, WHOLE),
+        ([0, 1], 2, False, 1, Costs(F=2, B=1)),
+        ([0, 1], 2, True, 2, Costs(F=1, I=2, W=1)),
+        ([0, 1], 2, True, 1, Costs()),
+        ([0, 1], 3, False, 2, Costs(F=1, B=1, stage={1: 2})),
+        ([0, 1, 0], 2, False, 4, Costs(F=Fraction(1, 2), B=1)),
+        ([0, 1, 0], 2, False, 2, WHOLE),
+    ],
+)
+def test_the_shortest_of_all(place, m, split, limit, costs):
+    every = [schedule for schedule in all_there_are(place, m, split) if max(peaks(schedule)) <= limit]
+    for span, measure in (
+        (False, lambda schedule: simulate(schedule, costs).makespan),
+        (True, lambda schedule: longest_span(schedule, costs)),
+    ):
+        found = shortest(place, m, costs, limit, split=split, span=span)
+        assert max(peaks(found.schedule)) <= limit
+        if span:  # a rank may begin later than it could, which lists alone do not say
+            assert found.time <= min(map(measure, every))
+        else:
+            assert found.time == measure(found.schedule) == min(map(measure, every))
+
+
+def test_one_f_one_b_is_optimal():
+    """With its memory and with any; and a rank with room for one microbatch fewer takes longer."""
+    for p, m in [(2, 2), (2, 4), (3, 2), (3, 3), (3, 4)]:
+        found = shortest(range(p), m, WHOLE, [p - s for s in range(p)])
+        assert (
+            found.time
+            == simulate(found.schedule, WHOLE).makespan
+            == simulate(one_f_one_b(p, m), WHOLE).makespan
+            == 3 * (m + p - 1)
+        )
+        assert found.schedule.ranks == one_f_one_b(p, m).ranks
+        assert shortest(range(p), m, WHOLE).time == 3 * (m + p - 1)
+    assert shortest(range(2), 4, WHOLE, 1).time == 24 > 15
+    assert shortest(range(3), 4, WHOLE, 2).time == 21 > 18
+    # stages that are not equal: the bound is the way to the busiest rank, its work and the way back
+    assert shortest(range(3), 4, Costs(F=1, B=2, stage={1: 2}), 3).time == 1 + 4 * 6 + 2
+
+
+def test_zero_bubble_needs_2p_minus_1():
+    """With F = I = W = 1 a rank idles (p-1)(F+I-W) = p-1 with the memory of 1F1B, not at all with 2p-1, and a
+    little with one less.
+    """
+    for p, m in [(2, 3), (2, 4), (3, 5)]:
+        idle = {
+            limit: shortest(range(p), m, Costs(), limit, split=True, span=True)
+            for limit in (p, 2 * p - 2, 2 * p - 1)
+        }
+        assert idle[p].time - 3 * m == p - 1
+        assert idle[2 * p - 2].time - 3 * m == 1
+        assert idle[2 * p - 1].time - 3 * m == 0
+        assert (
+            longest_span(idle[2 * p - 1].schedule, Costs()) >= 3 * m
+            and max(peaks(idle[2 * p - 1].schedule)) == 2 * p - 1
+        )
+    assert shortest(range(3), 4, Costs(), 3, split=True).time < shortest(range(3), 4, Costs(F=1, B=2), 3).time
+
+
+# ---- Tessel ----------------------------------------------------------------------------------------------
+
+
+def test_tessel():
+    """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more
+    microbatches take m periods more. The published Vs are among the patterns that are searched, and what is
+    found for their memory is no worse. Warm-up and cool-down, searched, are the best of all around the windows.
+    """
+    for p in (1, 2, 3, 4, 6):
+        pattern = repetend(range(p), WHOLE, p)
+        assert pattern.period == 3
+        for m in (1, 3, 8):
+            assert unroll(pattern, m).ranks == one_f_one_b(p, m).ranks
+            assert p > 4 or simulate(completed(pattern, m), WHOLE).makespan == 3 * (m + p - 1)
+    assert unroll(repetend(range(4), WHOLE, [4, 3, 2, 1]), 8).ranks == one_f_one_b(4, 8).ranks
+    for place in [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 1, 0, 1], [0, 1, 1], [1, 0]:
+        for costs, split in (WHOLE, False), (Costs(), True):
+            pattern = repetend(place, costs, split=split)
+            work = 3 * max(place.count(rank) for rank in place)
+            assert pattern.period == work
+            ends = [simulate(unroll(pattern, m), costs).makespan for m in (12, 13, 24)]
+            assert (ends[1] - ends[0], ends[2] - ends[0]) == (work, 12 * work)
+    uneven = Costs(F=1, B=2, stage={1: Fraction(3, 2)})
+    assert repetend(range(3), uneven, 3).period == Fraction(9, 2)
+    for p in (2, 3, 4):
+        for shape, published in ("v_min", v_min), ("v_half", v_half), ("zb_v", zb_v):
+            kinds, starts = known_v(shape, p)
+            limit = max(peaks(published(p, 6 * p)))
+            for first in range(1, len(kinds) + 1):  # no step of the search would have left it out
+                assert fits(kinds, starts[:first], 6)
+                assert all(held(kinds, starts[:first], 6, rank) <= limit for rank in range(p))
+            pattern = repetend([*range(p), *reversed(range(p))], Costs(), limit, split=True)
+            assert pattern.period == 6 and max(peaks(unroll(pattern, 6 * p))) <= limit
+    v = repetend([0, 1, 1, 0], WHOLE)
+    least = shortest(v.place, 3, WHOLE, peaks(unroll(v, 3))).time
+    assert simulate(completed(v, 3), WHOLE).makespan == least < simulate(unroll(v, 3), WHOLE).makespan
+
+
+def known_v(shape, p):
+    """A published V as a pattern: F and I start as its block says, W in the first free unit behind its I."""
+    kinds, _ = prepared([*range(p), *reversed(range(p))], 1, Costs(), None, True)
+    block, at = block_of(shape, p), {}
+    for rank in range(p):
+        early, late = rank, 2 * p - 1 - rank
+        whens = dict(zip((("F", early), ("F", late), ("I", late), ("I", early)), block(rank)))
+        for stage in (late, early):
+            taken = {start % 6 for start in whens.values()}
+            behind = whens["I", stage] + 1
+            whens["W", stage] = next(start for start in range(behind, behind + 6) if start % 6 not in taken)
+        at |= whens
+    return kinds, tuple(at[kind.letter, kind.stage] for kind in kinds)
+
+
+def test_what_filling_by_the_pattern_costs():
+    """Against the shortest schedule of as much memory: nothing for lines and for a V of split backwards, one
+    backward and one forward for a V of whole ones.
+    """
+    for place, costs, split, longer in [
+        ([0, 1], WHOLE, False, (0, 0, 0)),
+        ([0, 1, 2], Costs(), True, (0, 0, 0)),
+        ([0, 1, 1, 0], Costs(), True, (0, 0, 0)),
+        ([0, 1, 1, 0], WHOLE, False, (0, 3, 3)),
+    ]:
+        pattern = repetend(place, costs, split=split)
+        for m, more in zip((1, 2, 3), longer):
+            ours = unroll(pattern, m)
+            least = [place.count(rank) for rank in range(1 + max(place))]
+            found = shortest(place, m, costs, list(map(max, peaks(ours), least)), split=split)
+            assert simulate(ours, costs).makespan - found.time == more, (place, m)
+
+
+def orders(kinds, of, counts, goal):
+    """Every order of a rank's actions that brings the kinds `of` from some counts to others."""
+    if all(counts[k] == goal[k] for k in of):
+        yield []
+    for k in of:
+        if counts[k] < goal[k]:
+            action = kinds[k].letter, kinds[k].stage, counts[k]
+            for rest in orders(kinds, of, [*counts[:k], counts[k] + 1, *counts[k + 1 :]], goal):
+                yield [action, *rest]
+
+
+def best_around(pattern, m, costs, limits):
+    """The least makespan of all lists that have the windows in a row, wherever these are cut; within the limits."""
+    kinds, least = pattern.kinds, None
+    timed = [(at + n * pattern.period, k, n) for k, at in enumerate(pattern.starts) for n in range(m)]
+    for cut in range(pattern.period):
+        windows = {}
+        for at, k, n in sorted(timed):
+            windows.setdefault((at - cut) // pattern.period, []).append((k, n))
+        whole = [entries for entries in windows.values() if len(entries) == len(kinds)]
+        before = [
+            min((n for entries in whole for k, n in entries if k == one), default=m)
+            for one in range(len(kinds))
+        ]
+        after = [count + len(whole) for count in before]
+        lists = []
+        for rank in range(1 + max(pattern.place)):
+            own = [k for k, kind in enumerate(kinds) if kind.rank == rank]
+            middle = [(kinds[k].letter, kinds[k].stage, n) for some in whole for k, n in some if k in own]
+            first = list(orders(kinds, own, [0] * len(kinds), before))
+            last = list(orders(kinds, own, after, [m] * len(kinds)))
+            every = [(*a, *middle, *b) for a in first for b in last]
+            lists.append([own for own in every if most_held(own) <= limits[rank]])
+        for ranks in product(*lists):
+            try:
+                schedule = check(Schedule("", ranks, len(pattern.place), m))
+            except ValueError:
+                continue
+            time = simulate(schedule, costs).makespan
+            least = time if least is None else min(least, time)
+    return least
+
+
+def most_held(actions):
+    frees = "W" if any(letter == "W" for letter, _, _ in actions) else "B"
+    return max(accumulate((letter == "F") - (letter == frees) for letter, _, _ in actions))
+
+
+@pytest.mark.parametrize(
+    "place, m, split, costs",
+    [
+        ([0, 1], 4, False, WHOLE),
+        ([0, 1], 3, True, Costs(F=1, I=2, W=1)),
+        ([0, 1, 1], 3, False, Costs(F=1, B=1)),
+    ],
+)
+def test_warm_up_and_cool_down_are_the_best_of_all(place, m, split, costs):
+    """By trying every order of what is outside the windows, also with less and with more memory than the pattern's."""
+    pattern = repetend(place, costs, split=split)
+    holds = peaks(unroll(pattern, m))
+    for limits in (None, [one + 1 for one in holds], [holds[0] - 1, *holds[1:]]):
+        best = best_around(pattern, m, costs, limits or holds)
+        if best is None:
+            with pytest.raises(
+                ValueError, match=r"ranks that repeat the pattern hold \[.*\]; search a pattern"
+            ):
+                completed(pattern, m, limits)
+            continue
+        found = completed(pattern, m, limits)
+        assert simulate(found, costs).makespan == best <= simulate(unroll(pattern, m), costs).makespan
+        assert all(held <= limit for held, limit in zip(peaks(found), limits or holds))
+
+
+@pytest.mark.parametrize(
+    "place, m, F, B, stage",
+    [
+        ([0, 1, 2, 1], 2, 2, 2, {0: 2, 1: 4, 2: 3, 3: 3}),
+        ([0, 1, 2, 0], 2, 1, 1, {0: 2, 1: 1, 2: 2, 3: 3}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 4, 2: 4}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 1, 2: 1}),
+    ],
+)
+def test_unequal_stages_are_completed_as_fast_as_any_list_could(place, m, F, B, stage):
+    """Where it matters which partial orders stay (the first two) and where the window is cut (the others)."""
+    costs = Costs(F=F, B=B, stage=stage)
+    pattern = repetend(place, costs)
+    limits = [max(held, place.count(rank)) for rank, held in enumerate(peaks(unroll(pattern, m)))]
+    found = simulate(completed(pattern, m, limits), costs).makespan
+    assert found == shortest(place, m, costs, limits).time <= simulate(unroll(pattern, m), costs).makespan
+
+
+def test_completing_a_pattern_costs_the_same_for_any_number_of_microbatches():
+    """A V of whole backwards: a forward and a backward less than by the pattern's times, and one period each more.
+    Nor is there more to look at."""
+    pattern = repetend([0, 1, 1, 0], WHOLE)
+    ends = {m: simulate(completed(pattern, m), WHOLE).makespan for m in (3, 4, 8, 20)}
+    assert ends == {m: 6 * m + 4 for m in ends}
+    assert all(simulate(unroll(pattern, m), WHOLE).makespan == 6 * m + 7 for m in ends)
+    for m in (4, 20):
+        completed(pattern, m, most=60)
+        with pytest.raises(ValueError, match="more than 10 partial orders"):
+            completed(pattern, m, most=10)
+
+
+def test_states_are_counted_and_the_most_may_be_reached():
+    """1F1B of two ranks and two microbatches starts and ends something at 0, 1, 2, 4, 5, 6 and 7: no way is tried
+    that leads nowhere."""
+    assert [shortest(*given).states for given in (([0, 1], 2, WHOLE), ([0, 1], 4, WHOLE))] == [7, 13]
+    assert shortest([0, 1, 2], 4, WHOLE, [3, 2, 1]).states == 16
+    assert shortest([0, 1], 3, Costs(), 2, split=True, span=True).states == 17
+    assert shortest([0, 1], 2, WHOLE, most=7).time == 9
+    with pytest.raises(
+        ValueError, match="^shortest: more than 6 states for 2 ranks, 2 microbatches; use fewer"
+    ):
+        shortest([0, 1], 2, WHOLE, most=6)
+    for place, limit, most in (([0, 1], 2, 5), ([0, 1, 1, 0], None, 9), ([0, 1, 2], 2, 686)):
+        repetend(place, WHOLE, limit, most=most)
+        with pytest.raises(ValueError, match=f"more than {most - 1} patterns"):
+            repetend(place, WHOLE, limit, most=most - 1)
+    pattern = repetend([0, 1], limit=2)
+    completed(pattern, 4, most=6)
+    with pytest.raises(ValueError, match="more than 5 partial orders"):
+        completed(pattern, 4, most=5)
+
+
+def test_patterns_keep_to_the_limit():
+    line = [repetend(range(4), Costs(), limit, split=True) for limit in (2, 3, 4)]
+    assert [pattern.period for pattern in line] == [5, 4, 3]
+    assert [max(peaks(unroll(pattern, 16))) for pattern in line] == [2, 3, 4]
+    assert repetend(range(4), Costs(), [4, 3, 2, 1], split=True).period == 3
+    assert repetend(range(2), WHOLE, 1).period == 6
+    for limit in (3, 4):
+        assert max(peaks(unroll(repetend([0, 1, 1, 0], Costs(), limit, split=True), 9))) <= limit
+
+
+def test_refusals():
+    for call, message in [
+        (lambda: shortest([0, 2], 2), "place=[0, 2]: give the rank of each stage"),
+        (lambda: shortest([], 2), "place=[]"),
+        (lambda: shortest([0, 1], 0), "m=0"),
+        (lambda: shortest([0, 1, 0], 2, limit=1), "rank 0 has 2 stages"),
+        (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]: 2 ranks"),
+        (lambda: repetend([0, 1], Costs(send=1)), "send=0"),
+        (lambda: repetend([0, 1], Costs(F=0)), "above 0"),
+        (lambda: repetend([0, 1], Costs(F=0.5)), "whole numbers or Fractions"),
+        (
+            lambda: shortest([0, 1, 2], 4, Costs(), 2, split=True, span=True, most=100),
+            "more than 100 states for 3 ranks",
+        ),
+        (lambda: repetend([0, 1, 2], WHOLE, 2, most=10), "more than 10 patterns"),
+        (lambda: unroll(repetend([0, 1]), 0), "m=0"),
+        (lambda: completed(repetend([0, 1]), 0), "m=0"),
+        (lambda: completed(repetend([0, 1]), 4, most=3), "more than 3 partial orders; use fewer stages"),
+        (
+            lambda: completed(repetend([0, 1], limit=2), 4, limit=1),
+            "limit=1, and ranks that repeat the pattern hold [2, ",
+        ),
+    ]:
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,71 @@
+"""The smallest window of layers: the rule against the simulation, and the simulation against hand and bounds."""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitrain.systems.plan.stronghold import hides, smallest_window, stalls, there_and_back
+
+times = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=9)
+
+
+def test_by_hand():
+    compute, transfer = [1] * 8, [3] * 8
+    assert stalls(compute, transfer, 3, one_link=False) == [0] * 8
+    assert stalls(compute, transfer, 2, one_link=False) == [0, 0, 1, 0, 1, 0, 1, 0]
+    assert smallest_window(compute, transfer, one_link=False) == 3
+    # one link brings a layer every 3, the device wants one every 1: each layer beyond the window is late by 2
+    assert stalls(compute, transfer, 3) == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert sum(stalls(compute, transfer, 1)) == 7 * 2
+    assert smallest_window(compute, transfer) == 6
+    assert stalls([2, 2, 2], [9, 9, Fraction(5, 2)], 1) == [0, 7, Fraction(1, 2)]
+
+
+@pytest.mark.parametrize("one_link", [True, False])
+@given(layers=times)
+def test_the_rule_is_the_simulation_without_stall_and_no_smaller_window_does(one_link, layers):
+    compute, transfer = zip(*layers)
+    played = [not any(stalls(compute, transfer, m, one_link)) for m in range(1, len(layers) + 1)]
+    assert played == [hides(compute, transfer, m, one_link) for m in range(1, len(layers) + 1)]
+    assert smallest_window(compute, transfer, one_link) == 1 + played.index(True)
+
+
+@given(layers=times)
+def test_the_paper_s_condition_is_the_rule_on_own_links_and_never_enough_to_beat_one(layers):
+    compute, transfer = zip(*layers)
+    for m in range(1, len(layers) + 1):
+        paper = all(sum(compute[i : i + m]) >= transfer[i + m] for i in range(len(layers) - m))
+        assert paper == (not any(stalls(compute, transfer, m, one_link=False)))
+        assert hides(compute, transfer, m) <= paper
+
+
+@given(layers=times)
+def test_a_larger_window_never_stalls_longer(layers):
+    compute, transfer = zip(*layers)
+    for one_link in (True, False):
+        total = [sum(stalls(compute, transfer, m, one_link)) for m in range(1, len(layers) + 1)]
+        assert total == sorted(total, reverse=True) and total[-1] == 0
+
+
+def test_uniform_layers_need_transfer_over_compute_and_a_link_that_keeps_up():
+    for c, t in product((1, 2, 5), (1, 2, 3, 7, 10)):
+        assert smallest_window([c] * 50, [t] * 50, one_link=False) == -(-t // c)
+        assert (smallest_window([c] * 50, [t] * 50) == 1) == (t <= c)
+
+
+def test_there_and_back_needs_no_transfer_where_it_turns():
+    compute, transfer = there_and_back([1, 2, 3, 4], [10, 20, 30, 40], [5, 6, 7, 8], window=2)
+    assert compute == [1, 2, 3, 4, 40, 30, 20, 10]
+    assert transfer == [5, 6, 7, 8, 0, 0, 6, 5]
+    assert stalls(compute, transfer, 2) == [0, 0, 4, 5, 0, 0, 0, 0]
+
+
+def test_wrong_input_is_refused():
+    with pytest.raises(ValueError, match="2 compute times, 1 transfers"):
+        stalls([1, 1], [1], 1)
+    for window in (0, 3):
+        with pytest.raises(ValueError, match=f"window={window}: use 1 to 2 layers"):
+            hides([1, 1], [1, 1], window)

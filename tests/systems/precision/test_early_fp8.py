@@ -1,0 +1,191 @@
+"""The first FP8 trainings: what is cast and how it is summed, updates by chance, which format loses what."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.compose.parallelize import parallelize
+from minitrain.compose.product_passes import multiply_in
+from minitrain.model.data.batches import Rows, Text, random_tokens
+from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.precision.accumulate import matmul_in, sum_in
+from minitrain.precision.formats import E4M3, E5M2, FP16_WANG, HFP8_FORWARD
+from minitrain.precision.products import Scales
+from minitrain.precision.quantized_linear import multiply
+from minitrain.precision.rounding import round_to
+from minitrain.systems.precision import early_fp8
+from tests.parallel import TOLERANCE, small
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def gradients(name, x, weight, dy):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    (y,) = multiply(x, [weight], [Scales()], early_fp8.PRODUCTS[name])
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("name,ahead", [("fp8_wang", E5M2), ("hfp8", HFP8_FORWARD)])
+def test_a_layer_by_hand(name, ahead):
+    """Operands as casts, sums by accumulate.py in chunks of 64; float64 where sums are wide."""
+    x, weight, dy = normal(2, 35, 130), normal(20, 130, seed=1) / 8, normal(2, 35, 20, seed=2) / 1000
+    y, dx, dweight = gradients(name, x, weight, dy)
+    x8, weight8 = (round_to(one, ahead).flatten(0, -2) for one in (x, weight))
+    dy8 = round_to(dy * 1024, E5M2).flatten(0, -2)
+
+    def product(a, b):
+        if name == "hfp8":
+            return a @ b
+        missing = -a.shape[1] % 64
+        padded = torch.nn.functional.pad(a, (0, missing)), torch.nn.functional.pad(b, (0, 0, 0, missing))
+        return matmul_in(*padded, FP16_WANG, 64)
+
+    wanted = product(x8, weight8.mT), product(dy8, weight8) / 1024, product(dy8.mT, x8) / 1024
+    for found, one in zip((y, dx, dweight), wanted):
+        assert torch.equal(found.reshape(one.shape), one)
+    exact = x8 @ weight8.mT
+    assert (name == "hfp8") == torch.equal(wanted[0], exact), "nine bits are fewer than these sums need"
+
+
+def test_sums_do_not_depend_on_what_is_held_at_once(monkeypatch):
+    a, b = round_to(normal(33, 100), E5M2), round_to(normal(7, 100, seed=1), E5M2)
+    whole = early_fp8.narrow_product(a, b, FP16_WANG)
+    monkeypatch.setattr(early_fp8, "HELD", 1000)
+    assert torch.equal(early_fp8.narrow_product(a, b, FP16_WANG), whole)
+    assert torch.equal(early_fp8.narrow_product(a[:, :0], b[:, :0], FP16_WANG), torch.zeros(33, 7).double())
+    assert early_fp8.narrow_product(a[:0], b, FP16_WANG).shape == (0, 7)
+
+
+@pytest.mark.parametrize("name", early_fp8.PRODUCTS)
+def test_what_is_too_large_too_small_or_no_number(name):
+    x, weight, dy = normal(4, 8), normal(6, 8, seed=1), normal(4, 6, seed=2) * 1e-7
+    y, dx, dweight = gradients(name, x, weight, dy)
+    assert (dx != 0).any() and (dweight != 0).any(), "gradients of 1e-7 arrive"
+    largest = early_fp8.PRODUCTS[name].ahead.max
+    few = gradients(name, x * 0 + 1e9, torch.ones(6, 8).double(), dy)[0]
+    assert (few == 8 * largest).all(), "saturated"
+    assert gradients(name, x, weight, dy * 0 + 1e9)[1].isfinite().logical_not().all(), "no step may use these"
+    broken = x.clone()
+    broken[1, 2] = math.nan
+    assert gradients(name, broken, weight, dy)[0].isnan().all(1).tolist() == [False, True, False, False]
+    assert early_fp8.PRODUCTS[name].enter(x, Scales()).nbytes == x.numel()
+
+
+def test_wang():
+    """4,096 ones with 9 mantissa bits stall at 1,024, in chunks of 64 they do not; E[rounded by chance] = x."""
+    ones = torch.ones(1, 4096)
+    assert sum_in(ones, FP16_WANG).item() == 1024 and sum_in(ones, FP16_WANG, 64).item() == 4096
+    product = early_fp8.PRODUCTS["fp8_wang"]
+    assert product.forward(product.enter(ones, Scales()), ones, Scales()).item() == 4096
+    draw = torch.Generator().manual_seed(0)
+    x = normal(50)
+    rounded = round_to(x.expand(4000, 50).contiguous(), FP16_WANG, "stochastic", generator=draw)
+    sigma = rounded.std(0) / 4000**0.5
+    assert ((rounded.mean(0) - x).abs() <= 4 * sigma).all() and (rounded.std(0) > 0).all()
+
+
+def test_updates_by_chance_keep_what_rounding_loses():
+    """A step of 1e-4 on a weight of 1, half a unit of which is 2^-10: lost to the nearest, kept on average."""
+    draw, steps = torch.Generator().manual_seed(1), 200
+    weight, velocity = torch.ones(2000), torch.zeros(2000)
+    by_chance = partial(early_fp8.sgd_by_chance_, lr=1e-4, momentum=0.0)
+    for _ in range(steps):
+        by_chance(weight, torch.ones(2000), velocity, draw)
+    assert torch.equal(weight, round_to(weight, FP16_WANG)) and weight.unique().numel() > 5
+    assert abs(weight.mean() - (1 - steps * 1e-4)) < 4 * weight.std() / 2000**0.5
+    assert round_to(torch.tensor(1 - 1e-4), FP16_WANG) == 1
+    again, other = torch.ones(2000), torch.zeros(2000)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        by_chance(again, torch.ones(2000), other, draw)
+    assert torch.equal(weight, again), "ranks of one seed agree"
+    weight, velocity = torch.full((1,), 2.0), torch.full((1,), 0.5)
+    early_fp8.sgd_by_chance_(
+        weight, torch.full((1,), 0.25), velocity, draw, lr=0.5, momentum=0.5, decay=0.125
+    )  # all exact: decay 0.25 + 0.25, velocity 0.25 + 0.5, weight 2 - 0.375
+    assert velocity == 0.75 and weight == 1.625
+    with pytest.raises(ValueError, match=r"weight, grad and velocity are \[1\], \[2\], \[1\]; give them one"):
+        early_fp8.sgd_by_chance_(weight, torch.ones(2), velocity, draw, lr=0.1)
+
+
+# ---- a real step -----------------------------------------------------------------------------------------
+
+
+def learn(products: str, steps: int) -> tuple[list[float], GPT]:
+    """Losses on real text, and the model with the last gradients."""
+    text, model = Text.found(), GPT(small(vocab_size=256, d_model=32, num_kv_heads=4), seed=1)
+    multiply_in(model, Strategy(products=products), None)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), []
+    for step in range(steps):
+        tokens, targets = text.batch(step, 0, 1, 8, 8, 1)
+        optimizer.zero_grad()
+        loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def lost(x, format) -> float:
+    """Share of numbers that become 0."""
+    x = x[x != 0]
+    return (round_to(x, format) == 0).double().mean().item()
+
+
+def far(x, format) -> float:
+    """Of the cast, relative."""
+    return ((round_to(x, format, overflow="saturate") - x).norm() / x.norm()).item()
+
+
+def test_hfp8():
+    """Of a real step: (1,5,2) loses fewer gradients, four exponent bits err less in weights; the loss is that
+    of float32.
+    """
+    assert (E4M3.max, E4M3.smallest_subnormal) == (448, 2.0**-9)
+    assert (E5M2.max, E5M2.smallest_subnormal) == (57_344, 2.0**-16)
+    assert (HFP8_FORWARD.max, HFP8_FORWARD.smallest_subnormal) == (30, 2.0**-13)
+    plain, model = learn("plain", 40)
+    weights = torch.cat([param.detach().flatten() for param in model.parameters() if param.dim() > 1])
+    grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.dim() > 1])
+    assert lost(grads, E5M2) < lost(grads, HFP8_FORWARD) < lost(grads, E4M3)
+    assert lost(1024 * grads, E5M2) < 0.1 * lost(grads, E5M2), "what a scaled loss is for"
+    assert far(weights, HFP8_FORWARD) < far(weights, E4M3) < far(weights, E5M2)
+    mean = sum(plain[-10:]) / 10
+    for name in early_fp8.PRODUCTS:
+        losses, _ = learn(name, 40)
+        assert abs(sum(losses[-10:]) / 10 - mean) < 0.03 * mean < 0.03 * losses[0], name
+
+
+def train(settings):
+    found = []
+    for products, layout in settings:
+        run = parallelize(
+            small(tied=False), Strategy(products=products, precision="float64", **layout),
+            lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3,
+        )  # fmt: skip
+        rows = Rows(lambda step, rank, ranks: random_tokens(step, rank, ranks, 4, 8, 29, seed=5), 4, 8)
+        losses = [run.total(run.step(run.batch(rows, step), 0.5).loss).item() for step in range(2)]
+        found.append((losses, run.state_dict()["parameters"]))
+    return found
+
+
+def test_layouts():
+    """hfp8 equals one process; narrow sums do not, within what 9 bits leave."""
+    layouts = (dict(dp=2, zero=3), dict(tp=2, sequence_parallel=True), dict(pp=2, microbatches=2), dict(cp=2))
+    alone = dict(
+        zip(early_fp8.PRODUCTS, launch.run(train, [(n, {}) for n in early_fp8.PRODUCTS], ranks=1)[0])
+    )
+    cases = [(name, layout) for name in early_fp8.PRODUCTS for layout in layouts]
+    for (name, layout), found in zip(cases, launch.run(train, cases, ranks=2, timeout_s=120)[0]):
+        one = alone[name]
+        apart = max((one[1][n] - found[1][n]).abs().max().item() for n in one[1])
+        assert apart < (TOLERANCE if name == "hfp8" else 0.02), (name, layout)
+        assert max(abs(a - b) for a, b in zip(one[0], found[0])) < (TOLERANCE if name == "hfp8" else 1e-2)

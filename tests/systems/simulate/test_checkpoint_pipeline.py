@@ -1,0 +1,233 @@
+"""Saves beside training: closed forms against what is played, each way's rule on the events themselves, and
+what a way is worth against its neighbours."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from minitrain.plan.simulate.links import play
+from minitrain.systems.simulate import checkpoint_pipeline as pipeline
+from minitrain.systems.simulate.checkpoint_pipeline import (
+    State,
+    Storage,
+    Way,
+    Work,
+    stall_formula_s,
+    stall_s,
+    train,
+)
+
+WORK, STATE = Work(3, 6, 1), State(20, 40)
+WAYS = {
+    "synchronous": pipeline.synchronous(),
+    "snapshot-stall": pipeline.snapshot_stall(),
+    "torchsnapshot": pipeline.torchsnapshot(4),
+    "torchsnapshot in 1": pipeline.torchsnapshot(1),
+    "checkfreq": pipeline.checkfreq(),
+    "datastates": pipeline.datastates(6, 2),
+    "datastates, 3 buffers": pipeline.datastates(7, 3),
+    "datastates, 1 buffer": pipeline.datastates(5, 1),
+    "datastates, room for all": pipeline.datastates(5, 5),
+    "lightcheck": pipeline.lightcheck(4),
+    "lightcheck of 1": pipeline.lightcheck(1),
+    "fastpersist": pipeline.fastpersist(6),
+    "fastpersist, 1 buffer": pipeline.fastpersist(6, 1),
+    "tiered": pipeline.tiered(2),
+}
+
+
+def drawn(seed):
+    draw = random.Random(seed)
+    work = Work(*(Fraction(draw.randint(1, 20)) for _ in range(3)))
+    return work, State(*(Fraction(draw.randint(1, 80)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_closed_form_is_what_is_played(way):
+    stalls = []
+    for seed in range(40):
+        work, state = drawn(seed)
+        stalls.append(stall_s(work, state, way))
+        assert stalls[-1] == stall_formula_s(work, state, way)
+    assert sum(stall > 0 for stall in stalls) > 10
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_nothing_is_copied_while_it_changes(way):
+    """Every copy lies between the update it saves and the next update of the same layer; writes come after."""
+    for seed in range(4):
+        every = 1 + seed % 2
+        played = train(*drawn(seed), way, steps=6, every=every, move_s=Fraction(7))
+        for name in played.tasks:
+            kind, _, label = name.partition(" ")
+            if kind == "copy":
+                save, chunk = map(int, label.split("."))
+                step, layer = (save + 1) * every - 1, chunk if way.by_layer else 0
+                assert played.end(f"U {step}.{layer}") <= played.start(name)
+                following = f"U {step + 1}.{layer}"
+                assert following not in played.tasks or played.end(name) <= played.start(following)
+                assert played.end(name) <= played.start(f"write {label}")
+
+
+def test_stalls_by_hand():
+    """F, B, U of 3, 6, 1 s; a copy of 20 s and a write of 40 s."""
+    stalls = {name: stall_s(WORK, STATE, way) for name, way in WAYS.items()}
+    assert stalls["synchronous"] == 60 and stalls["snapshot-stall"] == stalls["tiered"] == 20
+    assert stalls["torchsnapshot"] == 40 + 5 and stalls["torchsnapshot in 1"] == 60
+    assert stalls["checkfreq"] == stalls["datastates, room for all"] == 20 - 9
+    assert stalls["lightcheck of 1"] == 20 - 9
+    assert stalls["lightcheck"] == 20 - (3 + 1.5 + 2 * 0.75 * 7)
+    assert stalls["datastates, 1 buffer"] == 4 * (4 + 8) + 4 - 9
+    assert stalls["fastpersist"] == Fraction(20, 6) + 40 - 9
+    assert stalls["fastpersist, 1 buffer"] == 60 - 9
+
+
+def test_synchronous_and_snapshot_stall():
+    """Seconds are bytes over bandwidth: 80 GB at 20 GB/s to the host and at 2 GB/s to the disk."""
+    state = State(Fraction(80, 20), Fraction(80, 2))
+    assert stall_s(WORK, state, pipeline.synchronous()) == 4 + 40
+    assert stall_s(WORK, state, pipeline.snapshot_stall()) == 4
+    divided_by_8 = State(*(seconds / 8 for seconds in state))
+    assert stall_s(WORK, divided_by_8, pipeline.synchronous()) == Fraction(44, 8)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 7])
+def test_a_snapshot_waits_for_the_write_before(every):
+    """Three saves of 4 + 40 s every so many steps of 10 s: the second and third wait until the disk is free."""
+    played = train(WORK, State(4, 40), pipeline.snapshot_stall(), 3 * every + 1, every)
+    assert played.stall("train") == 3 * 4 + 2 * max(0, 40 - 10 * every)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 6, 7])
+def test_checkfreq_waits_in_the_long_run_for_the_slower_of_two(every):
+    """A save's stall, once many have passed: the copy that does not hide, or what saves take beyond the steps."""
+    state = State(12, 45)
+    played = [train(WORK, state, pipeline.checkfreq(), n * every + 1, every).stall("train") for n in (9, 10)]
+    assert played[1] - played[0] == max(0, 12 - 9, 12 + 45 - 10 * every)
+
+
+def test_lightcheck_stalls_less_than_a_whole_snapshot():
+    """Only what the last layer's copy lacks; the copy of the first begins before the step has ended."""
+    whole = [stall_s(*drawn(seed), pipeline.checkfreq()) for seed in range(30)]
+    for layers in (2, 4, 8):
+        by_layer = [stall_s(*drawn(seed), pipeline.lightcheck(layers)) for seed in range(30)]
+        assert all(a < b for a, b in zip(by_layer, whole) if b) and max(by_layer) > 0
+    played = train(WORK, STATE, pipeline.lightcheck(4), 2)
+    last = played.tasks["copy 0.3"].amount
+    left = played.start("U 1.3") - played.start("copy 0.3") - played.stall("train")
+    assert played.stall("train") == last - left > 0
+    assert played.start("copy 0.0") < played.end("U 0.3")
+    first_update = played.tasks["U 1.0"].after, played.tasks["U 1.3"].after
+    assert first_update == (("copy 0.0",), ("copy 0.3",)), "each waits for its own copy alone"
+
+
+def test_datastates_waits_only_when_its_buffer_is_full():
+    """A slow disk: with room for all chunks copies never wait; with room for b, b are never exceeded."""
+    state = State(6, 60)
+    for buffers in (1, 2, 3, 6):
+        played = train(WORK, state, pipeline.datastates(6, buffers), 20, 10)
+        chunks = [f"{s}.{j}" for s in range(2) for j in range(6)]
+        held = [(played.start(f"copy {c}"), played.end(f"write {c}")) for c in chunks]
+        most = max(sum(a <= at < b for a, b in held) for at, _ in held)
+        assert most == buffers
+        assert (played.stall("train") == 0) == (buffers == 6)
+    stalls = [stall_s(WORK, state, pipeline.datastates(6, buffers)) for buffers in (1, 2, 3, 4, 5, 6)]
+    assert stalls == sorted(stalls, reverse=True) and stalls[-1] == 0
+
+
+@pytest.mark.parametrize("state", [State(20, 40), State(40, 20), State(30, 30)])
+def test_torchsnapshot_takes_the_slower_and_a_chunk_of_the_faster(state):
+    for chunks in (1, 2, 5, 10):
+        played = train(WORK, state, pipeline.torchsnapshot(chunks), 2)
+        took = played.start("F 1") - played.end("U 0.0")
+        assert took == max(state) + Fraction(min(state), chunks)
+        assert played.start("write 0.0") == played.end("copy 0.0"), "after the first chunk"
+        copied = played.end(f"copy 0.{chunks - 1}") - played.start("copy 0.0")
+        assert copied == state.copy_s, "there is room for all on the host"
+    assert stall_s(WORK, State(*(Fraction(t, 8) for t in state)), pipeline.torchsnapshot(5)) * 8 == stall_s(
+        WORK, state, pipeline.torchsnapshot(5)
+    ), "a replica that writes an eighth waits an eighth"
+
+
+def test_fastpersist_fills_one_buffer_while_it_writes_the_other():
+    """A save takes fill + (n - 1)·max(fill, write) + write; with one buffer n·(fill + write)."""
+    for fill, write in ((2, 5), (5, 2), (3, 3)):
+        for chunks in (2, 6):
+            state = State(chunks * fill, chunks * write)
+            two, one = (train(WORK, state, pipeline.fastpersist(chunks, b), 2) for b in (2, 1))
+            last = f"write 0.{chunks - 1}"
+            assert two.end(last) - two.start("copy 0.0") == fill + (chunks - 1) * max(fill, write) + write
+            assert one.end(last) - one.start("copy 0.0") == chunks * (fill + write)
+            assert two.start("U 1.0") >= two.end(last), "on disk before the next update"
+    assert pipeline.fastpersist(6) == Way("write", "update", 6, 2)
+
+
+def test_the_best_number_of_writers():
+    """Played and in closed form it is the same; too few leave disks idle, too many wait to be set up."""
+    storage = Storage(nodes=4, node_bytes_per_s=12, rank_bytes_per_s=5, setup_s=Fraction(1, 2))
+    played = [pipeline.writing(writers, 960, storage).end_s for writers in range(1, 33)]
+    assert played == [pipeline.writing_s(writers, 960, storage) for writers in range(1, 33)]
+    best = pipeline.best_writers(32, 960, storage)
+    assert best == played.index(min(played)) + 1 == pipeline.best_writers(32, 960, storage, played)
+    assert 1 < best < 32 and played[best - 1] < min(played[0], played[-1]) / 1.2
+    assert pipeline.best_writers(3, 960, storage, [5, 1, 3]) == 2, "measured times come first"
+    free = storage._replace(setup_s=0)
+    assert pipeline.best_writers(32, 960, free) == 12, "with nothing to set up: as soon as all disks are busy"
+    assert pipeline.best_writers(32, 960, storage._replace(setup_s=1000)) == 1
+    draw = random.Random(0)
+    for _ in range(20):
+        storage = Storage(
+            draw.randint(1, 4), *(Fraction(draw.randint(1, 30)) for _ in range(2)), Fraction(1, 3)
+        )
+        writers = draw.randint(1, 9)
+        assert pipeline.writing(writers, 100, storage).end_s == pipeline.writing_s(writers, 100, storage)
+
+
+def test_writers_are_dealt_out_to_the_nodes_in_turn():
+    run = pipeline.writing(4, 8, Storage(2, 4, 4, 1))
+    assert [run.tasks[f"write {i}"].links[1] for i in range(4)] == ["node 0", "node 1"] * 2
+
+
+def test_the_fast_storage_holds_no_more_than_it_has_room_for():
+    """A slow cold storage: with room for k there are never more; saves come late rather than be lost."""
+    for hot in (1, 2, 3):
+        played = train(WORK, State(2, 5), pipeline.tiered(hot), 10, 1, move_s=30)
+        saves = range(10)
+        there = [(played.start(f"write {s}.0"), played.end(f"move {s}")) for s in saves]
+        assert max(sum(a <= at < b for a, b in there) for at, _ in there) == hot
+        assert all(played.start(f"move {s}") >= played.end(f"write {s}.0") for s in saves)
+        fast = train(WORK, State(2, 5), pipeline.tiered(hot), 10, 1, move_s=1)
+        assert fast.stall("train") == 9 * 2 < played.stall("train")
+
+
+def test_a_way_is_data():
+    """One engine: a way that nobody named, with lanes in order."""
+    played = train(WORK, STATE, Way("write", "update", 2, 2), 3, every=2)
+    assert played.lane("train") == [
+        f"{kind} {i}{end}" for i in range(3) for kind, end in zip("FBU", ("", ".0", ".0"))
+    ]
+    assert (
+        played.lane("copy") == ["copy 0.0", "copy 0.1"] and play(played.tasks.values()).end_s == played.end_s
+    )
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: train(WORK, STATE, pipeline.checkfreq(), 0), "steps=0"),
+        (lambda: train(WORK, STATE, pipeline.checkfreq(), 1, 0), "every=0"),
+        (lambda: train(WORK, STATE, pipeline.torchsnapshot(0), 1), "chunks=0"),
+        (lambda: train(WORK, STATE, pipeline.fastpersist(2, 0), 1), "buffers=0"),
+        (lambda: train(WORK, STATE, pipeline.tiered(-1), 1), "hot=-1"),
+        (lambda: train(WORK, STATE, Way("disk", "update"), 1), "until='disk'"),
+        (lambda: train(WORK, STATE, Way("copy", "backward"), 1), "by='backward'"),
+        (lambda: pipeline.writing(0, 1, Storage(1, 1, 1, 1)), "0 writers on 1 nodes"),
+        (lambda: pipeline.writing_s(1, 1, Storage(0, 1, 1, 1)), "1 writers on 0 nodes"),
+        (lambda: pipeline.best_writers(0, 1, Storage(1, 1, 1, 1)), "0 ranks"),
+    ],
+)
+def test_bad_input_is_one_line(call, words):
+    with pytest.raises(ValueError, match=words) as error:
+        call()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,219 @@
+"""Swaps: simulated against formulas, counted against what the papers derive, and without the idea beside it."""
+
+import random
+from fractions import Fraction
+from itertools import combinations, product
+
+import pytest
+
+from minitrain.plan.simulate.links import play
+from minitrain.systems.simulate import swaps
+
+LAYER_S = 4
+SAME = [{0, 2, 4, 6}] * 2
+DISJOINT = [{0, 2, 4, 6}, {1, 3, 5, 7}]
+
+
+def forward(sets, copy_s):
+    """8 layers whose tensors take copy_s seconds over a link that is not shared."""
+    return play(swaps.swapping_forward(sets, [copy_s * 5] * 8, LAYER_S), {"up": 5})
+
+
+# ---- TMOF --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy_s", [1, 2, Fraction(5, 2), 3, 4])
+def test_tmof(copy_s):
+    """Two GPUs, one link: disjoint sets of tensors travel at full rate and nobody waits; the same tensors at
+    the same time get half of it, and each of the three copies that a later layer waits for stalls both GPUs."""
+    same, disjoint = forward(SAME, copy_s), forward(DISJOINT, copy_s)
+    stall = 3 * max(0, 2 * copy_s - LAYER_S)
+    assert [same.stall(f"device {d}") for d in (0, 1)] == [stall, stall]
+    assert [disjoint.stall(f"device {d}") for d in (0, 1)] == [0, 0]
+    assert same.most_at_once("up") == 2 and disjoint.most_at_once("up") == 1
+    copies = [name for name in same.tasks if name.startswith("out")]
+    assert all(same.is_slowed(name) for name in copies)
+    assert not any(disjoint.is_slowed(name) for name in disjoint.tasks)
+    assert same.carried("up") == disjoint.carried("up") == 8 * 5 * copy_s, "as many bytes leave"
+
+
+@pytest.mark.parametrize("copy_s", [5, 6, 8, 12])
+def test_a_link_that_is_too_slow_for_both_is_still_used_better(copy_s):
+    """Total stall of both, where no choice of sets can hide it all."""
+    same, disjoint = forward(SAME, copy_s), forward(DISJOINT, copy_s)
+    total = [sum(run.stall(f"device {d}") for d in (0, 1)) for run in (same, disjoint)]
+    assert 0 < total[1] < total[0] == 2 * 3 * (2 * copy_s - LAYER_S)
+
+
+@pytest.mark.parametrize("devices, rounds", [(2, 1), (2, 3), (4, 2), (6, 1)])
+def test_opposed_directions_use_both_ways_of_the_bus(devices, rounds):
+    size, rate = 12, 3
+    links = {"up": rate, "down": rate}
+    together = play(swaps.exchanges(devices, rounds, size, opposed=False), links)
+    opposed = play(swaps.exchanges(devices, rounds, size, opposed=True), links)
+    assert together.end_s == 2 * devices * rounds * Fraction(size, rate)
+    assert opposed.end_s == devices * rounds * Fraction(size, rate), "half: no way is ever idle"
+    assert (
+        together.carried("up") == opposed.carried("up") == opposed.carried("down") == devices * rounds * size
+    )
+
+
+def test_tensors_are_dealt_out_in_turn_whatever_their_sizes():
+    assert swaps.dealt([1, 5, 1, 1, 4], 2, 6) == [{0, 2, 4}, {1, 3}]
+
+
+def test_dealt_sets_are_disjoint_and_large_enough_or_not_there():
+    assert swaps.dealt([1] * 8, 2, 4) == DISJOINT
+    assert swaps.dealt([1] * 8, 2, 3) == [{0, 2, 4}, {1, 3, 5}]
+    assert swaps.dealt([1] * 8, 2, 5) is None
+    draw = random.Random(0)
+    for _ in range(100):
+        sizes, devices = [draw.randint(1, 9) for _ in range(draw.randint(2, 10))], draw.randint(1, 4)
+        needed = draw.randint(1, 20)
+        sets = swaps.dealt(sizes, devices, needed)
+        if sets is None:
+            assert sum(sizes) < devices * (needed + max(sizes)), "there was enough for all"
+        else:
+            assert all(sum(sizes[i] for i in chosen) >= needed for chosen in sets)
+            assert all(not a & b for a, b in combinations(sets, 2))
+
+
+# ---- Harmony -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "devices, layers, m, room", [(1, 4, 1, 1), (2, 6, 3, 1), (2, 8, 3, 2), (4, 12, 2, 2)]
+)
+def test_harmony(devices, layers, m, room):
+    """Weights swapped in a step. Quoted of the papers, not checked against their print: (4m+2)N|W| and 3|W|;
+    3N|W| follows in the same way, if nothing is left from one use to the next. Counted here is a memory with
+    room for some layers: where the order of layers turns round (twice per microbatch and device, or once in
+    Harmony) as many are still there, and that is all the difference. One layer counts 1, so |W| = layers."""
+    one = swaps.swap_volume(swaps.virtualized(devices, layers, m), room, writes_all=True)
+    assert one.weights == (4 * m + 2) * devices * layers - 4 * m * devices * room
+    dp = swaps.swap_volume(swaps.harmony_dp(devices, layers, m), room)
+    assert dp.weights == 3 * devices * layers - devices * room
+    pp = swaps.swap_volume(swaps.harmony_pp(devices, layers, m * devices), room)
+    assert pp.weights == 3 * layers - devices * room
+    assert (dp.fetched, dp.written) == (2 * devices * layers - devices * room, devices * layers)
+
+
+def test_harmony_in_a_deep_model_comes_to_the_formulas():
+    devices, layers, m = 4, 1000, 8
+    found = [
+        swaps.swap_volume(steps, 1, writes_all=all_of_it).weights / layers
+        for steps, all_of_it in (
+            (swaps.virtualized(devices, layers, m), True),
+            (swaps.harmony_dp(devices, layers, m), False),
+            (swaps.harmony_pp(devices, layers, m * devices), False),
+        )
+    ]
+    assert found == pytest.approx([(4 * m + 2) * devices, 3 * devices, 3], rel=2e-3)
+
+
+def test_each_of_harmonys_ideas_is_needed():
+    """Without groups, or with a memory that writes back what nobody changed, the volume is another."""
+    devices, layers, m = 2, 10, 3
+    alone = swaps.harmony_dp(devices, layers, m)
+    assert swaps.swap_volume(alone, 1).weights == 3 * 20 - 2
+    assert swaps.swap_volume(alone, 1, writes_all=True).weights == 4 * 20 - 2 * 2
+    by_microbatch = swaps.virtualized(devices, layers, m)
+    assert swaps.swap_volume(by_microbatch, 1).weights == (2 * m + 2) * 20 - 2 * m * 2
+
+
+def test_the_least_recently_used_layer_leaves_and_is_written_if_it_was_ever_updated():
+    steps = [swaps.Step(0, layer, "F") for layer in (0, 1, 0, 2, 0)]
+    assert swaps.swap_volume(steps, 2) == (3, 0, 0, 0), "layer 1 left, 0 did not"
+    steps = [swaps.Step(0, 0, "U"), swaps.Step(0, 0, "F"), swaps.Step(0, 1, "F")]
+    assert swaps.swap_volume(steps, 1) == (2, 1, 0, 0)
+
+
+def test_weights_are_swapped_as_often_wherever_layers_are_bound():
+    """3|W| does not ask which device has a layer, so that can be decided late."""
+    layers, m = 7, 4
+    for binding in product(range(2), repeat=layers):
+        steps, used = swaps.harmony_pp(2, layers, m, binding), len(set(binding))
+        volume = swaps.swap_volume(steps, 1)
+        assert volume.weights == 3 * layers - used
+        crossings = sum(a != b for a, b in zip(binding, binding[1:]))
+        assert (volume.peer, volume.by_host) == (2 * m * crossings, 0)
+        assert swaps.swap_volume(steps, 1, peers=False).by_host == 2 * volume.peer
+
+
+def test_layers_are_bound_to_devices_in_turn_if_nothing_is_said():
+    forwards = [(step.layer, step.device) for step in swaps.harmony_pp(2, 5, 1) if step.kind == "F"]
+    assert forwards == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
+
+
+def test_bound_late_a_layer_goes_where_it_is_done_first():
+    layer_s, speeds = [6, 1, 1, 6, 2, 2], [1, 3]
+
+    def end_s(binding):
+        return max(sum(s for s, b in zip(layer_s, binding) if b == d) / speeds[d] for d in (0, 1))
+
+    late = swaps.late_binding(layer_s, speeds)
+    assert late == [1, 0, 0, 1, 0, 1] and end_s(late) == pytest.approx(14 / 3)
+    assert end_s(late) < end_s([0, 1] * 3) == 9
+    best = min(end_s(binding) for binding in product((0, 1), repeat=6))
+    assert end_s(late) <= best * 1.05
+    assert swaps.late_binding([4, 1, 3, 2], [1, 1, 1]) == [0, 1, 2, 1], "of several the first"
+
+
+# ---- static and dynamic ------------------------------------------------------------------------------------
+
+
+def stall(free, dynamic, layers=6, layer_s=2, layer_bytes=10, rate=2):
+    stay = swaps.resident(free, layer_bytes, layers, dynamic=dynamic)
+    for number, room in zip(stay, free):
+        assert number == layers <= room // layer_bytes or number * layer_bytes <= room - 2 * layer_bytes
+    return play(swaps.offloading(stay, layers, layer_s, layer_bytes), {"down": rate}).stall("device"), stay
+
+
+def test_static_and_dynamic_offload():
+    """A copy takes 5 and hides behind 2: what stays saves time, so what follows the free memory waits less than
+    what fits at the worst moment; with constant memory both are the same."""
+    varying = [60, 20, 40, 50, 20, 60]
+    (static, kept), (dynamic, follows) = (stall(varying, dynamic) for dynamic in (False, True))
+    assert kept == [0] * 6 and follows == [6, 0, 2, 3, 0, 6]
+    assert 0 < dynamic < static
+    run = play(swaps.offloading(follows, 6, 2, 10), {"down": 2})
+    fetched = [sum(f"fetch {6 * t + i}" in run.tasks for i in range(6)) for t in range(6)]
+    assert fetched == [6, 6, 6, 4, 6, 6], "what was dropped is fetched again, what newly stays for once"
+    for room in (20, 30, 45, 60):
+        assert stall([room] * 5, True) == stall([room] * 5, False)
+    draw = random.Random(0)
+    for _ in range(200):
+        free = [draw.randint(20, 80) for _ in range(draw.randint(1, 6))]
+        rate = draw.choice([1, 2, 5, 10])
+        (static, _), (dynamic, _) = (stall(free, dynamic, rate=rate) for dynamic in (False, True))
+        assert dynamic <= static
+
+
+@pytest.mark.parametrize("rate, number", [(2, 0), (2, 3), (5, 2), (20, 0)])
+def test_stall_of_a_fixed_placement_is_a_formula(rate, number):
+    """The first step fetches all, its first layer with nothing to hide behind; after that every layer that is
+    not here waits max(0, copy - layer)."""
+    steps, layers, layer_s, size = 5, 6, 2, 10
+    copy = Fraction(size, rate)
+    run = play(swaps.offloading([number] * steps, layers, layer_s, size), {"down": rate})
+    each = max(0, copy - layer_s)
+    first = copy + (layers - 1) * each
+    assert run.stall("device") == first + (steps - 1) * (layers - number) * each
+    fetched = sum(name.startswith("fetch") for name in run.tasks)
+    assert fetched == layers + (steps - 1) * (layers - number)
+
+
+def test_a_layer_is_fetched_one_ahead_of_use():
+    """The third when the first has been used: there are never more than two of those that come and go."""
+    run = play(swaps.offloading([0], 4, 3, 1), {"down": 1})
+    assert [run.start(f"fetch {layer}") for layer in range(4)] == [0, 1, 4, 7]
+    assert run.end_s == 1 + 4 * 3
+
+
+def test_memory_without_room_for_two_layers_is_refused():
+    with pytest.raises(ValueError, match="free memory of 19 bytes; every step needs 20 bytes"):
+        swaps.resident([19, 40], 10, 6, dynamic=True)
+    with pytest.raises(ValueError, match="give each of 3 layers one of 2 devices"):
+        swaps.harmony_pp(2, 3, 1, [0, 1])
+    with pytest.raises(ValueError, match="room=0: a device needs room"):
+        swaps.swap_volume([], 0)

@@ -1,0 +1,292 @@
+"""A 2·2·2 cube of ranks: equal to one process, every operand cut in eight, bytes as the formulas say, clear
+refusals.
+"""
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from minitrain import collectives, launch
+from minitrain.model.config import GPTConfig
+from minitrain.model.layers import MLP, Linear
+from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import full_tensor, placement
+from minitrain.systems.plan import grid_costs
+from minitrain.systems.tensor_parallel.grids import cube
+from minitrain.systems.tensor_parallel.grids.cube import Linear3D, activation_shards, cut_activations, cut_mlp
+from tests.parallel import TOLERANCE
+
+M, K, N = 16, 12, 8  # sequences, width, output width: multiples of l² = 4, otherwise different
+BYTES = 8  # float64
+
+
+def grid():
+    mesh = Mesh(x=2, y=2, z=2) if collectives.world().size() == 8 else Mesh(x=1, y=1, z=1)
+    return mesh.group("x"), mesh.group("y"), mesh.group("z")
+
+
+def swapped(groups):
+    return groups[::-1]
+
+
+def random(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_linear(bias=True):
+    linear = nn.Linear(K, N, bias=bias, dtype=torch.float64)
+    for seed, param in enumerate(linear.parameters()):
+        param.data = random(*param.shape, seed=seed)
+    return linear
+
+
+def whole_mlp(activation, d_ff=12):
+    config = GPTConfig(
+        d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu"
+    )
+    mlp = MLP(config, dtype=torch.float64)
+    for seed, param in enumerate(mlp.parameters()):
+        param.data = random(*param.shape, seed=seed) / 3
+    return mlp
+
+
+def gradients(module):
+    return {
+        name: full_tensor(param.grad, placement(param).shards) for name, param in module.named_parameters()
+    }
+
+
+def distance(ours, theirs):
+    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
+
+
+def compare_linear():
+    """Errors of y, dx and all gradients; the share of the weights held here; the ledger of each pass."""
+    groups, linear = grid(), whole_linear()
+    x, dy = random(M, 3, K, seed=7), random(M, 3, N, seed=8)
+    reference = x.clone().requires_grad_()
+    expected = linear(reference)
+    expected.backward(dy)
+    ours = Linear3D(linear, *groups)
+    mine = cut_activations(x, *groups).requires_grad_()
+    y = ours(mine)
+    y.backward(cut_activations(dy, *swapped(groups)))
+    errors = [
+        (full_tensor(y, activation_shards(*swapped(groups))) - expected).abs().max().item(),
+        (full_tensor(mine.grad, activation_shards(*groups)) - reference.grad).abs().max().item(),
+        (full_tensor(ours.weight) - linear.weight).abs().max().item(),
+        distance(gradients(ours), {name: param.grad for name, param in linear.named_parameters()}),
+    ]
+    replicas = collectives.all_gather(ours.bias.grad[None], groups[2])
+    norm = clip_grad_norm(ours.parameters(), 1e9)
+    expected_norm = torch.nn.utils.clip_grad_norm_(linear.parameters(), 1e9)
+    return dict(
+        errors=errors,
+        shares=[
+            x.numel() / mine.numel(),
+            expected.numel() / y.numel(),
+            linear.weight.numel() / ours.weight.numel(),
+        ],
+        replicas=bool((replicas == replicas[0]).all()),
+        norm=(norm - expected_norm).abs().item(),
+    )
+
+
+def train(activation):
+    """Three steps of an MLP beside three in one process: the largest difference of outputs and parameters."""
+    groups, mlp = grid(), whole_mlp(activation)
+    ours = cut_mlp(copy.deepcopy(mlp), *groups)
+    theirs_optimizer, ours_optimizer = (AdamW(module.parameters(), lr=1e-2) for module in (mlp, ours))
+    errors = []
+    for step in range(3):
+        x, target = random(8, 2, 8, seed=20 + step), random(8, 2, 8, seed=30 + step)
+        y = mlp(x)
+        (y - target).square().sum().backward()
+        mine = ours(cut_activations(x, *groups))
+        (mine - cut_activations(target, *groups)).square().sum().backward()
+        errors.append((full_tensor(mine, activation_shards(*groups)) - y).abs().max().item())
+        errors.append(distance(gradients(ours), {name: param.grad for name, param in mlp.named_parameters()}))
+        for optimizer in (theirs_optimizer, ours_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    params = {name: full_tensor(param) for name, param in ours.named_parameters()}
+    return max(errors), distance(params, dict(mlp.named_parameters()))
+
+
+def everything():
+    return compare_linear(), train("gelu"), train("swiglu")
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_equals_one_process(ranks):
+    for linear, *trained in launch.run(everything, ranks=ranks):
+        assert max(linear["errors"]) < TOLERANCE and linear["norm"] < TOLERANCE
+        assert linear["shares"] == [ranks] * 3 and linear["replicas"]
+        assert max(max(errors) for errors in trained) < TOLERANCE
+
+
+def impostors():
+    """Each collective in turn replaced by something of the right shape that hears nothing of the others."""
+    deaf = dict(
+        all_gather=lambda x, group: torch.cat([x] * group.size()),
+        reduce_scatter=lambda x, group: x.chunk(group.size())[group.rank()].clone(),
+    )
+    outcomes = []
+    for name, function in deaf.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cube, name, function)
+            outcomes.append(compare_linear()["errors"])
+    return outcomes
+
+
+def test_without_a_collective_it_does_not():
+    for outcomes in launch.run(impostors, ranks=8):
+        for y, dx, _, gradients in outcomes:
+            assert min(y, dx, gradients) > 1e-2
+
+
+def measure():
+    """Elements sent by the product and its two gradients, by a bias, by an MLP in 3-D and in 1-D; saved
+    memory.
+    """
+    groups = grid()
+    plain, biased = (Linear3D(whole_linear(bias), *groups) for bias in (False, True))
+    mlp, sent = cut_mlp(whole_mlp("gelu"), *groups), {}
+    for linear in mlp.children():
+        linear.bias = None
+    x, dy = (
+        cut_activations(random(M, K, seed=7), *groups),
+        cut_activations(random(M, N, seed=8), *swapped(groups)),
+    )
+    inputs = {"plain": (plain, x, dy), "biased": (biased, x, dy)}
+    inputs["mlp"] = mlp, *(cut_activations(random(M, 8, seed=9), *groups) for _ in range(2))
+    for name, (module, x, dy) in inputs.items():
+        x.requires_grad_()
+        with Ledger() as forward:
+            y = module(x)
+        with Ledger() as backward:
+            y.backward(dy)
+        sent[name] = forward.sent_bytes() / BYTES, backward.sent_bytes() / BYTES
+    del y, x.grad, plain.weight.grad
+    x, dy = (tensor.detach() for tensor in inputs["plain"][1:])
+    x.requires_grad_()
+    with Ledger() as ledger:
+        _y = plain(x)  # alive while it is counted
+    sent["kept"], sent["peak"] = (number / BYTES for number in (ledger.live_bytes, ledger.peak_bytes))
+    return sent
+
+
+def one_dimension():
+    """The same MLP cut by columns and rows over all ranks: elements sent forward, and by both passes."""
+    group, mlp = collectives.world(), whole_mlp("gelu", d_ff=16)
+    up, down = (
+        linear.weight.detach().chunk(group.size(), dim)[group.rank()]
+        for linear, dim in ((mlp.up, 0), (mlp.down, 1))
+    )
+    x = random(M, 8, seed=9).requires_grad_()
+    with Ledger() as forward:
+        hidden = torch.nn.functional.gelu(collectives.copy_to(x, group) @ up.T)
+        y = collectives.reduce_from(hidden @ down.T, group)
+    with Ledger() as backward:
+        y.sum().backward()
+    return forward.sent_bytes() / BYTES, (forward.sent_bytes() + backward.sent_bytes()) / BYTES
+
+
+def test_bytes_and_memory_are_the_formulas():
+    share, bias = 1 / 8, 2 / 8 * N  # (l-1)/l³; (l-1)/l² n is 1/4 n, counted once each way
+    mk, kn, mn = M * K, K * N, M * N
+    cost = grid_costs.cost(grid_costs.mlp(tokens=M, width=8, inner=12), grid_costs.Grid("3-D", 2))
+    for sent in launch.run(measure, ranks=8):
+        assert sent["plain"] == (share * (mk + kn + mn), share * (2 * mk + 2 * kn + mn))
+        assert sent["biased"] == (sent["plain"][0] + bias, sent["plain"][1] + bias)
+        assert sent["mlp"][0] == cost.forward and sum(sent["mlp"]) == cost.both
+        assert sent["kept"] == (mk + kn + mn) / 8  # x, W and y: what is gathered is gone
+        assert (
+            sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
+        )  # x, W, the product and what the sum receives
+
+
+@pytest.mark.parametrize("side", [3, 4])
+def test_larger_cubes_send_what_the_chooser_says(side):
+    tokens, width, inner = 2 * side**2, side**2, 2 * side**2
+
+    def rank():
+        mesh = Mesh(x=side, y=side, z=side)
+        groups = mesh.group("x"), mesh.group("y"), mesh.group("z")
+        first = Linear3D(nn.Linear(width, inner, bias=False), *groups)
+        second = Linear3D(nn.Linear(inner, width, bias=False), *swapped(groups))
+        x = cut_activations(torch.ones(tokens, width), *groups).requires_grad_()
+        with Ledger() as forward:
+            y = second(first(x))
+        with Ledger() as ledger:
+            y.sum().backward()
+        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], (
+            forward.sent_bytes() + ledger.sent_bytes()
+        ) / 4
+
+    cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
+    by_axis, both = dryrun.run(rank, rank=side**3 - 2, ranks=side**3)
+    assert by_axis == pytest.approx(cost.forward_sent.elements) and both == pytest.approx(cost.both)
+
+
+def test_one_dimension_sends_what_the_chooser_says():
+    for ranks in (2, 8):
+        cost = grid_costs.cost(grid_costs.mlp(tokens=M, width=8, inner=16), grid_costs.Grid("1-D", ranks))
+        assert launch.run(one_dimension, ranks=ranks) == [(cost.forward, cost.both)] * ranks
+
+
+def refusals():
+    x, y, z = grid()
+    mesh, flat = Mesh(a=1, b=2, c=4), Mesh(d=2, e=4)
+    linear = whole_linear()
+    small = Linear3D(linear, x, y, z)
+    attempts = [
+        lambda: Linear3D(linear, mesh.group("a"), mesh.group("b"), mesh.group("c")),
+        lambda: Linear3D(linear, x, y, flat.group("e")),
+        lambda: Linear3D(linear, x, y, x),
+        lambda: Linear3D(linear, x, mesh.group("b"), z),
+        lambda: Linear3D(Linear(K, 10, dtype=torch.float64), x, y, z),
+        lambda: Linear3D(Linear(9, N, dtype=torch.float64), x, y, z),
+        lambda: Linear3D(small, x, y, z),
+        lambda: cut_activations(random(6, K, seed=0), x, y, z),
+        lambda: cut_activations(random(M, 9, seed=0), x, y, z),
+        lambda: small(random(4, K, seed=0)),
+        lambda: cut_mlp(whole_mlp("swiglu", d_ff=10), x, y, z),
+    ]
+    texts = []
+    for attempt in attempts:
+        with pytest.raises(ValueError) as error:
+            attempt()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_refuses_in_one_line():
+    said = launch.run(refusals, ranks=8)
+    for texts in said:
+        assert all("\n" not in text for text in texts)
+    assert said[0] == [
+        "input, weight and output group have [1, 2, 4] ranks; a mesh l·l·l has l=2",
+        "input, weight and output group have [2, 2, 4] ranks; a mesh l·l·l has 8 or 27 ranks",
+        "input group [0, 4] and output group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
+        "input group [0, 4] and weight group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
+        "Linear3D: out_features = 10 is not a multiple of l² = 4; pad to 12",
+        "Linear3D: in_features = 9 is not a multiple of l = 2; pad to 10",
+        "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
+        "the length of x = 6 is not a multiple of l² = 4; pad to 8",
+        "the width of x = 9 is not a multiple of l = 2; pad to 10",
+        "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
+        "up: out_features = 10 is not a multiple of l² = 4; pad to 12",
+    ]
+
+
+def test_64_ranks_are_a_cube_whatever_a_root_is_rounded_to():
+    groups = [types.SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (2, 4, 8)]
+    with pytest.raises(ValueError, match=r"a mesh l·l·l has l=4$"):
+        cube.check_cube(*groups)

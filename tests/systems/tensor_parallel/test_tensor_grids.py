@@ -1,0 +1,652 @@
+"""Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes
+as promised.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minitrain import collectives, launch
+from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.model.gpt import Block, GPTConfig
+from minitrain.model.training.optim import AdamW
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import full_tensor, shard
+from minitrain.systems.tensor_parallel.grids import optimus, tesseract
+from minitrain.systems.tensor_parallel.grids import summa as products
+from minitrain.systems.tensor_parallel.grids.cannon import cannon
+from minitrain.systems.tensor_parallel.grids.optimus import Linear2D, Norm2D
+from minitrain.systems.tensor_parallel.grids.summa import (
+    block,
+    summa,
+    summa_nt,
+    summa_overlapped,
+    summa_tn,
+    whole,
+)
+from minitrain.systems.tensor_parallel.grids.tesseract import Linear25D, Norm25D, batch_block, whole_batch
+from tests.parallel import TOLERANCE
+
+DOUBLE = 8  # bytes
+
+
+def grid(side: int):
+    """Row group and column group: who differs in the column is in my row."""
+    mesh = Mesh(row=side, column=side)
+    return mesh.group("column"), mesh.group("row")
+
+
+def cuboid(side: int, depth: int):
+    mesh = Mesh(depth=depth, row=side, column=side)
+    return mesh.group("column"), mesh.group("row"), mesh.group("depth")
+
+
+def random(*shape: int, seed: int = 0, dtype=torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return (ours - theirs).abs().max().item()
+
+
+def sent(fn: Callable) -> tuple[object, int]:
+    with Ledger() as ledger:
+        result = fn()
+    return result, ledger.sent_bytes()
+
+
+# ---- products --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+def test_products_and_their_bytes(side):
+    """Every product, of matrices and of batches, on every rank; what each rank sends."""
+    B, T, K, N = 6, 2, 12, 18
+
+    def rank():
+        groups = grid(side)
+        i, j, wrong = groups[1].rank(), groups[0].rank(), []
+        for front in ((B,), (B, T)):
+            A, W, C = random(*front, K), random(K, N, seed=1), random(*front, N, seed=2)
+            a, w, c = (block(matrix, *groups) for matrix in (A, W, C))
+            kept = [x.clone() for x in (a, w, c)]
+            steps, skew = (side - 1) * (a.nbytes + w.nbytes), a.nbytes * (i > 0) + w.nbytes * (j > 0)
+            for product, left, right, expected, nbytes in [
+                (summa, a, w, A @ W, steps),
+                (summa_overlapped, a, w, A @ W, steps),
+                (summa_nt, c, w, C @ W.T, steps),
+                (summa_tn, a, c, A.flatten(0, -2).T @ C.flatten(0, -2), steps),
+                (cannon, a, w, A @ W, steps + skew),
+            ]:
+                result, sent_bytes = sent(lambda: product(left, right, *groups))
+                if apart(whole(result, *groups), expected) > TOLERANCE or sent_bytes != nbytes:
+                    wrong.append((product.__name__, front, sent_bytes, nbytes))
+            if not torch.equal(summa(a, w, *groups), summa_overlapped(a, w, *groups)):
+                wrong.append("overlapped has other bits")
+            if not all(torch.equal(x, y) for x, y in zip((a, w, c), kept)):
+                wrong.append("an input was written to")
+        return wrong
+
+    assert launch.run(rank, ranks=side * side) == [[]] * side * side
+
+
+def test_after_the_skew_cannon_speaks_to_neighbours_only():
+    side = 3
+
+    def messages():
+        groups = grid(side)
+        calls = []
+        with collectives.observe(lambda kind, call: calls.append(call) if kind == "issue" else None):
+            cannon(torch.zeros(3, 5), torch.zeros(5, 2), *groups)
+        assert {call.op for call in calls} == {"send", "receive"}
+        return [call.peer for call in calls if call.op == "send"]
+
+    def place(i: int, j: int) -> int:
+        return i % side * side + j % side
+
+    for me in range(side * side):
+        i, j = divmod(me, side)
+        skew = [place(i, j - i)] * (i > 0) + [place(i - j, j)] * (j > 0)
+        assert dryrun.run(messages, rank=me, ranks=side * side) == skew + [
+            place(i, j - 1),
+            place(i - 1, j),
+        ] * (side - 1)
+
+
+def test_each_rank_sends_its_share_on_any_grid():
+    """Over q steps a rank takes every place in the tree of a broadcast once: the formula holds per rank, not
+    on average.
+    """
+
+    def rank(side, product):
+        groups = grid(side)
+        a, b, c = (torch.zeros(shape, dtype=torch.float64) for shape in ((5, 3), (3, 7), (5, 7)))
+        left, right = {summa: (a, b), summa_nt: (c, b), summa_tn: (a, c)}[product]
+        return sent(lambda: product(left, right, *groups))[1]
+
+    for side in (5, 8):
+        for me in (0, side + 1, side * side - 1):
+            for product in (summa, summa_nt, summa_tn):
+                assert (
+                    dryrun.run(rank, side, product, rank=me, ranks=side**2) == (side - 1) * (15 + 21) * DOUBLE
+                )
+
+
+@pytest.mark.parametrize(
+    "product, blocks", [(summa, 3), (summa_overlapped, 4), (summa_nt, 2), (summa_tn, 2), (cannon, 4)]
+)
+def test_nothing_is_larger_than_a_block(product, blocks):
+    """Beside operands and result a product holds at most two blocks of each operand, whatever q."""
+
+    def rank(side):
+        groups = grid(side)
+        left, right = torch.zeros(16, 16), torch.zeros(16, 16)
+        with Ledger() as ledger:
+            product(left, right, *groups)
+        return ledger.peak_bytes / left.nbytes
+
+    for side in (2, 8):
+        assert dryrun.run(rank, side, ranks=side * side) == 2 + 1 + blocks
+
+
+def test_a_linear_needs_two_blocks_of_each_for_a_moment():
+    """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in
+    consecutive memory.
+    """
+
+    def rank(side):
+        groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)
+        with Ledger() as forward:
+            optimus.linear_forward(x, weight, *groups)
+        return forward.peak_bytes // x.nbytes
+
+    for side in (2, 8):
+        assert [dryrun.run(rank, side, rank=me, ranks=side * side) for me in (0, side * side - 1)] == [
+            3 + 4,
+            3 + 4 + 1,
+        ]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_any_float(dtype, tolerance):
+    """Results keep the dtype; a norm's statistics are at least float32."""
+
+    def rank():
+        groups, x = grid(2), random(4, T, 16, dtype=dtype)
+        far = []
+        for module, cut in (
+            (nn.Linear(16, 24), Linear2D),
+            (nn.LayerNorm(16), Norm2D),
+            (nn.RMSNorm(16), Norm2D),
+        ):
+            module = filled(module).to(dtype)
+            ours, x_block = cut(module, *groups), block(x, *groups).requires_grad_()
+            y = ours(x_block)
+            y.backward(y.detach())
+            assert y.dtype == x_block.grad.dtype == ours.weight.grad.dtype == dtype
+            expected = module.double()(x.double())
+            far.append(apart(whole(y, *groups).double(), expected) / expected.abs().max().item())
+        return max(far)
+
+    assert max(launch.run(rank, ranks=4)) < tolerance
+
+
+def test_overlapped_issues_the_next_step_before_it_multiplies():
+    """And so does a linear forward."""
+
+    def order(forward):
+        groups, x = grid(3), torch.zeros(4, 4)
+        with Ledger() as ledger:
+            forward(x, x, *groups)
+        kinds = [
+            type(event).__name__ if type(event).__name__ != "Compute" else event.name
+            for event in ledger.events
+        ]
+        return "".join(
+            {"Issue": "i", "Wait": "w"}.get(kind, "x" if "addmm" in kind else "") for kind in kinds
+        )
+
+    assert dryrun.run(order, summa, ranks=9) == "iwiwx" * 3
+    for forward in (summa_overlapped, optimus.linear_forward):
+        assert dryrun.run(order, forward, ranks=9) == "iiww" + "iixww" * 2 + "x"
+    steps = "iiiixwwww" * 2 + "x"  # of both blocks the send and the receive
+    assert [dryrun.run(order, cannon, rank=r, ranks=9) for r in (0, 4)] == [steps, "iiiiwwww" + steps]
+
+
+# ---- layers: forward, gradients of the input and of every parameter --------------------------------------
+
+CONFIGS = {
+    "gated, rms, rope, grouped heads": dict(
+        norm="rms", activation="swiglu", positions="rope", num_kv_heads=2
+    ),
+    "layer norm, biases, alibi": dict(norm="layer", activation="gelu", positions="alibi", bias=True),
+    "parallel residual": dict(norm="layer", activation="geglu", residual="parallel"),
+    "post-norm": dict(norm="rms", activation="gelu", residual="post", bias=True),
+}
+T = 5
+POSITIONS = torch.arange(T)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """Every parameter is random, biases and norms too, and as large as its neighbours: nothing may hide in a
+    zero.
+    """
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.copy_(random(*param.shape, seed=100 + number) / 2 + (param.dim() == 1))
+    return module
+
+
+def make_block(**changes) -> Block:
+    settings = dict(d_model=16, num_heads=4, d_ff=24, num_layers=2)
+    return filled(Block(GPTConfig(**(settings | changes)), "layers.1", dtype=torch.float64))
+
+
+def difference(module: nn.Module, ours: nn.Module, x: Tensor, cut: Callable, join: Callable, *args) -> float:
+    """One process beside the grid, as every rank sees it once the blocks are put together."""
+    x.requires_grad_()
+    y = module(x, *args)
+    dy = random(*y.shape, seed=9)
+    y.backward(dy)
+    x_block = cut(x.detach()).requires_grad_()
+    y_block = ours(x_block, *args)
+    y_block.backward(cut(dy))
+    distances = [apart(join(y_block), y), apart(join(x_block.grad), x.grad)]
+    assert dict(ours.named_parameters()).keys() == dict(module.named_parameters()).keys()
+    for (name, param), theirs in zip(ours.named_parameters(), module.parameters()):
+        distances += [
+            apart(full_tensor(param), theirs),
+            apart(full_tensor(param.grad, param.placement.shards), theirs.grad),
+        ]
+    return max(distances)
+
+
+def on_grid(module: nn.Module, cut_module: Callable, side: int, *args) -> float:
+    groups = grid(side)
+    return difference(
+        module,
+        cut_module(*groups),
+        random(4, T, 16),
+        lambda x: block(x, *groups),
+        lambda x: whole(x, *groups),
+        *args,
+    )
+
+
+def in_place(cut: Callable, module: nn.Module) -> Callable:
+    def cut_module(*groups):
+        cut(module, *groups)
+        return module
+
+    return cut_module
+
+
+def layers() -> list[tuple[nn.Module, Callable, tuple]]:
+    """Every part of a block: one process's, how it is cut on a grid, what its forward takes besides x."""
+    double = dict(dtype=torch.float64)
+    linear, plain = filled(nn.Linear(16, 24, **double)), filled(nn.Linear(16, 8, bias=False, **double))
+    found = [
+        (linear, lambda *groups: Linear2D(linear, *groups), ()),
+        (plain, lambda *groups: Linear2D(plain, *groups), ()),
+    ]
+    for norm in (
+        nn.LayerNorm(16, **double),
+        nn.LayerNorm(16, bias=False, **double),
+        nn.RMSNorm(16, **double),
+    ):
+        found.append((filled(norm), lambda *groups, norm=norm: Norm2D(norm, *groups), ()))
+    for settings in CONFIGS.values():
+        theirs, ours = make_block(**settings), make_block(**settings)
+        found.append((theirs.mlp, in_place(optimus.cut_mlp, ours.mlp), ()))
+        found.append((theirs.attention, in_place(optimus.cut_attention, ours.attention), (POSITIONS,)))
+    return found
+
+
+def test_layers_equal_one_process():
+    def rank(side):
+        return max(on_grid(module, cut, side, *args) for module, cut, args in layers())
+
+    for side in (1, 2):
+        assert max(launch.run(rank, side, ranks=side * side)) < TOLERANCE
+
+
+def block_on_grid(settings: dict) -> float:
+    return on_grid(make_block(**settings), in_place(optimus.cut_block, make_block(**settings)), 2, POSITIONS)
+
+
+def test_a_block_equals_one_process():
+    def rank():
+        return max(block_on_grid(settings) for settings in CONFIGS.values())
+
+    assert max(launch.run(rank, ranks=4)) < TOLERANCE
+
+
+def test_without_its_collectives_it_does_not(monkeypatch):
+    """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid
+    column.
+    """
+
+    def rank(module, name, deaf):
+        monkeypatch.setattr(module, name, deaf)
+        return block_on_grid(CONFIGS["gated, rms, rope, grouped heads"])
+
+    def unsent(x, source, group, async_op=False):
+        return SimpleNamespace(wait=x.contiguous) if async_op else x.contiguous()
+
+    controls = [
+        (products, "broadcast", unsent),
+        (optimus, "all_reduce", lambda x, group: x),
+        (optimus, "copy_to", lambda x, group: x),
+    ]
+    for control in controls:
+        assert min(launch.run(rank, *control, ranks=4)) > 1e-3
+
+
+class Two(nn.Module):
+    """Two blocks, the first norm frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([make_block(bias=True, norm="layer"), make_block(num_kv_heads=2)])
+        self.blocks[0].norm1.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x, POSITIONS)
+        return x
+
+
+def trained(model: nn.Module, cut: Callable) -> nn.Module:
+    """Three steps towards random targets; the loss is a sum over elements, so each rank's is its block's."""
+    optimizer = AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    for step in range(3):
+        x, target = cut(random(4, T, 16, seed=step)), cut(random(4, T, 16, seed=50 + step))
+        optimizer.zero_grad()
+        ((model(x) - target).square().sum() / (4 * T * 16)).backward()
+        optimizer.step()
+    return model
+
+
+def test_training_equals_one_process():
+    def rank():
+        torch.manual_seed(1000 + collectives.world().rank())
+        groups = grid(2)
+        ours = Two()
+        for layer in ours.blocks:
+            optimus.cut_block(layer, *groups)
+        trained(ours, lambda x: block(x, *groups))
+        return {name: full_tensor(param) for name, param in ours.named_parameters()}
+
+    start, theirs = Two(), trained(Two(), lambda x: x)
+    for found in launch.run(rank, ranks=4):
+        for (name, param), before in zip(theirs.named_parameters(), start.parameters()):
+            assert apart(found[name], param) < TOLERANCE
+            assert param.requires_grad == (apart(param, before) > 1e-3)
+
+
+# ---- memory and bytes of layers --------------------------------------------------------------------------
+
+
+def test_activations_and_weights_are_a_pth():
+    """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps,
+    and the mean and scale of its norms, a number per token, on each of the q columns; matrices 1/p, vectors
+    1/q.
+    """
+    settings = dict(
+        d_model=16, num_heads=4, d_ff=32, bias=True, norm="layer", activation="gelu", positions="none"
+    )
+
+    def rank():
+        groups = grid(2)
+        linear, layer = Linear2D(nn.Linear(16, 32).double(), *groups), make_block(**settings)
+        optimus.cut_block(layer, *groups)
+        x = block(random(4, T, 16), *groups).requires_grad_()
+        with SavedTensors(linear) as one:
+            linear(x)
+        with SavedTensors(layer) as all_of_it:
+            layer(x, POSITIONS)
+        matrices = sum(param.numel() for param in layer.parameters() if param.dim() == 2)
+        vectors = sum(param.numel() for param in layer.parameters() if param.dim() == 1)
+        return one.bytes, all_of_it.bytes, matrices, vectors
+
+    whole_layer = make_block(**settings)
+    with SavedTensors(whole_layer) as saved:
+        whole_layer(random(4, T, 16).requires_grad_(), POSITIONS)
+    statistics = 4 * 4 * T * DOUBLE  # of two norms, mean and scale, all tokens
+    for one, all_of_it, matrices, vectors in launch.run(rank, ranks=4):
+        assert one == 4 * T * 16 * DOUBLE // 4
+        assert all_of_it == (saved.bytes - statistics) // 4 + statistics // 2
+        assert matrices == sum(param.numel() for param in whole_layer.parameters() if param.dim() == 2) // 4
+        assert vectors == sum(param.numel() for param in whole_layer.parameters() if param.dim() == 1) // 2
+
+
+def forward_and_backward_bytes(module: nn.Module, x: Tensor) -> tuple[int, int]:
+    y, forward = sent(lambda: module(x))
+    return forward, sent(lambda: y.backward(torch.ones_like(y)))[1]
+
+
+@pytest.mark.parametrize("side", [2, 4])
+def test_bytes_of_linear_and_norms(side):
+    m, k, n = 16 * T, 32, 16
+
+    def rank():
+        groups = grid(side)
+        x = torch.zeros(16 // side, T, k // side, dtype=torch.float64).requires_grad_()
+        double = dict(dtype=torch.float64)
+        made = [
+            Linear2D(nn.Linear(k, n, **double), *groups),
+            Norm2D(nn.LayerNorm(k, **double), *groups),
+            Norm2D(nn.RMSNorm(k, **double), *groups),
+        ]
+        return [forward_and_backward_bytes(module, x) for module in made]
+
+    q = side
+    product, ring = (
+        (q - 1) * DOUBLE * (m * k + k * n) // q**2,
+        2 * (q - 1) * DOUBLE,
+    )  # ring/q of what is all-reduced
+    for me in (0, q * q - 1):
+        linear, layer_norm, rms_norm = dryrun.run(rank, rank=me, ranks=q * q)
+        assert linear == (product, 2 * product + ring * n // q // q)
+        assert layer_norm == (2 * ring * m // q // q, 2 * ring * m // q // q + 2 * ring * k // q // q)
+        assert rms_norm == (ring * m // q // q, ring * m // q // q + ring * k // q // q)
+
+
+# ---- two and a half dimensions ---------------------------------------------------------------------------
+
+
+def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
+    def distances(groups):
+        double, found = dict(dtype=torch.float64), []
+        linear, norm = filled(nn.Linear(16, 24, **double)), filled(nn.RMSNorm(16, **double))
+        made = [(linear, Linear25D(linear, *groups), ()), (norm, Norm25D(norm, *groups), ())]
+        for settings in list(CONFIGS.values())[:2]:
+            whole_block, theirs, layer, ours = (make_block(**settings) for _ in range(4))
+            tesseract.cut_block(layer, *groups)
+            tesseract.cut_attention(ours.attention, *groups)
+            tesseract.cut_mlp(ours.mlp, *groups)
+            made += [
+                (whole_block, layer, (POSITIONS,)),
+                (theirs.attention, ours.attention, (POSITIONS,)),
+                (theirs.mlp, ours.mlp, ()),
+            ]
+        for module, ours, args in made:
+            found.append(
+                difference(
+                    module,
+                    ours,
+                    random(8, T, 16),
+                    lambda x: batch_block(x, *groups),
+                    lambda x: whole_batch(x, *groups),
+                    *args,
+                )
+            )
+        return found
+
+    def rank():
+        groups = cuboid(2, 2)
+        equal = max(distances(groups))
+        monkeypatch.setattr(
+            tesseract, "copy_to", lambda x, group: x
+        )  # the control: nothing is summed over depth
+        return equal, min(distances(groups))
+
+    for equal, without in launch.run(rank, ranks=8):
+        assert equal < TOLERANCE and without > 1e-3
+
+
+def test_depth_one_is_two_dimensions_to_the_bit():
+    def rank():
+        deep, flat, x = cuboid(2, 1), grid(2), random(4, T, 16)
+        results = []
+        for cut, groups, mine in (
+            (tesseract.cut_block, deep, batch_block(x, *deep)),
+            (optimus.cut_block, flat, block(x, *flat)),
+        ):
+            layer = make_block(bias=True)
+            cut(layer, *groups)
+            y = layer(mine, POSITIONS)
+            y.backward(y.detach())
+            results.append([y.detach(), *(param.grad for param in layer.parameters())])
+        return all(torch.equal(a, b) for a, b in zip(*results))
+
+    assert launch.run(rank, ranks=4) == [True] * 4
+
+
+def test_what_depth_saves_and_what_it_costs():
+    """64 ranks, 8·8·1 or 4·4·4: fewer bytes of activations each, more of weights. And 2·2·1 beside 2·2·2."""
+    m, k, n = 64 * T, 32, 32
+
+    def rank(side, depth):
+        groups = cuboid(side, depth)
+        x = torch.zeros(64 // (side * depth), T, k // side, dtype=torch.float64).requires_grad_()
+        linear = Linear25D(nn.Linear(k, n, bias=False, dtype=torch.float64), *groups)
+        with Ledger() as ledger:
+            linear(x)
+            activations = ledger.sent_bytes("broadcast", "column"), ledger.sent_bytes("broadcast", "row")
+        return *activations, forward_and_backward_bytes(linear, x), linear.weight.numel()
+
+    volumes = {}
+    for q, d in ((2, 1), (2, 2), (8, 1), (4, 4)):
+        for me in (0, q * q * d - 1):
+            activations, weights, (forward, backward), held = dryrun.run(rank, q, d, rank=me, ranks=q * q * d)
+            assert activations == (q - 1) * DOUBLE * m * k // d // q**2
+            assert weights == (q - 1) * DOUBLE * k * n // q**2
+            assert forward == activations + weights
+            assert backward == 2 * forward + 2 * (d - 1) * DOUBLE * k * n // q**2 // d
+            assert held == k * n // q**2
+            volumes[q, d] = activations, weights
+    assert volumes[2, 2][0] * 2 == volumes[2, 1][0] and volumes[2, 2][1] == volumes[2, 1][1]
+    assert volumes[4, 4][0] < volumes[8, 1][0] / 2 and volumes[4, 4][1] > volumes[8, 1][1]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+def refusal(fn: Callable) -> str:
+    with pytest.raises(ValueError) as caught:
+        fn()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_grids_are_refused_before_anyone_waits():
+    """In a dry run nobody could be waited for: each message is raised by one rank alone."""
+
+    def rank():
+        mesh = Mesh(depth=2, row=2, column=4)
+        row, column, depth = mesh.group("column"), mesh.group("row"), mesh.group("depth")
+        linear, x = nn.Linear(8, 8), torch.zeros(4, 4)
+        calls = [
+            lambda: product(x, x, row, column)
+            for product in (summa, summa_overlapped, summa_nt, summa_tn, cannon)
+        ]
+        calls += [
+            lambda: block(x, row, column),
+            lambda: Linear2D(linear, row, column),
+            lambda: Norm2D(nn.LayerNorm(8), row, column),
+            lambda: Linear25D(linear, row, column, depth),
+        ]
+        for call in calls:
+            assert refusal(call).startswith(
+                "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
+            )
+        assert refusal(lambda: summa(x, x, column, column)) == (
+            "row group [1, 5] and column group [1, 5] share ranks [1, 5], not this one alone; give two axes of one mesh"
+        )
+        assert "depth group [1, 5] and column group [1, 5] share ranks [1, 5]" in refusal(
+            lambda: Linear25D(linear, depth, column, column)
+        )
+        assert "depth group [1, 5] and row group [1, 5] share ranks [1, 5]" in refusal(
+            lambda: batch_block(x, column, depth, column)
+        )
+
+    dryrun.run(rank, rank=1, ranks=16)
+
+
+def test_bad_sizes_are_refused():
+    def rank():
+        groups = row, column, depth = cuboid(2, 2)
+        flat = row, column
+        assert "blocks [4, 3] and [2, 5] do not fit: 3 and 2" in refusal(
+            lambda: summa(torch.zeros(4, 3), torch.zeros(2, 5), *flat)
+        )
+        assert "summa_nt: blocks [4, 3] and [5, 2] do not fit: 3 and 2" in refusal(
+            lambda: summa_nt(torch.zeros(4, 3), torch.zeros(5, 2), *flat)
+        )
+        assert "summa_tn: blocks [2, 4, 3] and [7, 3] do not fit: 8 and 7" in refusal(
+            lambda: summa_tn(torch.zeros(2, 4, 3), torch.zeros(7, 3), *flat)
+        )
+        assert "cannon: blocks [4, 3] and [2, 5] do not fit: 3 and 2" in refusal(
+            lambda: cannon(torch.zeros(4, 3), torch.zeros(2, 5), *flat)
+        )
+        assert "3 along dim 0 of [3, 4] is not a multiple of the 2 ranks of row" in refusal(
+            lambda: block(torch.zeros(3, 4), *flat)
+        )
+        once = block(torch.zeros(4, 4), *flat)
+        assert refusal(lambda: block(once, *flat)).startswith(
+            "block: the tensor [2, 2] is cut already, along dim 0 over row"
+        )
+        assert "Linear2D: 7 of weight [7, 8] is not a multiple of q=2" in refusal(
+            lambda: Linear2D(nn.Linear(8, 7), *flat)
+        )
+        assert "Norm2D: 7 of weight [7] is not a multiple of q=2" in refusal(
+            lambda: Norm2D(nn.RMSNorm(7), *flat)
+        )
+        linear = nn.Linear(8, 8)
+        assert "the input is 8 wide, but this rank's block of the weight takes 4" in refusal(
+            lambda: Linear2D(linear, *flat)(torch.zeros(2, 8))
+        )
+        linear.weight = shard(linear.weight, 0, depth)
+        assert "Linear2D: weight [4, 8] is cut already, along dim 0 over depth" in refusal(
+            lambda: Linear2D(linear, *flat)
+        )
+        twice = make_block()
+        optimus.cut_block(twice, *flat)
+        for cut, part in (
+            (optimus.cut_block, twice),
+            (optimus.cut_attention, twice.attention),
+            (optimus.cut_mlp, twice.mlp),
+        ):
+            assert "is cut already, along dim 1 over row" in refusal(lambda: cut(part, *flat))
+        assert "batch 6 is not a multiple of q·d = 2·2 = 4" in refusal(
+            lambda: batch_block(torch.zeros(6, 4), *groups)
+        )
+        assert "batch_block: the tensor [2, 2] is cut already" in refusal(lambda: batch_block(once, *groups))
+        assert "attention.k: 1 heads are not a multiple of q=2" in refusal(
+            lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat)
+        )
+        assert "dropout=0.5: ranks would have to draw the blocks of one mask" in refusal(
+            lambda: tesseract.cut_block(make_block(dropout=0.5), *groups)
+        )
+        assert "LatentAttention has no q, k, v" in refusal(
+            lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat)
+        )
+
+    dryrun.run(rank, ranks=8)
