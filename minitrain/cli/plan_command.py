@@ -111,8 +111,8 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
         break
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
-    text, notes, beside = (written, [], {}) if writer is plan_file else written
-    where = dict.fromkeys(writer.BESIDE[name] for name in beside)
+    text, notes, in_code = (written, [], {}) if writer is plan_file else written
+    where = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
     notes = [*notes, *(f"the rest is said in {place}" for place in where)]
     if refused:
         slower = one.step_s / best[0].step_s - 1

@@ -61,9 +61,7 @@ class Strategy:
     nodes: int = 1  # of these nodes, how many share one copy of what is cut inside (MiCS)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
     overlap: bool = False  # hide what tp sends behind its products
-    schedule: str = (
-        "1f1b"  # of the stages of pp (pipeline/schedules_by_name.py): gpipe, 1f1b, zb_h1, interleaved, ...
-    )
+    schedule: str = "1f1b"  # of the stages of pp: gpipe, 1f1b, zb_h1, .. (pipeline/schedules_by_name)
     microbatches: int = 1  # parts in which a rank runs its rows, one after the other
     chunks: int = 1  # stages per rank, for the schedules that interleave
     slices: int = 1  # of each sequence, for terapipe and seq1f1b

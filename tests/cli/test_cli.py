@@ -205,7 +205,7 @@ def test_a_wrong_name_is_refused_before_torch_is_loaded(words, message):
 def test_the_tab_key_offers_names(line, offered):
     words = line.split()
     environ = {"_MINITRAIN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    program = LOADED.replace("cli.main()", "cli.app(prog_name='minitrain')")
+    program = LOADED.replace("main.main()", "main.app(prog_name='minitrain')")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | environ
     )

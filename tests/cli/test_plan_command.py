@@ -150,7 +150,7 @@ def test_no_torch_before_names_are_known(tmp_path):
     import sys
 
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain import cli\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain.cli import main\n"
         "r = CliRunner().invoke(main.app, ['plan', '--model', 'nope'])\nprint('torch' in sys.modules, r.exception)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
