@@ -791,7 +791,7 @@ def test_any_plan_is_a_plan_file_and_back():
         ({"model": {"experts": {"top": 2}}}, "plan.model.experts has no 'top'; did you mean 'top_k'?"),
         ({"row": 2}, "plan has no 'row'; did you mean 'rows'?"),
         ({"format": 2}, "plan: format 2; this version reads 1"),
-        ({"strategy": []}, "plan.strategy is []; use an object of its fields"),
+        ({"strategy": []}, "plan.strategy is []; use an object of dp, pp"),
         ({"rows": 0}, "rows=0: use a whole number from 1"),
         ({"length": "8"}, "length='8': use a whole number"),
         ({"strategy": {"dp": 3}}, "a batch of 2 rows for dp=3 x microbatches=1"),
