@@ -596,7 +596,7 @@ FEATURES = {
     "ZeRO-1": lambda s, c: s.zero == 1,
     "ZeRO-2": lambda s, c: s.zero == 2,
     "ZeRO-3": lambda s, c: s.zero == 3,
-    "hybrid": lambda s, c: s.word and s.nodes == 1,
+    "hybrid": lambda s, c: s.hybrid and s.nodes == 1,
     "hybrid, groups of nodes": lambda s, c: s.nodes > 1,
     "tp": lambda s, c: s.tp > 1,
     "tp, sequence": lambda s, c: s.sequence_parallel,

@@ -174,7 +174,7 @@ def table(predictions: list[Prediction]) -> str:
         part, seconds = max(one.parts.items(), key=lambda item: item[1])
         rows.append(
             (str(number), *map(str, (s.dp, s.pp, s.cp, s.tp, s.ep, s.zero)), schedule)
-            + (str(one.run.microbatch), str(s.microbatches), s.recompute, in_words(one.step_s))
+            + (str(one.run.microbatch), str(s.microbatches), s.recompute, readable(one.step_s))
             + (f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB", f"{part} {seconds / one.step_s:.0%}")
         )
     return aligned(rows, left=(7, 10, 14))
@@ -188,16 +188,16 @@ def memory(best: Prediction) -> str:
 def parts(best: Prediction) -> str:
     spent = [(part, seconds) for part, seconds in best.parts.items() if seconds]
     spent.sort(key=lambda item: -item[1])
-    rows = [(part, in_words(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
+    rows = [(part, readable(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
     return aligned(rows)
 
 
 def reasons(best: Prediction, other: Prediction) -> str:
     found = why(best, other)
     signs = {True: "+", False: "-"}
-    said = (f"{part} {signs[seconds > 0]}{in_words(abs(seconds))}" for part, seconds in found)
+    said = (f"{part} {signs[seconds > 0]}{readable(abs(seconds))}" for part, seconds in found)
     return ", ".join(said) or "they are equal"
 
 
-def in_words(seconds: float) -> str:
+def readable(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

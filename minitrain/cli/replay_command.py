@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option, echo
 
 from minitrain.model.config import GPTConfig, presets
-from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.flags import flags, options, chosen
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.simulate.machines import MACHINES, Machine
 from minitrain.plan.simulate.machines import machine as described
@@ -56,7 +56,7 @@ def replay(
         raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
     reached = dict(memory_efficiency=memory_efficiency, network_efficiency=network_efficiency)
     target = replace(described(machine), compute_efficiency=compute_efficiency, **reached)
-    strategy = strategy_for(taken(Strategy, values), ranks)
+    strategy = strategy_for(chosen(Strategy, values), ranks)
     config, hyper = presets[model], step_for(presets[model], strategy, batch, length)
     for name, path in dict(trace=trace, picture=picture).items():
         if path and (path.is_dir() or not path.parent.is_dir()):

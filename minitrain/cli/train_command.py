@@ -20,7 +20,7 @@ from typer import Option
 
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.flags import flags, options, chosen
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting.parameters import mlp_parameters, parameters
 from minitrain.plan.emit.plan_file import read
@@ -54,7 +54,7 @@ def train(
     checkpoint: Annotated[Path | None, Option(help="folder for checkpoints")] = None,
     every: Annotated[int, Option(help="steps from one checkpoint to the next")] = 100,
     keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
-    beside: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
+    async_save: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
     sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
@@ -71,9 +71,9 @@ def train(
     if plan:
         config, strategy, hyper = planned(plan, preset, values)
     else:
-        strategy = Strategy(**taken(Strategy, values))
-        hyper, config = Hyperparameters(**taken(Hyperparameters, values)), configure(preset, values)
-    saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
+        strategy = Strategy(**chosen(Strategy, values))
+        hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
+    saving = Saving(checkpoint, every, keep, "asynchronous" if async_save else "sync_sharded", resume)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
@@ -98,7 +98,7 @@ class Saving:
     folder: Path | None
     every: int
     keep: int
-    way: str
+    mode: str
     resume: bool
 
     def store(self):
@@ -124,7 +124,7 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset for bytes of text, with what was given; as many positions as the length needs."""
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
-    changes, experts = taken(GPTConfig, values), taken(ExpertsConfig, values)
+    changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
     if experts:
         before = presets[preset].experts
         if before is None and "num_experts" not in experts:
@@ -141,11 +141,11 @@ def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig,
     """What a plan says, for bytes of text; flags may say the rest, and nothing that the plan says."""
     if not path.is_file():
         raise ValueError(f"plan={path}: no such file; minitrain plan --emit minitrain --out {path} makes one")
-    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**taken(Hyperparameters, values))
+    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**chosen(Hyperparameters, values))
     changed = lambda one: [f.name for f in fields(one) if getattr(one, f.name) != f.default]
     said = [name for name in changed(hyper) if name in ("batch_size", "length")]
-    said += changed(Strategy(**taken(Strategy, values))) + ["preset"] * (preset != "tiny")
-    if said := [*said, *taken(GPTConfig, values), *taken(ExpertsConfig, values)]:
+    said += changed(Strategy(**chosen(Strategy, values))) + ["preset"] * (preset != "tiny")
+    if said := [*said, *chosen(GPTConfig, values), *chosen(ExpertsConfig, values)]:
         raise ValueError(f"{said[0]} beside --plan: {path} says it; leave it out, or change it there")
     hyper = replace(hyper, batch_size=job.rows, length=job.length)
     return replace(job.model, vocab_size=BYTES), job.strategy, hyper
@@ -200,7 +200,7 @@ def open_text(path: Path | None, length: int) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
     from minitrain.model.data.batches import Text
 
-    train_text, held_out = (Text.open(path) if path else Text.found()).split()
+    train_text, held_out = (Text.open(path) if path else Text.builtin()).split()
     train_text.num_windows(length)
     return train_text, held_out if len(held_out) > length else None
 
@@ -237,8 +237,8 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
     sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
     pieces = {"N": 1, "I": strategy.sharers * strategy.cp, "G": strategy.dp * strategy.cp}
-    word = strategy.zero if strategy.word else CUT[strategy.zero]
-    spread, all_of_them = spread_parameters(config), parameters(config)
+    word = strategy.zero if strategy.hybrid else CUT[strategy.zero]
+    spread, all_of_them = expert_parameters(config), parameters(config)
     here = 0.0
     for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
         beside = max(strategy.ep, pieces[letter])
@@ -247,7 +247,7 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     return int(here / (strategy.pp * strategy.tp) + saved)
 
 
-def spread_parameters(config: GPTConfig) -> int:
+def expert_parameters(config: GPTConfig) -> int:
     """Those of experts, which ep spreads over ranks."""
     counts = (config.experts_in(block) for block in range(1, config.num_layers + 1))
     return sum(counts) * mlp_parameters(config, matrices_only=True, width=config.expert_width)
@@ -279,7 +279,7 @@ def train_on_rank(
     run = parallelize(config, strategy, hyper.make_optimizer, **settings)
     peak_flops = measure_peak_flops(run.dtype, run.device)
     settings = dict(held_out=held_out, out=out, report_every=report_every, peak_flops=peak_flops)
-    settings |= dict(store=saving.store(), save_every=saving.every, save_how=saving.way)
+    settings |= dict(store=saving.store(), save_every=saving.every, save_how=saving.mode)
     trainer = Trainer(run, text, hyper, **settings)
     say = print if trainer.rank == 0 else lambda *_: None
     say(

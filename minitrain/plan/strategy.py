@@ -133,7 +133,7 @@ class Strategy:
         return () if self.offload == "none" else tuple(self.offload.split("+"))
 
     @property
-    def word(self) -> bool:
+    def hybrid(self) -> bool:
         return isinstance(self.zero, str)
 
     @property
@@ -149,7 +149,7 @@ class Strategy:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Those whose ranks have different rows, the outermost first."""
-        return ("inter", "intra") if self.word else ("dp",)
+        return ("inter", "intra") if self.hybrid else ("dp",)
 
     @property
     def context_axes(self) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class Strategy:
     @property
     def axes(self) -> dict[str, int]:
         """Of the mesh, outermost first."""
-        rows = {"inter": self.dp // self.sharers, "intra": self.sharers} if self.word else {"dp": self.dp}
+        rows = {"inter": self.dp // self.sharers, "intra": self.sharers} if self.hybrid else {"dp": self.dp}
         parts = dict(dp=rows, pp={"pp": self.pp}, cp=self._context, tp={"tp": self.tp} if self.tp > 1 else {})
         return {axis: size for name in self.order.split("-") for axis, size in parts[name].items()}
 
@@ -210,7 +210,7 @@ class Strategy:
         if ranks % self.ep:
             fits = " or ".join(map(str, divisors(ranks)))
             raise ValueError(f"ep={self.ep} does not divide dp x cp = {ranks} ranks; use ep {fits}")
-        if self.word and node % self.ep and self.ep % node:
+        if self.hybrid and node % self.ep and self.ep % node:
             cure = f"use ep {' or '.join(map(str, divisors(node)))}, or a multiple of {node}"
             raise ValueError(f"ep={self.ep} with nodes of {node} dp x cp ranks; {cure}")
         if self.ep % self.ep_node:

@@ -46,7 +46,7 @@ def check_order(order: str, axes: tuple[str, ...]) -> None:
 def check_nodes(strategy: Any) -> None:
     """Nodes of hybrid sharding, and how many of them share one copy."""
     for name in ("node", "nodes"):
-        if (size := getattr(strategy, name)) > 1 and not strategy.word:
+        if (size := getattr(strategy, name)) > 1 and not strategy.hybrid:
             cure = f"nodes matter to hybrid sharding; use {name}=1, or one of {', '.join(PARO_SHARDINGS)}"
             raise ValueError(f"{name}={size} with zero={strategy.zero}: {cure}")
     dp, node = strategy.dp, strategy.node

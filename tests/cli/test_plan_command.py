@@ -202,7 +202,7 @@ def test_reasons_and_parts_come_largest_first():
     assert (
         plan_command.memory(best) == "Memory of 1 in GB on the fullest rank: parameters 1.0, activations 2.0"
     )
-    assert [plan_command.in_words(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
+    assert [plan_command.readable(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
 
 
 def test_a_plan_is_for_one_set_of_sizes():

@@ -396,7 +396,7 @@ def test_a_field_is_a_flag():
     @app.command()
     @flags.options(flags.flags(Settings, short={"number": "-n"}))
     def command(first: str, **values):
-        seen.update(first=first, **flags.taken(Settings, values))
+        seen.update(first=first, **flags.chosen(Settings, values))
 
     assert CliRunner().invoke(app, ["a"]).exit_code == 0
     assert seen == dict(first="a", number=3, word="0", names=(), is_on=False)
@@ -443,7 +443,7 @@ def test_state_bytes_are_those_of_the_formulas():
 def test_experts_are_cut_by_ep_first_and_by_zero_beyond():
     """Of 4 data ranks in blocks of 2: a rank has half of the experts, whatever ZeRO does to the rest of them."""
     config = presets["tiny-moe"]
-    experts = train_command.spread_parameters(config)
+    experts = train_command.expert_parameters(config)
     blocks = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
     assert experts == blocks * 3 * config.d_model * config.expert_width
     rest = parameters(config) - experts

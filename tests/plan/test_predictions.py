@@ -292,7 +292,7 @@ def test_what_a_block_keeps_is_table_2_of_korthikanti(recompute, sequence):
     """To the byte, but for the statistics of norms, which the paper leaves out."""
     config = replace(presets["gpt3-175b"], vocab_size=51_200, dropout=0.1)
     strategy = Strategy(tp=8, sequence_parallel=sequence, recompute=recompute, precision="bfloat16")
-    kept = work_of(config, strategy, 1, 2048, False).block.kept_bytes
+    kept = work_of(config, strategy, 1, 2048, False).block.saved_bytes
     paper = activation_bytes(
         2048, 1, 12_288, 96, tensor_parallel=8, sequence_parallel=sequence, recompute=recompute
     )
@@ -306,11 +306,11 @@ def test_a_fused_attention_keeps_no_mask():
     without, dropped = (
         work_of(replace(model, dropout=p), Strategy(precision="bfloat16"), 2, 1024).block for p in (0.0, 0.1)
     )
-    assert dropped.kept_bytes - without.kept_bytes == 2 * 2 * 1024 * model.d_model
+    assert dropped.saved_bytes - without.saved_bytes == 2 * 2 * 1024 * model.d_model
     assert dropped.forward.high_bytes < 1.2 * without.forward.high_bytes
     written = work_of(replace(model, dropout=0.1), Strategy(precision="bfloat16"), 2, 1024, False).block
     assert (
-        written.kept_bytes - dropped.kept_bytes > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
+        written.saved_bytes - dropped.saved_bytes > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
     )
 
 

@@ -489,7 +489,7 @@ def test_zero_trains_on_every_rank_and_keeps_a_share():
 
 def test_the_loss_of_real_text_falls():
     """Below the 5.5 of no idea at all at once, and below what knowing the frequency of each byte gives."""
-    text = Text.found()
+    text = Text.builtin()
     share = torch.bincount(torch.tensor(list(text.data))) / len(text)
     frequencies = -(share * share.log2().nan_to_num(neginf=0)).sum() * math.log(2)
     hyper = Hyperparameters(steps=80, batch_size=8, length=64, warmup=5)
