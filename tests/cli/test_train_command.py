@@ -288,7 +288,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
         ("--preset tiny-moe --top-k 9", "top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"),
         ("--preset tiny-moe --dp 3 --ep 3 --batch 6", "ep=3 does not divide 8 experts; use ep 1"),
-        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp = 1 ranks; use ep 1"),
+        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp=1; use ep 1"),
         ("--dp 2 --ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
         (
             "--cp 2 --length 18",
@@ -298,7 +298,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
         ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
         ("--pp 8", "layers"),
-        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: NNN"),
+        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding: NNN"),
         ("--zero 4", "zero=4; use 0"),
         ("--zero III --dp 3 --node 2", "node=2 does not divide dp=3"),
         ("--precision int8", "precision='int8'; use float32"),

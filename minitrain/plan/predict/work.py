@@ -39,8 +39,8 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Something that travels. `members` are ranks of a world of dp · cp · tp, tp innermost; `overlapped` are the
-    operators between its issue and its wait, by their places in the pass: none if it blocks."""
+    """Something that travels. `members` are ranks of a world of dp · cp · tp, tp innermost; `overlapped`
+    are the operators between its issue and its wait, by their places in the pass: none if it blocks."""
 
     op: str
     axis: str
@@ -65,7 +65,8 @@ class Pass:
         """Both, one after the other."""
         shift = len(self.operators)
         moved = (
-            replace(c, overlapped=range(c.overlapped.start + shift, c.overlapped.stop + shift)) for c in other.collectives
+            replace(c, overlapped=range(c.overlapped.start + shift, c.overlapped.stop + shift))
+            for c in other.collectives
         )
         high = max(self.high_bytes, other.high_bytes)
         return Pass(self.operators + other.operators, (*self.collectives, *moved), high)
