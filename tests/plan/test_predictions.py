@@ -24,7 +24,7 @@ from minitrain.plan.predict.predicted_pipeline import Costs, Layout, layout_of, 
 from minitrain.plan.predict.predicted_step import PARTS, predict
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Rates, seconds
 from minitrain.plan.predict.times import Place
-from minitrain.plan.predict.training_run import STACKS, TrainingRun, named_stack, published
+from minitrain.plan.predict.training_run import STACKS, TrainingRun, published
 from minitrain.plan.predict.update import update_s
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.plan.simulate.machines import machine
@@ -483,7 +483,6 @@ def test_bad_input_is_refused_in_one_line():
         "at least": lambda: fit(rows("Nar21 1.7B"), ("products", "network"), work_of),
         "share of the datasheet": lambda: Rates(products=1.2),
         "tile=0": lambda: Rates(tile=0),
-        "no stack is called": lambda: named_stack("megatron-2030"),
         "use 0, 1, 2 or 3": lambda: predict(ours(Strategy(dp=4, node=2, zero="III"), 4), work_of),
     }
     for said, call in bad.items():
