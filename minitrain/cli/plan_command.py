@@ -7,13 +7,12 @@ one layer (measured_work.py) and the machine's rates. `--emit` writes the best o
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option, echo
 
-from minitrain.cli.replay_command import among
+from minitrain.cli.replay_command import among, known
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
@@ -154,16 +153,6 @@ def read(path: Path, task: Task) -> Job:
 
 def same_sizes(one: GPTConfig, other: GPTConfig) -> bool:
     return (one.d_model, one.num_layers, one.num_heads) == (other.d_model, other.num_layers, other.num_heads)
-
-
-def known(names: dict, **given: str):
-    """What the name stands for, or the nearest names."""
-    (what, name), *_ = given.items()
-    if name in names:
-        return names[name]
-    near = get_close_matches(name, names, n=3, cutoff=0.4)
-    said = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
-    raise ValueError(f"no {what} is called {name!r}; {said}")
 
 
 def table(predictions: list[Prediction]) -> str:

@@ -76,8 +76,8 @@ def test_replay_of_a_small_model(tmp_path):
     "words, message",
     [
         (["run", "77"], "there is no chapter '77'; there are 00, 01, 02, 03"),
-        (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
-        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
+        (["replay", "gpt9"], "no preset is called 'gpt9'; did you mean gpt2"),
+        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, monkeypatch, capfd):
@@ -174,7 +174,7 @@ def test_what_needs_no_torch_loads_none(words):
         ("lab --fresh 77", "there is no chapter '77' to make fresh"),
         ("replay gpt9", "no preset is called 'gpt9'"),
         ("replay tiny --machine abacus", "no machine is called 'abacus'"),
-        ("train --preset nope", "unknown preset 'nope'"),
+        ("train --preset nope", "no preset is called 'nope'"),
         ("train --nope 3", "No such option: --nope"),
         ("train --tp x", "Invalid value for '--tp'"),
         ("train --pp 2 --schedule nope", "schedule='nope'; use gpipe"),

@@ -271,7 +271,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--preset tinny", "unknown preset 'tinny'; there are tiny, small"),
+        ("--preset tinny", "no preset is called 'tinny'; did you mean tiny"),
         ("--text /nowhere/at/all", "/nowhere/at/all does not exist"),
         ("--text empty", "empty is empty"),
         ("--length 10000000", "use a longer text or length <="),

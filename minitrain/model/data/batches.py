@@ -1,7 +1,7 @@
 """Real text as tokens, and a batch that is a pure function of (step, rank, size).
 
-Bytes are the tokens (vocabulary 256), so there is no tokenizer and no file to download: `Text.builtin()` reads
-the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
+Bytes are the tokens (vocabulary 256), so no tokenizer, no file to download: `Text.builtin()` reads the
+documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
 holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order
 shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by
 rows:
