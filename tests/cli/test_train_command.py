@@ -277,7 +277,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--length 10000000", "use a longer text or length <="),
         ("--batch 2 --dp 4", "a batch of 2 rows for dp=4 x microbatches=1; use at least 4 rows"),
         ("--dp 2 --microbatches 5", "a batch of 8 rows for dp=2 x microbatches=5; use at least 10 rows"),
-        ("--steps 0", "steps=0: use at least 1"),
+        ("--steps 0", "steps=0: use a whole number from 1"),
         ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
         ("--warmup 2000", "warmup=2000 of steps=1000"),
         ("--report-every 0", "report_every=0: use at least 1"),

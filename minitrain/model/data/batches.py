@@ -114,8 +114,7 @@ class Text:
 
     def num_windows(self, length: int) -> int:
         """Samples in an epoch. One token more than T is needed: the last target."""
-        if length < 1:
-            raise ValueError(f"length={length}: a sample needs at least 1 token")
+        require_positive_ints(1 << 40, length=length)
         if len(self) <= length:
             sizes = f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}"
             raise ValueError(f"{sizes}: use a longer text or length <= {len(self) - 1}")
@@ -192,8 +191,6 @@ def random_tokens(
     """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
     hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
     valid tokens."""
-    if length < 1 or vocab < 1:
-        raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
     require_positive_ints(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.
