@@ -17,15 +17,15 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW
-from minitrain.moe import parallel, router
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe import router
+from minitrain.moe.dispatch import AllToAll
+from minitrain.moe.parallel import CutExperts, Tokens, place_experts
 from minitrain.plan.accounting.compute import forward_flops_per_token
 from minitrain.plan.accounting.parameters import active_parameters, parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.tensor_parallel.sequence import own_time
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
 
@@ -109,11 +109,11 @@ def test_a_token_at_a_negative_position_visits_nobody_and_changes_nobody():
     mixture, x = layer(c), drawn()
     at = torch.arange(8).repeat(3, 1)
     at[:, 5:] = -1
-    y, noted = mixture(x, at), mixture.noted
+    y, noted = mixture(x, at), mixture.losses
     assert torch.equal(y[:, 5:], torch.zeros_like(y[:, 5:]))
     other = x.clone()
     other[:, 5:] = drawn(seed=2)[:, 5:]
-    assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.noted, noted)
+    assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.losses, noted)
 
 
 def test_what_the_settings_ask_of_a_router():
@@ -134,7 +134,6 @@ def test_what_the_settings_ask_of_a_router():
         torch.nn.init.normal_(param)
     assert half.router.bias.dtype == torch.float32
     assert half(x.bfloat16(), at).dtype == torch.bfloat16
-    assert [MixtureOfExperts(limited, 8, part, 4).first for part in range(4)] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("factor, room", [(0.0, 4), (0.5, 2), (9.0, 8)])
@@ -158,10 +157,10 @@ def test_room_is_given_out_by_position_where_ranks_share_rows():
             drawn(),
         )
         at = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][group.rank()])
-        y, loss = mixture(x, torch.arange(8))[:, at], mixture.noted
-        mixture.row_group, mixture.row_ranks = group, 2
+        y, loss = mixture(x, torch.arange(8))[:, at], mixture.losses
+        mixture.hooks.tokens = Tokens(row_group=group, row_ranks=2)
         own = mixture(x[:, at], at.expand(3, 4))
-        return (own - y).abs().max().item(), mixture.noted.item(), loss.item(), mixture.config.whole_rows
+        return (own - y).abs().max().item(), mixture.losses.item(), loss.item(), mixture.config.whole_rows
 
     (apart, one, whole, _), (other_apart, two, *_, wanted) = launch.run(rank, ranks=2)
     assert max(apart, other_apart) < 1e-12 and one + two == pytest.approx(whole, rel=1e-12) and wanted
@@ -176,11 +175,11 @@ def test_losses_are_sums_over_tokens_of_rows():
         routing = router.top_k(mixture.router.scores(row), 2)
         wanted += 8 * router.balance_loss(routing, 0.3)
         wanted += 8 * router.z_loss(mixture.router.scores(row), 0.7)
-    assert torch.allclose(mixture.noted, wanted, atol=1e-12, rtol=0)
+    assert torch.allclose(mixture.losses, wanted, atol=1e-12, rtol=0)
     model = GPT(c, dtype=torch.float64)
     losses = RouterLosses({0: model.layers})
     model(torch.zeros(1, 8, dtype=torch.int64))
-    assert losses.taken() > 0 and losses.taken() is None, "taken once"
+    assert losses.collect() > 0 and losses.collect() is None, "taken once"
 
 
 def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
@@ -196,7 +195,7 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
     assert list(kept_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
     model(torch.zeros(2, 8, dtype=torch.int64))
     RouterLosses({0: model.layers}).forget()
-    assert first.router.load == second.router.load == 0 and first.noted is None, "done again, counted again"
+    assert first.router.load == second.router.load == 0 and first.losses is None, "done again, counted again"
     router_of_half = GPT(c, dtype=torch.bfloat16).layers[1].mlp.router
     assert router_of_half.bias.dtype == torch.float32, "steps of 0.001 would be lost"
     x = torch.randn(9, c.d_model, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
@@ -293,7 +292,8 @@ def test_gshard():
                 setattr(
                     ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
                 )
-            parallel.spread(ours, group, partial(Dispatch, group=group))
+            place_experts(ours.experts, group)
+            ours.hooks.experts = AllToAll(group)
             x = x.requires_grad_()
             with Ledger() as ledger:
                 y = ours(x, torch.arange(16))
@@ -329,15 +329,17 @@ def sent():
             own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
             for name in ("up", "gate", "down"):
                 setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
-            parallel.spread(mixture, ep, partial(Dispatch, group=ep))
+            place_experts(mixture.experts, ep)
+            mixture.hooks.experts = AllToAll(ep)
             if drops:
-                parallel.cut(mixture, tp, **cut)
+                mixture.experts = CutExperts(mixture.experts, tp)
+                mixture.hooks.tokens = Tokens(tp, **cut)
             return mixture
 
         # tokens that stand cut over tp already: theirs are the positions that count, padding at the end included
         x, at, part = drawn(rows=2, length=8, seed=ep.rank()), torch.arange(8).repeat(2, 1), 4 * tp.rank()
         at[:, 5:] = -1
-        sliced = made(True, own_time=partial(own_time, group=tp))(x[:, part : part + 4], at)
+        sliced = made(True, sequence_parallel=True)(x[:, part : part + 4], at)
         assert (sliced - made(False)(x, at)[:, part : part + 4]).abs().max() < 1e-12
         for drops in (True, False):
             mixture = made(drops)
@@ -511,9 +513,6 @@ REFUSED = {
     "mask \\[3\\]; a mask has one entry for each of 4 tokens": lambda: router.top_k(
         torch.zeros(4, 4), 2, torch.ones(3, dtype=torch.bool)
     ),
-    "a token is sent to expert 4, but experts are 0 to 3; shared ones have no number": lambda: Dispatch(
-        router.Routing(torch.full((2, 1), 4), torch.ones(2, 1), torch.ones(2, 4) / 4)
-    ),
 }
 
 
@@ -545,7 +544,7 @@ def test_the_loss_falls_and_balance_costs_no_expert():
     seen = []
     for _ in range(6):
         optimizer.zero_grad()
-        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.taken()
+        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.collect()
         loss.backward()
         optimizer.step()
         seen.append(loss.item())
