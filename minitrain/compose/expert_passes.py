@@ -54,12 +54,14 @@ def expert_hooks(
     config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
 ) -> Hooks:
     """How tokens and experts meet: the one place that says what is wrapped in what."""
-    rows = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
+    axes = list(strategy.context_axes)
+    if strategy.tp > 1:
+        axes.append("tp")
     tokens = Tokens(
         tp_group=mesh.group("tp") if strategy.tp > 1 else None,
         sequence_parallel=strategy.sequence_parallel,
-        row_group=mesh.group(*rows) if rows else None,
-        row_ranks=strategy.cp * (strategy.tp if strategy.sequence_parallel else 1),
+        row_group=mesh.group(*axes) if axes else None,
+        row_ranks=strategy.cp * strategy.tp if strategy.sequence_parallel else strategy.cp,
     )
     return Hooks(tokens=tokens, experts=travel(config, strategy, mesh, groups, pairs))
 

@@ -173,9 +173,11 @@ class GPT(nn.Module):
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
                 raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
-            kind = Embedding if number == 0 else Head if number == last else Block
-            inside = dict(attention=attention, expert_part=expert_part) if kind is Block else {}
-            layer = kind(config, f"layers.{number}", hooks=self.hooks, **inside, **place)
+            name, ends = f"layers.{number}", {0: Embedding, last: Head}
+            if number in ends:
+                layer = ends[number](config, name, self.hooks, **place)
+            else:
+                layer = Block(config, name, attention, expert_part, self.hooks, **place)
             self.layers.add_module(str(number), layer)
         share_table(config, self.layers)
         for name, parameter in self.named_parameters():

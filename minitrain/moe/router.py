@@ -234,8 +234,9 @@ def balance_sum(probs: Tensor, counts: Tensor) -> Tensor:
 
 def z_loss(scores: Tensor, alpha: float, mask: Tensor | None = None, tokens: int | None = None) -> Tensor:
     """alpha · mean of logsumexp(scores)²: keeps scores small (Zoph et al. 2022, ST-MoE, eq. 5)."""
-    tokens = (len(scores) if mask is None else int(mask.sum())) if tokens is None else int(tokens)
-    return alpha * z_sum(scores, mask) / max(1, tokens)
+    if tokens is None:
+        tokens = len(scores) if mask is None else mask.sum()
+    return alpha * z_sum(scores, mask) / max(1, int(tokens))
 
 
 def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:

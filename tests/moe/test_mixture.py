@@ -42,6 +42,15 @@ def layer(c: GPTConfig, seed: int = 0) -> MixtureOfExperts:
     return mixture
 
 
+def over_ep(mixture: MixtureOfExperts, group) -> None:
+    """Only this rank's experts stay."""
+    for name, param in list(mixture.experts.named_parameters()):
+        part = param.detach().chunk(group.size())[group.rank()].clone()
+        setattr(mixture.experts, name, torch.nn.Parameter(part))
+    place_experts(mixture.experts, group)
+    mixture.hooks.experts = AllToAll(group)
+
+
 def drawn(rows=3, length=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, length, SHAPE["d_model"], dtype=torch.float64, generator=generator)
@@ -151,11 +160,8 @@ def test_room_is_given_out_by_position_where_ranks_share_rows():
     """Two ranks with the tokens 0, 1, 6, 7 and 2, 3, 4, 5 of each row: who is dropped is as on one, and so is the loss."""
 
     def rank():
-        mixture, group, x = (
-            layer(config(capacity_factor=0.5, balance_alpha=0.1)),
-            collectives.world(),
-            drawn(),
-        )
+        mixture, group = layer(config(capacity_factor=0.5, balance_alpha=0.1)), collectives.world()
+        x = drawn()
         at = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][group.rank()])
         y, loss = mixture(x, torch.arange(8))[:, at], mixture.losses
         mixture.hooks.tokens = Tokens(row_group=group, row_ranks=2)
@@ -205,10 +211,8 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
 
 def test_which_blocks_have_experts():
     def counts(layers=8, **values):
-        c = GPTConfig(
-            **(SHAPE | dict(num_layers=layers)), experts=ExpertsConfig(**(dict(num_experts=4) | values))
-        )
-        model = GPT(c, device="meta")
+        experts = ExpertsConfig(**(dict(num_experts=4) | values))
+        model = GPT(GPTConfig(**(SHAPE | dict(num_layers=layers)), experts=experts), device="meta")
         return [len(block.mlp.experts.up) if mixtures([block]) else 0 for block in model.layers[1:-1]]
 
     assert counts() == [4] * 8
@@ -287,13 +291,7 @@ def test_gshard():
             c = config(router=kind, num_experts=8, capacity_factor=4.0)
             whole, ours, x = layer(c), layer(c), drawn(rows=2, length=16, seed=group.rank())
             whole.router.draws = ours.router.draws = torch.zeros_like
-            own = slice(2 * group.rank(), 2 * group.rank() + 2)
-            for name in ("up", "gate", "down"):
-                setattr(
-                    ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
-                )
-            place_experts(ours.experts, group)
-            ours.hooks.experts = AllToAll(group)
+            over_ep(ours, group)
             x = x.requires_grad_()
             with Ledger() as ledger:
                 y = ours(x, torch.arange(16))
@@ -325,12 +323,7 @@ def sent():
 
         def made(drops, **cut):
             mixture = layer(c)
-            whole = mixture.experts
-            own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
-            for name in ("up", "gate", "down"):
-                setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
-            place_experts(mixture.experts, ep)
-            mixture.hooks.experts = AllToAll(ep)
+            over_ep(mixture, ep)
             if drops:
                 mixture.experts = CutExperts(mixture.experts, tp)
                 mixture.hooks.tokens = Tokens(tp, **cut)
@@ -381,10 +374,7 @@ def test_rows_are_gathered_over_tp_and_their_sums_scattered():
 
         def rows_at(part):
             """At this rank of ep, from the tokens of one rank of tp: of both ranks of ep."""
-            tables = (
-                results[2 * source][1][:, :5] if part == 0 else results[2 * source][1][:, 5:]
-                for source in (0, 1)
-            )
+            tables = [results[2 * source][1].split((5, 4), 1)[part] for source in (0, 1)]
             return sum(int((table // 2 == data).sum()) for table in tables)
 
         mine, theirs = rows_at(tensor), rows_at(1 - tensor)

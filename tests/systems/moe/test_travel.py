@@ -41,8 +41,7 @@ def layer(c, whole=False):
         mixture.router.weight[:, 0] = torch.tensor([0.0, 0, 3, 0, 0, 1, 0, 0])
     rank = collectives.world().rank()
     for name, param in () if whole else list(mixture.experts.named_parameters()):
-        own = param[HERE * rank : HERE * (rank + 1)].detach().clone()
-        setattr(mixture.experts, name, torch.nn.Parameter(own))
+        setattr(mixture.experts, name, torch.nn.Parameter(param.detach().chunk(RANKS)[rank].clone()))
     return mixture
 
 
@@ -220,12 +219,8 @@ def tabled():
     routing = router.top_k(scores, 2)
     with Ledger() as ledger:
         table = module.table_of(routing, mesh.group("ep"), [mesh.group("tp")])
-    return (
-        table,
-        mesh.rank("ep"),
-        routing.counts.tolist(),
-        [ledger.sent_bytes(axis=axis) for axis in ("ep", "tp")],
-    )
+    sent = [ledger.sent_bytes(axis=axis) for axis in ("ep", "tp")]
+    return table, mesh.rank("ep"), routing.counts.tolist(), sent
 
 
 def test_a_table_is_eight_bytes_an_expert_to_each_and_a_sum_beside():
@@ -308,9 +303,7 @@ def test_a_run_equals_one_process(ranks):
         reference = one_process(one)
         assert max(distance(found[number][0], reference) for found in results) < 1e-12, one.strategy
         assert all(bool(found[number][1]) == (one.strategy.ep_shadow > 0) for found in results), one.strategy
-        if (
-            one.strategy.tp > 1
-        ):  # whose ranks share out the tokens: 9 rows, then 8, of 24 tokens with 2 choices
+        if one.strategy.tp > 1:  # its ranks share out the tokens: 9 rows, then 8, of 24 tokens, 2 choices
             tables = [found[number][2] for found in results]
             assert all(table == tables[0] for table in tables)
             assert [sum(map(sum, table)) for table in tables[0]] == [9 * 48] * 2 + [8 * 48] * 2
