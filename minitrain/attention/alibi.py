@@ -3,7 +3,7 @@
     S[b, h, i, j] = Q_i K_jᵀ / sqrt(K) - slope_h · (i - j)          i, j: positions of query and key
 
 The slopes are a geometric sequence over the heads and not trained; they are cut as the heads are cut. A core
-that has the whole sequence takes the positions that came with its tokens (`own`). One that computes tiles,
+that has the whole sequence takes the positions that came with its tokens (`full`). One that computes tiles,
 over ranks or slice after slice, knows the positions of every tile, also of keys of others (`between`).
 
 Sends nothing. Memory: a tile of H scores, for all rows of a batch.
@@ -33,7 +33,7 @@ class Alibi(NamedTuple):
     slopes: Tensor
     positions: Tensor
 
-    def own(self, like: Tensor) -> Tensor:
+    def full(self, like: Tensor) -> Tensor:
         """Of all its tokens with each other, `[(B,) H, T, T]` in the dtype of `like`."""
         return self.between(self.positions, self.positions).to(like.dtype)
 

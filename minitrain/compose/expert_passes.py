@@ -21,7 +21,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe.travel import choose_way
 from minitrain.systems.plan.expert_placement import shadowed
-from minitrain.tensor_parallel.sequence import own_time
+from minitrain.tensor_parallel.sequence import local_tokens
 
 
 class ExpertGroups:
@@ -63,6 +63,6 @@ def spread_experts(
             choose_way(layer, experts.group, **experts.levels, **how)
         layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
         if strategy.tp > 1:
-            own = partial(own_time, group=mesh.group("tp")) if sequence else None
+            own = partial(local_tokens, group=mesh.group("tp")) if sequence else None
             in_slices |= set(cut(layer, mesh.group("tp"), own))
     return in_slices

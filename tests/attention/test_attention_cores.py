@@ -29,9 +29,17 @@ from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
-from minitrain.systems.attention.incoherent import hadamard, random_signs, turned
+from minitrain.systems.attention.flash_3 import (
+    elapsed,
+    hadamard,
+    pingpong,
+    play_steps,
+    random_signs,
+    sequential,
+    turned,
+    within,
+)
 from minitrain.systems.attention.lazy import lazy_attention
-from minitrain.systems.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
 from minitrain.systems.precision.fp8_attention import fp8_attention
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
@@ -323,10 +331,9 @@ def test_of_narrower_values_no_zeros_are_kept_beside_the_result():
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (lambda q, k, v: flash_attention(q, k, v, kernel=flash_1(0)), "fast memory of 0"),
-        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
-        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
-        (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
+        (lambda q, k, v: flash_attention(q, k, v, kernel=flash_1(0)), "fast_elements=0"),
+        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "size=-1"),
+        (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "size=0"),
         (lambda q, k, v: flash_attention(q[:, :1], k, v, kernel=flash_2()), "not a multiple"),
         (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
     ],

@@ -123,11 +123,8 @@ def test_the_map_is_a_prefix_sum():
     "offsets, says",
     [
         ([1, 12], "do not start at 0"),
-        ([], "do not start at 0"),
         ([0, 5, 4, 12], "do not ascend: 4 after 5"),
-        ([0, 5, 5, 12], "do not ascend"),
         ([0, 5, 11], "end at 11, but there are 12 tokens"),
-        ([0, 13], "end at 13"),
     ],
 )
 def test_offsets_are_checked(offsets, says):

@@ -10,7 +10,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.attention.alibi import Alibi, alibi_slopes
-from minitrain.attention.flash import flash_1, flash_attention
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
@@ -26,7 +26,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 from tests.ranks.launch.test_dryrun import everything
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
@@ -222,41 +222,6 @@ def test_a_dry_run_equals_the_real_one():
         assert [dryrun.run(account, kind, rank=rank, ranks=4) for rank in range(4)] == launch.run(
             account, kind, ranks=4
         )
-
-
-def test_refusals_are_one_line_on_every_rank():
-    def call(what=ring_attention, **settings):
-        def run():
-            q = torch.ones(1, 4, 8, 4)
-            what(
-                q,
-                q,
-                q,
-                **(dict(group=collectives.world()) if what in (ring_attention, ulysses_attention) else {}),
-                **settings,
-            )
-
-        return run
-
-    places = torch.arange(8)
-    check_refusals(
-        {
-            "ring_attention: a bias [4, 8, 8] is about the keys that are here, others come by too": call(
-                bias=torch.ones(4, 8, 8)
-            ),
-            "ring_attention: ALiBi with positions [2, 8], other ones in each row": call(
-                bias=Alibi(SLOPES[:4], places.expand(2, -1))
-            ),
-            "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(
-                ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)
-            ),
-            "ALiBi needs a kernel that makes scores": call(kernel=flash_1(), bias=Alibi(SLOPES[:4], places)),
-            "packed_attention: ALiBi with positions [1, 8]": call(
-                packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])
-            ),
-        },
-        ranks=2,
-    )
 
 
 def test_a_core_is_given_slopes_and_positions():

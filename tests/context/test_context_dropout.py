@@ -12,28 +12,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
-from minitrain.attention.flash import flash_2, flash_attention
+from minitrain.attention.dropout import GAMMA, DropMask, Places, drop_scores, keep, mix
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
 from minitrain.compose.parallelize import parallelize
-from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import usp_attention
 from minitrain.model.data.batches import MASKED
 from minitrain.model.gpt import cross_entropy_sum
-from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.model.layers import naive_attention
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context.sparing import Sparing
-from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
+from tests.parallel import TOLERANCE, Outcome, Problem, difference, small, train_parallel
 
 # ---- the generator ----------------------------------------------------------------------------------------
 
@@ -473,34 +468,3 @@ def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_ma
     for number, one in enumerate(masks):
         for other in masks[:number]:
             assert abs((one ^ other).double().mean() - 0.5) < 0.08  # 5 standard deviations of 1,024 tosses
-
-
-def test_refusals_are_one_line_on_every_rank():
-    def call(what, *axes, **settings):
-        def run():
-            mesh, q = Mesh(a=2, b=1), torch.ones(1, 2, 8, 4)
-            what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
-
-        return run
-
-    tiled = dict(dropout=MASK, kernel=flash_2())
-    refused = {
-        "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask": call(
-            ring_attention, "group", dropout=0.1
-        ),
-        "ring_attention: dropout p=1.0; must be in [0, 1)": call(
-            ring_attention, "group", dropout=DropMask(1.0, 0)
-        ),
-        "dropout needs a kernel that makes scores": call(ring_attention, "group", **tiled),
-        "use FUSED or PLAIN of kernel.py": call(usp_attention, "ring", "ulysses", **tiled),
-        "ulysses_attention: dropout=0.1": call(
-            ulysses_attention, "group", dropout=0.1, core=causal_attention
-        ),
-        "double_ring_attention: dropout=0.1": call(double_ring_attention, "outer", "inner", dropout=0.1),
-        "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
-        "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),
-        "flash_attention: dropout=0.2": call(flash_attention, dropout=0.2),
-        "dropout p=1.0; must be in [0, 1)": lambda: DropRows(1.0, Places(), "layers.0.dropout"),
-        "packed_attention: dropout=0.3": call(packed_attention, cu_seqlens=[0, 8], dropout=0.3),
-    }
-    check_refusals(refused, ranks=2)

@@ -26,7 +26,7 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import wallfacer
 from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.test_ulysses import TOLERANCE, distance, example, whole_attention
-from tests.parallel import check_refusals, small
+from tests.parallel import small
 
 HEADS = ((8, 8), (8, 2))
 ALL_LAYOUTS = (contiguous, zigzag, striped)
@@ -454,62 +454,3 @@ def test_memory_of_rings_and_teams():
     for count, factors in ((2, (2.3, 2.1)), (4, (3.6, 3.4))):
         found = dryrun.run(peak, "wallfacer", 16 // count, count, rank=1, ranks=16)
         assert [round(ours / ring, 1) for ours, ring in zip(found, (forward, backward))] == list(factors)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------
-
-
-def on_grid(core, heads=4, kv_heads=4, length=4, **axes):
-    mesh = Mesh(**axes)
-    q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads, length, 4)
-    return core(q, k, k, **{axis: mesh.group(axis) for axis in axes})
-
-
-def one_group_twice():
-    group = world()
-    q = torch.ones(1, 4, 4, 4)
-    return usp_attention(q, q, q, ring=group, ulysses=group)
-
-
-def on_two_rings(axis):
-    """Ulysses over one of the two rings, where it should cross both."""
-    mesh = Mesh(outer=2, inner=2)
-    rings = {name: mesh.group(name) for name in mesh.shape}
-    q = torch.ones(1, 4, 4, 4)
-    return loongtrain_attention(q, q, q, ulysses=rings[axis], **rings)
-
-
-REFUSED = {
-    "Ulysses: 3 heads cannot be dealt to the 2 ranks of ulysses": lambda: on_grid(
-        usp_attention, heads=3, kv_heads=3, ring=2, ulysses=2
-    ),
-    "Ulysses: 3 heads cannot be dealt to the 4 ranks of ulysses, each takes whole ones; take 1 or 3 ranks, and a ring over the others": lambda: (
-        on_grid(usp_attention, heads=3, kv_heads=3, ring=1, ulysses=4)
-    ),
-    "zigzag: T=4 is not a multiple of 8 pieces; pad the sequence to 8": lambda: on_grid(
-        usp_attention, length=1, ring=4, ulysses=1
-    ),
-    "zigzag: T=20 is not a multiple of 8 pieces": lambda: on_grid(
-        double_ring_attention, length=5, outer=2, inner=2
-    ),
-    "ring group [0, 1, 2, 3] and ulysses group [0, 1, 2, 3] share ranks [0, 1, 2, 3], but must cross in this rank only": one_group_twice,
-    **{
-        f"must cross in this rank only; on Mesh({axis}=, ulysses=)": partial(on_two_rings, axis)
-        for axis in ("inner", "outer")
-    },
-    "6 query heads are not a multiple of 4 K/V heads": lambda: on_grid(
-        double_ring_attention, heads=6, outer=2, inner=2
-    ),
-    "dealt: T=10 over 4 ranks, 2 of them to a ring rank": lambda: dealt(zigzag, 2)(0, 4, 10),
-    "dealt: T=12 over 4 ranks, 3 of them to a ring rank": lambda: dealt(zigzag, 3)(0, 4, 12),
-    "teams of C=4 on P=4 ranks: P/C² = 0.25 blocks for each member; take a C whose square divides P": lambda: (
-        on_grid(wallfacer_attention, ring=1, team=4)
-    ),
-    "zigzag: T=12 is not a multiple of 8 pieces": lambda: on_grid(
-        wallfacer_attention, length=3, ring=2, team=2
-    ),
-}
-
-
-def test_refusals_are_one_line_on_every_rank():
-    check_refusals(REFUSED, ranks=4)

@@ -15,7 +15,7 @@ from minitrain.model.layers import LatentAttention
 from minitrain.plan.strategy import Strategy
 from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 
@@ -84,11 +84,3 @@ def test_what_is_sent_is_as_wide_as_it_is():
 
     for narrow, same in launch.run(rank, ranks=2):
         assert [ours / theirs for ours, theirs in zip(narrow, same)] == [6 / 8, 6 / 8]
-
-
-def test_teams_refuse_wider_values():
-    def call():
-        *qkv, _ = inputs(HEADS, width=7)
-        CORES[2]()["teams zigzag, 2 x 1"][0](*qkv)
-
-    check_refusals({"wallfacer_attention: values 7 wide, queries and keys 4": call}, ranks=2)

@@ -19,8 +19,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import along, next_cut, run_stages
 from minitrain.tensor_parallel import sequence
-from minitrain.tensor_parallel.block import cut_attention, cut_mlp
-from tests.parallel import check_refusals
+from minitrain.tensor_parallel.model import cut_attention, cut_mlp
 
 TOLERANCE = 1e-12
 
@@ -307,41 +306,3 @@ def test_switch_and_its_adjoint():
 
     for left, right in launch.run(rank, ranks=4):
         assert abs(left - right) < TOLERANCE
-
-
-# ---- what is refused -------------------------------------------------------------------------------------
-
-
-def ulysses_on(heads, kv_heads=None, layout=contiguous, length=3, kv_length=None, dtype=torch.float32):
-    q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads or heads, kv_length or length, 4)
-    return ulysses_attention(q, k.to(dtype), k, group=world(), core=causal_attention, layout=layout)
-
-
-REFUSED = {
-    "Ulysses: 2 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 ranks, and a ring": lambda: (
-        ulysses_on(2)
-    ),
-    "Ulysses: 6 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 or 3 ranks": lambda: (
-        ulysses_on(6)
-    ),
-    "expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]": lambda: ulysses_on(4, kv_length=2),
-    "ulysses_attention: 4 query heads are not a multiple of 3 K/V heads": lambda: ulysses_on(4, kv_heads=3),
-    "ulysses_attention: q torch.float32, k torch.bfloat16, v torch.float32": lambda: ulysses_on(
-        4, dtype=torch.bfloat16
-    ),
-    "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(
-        4, layout=zigzag
-    ),
-    "has 6 along dim 1, not a multiple of the 4 ranks of world; pad it": lambda: switch(
-        torch.ones(2, 6, 2), world(), cut=1, join=2
-    ),
-    "cut and join are both dim 1": lambda: switch(torch.ones(2, 4, 2), world(), cut=1, join=-2),
-    "there must be two": lambda: run_stages(torch.ones(2, 4, 8), [(1, torch.relu)], world(), cut=1),
-    "stages along dims [3] of x [2, 4, 8, 8]": lambda: run_stages(
-        torch.ones(2, 4, 8, 8), [(3, torch.relu)], world(), cut=1
-    ),
-}
-
-
-def test_refusals_are_one_line_on_every_rank():
-    check_refusals(REFUSED, ranks=4)

@@ -25,7 +25,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.tensor_parallel.sequence import own_time
+from minitrain.tensor_parallel.sequence import local_tokens
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
 
@@ -337,7 +337,7 @@ def sent():
         # tokens that stand cut over tp already: theirs are the positions that count, padding at the end included
         x, at, part = drawn(rows=2, length=8, seed=ep.rank()), torch.arange(8).repeat(2, 1), 4 * tp.rank()
         at[:, 5:] = -1
-        sliced = made(True, own_time=partial(own_time, group=tp))(x[:, part : part + 4], at)
+        sliced = made(True, own_time=partial(local_tokens, group=tp))(x[:, part : part + 4], at)
         assert (sliced - made(False)(x, at)[:, part : part + 4]).abs().max() < 1e-12
         for drops in (True, False):
             mixture = made(drops)

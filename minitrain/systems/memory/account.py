@@ -32,8 +32,8 @@ class UnitCost(NamedTuple):
 
 
 def account(ledger: Callable, layer: nn.Module, *inputs) -> list[UnitCost]:
-    """Of layer(*inputs), whose first input gets a gradient; `ledger()` makes a Ledger. The layer's modules
-    compute by names (`result`); their door is put back."""
+    """Of layer(*inputs), whose first input gets a gradient and whose modules compute by names (`result`);
+    `ledger()` makes a Ledger."""
     x, *others = inputs
     frame = _Frame(ledger(), layer, x)
     doors = [(part, part.result) for part in layer.modules() if hasattr(part, "result")]

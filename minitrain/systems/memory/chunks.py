@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
 from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.ranks.collectives import announce_host
-from minitrain.systems.memory.in_turn import forward_backward
-from minitrain.systems.memory.window import lie_in, parameters_of, sent_home
+from minitrain.systems.memory.window import forward_backward, lie_in, parameters_of, sent_home
 
 
 def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
@@ -71,11 +70,9 @@ def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
 
 
 class ChunkedTraining:
-    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only.
-
-    `chunk` elements each, of which as many as `device_bytes` can hold are on the device at a time.
-    `make_optimizer([masters])` is called for every chunk. ValueError: what does not fit, shared or frozen
-    parameters, parameters of other dtypes."""
+    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only: chunks of `chunk`
+    elements, as many on the device as `device_bytes` hold. `make_optimizer([masters])` is called for every
+    chunk. ValueError: what does not fit, shared or frozen parameters, parameters of other dtypes."""
 
     def __init__(
         self, layers: Sequence[nn.Module], chunk: int, device_bytes: int, make_optimizer, device=None
@@ -93,9 +90,8 @@ class ChunkedTraining:
         number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
         self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
         if (most := max(map(len, self._needs))) > self.room:
-            layer = self._needs.index(max(self._needs, key=len))
-            found = f"layer {layer} needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
-            raise ValueError(f"{found}, device_bytes={device_bytes:,} are {self.room}: give more room")
+            needs = f"a layer needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
+            raise ValueError(f"{needs}, device_bytes={device_bytes:,} are {self.room}: give more room")
         self._blocks, self.optimizers = [], []
         for owned in self.chunks:
             self._blocks.append(sent_home(owned, chunk))
@@ -116,7 +112,8 @@ class ChunkedTraining:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
         if self._use:
             raise ValueError("the chunks have gradients: call step() before the next forward")
-        return forward_backward(self.layers, x, loss_of, self._enter, self._leave, (positions,))
+        come_and_go = self._enter, self._leave
+        return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
 
     def step(self) -> None:
         """Update all chunks, on the host."""
@@ -129,8 +126,6 @@ class ChunkedTraining:
                     if isinstance(value, Tensor) and not on_host(value):
                         announce_host(value, "optimizer state")
         self._use = 0
-
-    # ---- chunks come and go -------------------------------------------------------------------------------
 
     def _enter(self, layer: int) -> None:
         """Bring a layer's chunks. The first step notes what is asked for, and what came first goes first;

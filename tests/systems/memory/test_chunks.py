@@ -245,7 +245,7 @@ def test_wrong_use_is_refused():
     for make, message in (
         (
             lambda: chunked(model, 2),
-            "layer 1 needs . chunks of 2,048 bytes at once, device_bytes=4,096 are 2",
+            "a layer needs . chunks of 2,048 bytes at once, device_bytes=4,096 are 2",
         ),
         (lambda: chunked(model, 9, 500), "has .* elements, a chunk 500: use larger chunks"),
         (lambda: chunked(GPT(small(), dtype=torch.bfloat16), 9), "two layers share a parameter"),

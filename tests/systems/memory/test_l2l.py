@@ -10,7 +10,7 @@ from minitrain.memory.pools import on_host
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.l2l import LayerToLayer
+from minitrain.systems.memory.window import LayerToLayer
 
 WIDTH, ROWS = 6, 5
 LAYER_BYTES = 8 * (WIDTH * WIDTH + WIDTH)

@@ -61,7 +61,7 @@ def measured(sizes, parts, each):
 EACH = {
     "kept": None,
     "recompute": lambda *weights: recompute,
-    "swap": lambda *weights: Swap(Away, Back, stays=weights),
+    "swap": lambda *weights: Swap(Away, Back, resident=weights),
 }
 
 
@@ -134,7 +134,7 @@ def test_uneven_parts():
 
 
 def test_what_a_part_saves_goes_as_it_is_and_comes_to_where_it_was():
-    """Without a copy of it in between; `stays` are not copied at all."""
+    """Without a copy of it in between; `resident` ones are not copied at all."""
     weight, x, moved = torch.ones(3, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True), []
 
     class There:
@@ -148,7 +148,7 @@ def test_what_a_part_saves_goes_as_it_is_and_comes_to_where_it_was():
         def wait(self):
             return torch.ones(moved[-1][0].shape)
 
-    swap = Swap(There, lambda x, device: Back((x, device)), stays=[weight])
+    swap = Swap(There, lambda x, device: Back((x, device)), resident=[weight])
     y = swap(lambda x: (x @ weight).exp(), x)
     there = {x.untyped_storage().data_ptr() for x in moved}
     assert there == {x.untyped_storage().data_ptr(), y.untyped_storage().data_ptr()} and len(moved) == 2

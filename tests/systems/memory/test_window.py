@@ -11,8 +11,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.ranks.events import Compute
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.in_turn import Kept, forward_backward, of_microbatches, order_of_use
-from minitrain.systems.memory.window import LayerWindow
+from minitrain.systems.memory.window import LayerWindow, Stash, forward_backward, order_of_use
 from tests.parallel import small
 
 TOKENS = torch.arange(40).view(5, 8) * 7 % 29
@@ -65,7 +64,7 @@ def test_in_turn_gives_the_gradients_of_one_graph_and_asks_in_order(count):
     x, asked, left = torch.randn(4, 3, dtype=torch.float64), [], []
     expected = (models[0](x).tanh() ** 2).sum()
     expected.backward()
-    loss = forward_backward(models[1], x, lambda y: (y.tanh() ** 2).sum(), asked.append, left.append)
+    loss = forward_backward(models[1], [x], lambda y, u: (y.tanh() ** 2).sum(), asked.append, left.append)
     assert loss == expected and not loss.requires_grad
     assert asked == order_of_use(count) and left == list(reversed(range(count)))
     for one, other in zip(*(model.parameters() for model in models)):
@@ -84,7 +83,7 @@ def test_in_turn_keeps_an_input_a_layer_and_the_graph_of_one():
                 param.grad = None
 
         with Ledger() as ledger:
-            forward_backward(layers, x, torch.sum, after=forget)
+            forward_backward(layers, [x], lambda y, u: y.sum(), after=forget)
         return ledger.peak_by_kind["activations"]
 
     assert peak(9) - peak(5) == 4 * 10 * 4 * 4
@@ -105,7 +104,8 @@ def test_in_turn_lets_an_input_go_with_its_layer():
     def gone(number):
         over.append(all(held[later]() is None for later in range(max(1, number), 5)))
 
-    forward_backward([layer(number) for number in range(5)], torch.randn(4, 3), torch.sum, after=gone)
+    layers = [layer(number) for number in range(5)]
+    forward_backward(layers, [torch.randn(4, 3)], lambda y, u: y.sum(), after=gone)
     assert over == [True] * 5
 
 
@@ -268,7 +268,7 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
     """FLOPs of two layers of 8 x 8, a product of 4 rows each: forward once and twice, dx of the last alone."""
     layers, inputs, left = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.ones(4, 8), []
 
-    class Watched(Kept):
+    class Watched(Stash):
         def __init__(self, x):
             super().__init__(x)
             alive.add(self)
@@ -284,12 +284,12 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
         return layer(x)
 
     with Ledger() as ledger:
-        forward_backward(layers, inputs, torch.sum)
+        forward_backward(layers, [inputs], loss_of)
     product = 2 * 4 * 8 * 8
     assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
     assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
     parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
-    of_microbatches(parts, [*inputs.split(1)], loss_of, lambda i: None, lambda i: None, keep=Watched)
+    forward_backward(parts, inputs.split(1), loss_of, stash=Watched)
     assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one
 
 
@@ -310,7 +310,7 @@ def test_of_several_microbatches_each_passes_a_layer_before_the_next_is_asked_fo
 
     layers, parts = [of(number) for number in range(3)], [torch.ones(rows, 2) for rows in (1, 2)]
     before, after = lambda i: said.append(("before", i)), lambda i: said.append(("after", i))
-    of_microbatches(layers, parts, loss_of, before, after, ("both get it",))
+    forward_backward(layers, parts, loss_of, before, after, ("both get it",))
     assert said == [
         ("before", 0), (0, 1), (0, 2), ("before", 1), (1, 1), (1, 2),
         ("before", 2), (2, 1), ("loss", 0), (2, 2), ("loss", 1), ("after", 2),

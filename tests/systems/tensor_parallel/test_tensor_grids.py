@@ -3,6 +3,7 @@ as promised.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -96,27 +97,25 @@ def test_products_and_their_bytes(side):
     assert launch.run(rank, ranks=side * side) == [[]] * side * side
 
 
-def test_after_the_skew_cannon_speaks_to_neighbours_only():
-    side = 3
+def test_cannon():
+    """On 3×3 ranks: after the skew, blocks go to the neighbours on the left and above only."""
+    side, A, B = 3, random(6, 9), random(9, 12, seed=1)
 
-    def messages():
-        groups = grid(side)
-        calls = []
+    def rank():
+        groups, calls = grid(side), []
+        a, b = block(A, *groups), block(B, *groups)
         with collectives.observe(lambda kind, call: calls.append(call) if kind == "issue" else None):
-            cannon(torch.zeros(3, 5), torch.zeros(5, 2), *groups)
+            c = cannon(a, b, *groups)
         assert {call.op for call in calls} == {"send", "receive"}
-        return [call.peer for call in calls if call.op == "send"]
+        return apart(whole(c, *groups), A @ B), [call.peer for call in calls if call.op == "send"]
 
     def place(i: int, j: int) -> int:
         return i % side * side + j % side
 
-    for me in range(side * side):
+    for me, (error, peers) in enumerate(launch.run(rank, ranks=side * side)):
         i, j = divmod(me, side)
         skew = [place(i, j - i)] * (i > 0) + [place(i - j, j)] * (j > 0)
-        assert dryrun.run(messages, rank=me, ranks=side * side) == skew + [
-            place(i, j - 1),
-            place(i - 1, j),
-        ] * (side - 1)
+        assert error < TOLERANCE and peers == skew + [place(i, j - 1), place(i - 1, j)] * (side - 1)
 
 
 def test_each_rank_sends_its_share_on_any_grid():
@@ -549,11 +548,11 @@ def test_what_depth_saves_and_what_it_costs():
 # ---- refusals --------------------------------------------------------------------------------------------
 
 
-def refusal(fn: Callable) -> str:
-    with pytest.raises(ValueError) as caught:
-        fn()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def check_refusals_here(refused: dict[str, Callable]) -> None:
+    for words, call in refused.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
 
 
 def test_bad_grids_are_refused_before_anyone_waits():
@@ -563,28 +562,19 @@ def test_bad_grids_are_refused_before_anyone_waits():
         mesh = Mesh(depth=2, row=2, column=4)
         row, column, depth = mesh.group("column"), mesh.group("row"), mesh.group("depth")
         linear, x = nn.Linear(8, 8), torch.zeros(4, 4)
-        calls = [
-            lambda: product(x, x, row, column)
-            for product in (summa, summa_overlapped, summa_nt, summa_tn, cannon)
-        ]
-        calls += [
-            lambda: block(x, row, column),
-            lambda: Linear2D(linear, row, column),
-            lambda: Norm2D(nn.LayerNorm(8), row, column),
-            lambda: Linear25D(linear, row, column, depth),
-        ]
+        calls = [partial(product, x, x) for product in (summa, summa_overlapped, summa_nt, summa_tn, cannon)]
+        calls += [partial(block, x), partial(Linear2D, linear), partial(Norm2D, nn.LayerNorm(8))]
+        calls += [lambda row, column: Linear25D(linear, row, column, depth)]
         for call in calls:
-            assert refusal(call).startswith(
-                "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
-            )
-        assert refusal(lambda: summa(x, x, column, column)) == (
-            "row group [1, 5] and column group [1, 5] share ranks [1, 5], not this one alone; give two axes of one mesh"
-        )
-        assert "depth group [1, 5] and column group [1, 5] share ranks [1, 5]" in refusal(
-            lambda: Linear25D(linear, depth, column, column)
-        )
-        assert "depth group [1, 5] and row group [1, 5] share ranks [1, 5]" in refusal(
-            lambda: batch_block(x, column, depth, column)
+            square = "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
+            check_refusals_here({square: partial(call, row, column)})
+        shared = "column group [1, 5] share ranks [1, 5], not this one alone; give two axes of one mesh"
+        check_refusals_here(
+            {
+                f"row group [1, 5] and {shared}": lambda: summa(x, x, column, column),
+                f"depth group [1, 5] and {shared}": lambda: Linear25D(linear, depth, column, column),
+                "depth group [1, 5] and row group [1, 5]": lambda: batch_block(x, column, depth, column),
+            }
         )
 
     dryrun.run(rank, rank=1, ranks=16)
@@ -593,60 +583,31 @@ def test_bad_grids_are_refused_before_anyone_waits():
 def test_bad_sizes_are_refused():
     def rank():
         groups = row, column, depth = cuboid(2, 2)
-        flat = row, column
-        assert "blocks [4, 3] and [2, 5] do not fit: 3 and 2" in refusal(
-            lambda: summa(torch.zeros(4, 3), torch.zeros(2, 5), *flat)
-        )
-        assert "summa_nt: blocks [4, 3] and [5, 2] do not fit: 3 and 2" in refusal(
-            lambda: summa_nt(torch.zeros(4, 3), torch.zeros(5, 2), *flat)
-        )
-        assert "summa_tn: blocks [2, 4, 3] and [7, 3] do not fit: 8 and 7" in refusal(
-            lambda: summa_tn(torch.zeros(2, 4, 3), torch.zeros(7, 3), *flat)
-        )
-        assert "cannon: blocks [4, 3] and [2, 5] do not fit: 3 and 2" in refusal(
-            lambda: cannon(torch.zeros(4, 3), torch.zeros(2, 5), *flat)
-        )
-        assert "3 along dim 0 of [3, 4] is not a multiple of the 2 ranks of row" in refusal(
-            lambda: block(torch.zeros(3, 4), *flat)
-        )
-        once = block(torch.zeros(4, 4), *flat)
-        assert refusal(lambda: block(once, *flat)).startswith(
-            "block: the tensor [2, 2] is cut already, along dim 0 over row"
-        )
-        assert "Linear2D: 7 of weight [7, 8] is not a multiple of q=2" in refusal(
-            lambda: Linear2D(nn.Linear(8, 7), *flat)
-        )
-        assert "Norm2D: 7 of weight [7] is not a multiple of q=2" in refusal(
-            lambda: Norm2D(nn.RMSNorm(7), *flat)
-        )
-        linear = nn.Linear(8, 8)
-        assert "the input is 8 wide, but this rank's block of the weight takes 4" in refusal(
-            lambda: Linear2D(linear, *flat)(torch.zeros(2, 8))
-        )
-        linear.weight = shard(linear.weight, 0, depth)
-        assert "Linear2D: weight [4, 8] is cut already, along dim 0 over depth" in refusal(
-            lambda: Linear2D(linear, *flat)
-        )
-        twice = make_block()
+        flat, zeros, linear = (row, column), torch.zeros, nn.Linear(8, 8)
+        once, twice, cut_linear = block(zeros(4, 4), *flat), make_block(), nn.Linear(8, 8)
+        cut_linear.weight = shard(cut_linear.weight, 0, depth)
         optimus.cut_block(twice, *flat)
-        for cut, part in (
-            (optimus.cut_block, twice),
-            (optimus.cut_attention, twice.attention),
-            (optimus.cut_mlp, twice.mlp),
-        ):
-            assert "is cut already, along dim 1 over row" in refusal(lambda: cut(part, *flat))
-        assert "batch 6 is not a multiple of q·d = 2·2 = 4" in refusal(
-            lambda: batch_block(torch.zeros(6, 4), *groups)
-        )
-        assert "batch_block: the tensor [2, 2] is cut already" in refusal(lambda: batch_block(once, *groups))
-        assert "attention.k: 1 heads are not a multiple of q=2" in refusal(
-            lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat)
-        )
-        assert "dropout=0.5: ranks would have to draw the blocks of one mask" in refusal(
-            lambda: tesseract.cut_block(make_block(dropout=0.5), *groups)
-        )
-        assert "LatentAttention has no q, k, v" in refusal(
-            lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat)
+        check_refusals_here(
+            {
+                "blocks [4, 3] and [2, 5] do not fit: 3 and 2": lambda: summa(
+                    zeros(4, 3), zeros(2, 5), *flat
+                ),
+                "summa_nt: blocks [4, 3] and [5, 2]": lambda: summa_nt(zeros(4, 3), zeros(5, 2), *flat),
+                "do not fit: 8 and 7": lambda: summa_tn(zeros(2, 4, 3), zeros(7, 3), *flat),
+                "cannon: blocks [4, 3] and [2, 5]": lambda: cannon(zeros(4, 3), zeros(2, 5), *flat),
+                "not a multiple of the 2 ranks of row": lambda: block(zeros(3, 4), *flat),
+                "block: the tensor [2, 2] is cut already": lambda: block(once, *flat),
+                "7 of weight [7, 8] is not a multiple of q=2": lambda: Linear2D(nn.Linear(8, 7), *flat),
+                "Norm2D: 7 of weight [7]": lambda: Norm2D(nn.RMSNorm(7), *flat),
+                "the input is 8 wide": lambda: Linear2D(linear, *flat)(zeros(2, 8)),
+                "Linear2D: weight [4, 8] is cut already": lambda: Linear2D(cut_linear, *flat),
+                "already, along dim 1 over row": lambda: optimus.cut_attention(twice.attention, *flat),
+                "batch 6 is not a multiple of q·d = 2·2 = 4": lambda: batch_block(zeros(6, 4), *groups),
+                "batch_block: the tensor [2, 2] is cut already": lambda: batch_block(once, *groups),
+                "1 heads are not a multiple": lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat),
+                "dropout=0.5: ranks": lambda: tesseract.cut_block(make_block(dropout=0.5), *groups),
+                "has no q, k, v": lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat),
+            }
         )
 
     dryrun.run(rank, ranks=8)
