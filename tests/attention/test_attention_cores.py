@@ -1,6 +1,5 @@
 """Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no
-scores.
-"""
+scores."""
 
 import math
 from functools import partial
@@ -171,8 +170,7 @@ def test_rabe_memeff():
 
 def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
     """Four times the tokens: dk, dv and chunks of dq grow four times, summaries twice; naive holds 16 times
-    as much.
-    """
+    as much."""
     chunked = partial(lazy_attention, query_chunk=8)
     assert extra_bytes(chunked, 144, True) < 4 * extra_bytes(chunked, 36, True)
     assert extra_bytes(naive_attention, 144, True) > 16 * extra_bytes(naive_attention, 36, True)
@@ -252,8 +250,7 @@ def test_extra_memory_is_flat(version):
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_tiles_are_blocks_that_merge(version):
     """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and
-    lse.
-    """
+    lse."""
     q, k, v = (x.detach() for x in inputs(13, 4, 2))
     kernel, halves = version(48), (slice(0, 6), slice(6, 13))
     whole, whole_lse = kernel.forward(q, k, v, False)
@@ -380,8 +377,7 @@ def test_blockwise_equals_the_block(settings):
 
 def test_bpt():
     """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the
-    peak makes of it.
-    """
+    peak makes of it."""
     batch, tokens, width = 1, 256, 32
     bsh = batch * tokens * width
     tiled = partial(flash_attention, kernel=flash_2(1024))

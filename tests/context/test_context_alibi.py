@@ -1,6 +1,5 @@
 """ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of
-dropout, and in a model.
-"""
+dropout, and in a model."""
 
 import math
 from functools import partial
@@ -44,8 +43,7 @@ def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_biases_as_one_process_does(ranks):
     """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a
-    matrix of numbers.
-    """
+    matrix of numbers."""
     expected = [(mask, in_one_process(bias=BY_HAND, mask=mask)) for mask in (0.0, MASK)]
 
     def rank():
@@ -61,8 +59,7 @@ def test_every_core_biases_as_one_process_does(ranks):
 
 def test_documents_in_one_row():
     """Each document laid out for itself; across documents nothing is seen, and within them distances are what
-    they are.
-    """
+    they are."""
 
     def rank():
         group, offsets = collectives.world(), [0, 8, 24, T]
@@ -86,8 +83,7 @@ def test_documents_in_one_row():
 
 def test_one_device():
     """Cores of one device take the positions that came with the tokens: also later ones, and others in each
-    row.
-    """
+    row."""
     *qkv, _ = inputs(HEADS)
     expected = in_one_process(bias=BY_HAND)[0]
     for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, kernel=PLAIN)):
@@ -116,8 +112,7 @@ def test_a_tile_of_bfloat16_has_exact_distances():
 
 def test_without_it_it_does_not():
     """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the
-    heads.
-    """
+    heads."""
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}
@@ -188,8 +183,7 @@ def test_a_model_equals_one_process(name):
 
 def test_a_dry_run_equals_the_real_one():
     """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and
-    Ulysses.
-    """
+    Ulysses."""
     config = GPTConfig(
         vocab_size=32,
         d_model=32,

@@ -1,6 +1,5 @@
 """The table of cores: names without torch, every name runs on its groups and equals one process, what is
-refused is one line.
-"""
+refused is one line."""
 
 import subprocess
 import sys

@@ -1,6 +1,5 @@
 """Pipelines over slices of a sequence whose tokens are cut over ranks: Runner on pp x cp real ranks against
-one process.
-"""
+one process."""
 
 from functools import cache
 
@@ -49,8 +48,7 @@ def data():
 
 def dropping_scores_only(model, kind):
     """The cores drop by place; rows of every microbatch are counted from 0, and activations are left
-    alone.
-    """
+    alone."""
     places = Places(seed=4)
     for layer in model.layers:
         for module in layer.modules():
@@ -129,8 +127,7 @@ WAYS = [
 
 def test_pipelines_on_pp2_cp2():
     """Both schedules, even and uneven slices, every kind of positions, masks of dropout by place, latent
-    attention.
-    """
+    attention."""
     found = launch.run(lambda: [in_slices(*way, pp=2) for way in WAYS], ranks=4)
     for number, way in enumerate(WAYS):
         assert furthest([ranks[number] for ranks in found], way[0]) < TOLERANCE, way
@@ -138,8 +135,7 @@ def test_pipelines_on_pp2_cp2():
 
 def test_usp_on_cp4_and_no_context_parallelism():
     """Ring and Ulysses together; and groups of one, which are one device: slices with dropout and ALiBi
-    without cp.
-    """
+    without cp."""
     ways = [("alibi and dropout", seq1f1b(1, 2, 2), "usp", dict(ring=2, ulysses=2), "zigzag")]
     found = launch.run(lambda: [in_slices(*way, pp=1) for way in ways], ranks=4)
     assert furthest([ranks[0] for ranks in found], "alibi and dropout") < TOLERANCE

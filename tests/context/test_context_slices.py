@@ -1,6 +1,5 @@
 """Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and
-pipelines on real ranks.
-"""
+pipelines on real ranks."""
 
 import math
 from functools import partial
@@ -82,8 +81,7 @@ SIZES = {
 
 def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True, mesh=None):
     """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all
-    ranks; bytes sent.
-    """
+    ranks; bytes sent."""
     mesh = mesh or Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
     core = SlicedAttention(
@@ -112,8 +110,7 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all
-    gradients.
-    """
+    gradients."""
     plain = in_one_process(width=3)
     biased = in_one_process(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK, width=3)
     ways = [
@@ -203,8 +200,7 @@ def test_without_it_it_does_not():
 
 def test_what_a_ring_of_slices_sends():
     """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as
-    well, of its keys.
-    """
+    well, of its keys."""
 
     def rank():
         found = {}

@@ -1,6 +1,5 @@
 """Values of another width than queries and keys, as latent attention has them: every core over ranks, and a
-whole model.
-"""
+whole model."""
 
 from functools import partial
 
@@ -23,8 +22,7 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core(ranks):
     """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and
-    dropout too.
-    """
+    dropout too."""
     biased = dict(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK)
     expected = {
         (width, extras): in_one_process(width=width, **(biased if extras else {}))

@@ -1,6 +1,5 @@
 """All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its
-docstring says.
-"""
+docstring says."""
 
 from functools import partial
 
@@ -24,8 +23,7 @@ LAYOUTS = (contiguous, zigzag, striped)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_llama_3_gathers_keys(ranks):
     """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward,
-    as many backward.
-    """
+    as many backward."""
 
     def rank():
         group, found = collectives.world(), []
@@ -71,8 +69,7 @@ def test_documents_in_a_row():
 
 def test_few_tiles_of_even_work():
     """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring
-    computes 2n + 1; and all have the same.
-    """
+    computes 2n + 1; and all have the same."""
 
     def rank(layout):
         group, x = collectives.world(), torch.empty(1, 1, T // 8, 1)
@@ -121,8 +118,7 @@ def kept(ranks, keep, core):
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_and_messages(ranks):
     """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes per token for
-    their order, and bytes, in 3 calls.
-    """
+    their order, and bytes, in 3 calls."""
     (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (
         kept(ranks, True, gathered_attention),
         kept(ranks, False, gathered_attention),

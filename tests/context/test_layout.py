@@ -1,6 +1,5 @@
 """Layouts: every token once, tiles are the mask and nothing else, the work of each rank and step as the
-papers' formulas.
-"""
+papers' formulas."""
 
 from fractions import Fraction
 

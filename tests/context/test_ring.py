@@ -1,6 +1,5 @@
 """The ring: equal to full attention in every layout, bytes and memory as its docstring says, hidden behind
-the products, a model through it.
-"""
+the products, a model through it."""
 
 from functools import partial
 
@@ -60,8 +59,7 @@ def everywhere(layouts, all_heads, kinds=(FUSED,)):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_flat_ring_is_the_ring(ranks):
     """Thirty lines to read first: they equal full attention, and what they send is a ring's and one more hop
-    of the block.
-    """
+    of the block."""
 
     def rank():
         group = collectives.world()
@@ -87,8 +85,7 @@ def test_the_flat_ring_is_the_ring(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_equals_full_attention_and_sends_what_it_says(ranks):
     """Output and all gradients; forward (n-1) · 2·B·H_kv·T/n·K elements, backward twice: fewer K/V heads,
-    fewer bytes.
-    """
+    fewer bytes."""
     settings = {1: ([GQA],), 8: ([GQA],), 2: ([MHA, GQA, MQA], (FUSED, PLAIN)), 4: ([MHA, GQA, MQA],)}[ranks]
     for apart, sent in launch.run(everywhere, LAYOUTS, *settings, ranks=ranks):
         assert max(apart.values()) < TOLERANCE, apart
@@ -188,8 +185,7 @@ def test_without_one_of_its_parts_it_fails():
 
 def test_bfloat16_is_summed_in_float32():
     """As near to the exact result on four ranks as one rank is: sums are not rounded, but for those that
-    travel.
-    """
+    travel."""
 
     def rank():
         group = collectives.world()
@@ -204,8 +200,7 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_blocks_in_any_order_with_any_masks():
     """Nothing merged with nothing is nothing; D alone gives the gradients that O gives, for tiny and for no
-    dO too.
-    """
+    dO too."""
     q, k, v, dout = inputs(MHA, 8)
     out, lse = empty_result(q)
     merge(out, lse, *empty_result(q))
@@ -241,8 +236,7 @@ def product_flops(layout, causal, tokens, ranks, rank):
 
 def test_megatron_cp():
     """Zig-zag: two pairs of half blocks in every step on every rank, exactly; half of the full mask's FLOPs;
-    equal to full attention.
-    """
+    equal to full attention."""
     for n in (2, 4, 8):
         c = 16
         pair = (c // 2) ** 2
@@ -264,8 +258,7 @@ def test_megatron_cp():
 
 def test_striped_attention():
     """A near-triangle in every step: makespan c²n/2 but for the diagonal, where contiguous takes c²(n - 1/2);
-    equal to full attention.
-    """
+    equal to full attention."""
     for n, speedup in ((2, 3 / 2), (4, 7 / 4), (8, 15 / 8)):
         c = 512
         slowest = {layout: sum(map(max, entries(layout, n, n * c))) for layout in LAYOUTS}
@@ -370,8 +363,7 @@ def moving(heads, length):
 
 def test_blockwise_ring():
     """Memory 6bch for blocks of c whatever T is; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements
-    forward.
-    """
+    forward."""
     for ranks in (4, 16):
         travelling = dryrun.run(moving, 8, 1024, ranks=ranks)
         assert travelling == 4  # K and V in use, K and V arriving: with q and out the paper's 6bch
@@ -450,8 +442,7 @@ def test_a_million_tokens_on_64_ranks():
 
 def train(problem, layout, sums_gradients=True):
     """Every rank has its tokens of every sequence, and their positions; gradients are summed over the same
-    group.
-    """
+    group."""
     group = collectives.world()
     torch.manual_seed(1000 + group.rank())
     model = GPT(
@@ -509,8 +500,7 @@ def test_a_model_equals_one_process(ranks):
 
 def layer_over(ranks, again=False, length=64):
     """Bytes a layer keeps for backward on one of `ranks`, and FLOPs of its step, if `again` with the forward
-    pass twice.
-    """
+    pass twice."""
     config = small(d_model=64, max_positions=length)
 
     def run():
@@ -533,8 +523,7 @@ def layer_over(ranks, again=False, length=64):
 
 def test_seq_parallel_concept():
     """1/n of the activations on each rank; gradients want an all-reduce over the group; the loss is one
-    process's; recomputing costs a third.
-    """
+    process's; recomputing costs a third."""
     kept, flops = layer_over(1)
     for ranks in (2, 4, 8):
         assert layer_over(ranks)[0] * ranks == kept

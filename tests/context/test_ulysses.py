@@ -1,6 +1,5 @@
 """Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear
-refusals.
-"""
+refusals."""
 
 from functools import partial
 
@@ -121,8 +120,7 @@ def block(core=naive_attention, config=CONFIG):
 
 def one_layer(way):
     """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients
-    of x and weights.
-    """
+    of x and weights."""
     group = world()
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     positions = split(torch.arange(T), contiguous, group, 0)
@@ -148,8 +146,7 @@ def one_layer(way):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses(ranks):
     """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4
-    (P-1)/P · N·h: P times less.
-    """
+    (P-1)/P · N·h: P times less."""
     layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = layer(x, torch.arange(T))
     y.square().sum().backward()
@@ -211,8 +208,7 @@ def layer_along(layer, positions=None):
 
 def video(way, group):
     """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and
-    its gradients.
-    """
+    its gradients."""
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
@@ -237,8 +233,7 @@ def video(way, group):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dsp(ranks):
     """A spatial-temporal block: as on one device, with 2 all-to-alls of M/P where Ulysses sends 4 and on a
-    flat sequence 8: 50 to 75 % less.
-    """
+    flat sequence 8: 50 to 75 % less."""
     *_, expected, weights = video("one device", None)
     unit = 8 * B * FRAMES * PATCHES * D // ranks * (ranks - 1) // ranks
     sent = {}
@@ -260,8 +255,7 @@ def test_dsp(ranks):
 
 def test_stages_switch_only_when_they_must():
     """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut
-    next.
-    """
+    next."""
 
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
@@ -288,8 +282,7 @@ def test_a_dim_that_nobody_needs_is_cut_where_x_came_cut():
 
 def test_switch_and_its_adjoint():
     """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors
-    at once.
-    """
+    at once."""
 
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())

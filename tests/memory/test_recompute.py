@@ -606,7 +606,7 @@ def test_words():
         "keep:kore": "no result is called 'kore'; use norm1, latents, qkv",
         "drop:up+zoo+gates+tables+worlds+things+yards": "no result is called 'gates'",  # of several the first in the alphabet
         "revolve:2,none": "use one of them alone",
-        "revolve:0": "revolve:0; give the number of inputs kept at once, 1 or more",
+        "revolve:0": "recompute='revolve:0'; use none, stage, full",
         "full*0,none": "'full.0' is repeated '0' times; use 1 or more",
         "stage,full": "stage is about whole stages; use it alone",
     }.items():

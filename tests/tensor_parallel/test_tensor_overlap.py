@@ -1,6 +1,5 @@
 """Tensor parallelism that hides its communication: equal to the plain ways, the same bytes, hidden by the
-order of events.
-"""
+order of events."""
 
 from functools import partial
 
@@ -29,8 +28,7 @@ WHOLE_DW = partial(ring_overlap.column, dw_by_slice=False), partial(ring_overlap
 
 def whole(bias=True, frozen=False):
     """Two column matrices, a third whose one head all ranks share, and a row matrix; float64, alike on all
-    ranks.
-    """
+    ranks."""
     torch.manual_seed(1)
     modules = [
         nn.Linear(D, F, bias=bias),
@@ -45,8 +43,7 @@ def whole(bias=True, frozen=False):
 
 def passes(column, row, sequence_parallel, bias=True, frozen=False):
     """Forward and backward of a small pair of layers: (output, dx, all gradients), and (bytes forward, bytes
-    backward).
-    """
+    backward)."""
     group = collectives.world()
     first, second, shared, last = whole(bias, frozen)
     torch.manual_seed(2)
@@ -253,8 +250,7 @@ def test_without_one_hop_it_does_not(kind):
 
 def words(events):
     """The events as one word each: `issue`, `wait` and `product`; the rest of the computation is left out,
-    repeats are joined.
-    """
+    repeats are joined."""
     found = []
     for event in events:
         word = {Issue: "issue", Wait: "wait"}.get(type(event)) or ("product" if event.flops else None)
@@ -315,8 +311,7 @@ def test_every_piece_but_the_last_is_summed_behind_a_product():
 
 def gpt3_layer(column, row, sequences, cut):
     """Forward and backward of one layer of GPT-3, T=2048, as rank 0 of t=8: timeline on H100s, (bytes sent,
-    FLOPs), peak bytes.
-    """
+    FLOPs), peak bytes."""
 
     def rank():
         group = collectives.world()
@@ -343,8 +338,7 @@ def gpt3_layer(column, row, sequences, cut):
 
 def test_less_is_exposed_in_a_layer_of_gpt3():
     """But products of 256 tokens are bound by memory: by slices, the ring wants more tokens than one sequence
-    has.
-    """
+    has."""
     ways = {
         "linear": (linear.column, linear.row, 1),
         "overlap": (overlap.column, overlap.row, 1),
@@ -383,8 +377,7 @@ def test_less_is_exposed_in_a_layer_of_gpt3():
 
 def test_the_ring_never_holds_the_whole():
     """Peak bytes of the four passes in slices of B·T/t·D, with t = 8; what is F/t wide is small here, less
-    than 1/2 in all.
-    """
+    than 1/2 in all."""
 
     def rank():
         group = collectives.world()

@@ -1,6 +1,5 @@
 """Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say,
-dropout, clear refusals.
-"""
+dropout, clear refusals."""
 
 from dataclasses import replace
 
@@ -127,8 +126,7 @@ def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
 
 def one_layer(way):
     """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of
-    its matrices is here.
-    """
+    its matrices is here."""
     group = world()
     block = layer_of(PLAIN, group, LAYER_WAYS[way])
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
@@ -162,8 +160,7 @@ def whole_layer():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_tp_1d(ranks):
     """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of
-    the weights.
-    """
+    the weights."""
     expected, numel = whole_layer()
     for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
         assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
@@ -243,9 +240,8 @@ GPT3 = GPTConfig(vocab_size=64, d_model=12288, num_layers=1, num_heads=96, max_p
 
 
 def kept(config, length, batch, way):
-    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms; and bytes
-    that this forward and its backward send.
-    """
+    """Bytes that a layer keeps for backward in bfloat16, without mean and deviation of its two norms; and
+    bytes that this forward and its backward send."""
     group = world()
     block = layer_of(config, group, LAYER_WAYS[way], dtype=torch.bfloat16)
     tokens = length if way == "plain" else length // group.size()
@@ -294,8 +290,7 @@ def test_activations_of_gpt3():
 @pytest.mark.parametrize("words", [40, 37, 9])
 def test_vocab_parallel(words):
     """Equal to the dense loss, gradient included; 3·b·s elements are summed and nothing of size V. Also where
-    words are left over, and where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0).
-    """
+    words are left over, and where the last of 4 ranks has none at all (9 words: 3, 3, 3, 0)."""
 
     def rank():
         torch.manual_seed(0)
@@ -350,8 +345,7 @@ def test_the_loss_keeps_a_part_of_the_softmax(dtype):
 
 def test_the_table_finds_its_rows():
     """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a
-    word.
-    """
+    word."""
 
     def rank(words):
         table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
@@ -373,8 +367,7 @@ def test_the_table_finds_its_rows():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
     """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0
-    and stays 0 through AdamW's steps with decay.
-    """
+    and stays 0 through AdamW's steps with decay."""
     ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
 
     def rank():
@@ -424,8 +417,7 @@ DROPPED = replace(CONFIGS["GPT-2: biases, learned positions"], dropout=0.3)
 
 def dropped_model(settings):
     """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of
-    this rank of tp=2.
-    """
+    this rank of tp=2."""
     drawn, make = [], DropMask.keep
 
     def keep(mask, *args):
@@ -451,8 +443,7 @@ def dropped_model(settings):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_is_that_of_one_process(sequence_parallel):
     """Masks agree where ranks hold the same and differ where they do not: put together as activations are
-    cut, they are those of one process, which computes the very same.
-    """
+    cut, they are those of one process, which computes the very same."""
 
     def rank():
         return dropped_model(dict(sequence_parallel=sequence_parallel))
@@ -509,8 +500,7 @@ def test_a_call_is_known_again_until_enough_others_came():
 
 def test_recomputation_draws_the_same_masks():
     """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and
-    with masks by place.
-    """
+    with masks by place."""
 
     def rank(by_place):
         grads, group = [], world()
@@ -611,8 +601,7 @@ def test_refusals_are_one_line_on_every_rank():
 
 def test_a_cut_nvlink_costs_its_bandwidth():
     """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time,
-    one of GPT-3 almost.
-    """
+    one of GPT-3 almost."""
 
     def rank(batch):
         with Ledger() as ledger:
@@ -629,8 +618,7 @@ def test_a_cut_nvlink_costs_its_bandwidth():
 
 def test_tensor_parallelism_stays_inside_the_node():
     """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group
-    leaves its node of 8.
-    """
+    leaves its node of 8."""
 
     def rank():
         block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)

@@ -1,6 +1,5 @@
 """Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes
-as promised.
-"""
+as promised."""
 
 from collections.abc import Callable
 from functools import partial
@@ -120,8 +119,7 @@ def test_cannon():
 
 def test_each_rank_sends_its_share_on_any_grid():
     """Over q steps a rank takes every place in the tree of a broadcast once: the formula holds per rank, not
-    on average.
-    """
+    on average."""
 
     def rank(side, product):
         groups = grid(side)
@@ -156,8 +154,7 @@ def test_nothing_is_larger_than_a_block(product, blocks):
 
 def test_a_linear_needs_two_blocks_of_each_for_a_moment():
     """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in
-    consecutive memory.
-    """
+    consecutive memory."""
 
     def rank(side):
         groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)
@@ -234,8 +231,7 @@ POSITIONS = torch.arange(T)
 
 def filled(module: nn.Module) -> nn.Module:
     """Every parameter is random, biases and norms too, and as large as its neighbours: nothing may hide in a
-    zero.
-    """
+    zero."""
     with torch.no_grad():
         for number, param in enumerate(module.parameters()):
             param.copy_(random(*param.shape, seed=100 + number) / 2 + (param.dim() == 1))
@@ -328,8 +324,7 @@ def test_a_block_equals_one_process():
 
 def test_without_its_collectives_it_does_not(monkeypatch):
     """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid
-    column.
-    """
+    column."""
 
     def rank(module, name, deaf):
         monkeypatch.setattr(module, name, deaf)
@@ -395,8 +390,7 @@ def test_training_equals_one_process():
 def test_activations_and_weights_are_a_pth():
     """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps,
     and the mean and scale of its norms, a number per token, on each of the q columns; matrices 1/p, vectors
-    1/q.
-    """
+    1/q."""
     settings = dict(
         d_model=16, num_heads=4, d_ff=32, bias=True, norm="layer", activation="gelu", positions="none"
     )
