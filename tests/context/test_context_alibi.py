@@ -16,17 +16,11 @@ from minitrain.attention.placed import Placed, placed
 from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import dealt, usp_attention
-from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import Attention, causal_attention, naive_attention
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.mesh import Mesh
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
-from tests.ranks.launch.test_dryrun import everything
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 ALIBI = Alibi(SLOPES, torch.arange(T))
@@ -179,43 +173,6 @@ def test_a_model_equals_one_process(name):
     ):
         for strategy, outcome in zip(ways, outcomes):
             assert difference(outcome, expected) < TOLERANCE, strategy
-
-
-def test_a_dry_run_equals_the_real_one():
-    """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and
-    Ulysses."""
-    config = GPTConfig(
-        vocab_size=32,
-        d_model=32,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        positions="alibi",
-        max_positions=32,
-    )
-
-    def account(kind):
-        group, mesh = collectives.world(), Mesh(ring=2, ulysses=2)
-        layout = dealt(zigzag, 2) if kind == "usp" else zigzag
-        core = (
-            partial(usp_attention, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"))
-            if kind == "usp"
-            else partial(ring_attention, group=group, layout=layout)
-        )
-        places = positions(layout, group, 32)
-        with Ledger() as ledger:
-            model = GPT(config, attention=core)
-            cross_entropy_sum(
-                model(torch.zeros(2, 8, dtype=torch.long), places), torch.zeros(2, 8, dtype=torch.long)
-            ).backward()
-        return {
-            what: found for what, found in everything(ledger).items() if what != "timeline"
-        }  # a sent block lives a little longer
-
-    for kind in ("ring", "usp"):
-        assert [dryrun.run(account, kind, rank=rank, ranks=4) for rank in range(4)] == launch.run(
-            account, kind, ranks=4
-        )
 
 
 def test_a_core_is_given_slopes_and_positions():

@@ -16,7 +16,6 @@ from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
-from minitrain.compose.parallelize import parallelize
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
 from minitrain.model.data.batches import MASKED
@@ -411,25 +410,3 @@ def test_a_model_without_it_does_not(expected):
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
         assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
-
-
-def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
-    """What one rank drops of its activations says nothing about another's, nor about another step's; in
-    evaluation nothing is dropped."""
-
-    def rank():
-        run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))
-        module, positions = run.model.layers[0].dropout, torch.arange(4) + 4 * run.mesh.rank("cp")
-        dropped = []
-        for step in range(2):
-            module.places.at(step, run.mesh.rank("dp"))
-            dropped.append(module(torch.ones(1, 4, 256), positions) == 0)
-        run.train(False)
-        return *dropped, bool((module(torch.ones(1, 4, 256), positions) == 1).all())
-
-    found = launch.run(rank, ranks=4)
-    masks = [mask for *drawn, whole in found for mask in drawn if whole]
-    assert len(masks) == 8
-    for number, one in enumerate(masks):
-        for other in masks[:number]:
-            assert abs((one ^ other).double().mean() - 0.5) < 0.08  # 5 standard deviations of 1,024 tosses

@@ -3,7 +3,6 @@ one process."""
 
 from functools import cache
 
-import pytest
 import torch
 
 from minitrain import launch
@@ -18,11 +17,8 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedules.slices import on_each_rank, seq1f1b, terapipe
 from minitrain.pipeline.sliced_attention import SlicedAttention, look_back
-from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from tests.parallel import TOLERANCE, small
-from tests.ranks.launch.test_dryrun import everything
 
 LENGTH, ROWS, MICROBATCHES, VALID = 16, 4, 2, 42
 CONFIGS = {
@@ -146,34 +142,6 @@ def test_usp_on_cp4_and_no_context_parallelism():
         assert furthest([outcome], kind) < TOLERANCE, kind
 
 
-@pytest.mark.parametrize("kind", ["alibi and dropout", "alibi", "dropout", "rope", "latent"])
-def test_one_device_without_a_group(kind):
-    """The attention of sliced_attention.py itself, through Runner on two stages."""
-
-    def rank():
-        mesh = Mesh(pp=2)
-        schedule = seq1f1b(2, 2, 3, (7, 5, 4))
-        cuts, number = even(2, 2), mesh.rank("pp")
-        model = Stages(config_of(kind), {number: cuts[number]}, seed=3, dtype=torch.float64)
-        memory = look_back(dict(model.items()), schedule)
-        dropping_scores_only(model, kind)
-        reducer = GradReducer(model.parameters(), Mesh(pp=2, cp=1).group("cp"))
-        run = Runner(
-            dict(model.items()),
-            schedule,
-            mesh.group("pp"),
-            cross_entropy_sum,
-            reducer,
-            width=16,
-            check=False,
-            memory=memory,
-        )
-        loss = run(Batch(*data(), torch.tensor(VALID)))
-        return {"loss": loss} | {name: param.grad for name, param in model.global_parameters().items()}
-
-    assert furthest(launch.run(rank, ranks=2), kind) < TOLERANCE
-
-
 def test_without_it_it_does_not():
     """Controls: gradients to earlier keys that are left out; places of the own slice in the mask."""
 
@@ -197,16 +165,3 @@ def test_without_it_it_does_not():
         min(furthest([ranks[wrong] for ranks in found], "dropout") for wrong in ("gradients", "places"))
         > 1e-6
     )
-
-
-def test_a_dry_run_equals_the_real_one():
-    """Event by event, FLOPs, bytes, peaks by kind, of a rank of each stage."""
-
-    def account():
-        with Ledger() as ledger:
-            in_slices("alibi and dropout", seq1f1b(2, 2, 2), *RING, "zigzag", pp=2)
-        return {what: found for what, found in everything(ledger).items() if what != "timeline"}
-
-    real = launch.run(account, ranks=4)
-    for rank in (0, 3):
-        assert dryrun.run(account, rank=rank, ranks=4) == real[rank]

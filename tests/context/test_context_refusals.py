@@ -9,9 +9,8 @@ from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.packed import packed_attention
 from minitrain.context.core_names import CORES, check_choice
 from minitrain.context.double_ring import burst_attention, double_ring_attention
-from minitrain.context.layout import each_document, zigzag
-from minitrain.context.ring import ring_attention
-from minitrain.context.sliced import last_attention, sliced
+from minitrain.context.layout import each_document, sliced, zigzag
+from minitrain.context.ring import last_attention, ring_attention
 from minitrain.context.ulysses import switch, ulysses_attention
 from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
 from minitrain.model.layers import causal_attention

@@ -13,8 +13,8 @@ from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import PLAIN
 from minitrain.compose.attention_cores import core_of_slices, data_layout
 from minitrain.context.core_names import CORES, even_slices
-from minitrain.context.layout import contiguous, join, last, part, positions, split, tiles, zigzag
-from minitrain.context.sliced import last_attention, sliced
+from minitrain.context.layout import contiguous, join, last, part, positions, sliced, split, tiles, zigzag
+from minitrain.context.ring import last_attention
 from minitrain.context.ulysses_ring import dealt
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend

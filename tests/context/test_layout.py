@@ -11,6 +11,8 @@ from minitrain.context.layout import (
     Tile,
     contiguous,
     each_document,
+    efficiency,
+    entries,
     join,
     positions,
     split,
@@ -18,7 +20,6 @@ from minitrain.context.layout import (
     tiles,
     zigzag,
 )
-from minitrain.context.ring_work import efficiency, entries
 
 LAYOUTS = [contiguous, zigzag, striped]
 HALF = Fraction(1, 2)

@@ -11,7 +11,18 @@ from minitrain import collectives, launch
 from minitrain.attention import kernel
 from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums, stand_in
 from minitrain.attention.packed import packed_attention
-from minitrain.context.layout import contiguous, each_document, join, positions, split, striped, tiles, zigzag
+from minitrain.context.layout import (
+    contiguous,
+    each_document,
+    efficiency,
+    entries,
+    join,
+    positions,
+    split,
+    striped,
+    tiles,
+    zigzag,
+)
 from minitrain.context.ring import (
     Rings,
     flat_ring,
@@ -21,7 +32,6 @@ from minitrain.context.ring import (
     ring_backward,
     ring_forward,
 )
-from minitrain.context.ring_work import efficiency, entries
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig

@@ -599,23 +599,6 @@ def test_refusals_are_one_line_on_every_rank():
 # ---- on machines -----------------------------------------------------------------------------------------
 
 
-def test_a_cut_nvlink_costs_its_bandwidth():
-    """H800 is an H100 whose NVLink has 400 GB/s in place of 900: a large all-reduce takes 9/4 of the time,
-    one of GPT-3 almost."""
-
-    def rank(batch):
-        with Ledger() as ledger:
-            collectives.all_reduce(torch.empty(batch, 2048, 12288, dtype=torch.bfloat16), world())
-        return ledger.events
-
-    ratio = {}
-    for batch in (1, 64):
-        events = dryrun.run(rank, batch, ranks=8)
-        h100, h800 = (replay({0: events}, machine(name)).step_s for name in ("h100", "h800"))
-        ratio[batch] = h800 / h100
-    assert 2 < ratio[1] < ratio[64] < 900 / 400 < ratio[64] * 1.01
-
-
 def test_tensor_parallelism_stays_inside_the_node():
     """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group
     leaves its node of 8."""

@@ -152,25 +152,6 @@ def test_of_equally_far_chunks_the_first():
     assert farthest([4, 1], [{1}, {4}]) == 4 == farthest([1, 4], [{1}, {4}])
 
 
-def test_round_and_round_age_is_the_worst_there_is():
-    uses = [{number} for number in range(4)] * 5
-
-    def loads(choose):
-        resident, count = [], 0
-        for now, (chunk,) in enumerate(uses):
-            if chunk in resident:
-                resident.remove(chunk)
-            else:
-                count += 1
-                if len(resident) == 3:
-                    resident.remove(choose(resident, uses[now + 1 :]))
-            resident.append(chunk)
-        return count
-
-    assert loads(lambda resident, coming: resident[0]) == 20
-    assert loads(farthest) == fewest_loads(tuple(map(frozenset, uses)), 3) == 9
-
-
 # ---- training ----------------------------------------------------------------------------------------------
 
 

@@ -231,22 +231,6 @@ def test_gradients_add_up_over_micro_batches(plain):
     assert ledger.peak_bytes == evictor.peak_bytes <= evictor.limit_bytes
 
 
-def test_a_tied_model_and_one_with_learned_positions():
-    config = GPTConfig(
-        vocab_size=32, d_model=16, num_layers=4, num_heads=2, positions="learned", tied=True, norm="layer",
-        activation="gelu", bias=True, max_positions=32,
-    )  # fmt: skip
-    theirs, tokens = gpt(config)
-    with Ledger() as ledger:
-        step(theirs, tokens)
-    ours, tokens = gpt(config)
-    evictor = Evictor(int(ledger.peak_bytes * 0.6))
-    with Ledger() as ours_ledger, Dynamic(evictor, operator_cost, constants(ours, tokens)):
-        step(ours, tokens)
-    assert equal(gradients(ours), gradients(theirs)) and evictor.recomputed > 0
-    assert ours_ledger.peak_bytes == evictor.peak_bytes <= evictor.limit_bytes
-
-
 def test_in_place_is_a_copy():
     """The old contents can still be made, for what was computed from them."""
     x = torch.arange(4.0)

@@ -4,8 +4,6 @@ import errno
 import fcntl
 import gc
 import os
-import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -256,30 +254,6 @@ def test_a_write_that_takes_a_part_goes_on_at_a_whole_block(tmp_path, monkeypatc
         store.write("x", numbers(2000))
         store.flush()
         assert starts == [0, BLOCK] and torch.equal(store.read("x"), numbers(2000))
-
-
-def test_a_limit_on_the_size_of_files_is_an_error_not_a_death(tmp_path):
-    """The kernel's own refusal (EFBIG), and SIGXFSZ does not kill."""
-
-    def rank(folder):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * BLOCK, resource.RLIM_INFINITY))
-        store = FileStore(folder, **SMALL)
-        store.write("a", numbers(2000))
-        store.flush()
-        store.write("b", numbers(2000, 1))
-        try:
-            store.flush()
-        except OSError as error:
-            message = str(error)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        same = torch.equal(store.read("b"), numbers(2000, 1)) and torch.equal(store.read("a"), numbers(2000))
-        store.close()
-        return message, same
-
-    ((message, same),) = launch.run(rank, tmp_path, ranks=1)
-    assert "File too large" in message and "'b'" in message and same
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
