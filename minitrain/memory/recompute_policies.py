@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from minitrain.ranks.checks import require_text
 
 NAMES = ("norm1", "latents", "qkv", "core", "out", "norm2", "up", "act", "down", "experts")
-WORDS = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revolve:3, or a list full*2,none"
+USAGE = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revolve:3, or a list full*2,none"
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,22 @@ def parse(text: str) -> list[Policy]:
     require_text(recompute=text)
     policies = []
     for item in text.split(","):
-        word, star, times = item.strip().partition("*")
+        name, star, times = item.strip().partition("*")
         if star and not (times.isdigit() and int(times)):
             raise ValueError(f"recompute={text!r}: {item!r} is repeated {times!r} times; use 1 or more")
-        policies += [policy_of(word, text)] * int(times or 1)
+        policies += [policy_of(name, text)] * int(times or 1)
     if len(policies) > 1 and any(policy.blocks != 1 or policy.slots for policy in policies):
         rule = "every, sqrt and revolve are about all blocks of a stage; use one of them alone"
         raise ValueError(f"recompute={text!r}: {rule}")
     return policies
 
 
-def policy_of(word: str, text: str) -> Policy:
-    kind, _, rest = word.partition(":")
-    if word == "stage" and text != "stage":
+def policy_of(name: str, text: str) -> Policy:
+    kind, _, rest = name.partition(":")
+    if name == "stage" and text != "stage":
         raise ValueError(f"recompute={text!r}: stage is about whole stages; use it alone")
-    if word in POLICIES:
-        return POLICIES[word]
+    if name in POLICIES:
+        return POLICIES[name]
     if kind in ("keep", "drop"):
         names = frozenset(rest.split("+"))
         if wrong := sorted(names - set(NAMES)):
@@ -83,7 +83,7 @@ def policy_of(word: str, text: str) -> Policy:
         return Policy(again=True, keep=names) if kind == "keep" else Policy(drop=names)
     if kind in ("every", "revolve") and rest.isdigit() and int(rest):
         return Policy(again=True, **{"blocks" if kind == "every" else "slots": int(rest)})
-    raise ValueError(f"recompute={text!r}; use {WORDS}")
+    raise ValueError(f"recompute={text!r}; use {USAGE}")
 
 
 def of_block(policies: list[Policy], block: int) -> Policy:

@@ -119,31 +119,8 @@ def test_training_loads_as_few_chunks_as_there_can_be(room):
         before = chunks.loads
         train_in(chunks, 1)
         loads.append(chunks.loads - before)
-    assert len(chunks._trace) == 11  # six layers there, six back, the last one once
-    # there and back what came first is used again latest: the first step, which goes by that, is no worse
-    assert loads == [fewest_loads(tuple(chunks._trace), room)] * 3
-
-
-@pytest.mark.parametrize("room", [5, 6, 8])
-def test_the_first_step_goes_by_age_and_there_and_back_the_trace_says_the_same(room):
-    chunks = chunked(make_model(), room)
-    evicted, evict = [], chunks._evict
-    chunks._evict = lambda number: (evicted.append(number), evict(number))
-    found = []
-    for _ in range(3):
-        train_in(chunks, 1)
-        found.append(evicted.copy())
-        evicted.clear()
-
-    resident, oldest = [], []
-    for needed in chunks._trace:
-        for number in sorted(needed.difference(resident)):
-            if len(resident) == room:
-                oldest.append(next(chunk for chunk in resident if chunk not in needed))
-                resident.remove(oldest[-1])
-            resident.append(number)
-    assert len(oldest) > 5
-    assert found == [oldest + sorted(resident)] * 3  # at the end all go home, chunk by chunk
+    assert len(chunks._uses) == 11  # six layers there, six back, the last one once
+    assert loads == [fewest_loads(tuple(chunks._uses), room)] * 3
 
 
 def test_of_equally_far_chunks_the_first():
