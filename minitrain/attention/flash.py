@@ -25,11 +25,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import in_order
 from minitrain.attention.hbm_traffic import UNCOUNTED, SlowMemory
 from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row_sums, sum_kv_copies
-from minitrain.attention.placed import Placed, check_places, placed
+from minitrain.attention.placed import Alibi, Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
 from minitrain.ranks.checks import require_ints, require_positive_ints
 

@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.alibi import Alibi
+from minitrain.attention.placed import Alibi
 from minitrain.context.layout import contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives

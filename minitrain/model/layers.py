@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.named_results import call
 from minitrain.ranks.checks import require_positive_ints

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
 from minitrain.attention.packed import packed_attention
-from minitrain.attention.placed import Placed, placed
+from minitrain.attention.placed import Alibi, Placed, alibi_slopes, placed
 from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import DropMask, DropRows, Places
 from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.packed import packed_attention
+from minitrain.attention.placed import Alibi
 from minitrain.context.core_names import CORES, check_choice
 from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.layout import each_document, sliced, zigzag

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import PLAIN
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.compose.attention_cores import core_of_slices, data_layout
 from minitrain.context.core_names import CORES, even_slices
 from minitrain.context.layout import contiguous, join, last, part, positions, sliced, split, tiles, zigzag

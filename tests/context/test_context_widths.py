@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.flash import flash_attention
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.context.layout import positions, striped
 from minitrain.model.layers import LatentAttention
 from minitrain.plan.strategy import Strategy

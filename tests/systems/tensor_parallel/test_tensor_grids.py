@@ -19,10 +19,10 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, shard
 from minitrain.systems.tensor_parallel.grids import optimus, tesseract
 from minitrain.systems.tensor_parallel.grids import summa as products
-from minitrain.systems.tensor_parallel.grids.cannon import cannon
 from minitrain.systems.tensor_parallel.grids.optimus import Linear2D, Norm2D
 from minitrain.systems.tensor_parallel.grids.summa import (
     block,
+    cannon,
     summa,
     summa_nt,
     summa_overlapped,
