@@ -285,7 +285,7 @@ def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
 def make_sync(
     module: nn.Module, strategy: Strategy, mesh: Mesh, make_optimizer: MakeOptimizer | None
 ) -> Sync:
-    if strategy.word:
+    if strategy.hybrid:
         inside, by_node = ("intra", *strategy.context_axes), None
         if strategy.nodes > 1:
             size = strategy.node * strategy.cp

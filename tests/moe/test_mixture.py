@@ -472,24 +472,22 @@ REFUSED = {
     "a pyramid needs both": lambda: config(pyramid_layers=1),
     "0 of 2 blocks have experts": lambda: config(dense_first=2),
     "experts = 8; use an ExpertsConfig": lambda: GPTConfig(**SHAPE, experts=8),
-    "ep=3 does not divide dp x cp = 4 ranks; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
+    "ep=3 does not divide dp x cp=4; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
     "ep=8 does not divide 4 and 8 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(
         config(pyramid_layers=1, pyramid_experts=8), 8
     ),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
     "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
-    "ep_travel='weights'; use tokens or experts or cheaper": lambda: Strategy(ep_travel="weights"),
+    "ep_travel='weights'; use tokens, experts, cheaper": lambda: Strategy(ep_travel="weights"),
     "ep_chunks=2 with ep=2, ep_node=1, ep_travel='experts': chunks are of rows": lambda: Strategy(
         dp=2, ep=2, ep_chunks=2, ep_travel="experts"
     ),
     "ep_travel='cheaper' with ep_node=2: it compares what crosses between ranks": lambda: Strategy(
         dp=4, ep=4, ep_node=2, ep_travel="cheaper"
     ),
-    "ep_shadow=-1; use a whole number, 0 \\(no shadows\\) or more": lambda: Strategy(
-        dp=2, ep=2, ep_shadow=-1
-    ),
-    "ep_shadow=True; use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
+    "ep_shadow=-1: use a whole number from 0": lambda: Strategy(dp=2, ep=2, ep_shadow=-1),
+    "ep_shadow=True: use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
     "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is a copy": lambda: Strategy(dp=2, ep_shadow=2),
     "ep_shadow=2 with ep=2, ep_travel='cheaper': a shadow is a copy": lambda: Strategy(
         dp=2, ep=2, ep_shadow=2, ep_travel="cheaper"

@@ -394,8 +394,8 @@ REFUSED = {
     "loss_scale=-2; use a power of two": lambda: Strategy(loss_scale=-2),
     "loss_scale=inf; use a power of two": lambda: Strategy(loss_scale=float("inf")),
     "loss_scale=nan; use a power of two": lambda: Strategy(loss_scale=float("nan")),
-    "loss_scale_window=0; use a number of steps": lambda: Strategy(loss_scale_window=0),
-    "post_validation=True with loss_scale=65536: updates come before": lambda: Strategy(
+    "loss_scale_window=0: use a whole number": lambda: Strategy(loss_scale_window=0),
+    "post_validation=True with precision='float16', loss_scale=0.0: updates come before": lambda: Strategy(
         pp=2, microbatches=2, precision="float16", post_validation=True
     ),
 }

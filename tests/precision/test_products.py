@@ -569,9 +569,7 @@ def test_what_cannot_be_is_refused_in_one_line():
         "ep_chunks=2 with products=.* use ep_chunks=1": dict(dp=2, ep=2, ep_chunks=2, products="fp8_rows"),
         "ep_travel='experts' with products": dict(dp=2, ep=2, ep_travel="experts", products="fp8_rows"),
         "ep_shadow=1 with products": dict(dp=2, ep=2, ep_shadow=1, products="fp8_rows"),
-        "fp8_delayed' with a scaled loss: .* use fp8_tensor": dict(
-            products="fp8_delayed", precision="float16"
-        ),
+        "fp8_delayed' with precision=.* use fp8_tensor": dict(products="fp8_delayed", precision="float16"),
     }.items():
         with pytest.raises(ValueError, match=message) as found:
             Strategy(**values)

@@ -242,7 +242,7 @@ def same_on_ranks(name):
 
 def learn(cases: list) -> list[list[float]]:
     """Losses of each (products, seed), on every second case of this rank; ranks say nothing to each other."""
-    found, text = [], Text.found()
+    found, text = [], Text.builtin()
     for products, seed in cases[collectives.world().rank() :: 2]:
         config = small(vocab_size=256, d_model=32, num_kv_heads=4, max_positions=32)
         model = GPT(config, seed=seed)

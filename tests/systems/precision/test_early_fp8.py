@@ -121,7 +121,7 @@ def test_updates_by_chance_keep_what_rounding_loses():
 
 def learn(products: str, steps: int) -> tuple[list[float], GPT]:
     """Losses on real text, and the model with the last gradients."""
-    text, model = Text.found(), GPT(small(vocab_size=256, d_model=32, num_kv_heads=4), seed=1)
+    text, model = Text.builtin(), GPT(small(vocab_size=256, d_model=32, num_kv_heads=4), seed=1)
     multiply_in(model, Strategy(products=products), None)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), []
     for step in range(steps):
