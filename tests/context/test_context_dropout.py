@@ -4,7 +4,7 @@ mask."""
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 
 import pytest
 import torch
@@ -18,15 +18,13 @@ from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.model.data.batches import MASKED
-from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.sparing import Sparing
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Outcome, Problem, difference, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 # ---- the generator ----------------------------------------------------------------------------------------
 
@@ -40,8 +38,8 @@ def test_as_many_are_kept_as_asked_for(p):
     """1,036,800 draws: the mean, and that of every row and column, within a few standard deviations."""
     kept = grid(p).double()
     means = kept.mean(), kept.mean((0, 1, 2)), kept.mean((0, 1, 3)), kept.mean((2, 3))
-    for mean, count in zip(means, (kept.numel(), 2880, 2880, 129600)):
-        assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / count)).item() < 5
+    for mean, draws in zip(means, (kept.numel(), 2880, 2880, 129600)):
+        assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / draws)).item() < 5
 
 
 def test_neighbours_know_nothing_of_each_other():
@@ -275,29 +273,18 @@ PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 def by_place(model, step, seed):
     """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a
     site."""
-    places = Places(seed)
+    places, p = Places(seed), PROBLEM.config.dropout
     places.at(step, 0)
 
     def masked(x, site, heads):
-        count = torch.arange
-        return keep(
-            PROBLEM.config.dropout,
-            places.seed_of(site),
-            *map(count, (x.size(0), heads, x.size(-2), x.size(-1))),
-        )
+        sizes = x.size(0), heads, x.size(-2), x.size(-1)
+        return x * keep(p, places.seed_of(site), *map(torch.arange, sizes)).view_as(x) / (1 - p)
 
     def activations(x, positions, site):
-        return x * masked(x, site, 1).squeeze(1) / (1 - PROBLEM.config.dropout)
+        return masked(x, site, 1)
 
     def scores(q, k, v, site, dropout):
-        return naive_attention(
-            q,
-            k,
-            v,
-            dropout=lambda probabilities: (
-                probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout)
-            ),
-        )
+        return naive_attention(q, k, v, dropout=lambda weights: masked(weights, site, q.size(1)))
 
     for layer in model.layers:
         if hasattr(layer, "attention"):
@@ -307,25 +294,14 @@ def by_place(model, step, seed):
                 getattr(layer, name).forward = partial(activations, site=f"{layer.name}.{name}")
 
 
-def one_process(problem, seed=SEED):
-    """As tests.parallel.one_process, with dropout."""
-    model, losses = problem.model(), []
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=problem.lr)
-    for step in range(len(problem.batch_sizes)):
-        by_place(model, step, seed)
-        optimizer.zero_grad()
-        tokens, targets = problem.batch(step)
-        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return Outcome(
-        losses,
-        {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
-        {name: param.detach() for name, param in model.named_parameters()},
-    )
+def dropped_in_one_process(seed=SEED):
+    class Dropped(Problem):
+        def model(self):
+            model, steps = super().model(), count()
+            model.register_forward_pre_hook(lambda *_: by_place(model, next(steps), seed))
+            return model
+
+    return one_process(Dropped(config=PROBLEM.config))
 
 
 MODELS = {  # shape: ways, each with the microbatches of a rank; more shapes in tests/layouts.py
@@ -353,7 +329,7 @@ MODELS = {  # shape: ways, each with the microbatches of a rank; more shapes in 
 
 @pytest.fixture(scope="module")
 def expected():
-    return one_process(PROBLEM)
+    return dropped_in_one_process()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -364,10 +340,8 @@ def test_a_model_equals_one_process(name, expected):
 
     def rank():
         return [
-            train_parallel(
-                replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)
-            )
-            for settings, count in ways
+            train_parallel(replace(PROBLEM, microbatches=m), Strategy(**shape, **settings, microbatches=m))
+            for settings, m in ways
         ]
 
     for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
@@ -406,7 +380,7 @@ def test_a_model_without_it_does_not(expected):
         found["first tokens"] = train_parallel(PROBLEM, shapes["cp"])
         return found
 
-    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4  # the seed matters
+    assert difference(dropped_in_one_process(seed=4), expected) > 1e-4  # the seed matters
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
         assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
