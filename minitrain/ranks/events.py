@@ -59,15 +59,15 @@ class Copy:
     of `Issue`."""
 
     id: int
-    way: str  # "to_host", "to_device"; "to_disk", "from_disk"
+    direction: str  # "to_host", "to_device"; "to_disk", "from_disk"
     bytes: int
     phase: str = ""
 
     # what those who read an Issue ask for
-    op = property(lambda self: self.way)
-    axis = property(lambda self: "disk" if self.way.endswith("disk") else "host")
+    op = property(lambda self: self.direction)
+    axis = property(lambda self: "disk" if self.direction.endswith("disk") else "host")
     payload_bytes = sent_bytes = property(lambda self: self.bytes)
 
 
-WAYS = ("to_host", "to_device", "to_disk", "from_disk")
+DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
 Event = Compute | Issue | Wait | Copy

@@ -1,7 +1,7 @@
 """Notes that members of a group on one machine leave for each other in memory they share, for checked mode.
 
     put(COLLECTIVE, to, number, header)      written, and who sleeps on it is woken: 3 microseconds
-    take(COLLECTIVE, source, number)         that header, once it is there
+    read(COLLECTIVE, source, number)         that header, once it is there
 
 Checked mode needs one small word from everybody before a call. Over gloo each word is a message that two
 event loops and two ranks wake up for, and an all-reduce of a few numbers on 4 ranks costs twice its processor
@@ -10,7 +10,7 @@ one launch meet on a board, a file of its private directory; those of a job on s
 
 Every ordered pair of members has two rings of `SLOTS` notes, one for collectives and one for messages. A slot
 is a word that says which call it speaks of, a checksum and the header. Nobody waits to write: a note that was
-overwritten before it was read is lost, `take` says None, and that call goes unchecked. (A collective needs
+overwritten before it was read is lost, `read` says None, and that call goes unchecked. (A collective needs
 all members, so only calls in the background can be so far apart; a sender may run ahead by so many messages,
 and then a wrong one, which the tag of its data still keeps out, is reported as a hang.)
 
@@ -42,12 +42,9 @@ class Board:
         self.rank, self.size, self.note_bytes = rank, size, note_bytes
         self.slot_bytes = WORDS.size + note_bytes
         length = KINDS * size * size * SLOTS * self.slot_bytes
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, length)  # zeros; pages that nobody writes to take no memory
-            self.memory = mmap.mmap(descriptor, length)
-        finally:
-            os.close(descriptor)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            file.truncate(length)  # zeros; pages that nobody writes to take no memory
+            self.memory = mmap.mmap(file.fileno(), length)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.syscall = ctypes.CDLL(None).syscall
 
@@ -59,7 +56,7 @@ class Board:
         WORDS.pack_into(self.memory, at, _word(number), zlib.crc32(note))
         self.syscall(FUTEX, ctypes.c_void_p(self.address + at), WAKE, EVERYBODY, None)
 
-    def take(self, kind: int, source: int, number: int) -> bytes | None:
+    def read(self, kind: int, source: int, number: int) -> bytes | None:
         """What `source` has left for this rank, as soon as it is there; None if it is lost."""
         at, wanted = self._slot(kind, source, self.rank, number), _word(number)
         start = at + WORDS.size

@@ -1,5 +1,4 @@
-"""Messages from one rank to another: send, receive, and two patterns that cannot deadlock, exchange and
-rotate.
+"""Messages between two ranks: send, receive, and two patterns that cannot deadlock, exchange and rotate.
 
     send(x, to), receive(like, source)    blocking: both return when the data has changed hands
     exchange(x, to, source)               send one and receive one at the same time
@@ -41,9 +40,7 @@ def receive(
     device: torch.device | str = "cpu",
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """What rank `source` of the group sends: shaped as `like`, which is not written to, or as the keywords
-    say.
-    """
+    """What rank `source` sends: shaped as `like`, which is not written to, or as the keywords say."""
     if like is None and (shape is None or dtype is None):
         raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
     room = torch.empty(shape, dtype=dtype, device=device) if like is None else _room_for(like)
@@ -61,9 +58,7 @@ def exchange(
     like: Tensor | None = None,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """Send x to rank `to` while receiving a tensor of the shape of `like` (of x if None) from rank
-    `source`.
-    """
+    """Send x to rank `to` while receiving a tensor shaped as `like` (as x if None) from rank `source`."""
     ch = open_channel(group, "exchange", x)
     check_rank(ch, "exchange: send to", to)
     check_rank(ch, "exchange: receive from", source)
@@ -78,9 +73,7 @@ def exchange(
 def rotate(
     xs: Tensor | tuple[Tensor, ...], group: ProcessGroup, shift: int = 1, *, async_op: bool = False
 ) -> Tensor | tuple[Tensor, ...] | Handle:
-    """xs goes to rank + shift, what comes is rank - shift's: the same number of tensors, of the same
-    shapes.
-    """
+    """xs goes to rank + shift, what comes is rank - shift's: as many tensors, of the same shapes."""
     tensors = (xs,) if isinstance(xs, Tensor) else tuple(xs)
     if not tensors:
         raise ValueError("rotate: an empty tuple; give at least one tensor")
@@ -107,14 +100,8 @@ def _transfer(
     backend, first = ch.backend, (sends + receives)[0][0]
     there = backend.device(first)
     outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x.to(there)), peer) for x, peer in sends]
-    incoming = [
-        (
-            new_call(ch, "receive", x, peer=peer),
-            x if x.device == there else torch.empty_like(x, device=there),
-            peer,
-        )
-        for x, peer in receives
-    ]
+    room = [(x if x.device == there else torch.empty_like(x, device=there), peer) for x, peer in receives]
+    incoming = [(new_call(ch, "receive", x, peer=peer), x, peer) for x, peer in room]
     calls = [call for call, _, _ in outgoing + incoming]
     for call in calls:
         if not backend.counts:
@@ -131,11 +118,9 @@ def _transfer(
         ch.unwaited.discard(handle)
         outgoing.clear()
         for call in calls:
-            call_log.waited(call)
+            call_log.announce("wait", call)
         return pack([x.to(first.device) for _, x, _ in incoming])
 
     handle = Handle(settle, finish, lambda: backend.at_once)
-    # If its owner drops the handle, the buffers must live all the same until the network is done
-    # with them.
-    ch.unwaited.add(handle)
+    ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done
     return handle if async_op else handle.wait()

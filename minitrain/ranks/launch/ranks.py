@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from minitrain.ranks import collectives
-from minitrain.ranks.collectives.backends import ON_OPEN
 from minitrain.ranks.launch import pickled, report, shared_cores
+from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
@@ -154,7 +154,7 @@ class Rank:
         torch.set_num_threads(1)
         keep_freed_memory()
         seed_all()
-        ON_OPEN.append(shared_cores.calm)
+        PROCESS.on_open = shared_cores.calm
         path = os.fsencode(self.in_directory("rendezvous"))  # a name that the locale cannot write, too
         store = dist.FileStore(path, self.ranks)
         init_group(store, self.rank, self.ranks, datetime.timedelta(seconds=request["patience_s"]))

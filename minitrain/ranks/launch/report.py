@@ -28,15 +28,16 @@ from minitrain.ranks.torch_private import C10D_FILE
 SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 TORCH = os.path.join(os.path.dirname(find_spec("torch").origin), "")  # which may stand outside of the schemes
 LIBRARIES = tuple({TORCH, *(sysconfig.get_path(scheme) + os.sep for scheme in SCHEMES)})
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+RANKS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(RANKS)) + os.sep
 LOST = (
     "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
     "another rank is gone"
 )
 CONNECTION_LOST = re.compile(LOST, re.I)
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
-COLLECTIVES = os.path.join(PACKAGE, "collectives", "")
+CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
+COLLECTIVES = os.path.join(RANKS, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
 MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
 HINTS = {  # what to do about what the system says
@@ -161,7 +162,7 @@ def place(frames: list, cells: dict[str, str]) -> str:
     """
     for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
         for frame in frames:
-            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch", COLLECTIVES)):
+            if not frame[0].startswith((*hidden, "<frozen", RANKS + "launch", COLLECTIVES)):
                 return spot(frame, cells)
     return ""
 

@@ -147,7 +147,7 @@ def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[T
 
 def by_expert(arrived: Tensor, part: Part) -> Tensor:
     """Both are communication buffers in an account."""
-    return collectives.announce_buffer(collectives.announce_buffer(arrived).index_select(0, part.turn))
+    return collectives.announce("buffer", collectives.announce("buffer", arrived).index_select(0, part.turn))
 
 
 class _Reused(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.ranks.collectives import board, checked, transport
 from minitrain.ranks.collectives.board import COLLECTIVE, KINDS, MESSAGE, MOST_MEMBERS, SLOTS, WORDS, Board
+from minitrain.ranks.process import PROCESS
 
 pytestmark = pytest.mark.skipif(board.FUTEX is None, reason="needs Linux")
 
@@ -29,13 +30,13 @@ def test_each_pair_and_kind_has_notes_of_its_own(boards):
     for kind, source, to, number in cases:
         boards[source].put(kind, to, number, note(kind, source, to, number))
     for kind, source, to, number in cases:
-        assert boards[to].take(kind, source, number) == note(kind, source, to, number)
+        assert boards[to].read(kind, source, number) == note(kind, source, to, number)
 
 
 def test_who_reads_first_sleeps_until_the_note_is_there(boards):
     heard = []
     reader = threading.Thread(
-        target=lambda: heard.append(boards[1].take(COLLECTIVE, 0, SLOTS + 5)), daemon=True
+        target=lambda: heard.append(boards[1].read(COLLECTIVE, 0, SLOTS + 5)), daemon=True
     )
     boards[0].put(COLLECTIVE, 1, 5, note(1))  # of an earlier call in the same slot
     reader.start()
@@ -52,15 +53,15 @@ def test_who_reads_first_sleeps_until_the_note_is_there(boards):
 def test_a_note_that_was_written_over_is_lost(boards):
     for number in range(SLOTS + 1):
         boards[2].put(MESSAGE, 0, number, note(number))
-    assert boards[0].take(MESSAGE, 2, 0) is None
-    assert boards[0].take(MESSAGE, 2, 1) == note(1) and boards[0].take(MESSAGE, 2, SLOTS) == note(SLOTS)
+    assert boards[0].read(MESSAGE, 2, 0) is None
+    assert boards[0].read(MESSAGE, 2, 1) == note(1) and boards[0].read(MESSAGE, 2, SLOTS) == note(SLOTS)
 
 
 def test_half_a_note_is_not_taken(boards):
     """The word is there and the rest is not, as another core may see it."""
     heard, at = [], boards[1]._slot(MESSAGE, 0, 1, 7)
     WORDS.pack_into(boards[0].memory, at, 8, zlib.crc32(note(9)))
-    reader = threading.Thread(target=lambda: heard.append(boards[1].take(MESSAGE, 0, 7)), daemon=True)
+    reader = threading.Thread(target=lambda: heard.append(boards[1].read(MESSAGE, 0, 7)), daemon=True)
     reader.start()
     reader.join(0.1)
     assert reader.is_alive() and heard == []
@@ -72,7 +73,7 @@ def test_half_a_note_is_not_taken(boards):
 def test_calls_beyond_what_a_word_of_the_kernel_holds(boards):
     for number in (2**32 - 1, 2**32, 2**40):
         boards[0].put(COLLECTIVE, 1, number, note(number % 7))
-        assert boards[1].take(COLLECTIVE, 0, number) == note(number % 7)
+        assert boards[1].read(COLLECTIVE, 0, number) == note(number % 7)
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------
@@ -144,14 +145,14 @@ def test_groups_of_the_same_members_have_boards_of_their_own():
 
 def test_a_large_group_sends_headers(tmp_path, monkeypatch):
     group = SimpleNamespace(group_name="of many")
-    monkeypatch.setattr(checked, "_folder", str(tmp_path))
+    monkeypatch.setattr(PROCESS, "board_folder", str(tmp_path))
     for size, has_one in ((MOST_MEMBERS, True), (MOST_MEMBERS + 1, False)):
         ch = SimpleNamespace(board=None, size=size, rank=0, members=tuple(range(size)), group=group)
         assert (checked.board_of(ch) is not None) == has_one
 
 
 def test_a_board_is_that_of_a_name_and_its_members(tmp_path, monkeypatch):
-    monkeypatch.setattr(checked, "_folder", str(tmp_path))
+    monkeypatch.setattr(PROCESS, "board_folder", str(tmp_path))
 
     def board_of(name, members):
         group = SimpleNamespace(group_name=name)

@@ -276,7 +276,7 @@ def test_a_launch_is_stopped_however_it_ends_and_ranks_are_more_patient_than_it(
 LIBRARY = (report.LIBRARIES[0] + "torch/nn/functional.py", 9, "linear")
 OURS = (report.PACKAGE + "model/training/step.py", 8, "train_step")
 PLUMBING = (report.PACKAGE + "ranks/launch/ranks.py", 7, "live")
-COLLECTIVE = (report.PACKAGE + "collectives/ring.py", 6, "all_reduce")
+COLLECTIVE = (report.PACKAGE + "ranks/collectives/ring.py", 6, "all_reduce")
 CELL = ("/tmp/ipykernel_1/2.py", 5, "train")
 FROZEN = ("<frozen importlib._bootstrap>", 4, "_find")
 
