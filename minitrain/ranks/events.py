@@ -23,9 +23,7 @@ class Compute:
     bytes: int  # bytes of the input tensors read plus the output tensors written, each tensor once
     phase: str = ""  # the text given to `ledger.phase(...)`
     dtype: str = ""  # of the first floating-point output ("bfloat16"): decides the peak rate
-    shape: tuple[
-        int, ...
-    ] = ()  # of a product (batch, m, n, k), of attention (B·H, Tq, Tk, head dim); else ()
+    shape: tuple[int, ...] = ()  # a product's (batch, m, n, k), attention's (B·H, Tq, Tk, head dim)
     written: int = 0  # of `bytes`; the rest is read
 
     read = property(lambda self: self.bytes - self.written)
@@ -55,8 +53,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes that leave one memory of this rank for another, beside computation; ids are counted with those
-    of `Issue`."""
+    """Bytes that leave one memory of this rank for another; ids are counted with those of `Issue`."""
 
     id: int
     direction: str  # "to_host", "to_device"; "to_disk", "from_disk"

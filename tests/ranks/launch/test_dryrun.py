@@ -330,12 +330,9 @@ def test_it_always_cleans_up(function):
 @pytest.mark.parametrize(
     "world, complaint",
     [
-        (dict(ranks=0), "ranks = 0; a world has 1 rank or more"),
-        (dict(rank=4, ranks=4), "rank = 4 of ranks = 4; use a rank from 0 to 3"),
-        (dict(rank=-1, ranks=4), "rank = -1 of ranks = 4; use a rank from 0 to 3"),
-        (dict(rank=1.5), "rank = 1.5; use a whole number"),
-        (dict(ranks=True), "ranks = True; use a whole number"),
-        (dict(ranks="4"), "ranks = '4'; use a whole number"),
+        (dict(ranks=0), "ranks=0: use a whole number from 1 to"),
+        (dict(rank=4, ranks=4), "rank=4: use a whole number from 0 to 3"),
+        (dict(rank=1.5), "rank=1.5: use a whole number"),
     ],
 )
 def test_worlds_that_do_not_exist(world, complaint):

@@ -161,12 +161,6 @@ def test_ranks_that_are_well_finish_a_call_after_another_has_died(tmp_path):
     assert [(tmp_path / name).read_text() for name in "01"] == ["2.0", "2.0"]
 
 
-@pytest.mark.parametrize("grace_s", [0, -1, True, "1"])
-def test_a_grace_of_no_time_is_refused(grace_s):
-    with pytest.raises(ValueError, match=f"grace_s = {grace_s!r}; use a number of seconds above 0"):
-        launch.run(dist.get_rank, grace_s=grace_s)
-
-
 @pytest.mark.parametrize("started, until", [(90.0, 101.0), (105.0, 106.0)])
 def test_a_wait_ends_its_patience_after_the_loss_or_its_own_later_begin(started, until, monkeypatch):
     monkeypatch.setattr(PROCESS, "patience_s", 1.0)

@@ -90,12 +90,6 @@ def test_a_collective_outside_a_launch_says_where_to_call_it(call):
         call()
 
 
-@pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])
-def test_a_time_limit_is_above_0(timeout_s):
-    with pytest.raises(ValueError, match="^timeout_s = .*; use a number of seconds above 0$"):
-        launch.run(dist.get_rank, ranks=2, timeout_s=timeout_s)
-
-
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e30])
 def test_no_time_limit_is_one_as_long_as_there_can_be(timeout_s):
     assert launch.run(dist.get_rank, ranks=2, timeout_s=timeout_s) == [0, 1]
@@ -162,18 +156,7 @@ def in_a_shell(program: str, folder, **env) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_a_deleted_working_directory_and_left_over_variables_of_torchrun_are_one_line_each(
-    tmp_path, monkeypatch
-):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(
-        ValueError, match="^the working directory has been deleted; change to one that exists$"
-    ):
-        launch.run(dist.get_rank)
-    monkeypatch.chdir(tmp_path)
+def test_left_over_variables_of_torchrun_are_one_line(monkeypatch):
     left_over = dict(RANK="0", WORLD_SIZE="two", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for name, value in left_over.items():
         monkeypatch.setenv(name, value)

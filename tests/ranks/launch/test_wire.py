@@ -56,6 +56,6 @@ def test_the_kernel_counts_what_the_ledger_counts_and_stock_gloo_sends_twice():
 
 def test_a_failure_is_one_line():
     with pytest.raises(
-        RuntimeError, match="^the measurement failed: ValueError: ranks = 0; use a whole number"
+        RuntimeError, match="^the measurement failed: ValueError: ranks=0: use a whole number"
     ):
         loopback.bytes_on_the_wire(our_all_reduce, ranks=0)
