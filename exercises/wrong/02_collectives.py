@@ -121,9 +121,9 @@ def ring_reduce_scatter(x, group):
 
 # %% wrong="ring_reduce_scatter" fails="own work" around="import" why="the ring of the package"
 def ring_reduce_scatter(x, group):
-    from minitrain.systems.communication import ring_algorithms
+    from minitrain.systems.communication import by_hand
 
-    return ring_algorithms.reduce_scatter(x, group)
+    return by_hand.reduce_scatter(x, group)
 
 
 # %% wrong="ring_reduce_scatter" fails="own work" around="channel" why="torch's own collective, on the group itself"
