@@ -425,8 +425,8 @@ def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkey
     assert result.exit_code == (what != "nothing")
     failed = [line for line in result.output.splitlines() if line.startswith("FAIL")]
     words = {
-        "sum": "4 ranks        four ranks added 1 and got [4.0, 4.0, 4.0, 3.0]   -> see 'When ranks cannot meet' in the README",
-        "error": "4 ranks        no loopback   -> see 'When ranks cannot meet' in the README",
+        "sum": "4 ranks        four ranks added 1 and got [4.0, 4.0, 4.0, 3.0]   -> see 'When ranks cannot meet' in docs/commands.md",
+        "error": "4 ranks        no loopback   -> see 'When ranks cannot meet' in docs/commands.md",
         "memory": "free memory    1.9 GB   -> the chapters need 2 GB; close something",
     }
     assert failed == ([f"FAIL  {words[what]}"] if what in words else [])

@@ -161,8 +161,8 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
     "line, module",
     [
         ("import minitrain.ranks.launch as go", "minitrain.ranks.launch"),
-        ("from minitrain import collectives, launch", "minitrain.ranks.launch"),
-        ("from minitrain.ranks.collectives import all_reduce", "minitrain.ranks.collectives.all_reduce"),
+        ("from minitrain import collectives, launch", "minitrain.launch"),
+        ("from minitrain.collectives import all_reduce", "minitrain.collectives.all_reduce"),
         ("from minitrain import collectives\nimport minitrains", None),
     ],
 )

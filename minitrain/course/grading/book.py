@@ -102,7 +102,7 @@ def not_there(source: str) -> str:
         if isinstance(node, ast.ImportFrom):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         for module in modules:
-            if module.split(".")[0] == "minitrain" and module != "minitrain.ranks.collectives":
+            if module.split(".")[0] == "minitrain" and module != "minitrain.collectives":
                 return module
     return ""
 
