@@ -133,7 +133,7 @@ def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> 
     """Operator by operator, of all signatures the one that costs least to box. `given`: of inputs (others
     are whole), and of results that must stay so.
 
-    A result stays as it comes out, also as terms of a sum: in (u · v) · w the product with w is linear too, so
+    A result stays as it comes out, also as terms of a sum: in (u · v) · w the product with w is linear, so
     the terms are added once, at the end, and only if somebody asks for more than P. Yuan et al. 2021,
     arXiv:2110.15032, section 3. Differs: what the computation itself costs is not weighed.
     """

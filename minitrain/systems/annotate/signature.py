@@ -13,17 +13,8 @@ are whole, and a result that has not is a sum with one term a rank:
     bd,df->bf     b: S(0), B -> S(0)     f: B, S(1) -> S(1)     d: S(1), S(0) -> P
                   linear in each operand:   P, B -> P           B, P -> P            and whole: B, B -> B
 
-the six that the paper lists for a product of matrices. From one place to another (table 2), of a tensor of T
-elements over p ranks, counted over all of them: what one sends is the p-th part.
-
-                              -> S(i)                   -> B                    -> P
-    S(j)                      all-to-all, for i ≠ j     all-gather              nothing (zeros around it)
-                              (p-1)/p · T               (p-1) · T
-    B                         nothing (a slice)         nothing                 nothing (one keeps it)
-    P                         reduce-scatter            all-reduce              nothing
-                              (p-1) · T                 2 (p-1) · T
-
-On a mesh a tensor moves along one axis after the other (`moves`), and T is what the other axes leave of it.
+the six that the paper lists for a product of matrices. On a mesh a tensor moves along one axis after another
+(`moves`); `sent` says at which price.
 Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3. `sharding.Placement` tells of parameters, cut for good
 over known groups; this is about any tensor between two operators, and about no group. No torch.
 """
@@ -129,7 +120,15 @@ def collective(source: Place, target: Place) -> str | None:
 
 
 def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
-    """Elements sent by all ranks together, of a tensor that has so many whole: table 2."""
+    """Elements sent by all ranks together, of a tensor of T elements whole: table 2 of the paper.
+
+        T elements, p ranks   -> S(i)                   -> B                    -> P
+        S(j)                  all-to-all, for i ≠ j     all-gather              nothing (zeros around it)
+                              (p-1)/p · T               (p-1) · T
+        B                     nothing (a slice)         nothing                 nothing (one keeps it)
+        P                     reduce-scatter            all-reduce              nothing
+                              (p-1) · T                 2 (p-1) · T
+    """
     require_positive_ints(ranks=ranks)
     require_nonnegative(elements=elements)
     factor = {
