@@ -54,6 +54,7 @@ def double_binary_tree(n: int) -> tuple[Tree, Tree]:
 
 def inner(tree: Tree) -> set[int]:
     """The ranks that have a child."""
+    require_ints(parents=[parent or 0 for parent in tree])
     return {parent for parent in tree if parent is not None}
 
 
