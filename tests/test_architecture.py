@@ -180,11 +180,10 @@ def test_no_torch_is_loaded_with(start):
 
 
 MUTATORS = set(
-    "add append appendleft clear discard extend insert pop popitem remove setdefault update set acquire".split()
+    "add append appendleft clear discard extend insert pop popitem remove setdefault update acquire".split()
 )
 STATE = {  # what is changed all the same, and why; PROCESS of ranks/process.py is what everything else is in
     "compose.measured_work _measured": "what was measured once, for the planner's next question",
-    "course.grading.answer_checks _judging": "an answer's process: one answer at a time",
     "course.grading.kit _lanes": "an answer's process, where there is no minitrain",
     "precision.products quantize": "to become an argument",
 }

@@ -23,8 +23,7 @@ class Process:
         # groups (arguments.py): a ProcessGroup has no attributes, so its channel is found by its id
         self.channels: dict[int, object] = {}
         self.on_open = lambda: None  # what a rank does when it first uses a group on gloo
-        # checked mode (checked.py): whether it is on, and the folder of this machine's boards
-        self.checked, self.board_folder = False, None
+        self.checked = False  # is checked mode on? (checked.py)
         # a rank that is gone (channel.py): since when, and how long a wait lasts from then on
         self.lost_since, self.patience_s = None, None
         # launch: the helper of a caller, the job of a rank that torchrun has started

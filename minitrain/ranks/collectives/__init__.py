@@ -8,7 +8,6 @@ then   backends            what moves the data: gloo, NCCL, or nothing in a dry 
        arguments           what every call checks before any rank waits
 beside call_log            every call: who, what, how many bytes, from which line
        checked             members of a group compare what they are about to call
-       board               how they tell each other, on one machine
 
 This folder is one module to its users: `from minitrain import collectives`.
 """
@@ -25,7 +24,7 @@ from minitrain.ranks.collectives.call_log import (
     read_log,
 )
 from minitrain.ranks.collectives.channel import Handle, another_rank_is_gone, wait_at_most
-from minitrain.ranks.collectives.checked import CollectiveMismatch, meet_in, set_checked
+from minitrain.ranks.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.ranks.collectives.functions import (
     all_gather,
     all_reduce,

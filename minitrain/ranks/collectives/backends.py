@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import call_log, checked
-from minitrain.ranks.collectives.board import MESSAGE
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.collectives.channel import Channel, apart
 from minitrain.ranks.collectives.transport import Job, move, post_receive, post_send, wait_all
@@ -81,14 +80,14 @@ class Gloo(Backend):
         refusals: list[checked.CollectiveMismatch] = []
 
         def wait() -> None:
-            for (call, _, peer), header_of, data in () if refusals else arrivals:
-                header = header_of()
+            for (call, _, peer), header, header_work, data in () if refusals else arrivals:
+                wait_all([header_work])
                 try:
                     if header is not None:
-                        checked.compare_message(call, header)
+                        checked.compare_message(call, bytes(header.tolist()))
                 except checked.CollectiveMismatch as refusal:
                     refusals.append(refusal)
-                    drop(ch, call, header, peer)
+                    drop(ch, call, bytes(header.tolist()), peer)
                     call_log.finished(call)
                 else:
                     if not refusals:
@@ -100,35 +99,22 @@ class Gloo(Backend):
         return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (what will arrive: receive, what waits for its header, work; works of what is sent)."""
+        """Returns (what will arrive: receive, header if it has one, works of both; works of what is sent)."""
         arrivals, works = [], []
         for receive in receives:
             call, tensor, peer = receive
-            header_of = expect_header(ch, call, peer) if PROCESS.checked else lambda: None
-            arrivals.append((receive, header_of, post_receive(ch, tensor, peer, message_tags(call)[1])))
-        for call, tensor, peer in sends:
+            header, header_work, (header_tag, tag) = None, None, message_tags(call)
             if PROCESS.checked:
-                works.append(send_header(ch, call, peer))
-            works.append(post_send(ch, call, tensor, peer, message_tags(call)[1]))
+                header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
+                header_work = post_receive(ch, header, peer, header_tag)
+            arrivals.append((receive, header, header_work, post_receive(ch, tensor, peer, tag)))
+        for call, tensor, peer in sends:
+            header_tag, tag = message_tags(call)
+            if PROCESS.checked:
+                header = checked.as_tensor(checked.message_header(call))
+                works.append(post_send(ch, None, header, peer, header_tag))
+            works.append(post_send(ch, call, tensor, peer, tag))
         return arrivals, works
-
-
-def send_header(ch: Channel, call: Call, peer: int):
-    """Tell the receiver what comes, before it comes; returns the work of a header that travels."""
-    board, header = checked.board_of(ch), checked.message_header(call)
-    if board is None:
-        return post_send(ch, None, checked.as_tensor(header), peer, message_tags(call)[0])
-    board.put(MESSAGE, peer, call.seq, header)
-
-
-def expect_header(ch: Channel, call: Call, peer: int) -> Callable[[], bytes | None]:
-    """What waits for the header of the message that `call` receives; None if it got lost."""
-    board = checked.board_of(ch)
-    if board is not None:
-        return lambda: board.read(MESSAGE, peer, call.seq)
-    header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
-    work = post_receive(ch, header, peer, message_tags(call)[0])
-    return lambda: (wait_all([work]), bytes(header.tolist()))[1]
 
 
 def drop(ch: Channel, call: Call, header: bytes, peer: int) -> None:

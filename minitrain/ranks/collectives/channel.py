@@ -40,7 +40,6 @@ class Channel:
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
-        self.board = None  # where the members leave notes for each other, opened in checked mode
         if backend.counts:  # gloo's event loop is there by now
             PROCESS.on_open()
 

@@ -15,20 +15,16 @@ aborts the process when sizes differ. A header of 256 bytes says what is called,
                 goes on. Sites may differ.
 
 A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
-launch reports the hang. Headers are not counted as sent bytes. Between ranks of one launch they pass
-through memory (board.py); in a job each is a small message, n-1 per call. On NCCL and in a dry run nothing
-is compared.
+launch reports the hang. Each header is a small message, n-1 per call; headers are not counted as sent bytes.
+On NCCL and in a dry run nothing is compared.
 """
 
-import hashlib
-import os
 import zlib
 from functools import lru_cache
 
 import torch
 
 from minitrain.ranks.collectives import call_log
-from minitrain.ranks.collectives.board import FUTEX, MOST_MEMBERS, Board
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.process import PROCESS
 
@@ -40,22 +36,6 @@ SEPARATOR = b"\x1f"
 def set_checked(on: bool) -> None:
     """Turn checked mode on or off in this process: alike on all ranks, and not between halves of a call."""
     PROCESS.checked = bool(on)
-
-
-def meet_in(folder: str | None) -> None:
-    """All ranks are on this machine and share `folder`. (None: they send headers, as on several nodes.)"""
-    PROCESS.board_folder = folder if FUTEX is not None else None
-
-
-def board_of(ch) -> Board | None:
-    """Where the members of this channel's group leave headers; None if they send them."""
-    if PROCESS.board_folder is None or ch.size > MOST_MEMBERS:
-        return None
-    if ch.board is None:
-        key = f"{ch.group.group_name} {ch.members}"  # torch's name of the group is the same on all members
-        path = os.path.join(PROCESS.board_folder, f"board.{hashlib.sha256(key.encode()).hexdigest()}")
-        ch.board = Board(path, ch.rank, ch.size, HEADER_BYTES)
-    return ch.board
 
 
 class CollectiveMismatch(RuntimeError):
@@ -88,15 +68,15 @@ def headers_of(call: Call, sends: list[int] | None) -> list[bytes]:
     return [pack(call_log.describe(call), call.name or "", call.site, count) for count in counts]
 
 
-def compare(call: Call, headers: list[bytes | None], expects: list[int] | None) -> None:
-    """Raise CollectiveMismatch if the members' headers (in rank order, None: lost) do not belong together."""
+def compare(call: Call, headers: list[bytes], expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers, in rank order, do not belong together."""
     if expects is None and headers.count(headers[0]) == len(headers):
         return
-    calls = {member: unpack(header) for member, header in zip(call.members, headers) if header is not None}
+    calls = {member: unpack(header) for member, header in zip(call.members, headers)}
     if len({(what, name, "" if name else site) for what, name, site, _ in calls.values()}) > 1:
         raise CollectiveMismatch(disagreement(call, calls))
     for member, expected in zip(call.members, expects or ()):
-        sent = calls[member][-1] if member in calls else expected
+        sent = calls[member][-1]
         if int(sent) != expected:
             raise CollectiveMismatch(
                 f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "

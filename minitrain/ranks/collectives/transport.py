@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from minitrain.ranks.collectives import checked
-from minitrain.ranks.collectives.board import COLLECTIVE
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.collectives.channel import Channel
 from minitrain.ranks.process import PROCESS
@@ -204,16 +203,12 @@ def barrier(ch: Channel, job: Job, tag: int) -> None:
 ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
 
 
-def swap_headers(ch: Channel, call: Call, ours: list[bytes], tag: int) -> list[bytes | None]:
-    """Give ours[p] to each member p, and return what they say, in rank order; None for what got lost."""
-    board = checked.board_of(ch)
-    if board is None:
-        theirs = torch.stack(list(map(checked.as_tensor, ours)))
-        in_rounds(ch, None, list(map(checked.as_tensor, ours)), list(theirs), tag)
-        return [bytes(header.tolist()) for header in theirs]
-    for to in ch.after:
-        board.put(COLLECTIVE, to, call.seq, ours[to])
-    return [ours[p] if p == ch.rank else board.read(COLLECTIVE, p, call.seq) for p in range(ch.size)]
+def swap_headers(ch: Channel, ours: list[bytes], tag: int) -> list[bytes]:
+    """Give ours[p] to each member p, and return what they say, in rank order."""
+    outgoing = [checked.as_tensor(header) for header in ours]
+    incoming = [header.clone() for header in outgoing]
+    in_rounds(ch, None, outgoing, incoming, tag)
+    return [bytes(header.tolist()) for header in incoming]
 
 
 def move(ch: Channel, job: Job) -> None:
@@ -221,6 +216,6 @@ def move(ch: Channel, job: Job) -> None:
     # this tag is for headers, the next two for the data of the first and second half of an all-reduce
     tag = job.call.seq % 2**27 * 4
     if PROCESS.checked and ch.size > 1:
-        headers = swap_headers(ch, job.call, checked.headers_of(job.call, job.send_sizes), tag)
+        headers = swap_headers(ch, checked.headers_of(job.call, job.send_sizes), tag)
         checked.compare(job.call, headers, job.receive_sizes)
     ALGORITHMS[job.call.op](ch, job, tag + 1)

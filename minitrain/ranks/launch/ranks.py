@@ -147,7 +147,6 @@ class Rank:
         patience = datetime.timedelta(seconds=request["patience_s"])
         init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
         collectives.set_checked(request["checked"])
-        collectives.meet_in(self.directory)
         if request["grace_s"] is not None:
             collectives.wait_at_most(request["grace_s"] / 3)
             threading.Thread(target=self.watch_others, daemon=True).start()

@@ -2,8 +2,6 @@
 mode.
 """
 
-import functools
-
 import numpy
 import pytest
 import torch
@@ -257,40 +255,19 @@ WRONG = {
 }
 
 
-def by_messages(program):
-    """The same where headers travel, as between nodes."""
-
-    @functools.wraps(program)
-    def on_rank(*args):
-        collectives.meet_in(None)
-        return program(*args)
-
-    return on_rank
-
-
-IN_BOTH_WAYS = pytest.mark.parametrize(
-    "way", [lambda program: program, by_messages], ids=["memory", "messages"]
-)
-
-
-@IN_BOTH_WAYS
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
-def test_checked_mode_says_who_calls_what(program, way):
+def test_checked_mode_says_who_calls_what(program):
     sites = [f"test_collectives_errors.py:{line_of(program, offset)}" for offset in range(8)]
     assert (
-        launch.run(way(caught(program)), ranks=4, checked=True, timeout_s=20)
+        launch.run(caught(program), ranks=4, checked=True, timeout_s=20)
         == [WRONG[program].format(*sites)] * 4
     )
 
 
-@IN_BOTH_WAYS
-def test_checked_mode_compares_the_rows_of_an_uneven_all_to_all(way):
+def test_checked_mode_compares_the_rows_of_an_uneven_all_to_all():
     with pytest.raises(launch.RankError) as error:
         launch.run(
-            way(lambda: rows_not_expected(dist.get_rank(), dist.group.WORLD)),
-            ranks=4,
-            checked=True,
-            timeout_s=20,
+            lambda: rows_not_expected(dist.get_rank(), dist.group.WORLD), ranks=4, checked=True, timeout_s=20
         )
     assert error.value.ranks == (3,) and "rank 1 sends 6 elements" in str(error.value)
     assert "but here receive_sizes asks for 9; pass what it sends" in str(error.value)
@@ -317,9 +294,8 @@ def legitimate_branches():
     return weights.tolist(), uneven[:, 0].tolist(), list(nothing.shape)
 
 
-@IN_BOTH_WAYS
-def test_what_belongs_together_passes(way):
-    assert launch.run(way(legitimate_branches), ranks=2, checked=True, timeout_s=20) == [
+def test_what_belongs_together_passes():
+    assert launch.run(legitimate_branches, ranks=2, checked=True, timeout_s=20) == [
         ([7, 7, 7], [0, 0, 1, 1, 1], [0, 2]),
         ([7, 7, 7], [0, 0, 1, 1], [0, 2]),
     ]
@@ -337,9 +313,8 @@ def headers_are_free():
     assert calls[0] == calls[1], calls
 
 
-@IN_BOTH_WAYS
-def test_headers_are_not_counted(way):
-    launch.run(way(headers_are_free), ranks=4, checked=False)
+def test_headers_are_not_counted():
+    launch.run(headers_are_free, ranks=4, checked=False)
 
 
 # ---- messages --------------------------------------------------------------------------------------------
@@ -362,10 +337,9 @@ def wrong_message(like):
         pytest.param(torch.empty(2, 2), id="shape"),
     ],
 )
-@IN_BOTH_WAYS
-def test_a_message_of_another_kind_is_caught_by_its_receiver(like, way):
+def test_a_message_of_another_kind_is_caught_by_its_receiver(like):
     with pytest.raises(launch.RankError) as error:
-        launch.run(way(wrong_message), like, ranks=2, checked=True, timeout_s=20)
+        launch.run(wrong_message, like, ranks=2, checked=True, timeout_s=20)
     expected = f"{str(like.dtype)[6:]}[{', '.join(map(str, like.shape))}]"
     assert error.value.ranks == (1,) and "message #0 from rank 0: it sends float32[4] at" in str(error.value)
     assert f"this rank expects {expected} at" in str(error.value)
@@ -390,21 +364,13 @@ def refused_and_then_fine(sent, like, times, log):
     return heard, [str(call.seq) for call in collectives.read_log(f"{log}/{group.rank()}") if not call.done]
 
 
-@IN_BOTH_WAYS
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("sent", [torch.ones(4), torch.ones(()), torch.empty(0, 2), torch.ones(3000, 1000)])
-def test_the_sender_of_a_refused_message_goes_on(sent, times, way, tmp_path):
+def test_the_sender_of_a_refused_message_goes_on(sent, times, tmp_path):
     """The receiver takes it and drops it; who waits for a refused one again hears the same again."""
     like = torch.empty(2, dtype=torch.int64)
     (first, left), (second, kept) = launch.run(
-        way(refused_and_then_fine),
-        [sent, sent],
-        like,
-        times,
-        str(tmp_path),
-        ranks=2,
-        checked=True,
-        timeout_s=20,
+        refused_and_then_fine, [sent, sent], like, times, str(tmp_path), ranks=2, checked=True, timeout_s=20
     )
     assert first == ["sent"] and left == kept == []
     refused = [f"message #{number} from rank 0" for number in (0, 1)] * times
@@ -418,9 +384,8 @@ def refused_both_ways():
     return collectives.rotate(torch.ones(2) * rank, group).tolist()
 
 
-@IN_BOTH_WAYS
-def test_after_an_exchange_that_both_refuse_the_next_one_works(way):
-    assert launch.run(way(refused_both_ways), ranks=2, checked=True, timeout_s=20) == [[1.0] * 2, [0.0] * 2]
+def test_after_an_exchange_that_both_refuse_the_next_one_works():
+    assert launch.run(refused_both_ways, ranks=2, checked=True, timeout_s=20) == [[1.0] * 2, [0.0] * 2]
 
 
 def left_open(program, log):
@@ -440,3 +405,30 @@ def test_a_refused_call_is_over_in_the_log(program, tmp_path):
         left_open, program, str(tmp_path), ranks=4, checked=True, timeout_s=20
     ):
         assert calls > 0 and unfinished == []
+
+
+def test_a_sender_may_be_far_ahead():
+    def rank():
+        group, count = collectives.world(), 67
+        if group.rank() == 0:
+            sends = [collectives.send(torch.tensor([i]), 1, group, async_op=True) for i in range(count)]
+        collectives.barrier(group)
+        if group.rank() == 0:
+            return [send.wait() for send in sends]
+        like = torch.empty(1, dtype=torch.int64)
+        return [collectives.receive(like, 0, group).item() for _ in range(count)]
+
+    assert launch.run(rank, ranks=2, checked=True)[1] == list(range(67))
+
+
+def test_calls_of_groups_of_the_same_members_keep_apart():
+    def rank():
+        group = collectives.world()
+        other = dist.new_group([0, 1])
+        handles = [
+            collectives.all_reduce(torch.full((1,), float(i)), of, async_op=True)
+            for i, of in enumerate((group, other, group, other))
+        ]
+        return [handle.wait().item() for handle in handles[:: 1 if group.rank() else -1]]
+
+    assert launch.run(rank, ranks=2, checked=True) == [[6.0, 4.0, 2.0, 0.0], [0.0, 2.0, 4.0, 6.0]]
