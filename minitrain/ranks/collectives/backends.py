@@ -1,6 +1,6 @@
 """What moves the data of a group, an object each: gloo (our algorithms), NCCL, or nothing (a dry run).
 
-    start(ch, group, job, in_background)   sets a collective in motion; returns (wait, is it done?)
+    start(ch, group, job, in_background)   sets a collective in motion; returns wait
     post(ch, group, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
 
 Where the backend moves the data itself, on NCCL and in a dry run, `transport.planned_bytes` charges the same
@@ -22,13 +22,10 @@ from minitrain.ranks.collectives.transport import Job, move, post_receive, post_
 from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import num_modes, outside_modes
 
-Started = tuple[Callable[[], object], Callable[[], bool]]  # wait; is it done?
-
 
 class Backend:
     counts = False  # are bytes counted where a buffer is handed to the network?
     adds = True  # are sums taken here, in memory of ours?
-    at_once = False  # is a message there as soon as it is asked for?
 
     def check(self, op: str, x: Tensor) -> None:
         """ValueError for a tensor that the backend cannot reach."""
@@ -62,7 +59,7 @@ class Gloo(Backend):
         job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
         return lambda: target.copy_(job.dst)
 
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Started:
+    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
         def drive() -> None:
             try:
                 unseen(move, ch, job)
@@ -70,10 +67,9 @@ class Gloo(Backend):
                 call_log.finished(job.call)
 
         if in_background:
-            task = ch.lane(job.call).submit(drive)
-            return task.wait, task.done
+            return ch.lane(job.call).submit(drive).wait
         apart(drive)
-        return lambda: None, lambda: True
+        return lambda: None
 
     def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
         arrivals, works = unseen(self._post, ch, sends, receives)
@@ -143,10 +139,8 @@ def unseen(work: Callable, *args):
 class Dry(Backend):
     """Nothing moves; results have shapes and no values."""
 
-    at_once = True
-
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Started:
-        return lambda: call_log.finished(job.call), lambda: True
+    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
+        return lambda: call_log.finished(job.call)
 
     def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
         return lambda: None
@@ -168,7 +162,7 @@ class NCCL(Backend):
                 f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo"
             )
 
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Started:
+    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
         op, src, dst, given = job.call.op, job.src, job.dst, dict(group=group, async_op=True)
         if op == "all_reduce":
             if dst.data_ptr() != src.data_ptr():
@@ -187,7 +181,7 @@ class NCCL(Backend):
             work = dist.broadcast(dst, group_src=job.source, **given)
         else:
             work = dist.barrier(**given)
-        return lambda: (work.wait(), call_log.finished(job.call)), work.is_completed
+        return lambda: (work.wait(), call_log.finished(job.call))
 
     def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
         if len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer

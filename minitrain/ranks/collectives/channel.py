@@ -108,9 +108,6 @@ class Task:
             self.unsettled.pop(self, None)
             raise self.error
 
-    def done(self) -> bool:
-        return not self.running.locked()
-
 
 def _work(tasks: queue.SimpleQueue) -> None:
     while True:
@@ -163,18 +160,13 @@ def apart(work: Callable[[], None]) -> None:
 class Handle:
     """What an asynchronous call returns: `wait()` gives the result, and must be called at least once."""
 
-    def __init__(self, settle: Callable[[], None], finish: Callable, poll: Callable[[], bool]):
-        self._settle, self._finish, self._poll = settle, finish, poll
+    def __init__(self, settle: Callable[[], None], finish: Callable):
+        self._settle, self._finish = settle, finish
         self._waited, self._result = False, None
 
     def wait(self):
         if not self._waited:
             self._settle()
             self._result, self._waited = self._finish(), True
-            self._settle = self._finish = self._poll = None  # let the buffers go
+            self._settle = self._finish = None  # let the buffers go
         return self._result
-
-    @property
-    def done(self) -> bool:
-        """Has all data arrived? (A message over gloo knows only after `wait()`.)"""
-        return self._waited or self._poll()

@@ -209,7 +209,7 @@ def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async
     if not backend.counts:
         call.sent_bytes, call.planned = transport.planned_bytes(ch, job), True
     call_log.issued(call)
-    settle, poll = backend.start(ch, group, job, async_op)
+    settle = backend.start(ch, group, job, async_op)
 
     def end():
         job.src = job.received = job.wide = None  # what only the algorithm needed is free from here
@@ -219,7 +219,7 @@ def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async
         return finish()
 
     if async_op:
-        return Handle(settle, end, poll)
+        return Handle(settle, end)
     settle()
     return end()
 

@@ -95,7 +95,7 @@ def _transfer(
     """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
-        handle = Handle(lambda: None, lambda: pack(copies), lambda: True)
+        handle = Handle(lambda: None, lambda: pack(copies))
         return handle if async_op else handle.wait()
     backend, first = ch.backend, (sends + receives)[0][0]
     there = backend.device(first)
@@ -121,6 +121,6 @@ def _transfer(
             call_log.announce("wait", call)
         return pack([x.to(first.device) for _, x, _ in incoming])
 
-    handle = Handle(settle, finish, lambda: backend.at_once)
+    handle = Handle(settle, finish)
     ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done
     return handle if async_op else handle.wait()

@@ -35,7 +35,6 @@ from minitrain.ranks.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 # Imported by the helper once the caller or a rank has: a torch.optim optimizer pulls in the first, which
 # takes as long as torch itself, and four ranks doing so at once on two cores take 4 s.
 HEAVY = (COMPILER, "sympy", "pytest", "hypothesis")
@@ -48,15 +47,6 @@ def say(events: int, *words) -> None:
     """One line on the events pipe; POSIX promises that lines under 512 bytes never mix."""
     with suppress(BrokenPipeError):  # the caller is gone; the lifeline says so too
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
-
-
-def keep_freed_memory() -> None:
-    """A step frees and allocates the same tensors over and over. glibc would hand large ones back and pay for
-    clean pages again (1 to 2 % of a small step); a rank keeps them, as torch's allocator for GPUs does."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if LINUX else None
-    if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, 2**30)
-        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that glibc takes
 
 
 class Rank:
@@ -140,7 +130,6 @@ class Rank:
 
     def join(self, request: dict) -> None:
         torch.set_num_threads(1)
-        keep_freed_memory()
         seed_all()
         PROCESS.on_open = shared_cores.calm
         path = os.fsencode(self.in_directory("rendezvous"))  # a name that the locale cannot write, too

@@ -277,7 +277,7 @@ def joined(handles: list[collectives.Handle]) -> collectives.Handle:
     def rows() -> Tensor:
         return torch.cat([handle.wait() for handle in handles])
 
-    return collectives.Handle(lambda: None, rows, lambda: all(handle.done for handle in handles))
+    return collectives.Handle(lambda: None, rows)
 
 
 def rows_of(routing: Routing, way: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
