@@ -230,18 +230,6 @@ def test_a_process_that_ends_is_named_and_its_neighbours_are_not(fn, message):
         assert "terminate called after throwing" in error.traceback
 
 
-def test_a_lost_connection_is_blamed_only_without_a_crash():
-    lost = {
-        "type": "RuntimeError",
-        "message": "Connection closed by peer [127.0.0.1]",
-        "frames": [],
-        "traceback": "",
-    }
-    crash = report.crash_record(-signal.SIGKILL, "", [], {})
-    assert report.failure({0: lost, 2: crash}, {}).ranks == (2,)
-    assert report.failure({0: lost, 3: lost}, {}).ranks == (0, 3)
-
-
 def test_mismatched_collectives_name_both_lines():
     def swapped():
         group = dist.group.WORLD
@@ -317,18 +305,6 @@ def test_a_hang_tells_where_every_rank_was(fn, ranks, parts):
         str(error)
     )
     assert f"in {fn.__name__}" in error.traceback, "the stacks of the waiting ranks"
-
-
-def test_the_lowest_sequence_number_is_blamed():
-    waits = {
-        rank: report.Stuck(f"wait{{s}} in all_gather #{seq} (x.py:7)", True, ("tp", "0-3"), seq)
-        for rank, seq in enumerate([42, 42, 41, 42])
-    }
-    error = report.hang(60, waits, {}, {})
-    assert error.ranks == (2,)
-    assert str(error).endswith(
-        "rank 2 waits in all_gather #41 (x.py:7); ranks 0, 1, 3 wait in all_gather #42 (x.py:7)"
-    )
 
 
 def test_a_rank_that_does_not_start_is_named():

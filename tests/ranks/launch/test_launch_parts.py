@@ -2,7 +2,6 @@
 ranks of a job agree, what the kernel counts."""
 
 import datetime
-import errno
 import json
 import linecache
 import os
@@ -18,9 +17,9 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.course import loopback
-from minitrain.ranks.launch import forks, helper, job, ranks, report, start
+from minitrain.ranks.launch import forks, helper, job, ranks, start
 from minitrain.ranks.process import PROCESS
-from tests.ranks.launch.test_launch_caller import LOST, MINE, Heard
+from tests.ranks.launch.test_launch_caller import LOST, MINE
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -103,26 +102,6 @@ def test_the_end_of_a_launch_ends_its_ranks_all_that_they_started_and_its_direct
     )
     assert words == (b"- reaped\n", True, [])
     assert not left and not zombie, "nobody else launches: what is left goes too, and is reaped"
-
-
-def test_the_helper_has_one_thread_whatever_its_caller_has_and_the_rest_as_the_caller(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("GLIBC_TUNABLES", "of the caller")
-    started = []
-
-    def popen(command, **how):
-        started.append((command, how))
-        raise OSError(errno.EAGAIN, "no process")
-
-    monkeypatch.setattr(helper.subprocess, "Popen", popen)
-    said = "^the helper process that forks ranks cannot be started: .*ulimit -u.*; use fewer ranks, or end other programs$"
-    with pytest.raises(launch.RankError, match=said):
-        helper.Helper()
-    ((command, how),) = started
-    assert how["env"]["OMP_NUM_THREADS"] == how["env"]["MKL_NUM_THREADS"] == "1"
-    assert how["env"]["GLIBC_TUNABLES"] == "of the caller" and how["start_new_session"] is True
-    assert command[1] == "-P" and command[5] == str(os.getpid()) and how["pass_fds"] == [int(command[4])]
-    assert command[6:-1] == sys.path and os.path.join(command[-1], "minitrain", "") == report.PACKAGE
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------
@@ -331,15 +310,6 @@ def test_a_launch_in_a_job_gives_all_results_and_keeps_its_own(monkeypatch):
     with pytest.raises(launch.RankError, match="^7$"):
         one.run(sys.exit, (7,), 30, False)
     assert "MINITRAIN_INSIDE" not in os.environ and seen["checked"] is False
-
-
-def test_plain_pickle_suffices_in_a_job_and_else_a_result_travels_by_value():
-    assert pickle.loads(job.portable(Heard)) is Heard
-    assert pickle.loads(job.portable(lambda: 8))() == 8
-    with pytest.raises(
-        TypeError, match="fn returned a generator, which cannot be sent back .*; return tensors"
-    ):
-        job.portable(i for i in ())
 
 
 # ---- the kernel's count ----------------------------------------------------------------------------------

@@ -9,15 +9,12 @@ import sys
 import textwrap
 import time
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.ranks.launch import report
-
-LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="/proc and children of children are Linux's")
 
 
 def failing(fn, *args, ranks=2, timeout_s=60) -> launch.RankError:
@@ -124,24 +121,6 @@ def in_another_order():
 def test_of_two_groups_in_another_order_the_smaller_side_is_to_blame():
     error = failing(in_another_order, ranks=3, timeout_s=3)
     assert isinstance(error, launch.LaunchTimeout) and error.ranks == (1,)
-
-
-def with_a_child_of_its_own_session(path):
-    if dist.get_rank() == 1:
-        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
-        path.write_text(str(child.pid))
-        os._exit(3)
-    collectives.barrier(dist.group.WORLD)
-
-
-@LINUX_ONLY
-def test_a_child_with_a_session_of_its_own_ends_with_its_rank(tmp_path):
-    error = failing(with_a_child_of_its_own_session, tmp_path / "pid")
-    assert error.ranks == (1,)
-    pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < patience, "it lives"
-        time.sleep(0.05)
 
 
 def in_a_shell(program: str, folder, **env) -> subprocess.CompletedProcess:
