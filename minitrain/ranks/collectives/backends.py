@@ -1,7 +1,7 @@
 """What moves the data of a group, an object each: gloo (our algorithms), NCCL, or nothing (a dry run).
 
-    start(ch, group, job, in_background)   sets a collective in motion; returns wait
-    post(ch, group, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
+    start(ch, job, in_background)   sets a collective in motion; returns wait
+    post(ch, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
 
 Where the backend moves the data itself, on NCCL and in a dry run, `transport.planned_bytes` charges the same
 cuts. In a dry run nothing is cut: a call costs the same Python in a world of 4 and of 131,072.
@@ -59,7 +59,7 @@ class Gloo(Backend):
         job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
         return lambda: target.copy_(job.dst)
 
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         def drive() -> None:
             try:
                 unseen(move, ch, job)
@@ -71,7 +71,7 @@ class Gloo(Backend):
         apart(drive)
         return lambda: None
 
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         arrivals, works = unseen(self._post, ch, sends, receives)
         refusals: list[checked.CollectiveMismatch] = []
 
@@ -139,10 +139,10 @@ def unseen(work: Callable, *args):
 class Dry(Backend):
     """Nothing moves; results have shapes and no values."""
 
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         return lambda: call_log.finished(job.call)
 
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         return lambda: None
 
 
@@ -162,8 +162,8 @@ class NCCL(Backend):
                 f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo"
             )
 
-    def start(self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool) -> Callable[[], object]:
-        op, src, dst, given = job.call.op, job.src, job.dst, dict(group=group, async_op=True)
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)
         if op == "all_reduce":
             if dst.data_ptr() != src.data_ptr():
                 dst.copy_(src)
@@ -183,7 +183,8 @@ class NCCL(Backend):
             work = dist.barrier(**given)
         return lambda: (work.wait(), call_log.finished(job.call))
 
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
+        group = ch.group
         if len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
             works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
             works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]

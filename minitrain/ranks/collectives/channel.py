@@ -28,7 +28,7 @@ class Channel:
     """What we know of one process group. `backend` (backends.py) moves its data."""
 
     def __init__(self, group: ProcessGroup, backend):
-        self.group = weakref.proxy(group)  # a channel must not keep a destroyed group alive
+        self._group = weakref.ref(group)  # a channel must not keep a destroyed group alive
         self.backend = backend
         self.members = tuple(get_process_group_ranks(group))
         self.who = call_log.span(self.members)
@@ -42,6 +42,10 @@ class Channel:
         self.lanes = (Lane(self.axis), Lane(self.axis))
         if backend.counts:  # gloo's event loop is there by now
             PROCESS.on_open()
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self._group()
 
     def number(self, sequence: object) -> int:
         """The next number of a sequence of calls: None for collectives, (op, peer) for messages."""

@@ -83,7 +83,7 @@ def all_reduce(
     job = Job(new_call(ch, "all_reduce", x, name, reduction=op), src, src)
     if out is not x:
         job.dst = out.detach().view(-1)
-    return _perform(ch, group, job, lambda: out, async_op)
+    return _perform(ch, job, lambda: out, async_op)
 
 
 def all_gather(
@@ -93,7 +93,7 @@ def all_gather(
     ch = open_channel(group, "all_gather", x)
     dim = checked_dim("all_gather", x, dim)
     call = new_call(ch, "all_gather", x, name, dim, payload=ch.size)
-    return _along(ch, group, call, x, ch.size * x.shape[dim], out, async_op)
+    return _along(ch, call, x, ch.size * x.shape[dim], out, async_op)
 
 
 def reduce_scatter(
@@ -104,7 +104,7 @@ def reduce_scatter(
     check_can_reduce("reduce_scatter", "sum", x)
     dim = checked_dim("reduce_scatter", x, dim, divisor=ch)
     call = new_call(ch, "reduce_scatter", x, name, dim)
-    return _along(ch, group, call, x, x.shape[dim] // ch.size, out, async_op)
+    return _along(ch, call, x, x.shape[dim] // ch.size, out, async_op)
 
 
 def all_to_all(
@@ -139,7 +139,7 @@ def all_to_all(
     call = new_call(ch, "all_to_all", x, name, dim, uneven=uneven)
     rows = sum(receive_sizes) if uneven else x.shape[dim]
     under_way = async_op or meanwhile is not None
-    y = _along(ch, group, call, x, rows, None, under_way, send_sizes, receive_sizes)
+    y = _along(ch, call, x, rows, None, under_way, send_sizes, receive_sizes)
     if meanwhile is None or async_op:
         return y
     meanwhile()
@@ -155,30 +155,20 @@ def broadcast(
     out = result("broadcast", x, x.shape, None)
     src = contiguous(x) if ch.rank == source else out
     job = Job(new_call(ch, "broadcast", x, name, source=source), src.view(-1), out.view(-1), source=source)
-    return _perform(ch, group, job, lambda: out, async_op)
+    return _perform(ch, job, lambda: out, async_op)
 
 
 def barrier(group: ProcessGroup, *, name: str | None = None) -> None:
     """Return when every member has called it."""
     ch = channel_of(group)
     nothing = torch.empty(0)
-    _perform(ch, group, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
+    _perform(ch, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
 
 
 # ---- from a call to bytes in motion ----------------------------------------------------------------------
 
 
-def _along(
-    ch,
-    group: ProcessGroup,
-    call,
-    x: Tensor,
-    length: int,
-    out: Given,
-    async_op: bool,
-    sends=None,
-    receives=None,
-):
+def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, sends=None, receives=None):
     """Perform `call`, whose result is like x but `length` long in call.dim; unless 0, on turned copies."""
     dim = call.dim
     src = contiguous(x.movedim(dim, 0))
@@ -193,10 +183,10 @@ def _along(
         return out
 
     job = Job(call, src.view(-1), dst.view(-1), send_sizes=sends, receive_sizes=receives)
-    return _perform(ch, group, job, finish, async_op)
+    return _perform(ch, job, finish, async_op)
 
 
-def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async_op: bool):
+def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
     """Allocate what the algorithm needs, log the call, move the data now or in the background."""
     backend, call = ch.backend, job.call
     bring_back = backend.stage(job)
@@ -209,7 +199,7 @@ def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async
     if not backend.counts:
         call.sent_bytes, call.planned = transport.planned_bytes(ch, job), True
     call_log.issued(call)
-    settle = backend.start(ch, group, job, async_op)
+    settle = backend.start(ch, job, async_op)
 
     def end():
         job.src = job.received = job.wide = None  # what only the algorithm needed is free from here

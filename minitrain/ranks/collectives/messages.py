@@ -27,7 +27,7 @@ def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> 
     """Give x to rank `to` of the group."""
     ch = open_channel(group, "send", x)
     check_rank(ch, "send to", to, other=True)
-    return _transfer(ch, group, [(x, to)], [], lambda received: None, async_op)
+    return _transfer(ch, [(x, to)], [], lambda received: None, async_op)
 
 
 def receive(
@@ -46,7 +46,7 @@ def receive(
     room = torch.empty(shape, dtype=dtype, device=device) if like is None else _room_for(like)
     ch = open_channel(group, "receive", room if like is None else like)
     check_rank(ch, "receive from", source, other=True)
-    return _transfer(ch, group, [], [(room, source)], lambda received: received[0], async_op)
+    return _transfer(ch, [], [(room, source)], lambda received: received[0], async_op)
 
 
 def exchange(
@@ -67,7 +67,7 @@ def exchange(
             f"exchange: to={to} and source={source}, one of them this rank itself; make it both or neither"
         )
     room = _room_for(x if like is None else like)
-    return _transfer(ch, group, [(x, to)], [(room, source)], lambda received: received[0], async_op)
+    return _transfer(ch, [(x, to)], [(room, source)], lambda received: received[0], async_op)
 
 
 def rotate(
@@ -81,7 +81,7 @@ def rotate(
     to, source = (ch.rank + shift) % ch.size, (ch.rank - shift) % ch.size
     pack = (lambda received: received[0]) if isinstance(xs, Tensor) else tuple
     receives = [(_room_for(x), source) for x in tensors]
-    return _transfer(ch, group, [(x, to) for x in tensors], receives, pack, async_op)
+    return _transfer(ch, [(x, to) for x in tensors], receives, pack, async_op)
 
 
 def _room_for(like: Tensor) -> Tensor:
@@ -89,9 +89,7 @@ def _room_for(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _transfer(
-    ch: Channel, group: ProcessGroup, sends: Sends, receives: Sends, pack: Callable, async_op: bool
-):
+def _transfer(ch: Channel, sends: Sends, receives: Sends, pack: Callable, async_op: bool):
     """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
@@ -107,7 +105,7 @@ def _transfer(
         if not backend.counts:
             call.planned, call.sent_bytes = True, call.payload_bytes if call.op == "send" else 0
         call_log.issued(call)
-    wait = backend.post(ch, group, outgoing, incoming)
+    wait = backend.post(ch, outgoing, incoming)
 
     def settle() -> None:
         wait()

@@ -5,6 +5,7 @@ import os
 import sys
 import types
 import weakref
+from operator import attrgetter
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.process import Process
 
+FIELDS = attrgetter(*"op seq axis members payload_bytes shape dtype peer name site".split())
+
 
 def records(fn):
     """The calls that `fn` makes, as their own observer sees them: (kind, op, ...) in order."""
@@ -26,22 +29,7 @@ def records(fn):
         if kind == "buffer":
             events.append((kind, subject.dtype, tuple(subject.shape)))
         else:
-            events.append(
-                (
-                    kind,
-                    subject.op,
-                    subject.seq,
-                    subject.axis,
-                    subject.members,
-                    subject.payload_bytes,
-                    subject.shape,
-                    subject.dtype,
-                    subject.peer,
-                    subject.name,
-                    subject.site,
-                    subject.sent_bytes if kind == "wait" else None,
-                )
-            )
+            events.append((kind, *FIELDS(subject), subject.sent_bytes if kind == "wait" else None))
 
     with collectives.observe(watch):
         fn()
