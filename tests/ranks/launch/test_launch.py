@@ -254,8 +254,8 @@ def test_a_notebook(tmp_path):
     with pytest.raises(CellExecutionError):
         way = dict(kernel_manager_class=kernels.AsyncManager, kernel_name="python3")
         NotebookClient(notebook, timeout=120, resources=folder, **way).execute()
-    (prints,), failure = cells[1].outputs, cells[2].outputs[-1]
-    assert prints.text == "".join(f"[rank {rank}] training on 3\n" for rank in range(3)) + "True\n"
+    prints, failure = "".join(output.text for output in cells[1].outputs), cells[2].outputs[-1]
+    assert prints == "".join(f"[rank {rank}] training on 3\n" for rank in range(3)) + "True\n"
     assert (failure.ename, failure.evalue) == ("RankError", "rank 1 raised ValueError: boom (cell:7)")
     assert "Cell In[1], line 7" in "\n".join(failure.traceback)
     assert 'raise ValueError("boom")' in "\n".join(failure.traceback), "the rank quotes the line of the cell"
