@@ -78,7 +78,7 @@ def test_a_course_laid_out_is_that_of_the_clone(call, tmp_path):
     )
     assert "total 0/" in out and "total 0/0" not in out
 
-    source = "import minitrain\nfrom minitrain.course import notebook\nnotebook.show(notebook.beside)\nminitrain.__file__"
+    source = "import minitrain\nfrom minitrain.course import notebook\nnotebook.show(notebook.compare)\nminitrain.__file__"
     path = course / "notebooks" / "99_short.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), path)
     code, out, err = call("run", "99", cwd=course)

@@ -93,10 +93,10 @@ def drawn() -> str:
     return "\n".join(text)
 
 
-def main(words: list[str]) -> None:
-    if not words:
+def main(names: list[str]) -> None:
+    if not names:
         print(drawn())
-    for module in words:
+    for module in names:
         if module not in modules():
             raise SystemExit(f"no module {module}; give one as minitrain.data_parallel.zero1")
         needed = closure(module)

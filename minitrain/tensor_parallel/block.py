@@ -28,7 +28,6 @@ def cut_mlp(mlp: nn.Module, group: ProcessGroup, column: Callable, row: Callable
     for name in ("up", "gate"):
         if hasattr(mlp, name):
             setattr(mlp, name, ColumnLinear(getattr(mlp, name), group, column))
-    mlp.project = partial(column, group=group)
     mlp.down = RowLinear(mlp.down, group, row)
 
 
@@ -40,7 +39,6 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
     kv = partial(SharedHead, head_dim=head_dim) if kv_heads % group.size() else ColumnLinear
     attention.q = ColumnLinear(attention.q, group, column)
     attention.k, attention.v = kv(attention.k, group, column), kv(attention.v, group, column)
-    attention.project = partial(column, group=group)
     attention.out = RowLinear(attention.out, group, row)
     if hasattr(attention, "slopes"):
         attention.slopes = shard(attention.slopes, 0, group)
@@ -48,6 +46,8 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
 
 class SharedHead(nn.Module):
     """Keys or values with fewer heads than ranks: a whole weight on every rank, which uses one head of it."""
+
+    together = ColumnLinear.together
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable, head_dim: int):
         super().__init__()

@@ -44,9 +44,11 @@ def cut_layers(
         if hasattr(layer, "tokens"):
             whole, layer.tokens = layer.tokens, vocabulary.cut_table(layer.tokens, group)
             tables[whole] = layer.tokens
-            layer.token_rows = partial(vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave)
+            layer.hooks.token_rows = partial(
+                vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave
+            )
             if sequence_parallel:
-                layer.position_rows = partial(_own_rows, layer.position_rows, group)
+                layer.hooks.position_rows = partial(_own_rows, layer.hooks.position_rows, group)
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
                 raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")

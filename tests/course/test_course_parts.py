@@ -60,7 +60,7 @@ def test_a_heading_and_the_facts_below_it_without_their_marks(tmp_path):
 
 def test_measured_beside_formula(capsys):
     rows = {"exact": (1234567, Fraction(1234567)), "third": (1, 3), "half": (0.5, 2), "none": (4, 0)}
-    notebook.beside(rows, "FLOPs")
+    notebook.compare(rows, "FLOPs")
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"{'':5}  {'measured':>20}  {'formula':>20}  ratio   [FLOPs]"
     assert [line.split() for line in lines] == [
@@ -69,7 +69,7 @@ def test_measured_beside_formula(capsys):
         ["half", "0.5000", "2", "0.250"],
         ["none", "4", "0", "-"],
     ]
-    notebook.beside({})
+    notebook.compare({})
     assert capsys.readouterr().out.endswith("ratio   [bytes]\n")
 
 
