@@ -310,7 +310,8 @@ def test_a_fused_attention_keeps_no_mask():
     assert dropped.forward.high_bytes < 1.2 * without.forward.high_bytes
     written = work_of(replace(model, dropout=0.1), Strategy(precision="bfloat16"), 2, 1024, False).block
     assert (
-        written.saved_bytes - dropped.saved_bytes > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
+        written.saved_bytes - dropped.saved_bytes
+        > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
     )
 
 
