@@ -120,7 +120,9 @@ def test_why_a_function_is_left_out(function, why, monkeypatch):
 
 
 def test_doors_are_what_readers_take_and_what_takes_a_group():
-    source = "from minitrain.plan import fleet as f\nfrom minitrain.moe.router import route\nf.best(3)\nroute(x)"
+    source = (
+        "from minitrain.plan import fleet as f\nfrom minitrain.moe.router import route\nf.best(3)\nroute(x)"
+    )
     assert nonsense.names_from(source) == {"plan.fleet", "plan.fleet.best", "moe.router.route"}
     assert nonsense.is_door("nobody.calls", lambda x, group: x)
     assert nonsense.left_out("nobody.calls", unsaid).startswith("inside: no chapter")

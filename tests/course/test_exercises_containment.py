@@ -457,7 +457,7 @@ PACKAGES = """
 import gc, importlib, os, sys
 def found():
     seen = [name for name in sys.modules if name.split(".")[0] == "minitrain"]
-    collectives = set(vars(sys.modules["minitrain.collectives"])) - {"functools", "torch", "ThreadPoolExecutor"}
+    collectives = set(vars(sys.modules["minitrain.ranks.collectives"])) - {"functools", "torch", "ThreadPoolExecutor"}
     functions = {f.__name__ for f in gc.get_objects() if "minitrain" in str(getattr(f, "__module__", ""))}
     for name in ["minitrain.course", "minitrain.pipeline", "minitrain.ranks.launch"]:
         try:
@@ -478,7 +478,7 @@ def test_of_minitrain_a_rank_has_what_the_call_lists_and_nothing_else(judge):
     answer = f"PACKAGE = {str(PACKAGE)!r}\n{PACKAGES}"
     code = Code(answer=answer, names=["found"], call="found", collectives="rotate")
     ((seen, collectives, functions),) = judge.run(code, [[()]], network=False).results[0]
-    assert seen == ["minitrain", "minitrain.collectives"]
+    assert seen == ["minitrain", "minitrain.ranks", "minitrain.ranks.collectives"]
     assert collectives == ["barrier", "receive", "rotate", "send"]
     plumbing = {"_Handle", "_given", "_perform", "__init__", "wait"}
     assert set(functions) - plumbing == {"barrier", "receive", "rotate", "send"}
