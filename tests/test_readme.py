@@ -52,7 +52,7 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(
         "minitrain.ranks.launch.run",
-        lambda fn, config, strategy, *_, ranks, **__: started.append((str(strategy), ranks)),
+        lambda fn, settings, *, ranks, **_: started.append((str(settings.strategy), ranks)),
     )
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     for words in lines:
