@@ -452,7 +452,7 @@ MOE = config()
 REFUSED = {
     "top_k = 5 of 4 experts; use 1 to 4; shared experts have no number": lambda: config(top_k=5),
     "top_k = 3 of 2 experts": lambda: config(top_k=3, pyramid_layers=1, pyramid_experts=2),
-    "capacity_factor = -1.0; use 0 or more": lambda: config(capacity_factor=-1.0),
+    "capacity_factor = -1.0; use at least 0": lambda: config(capacity_factor=-1.0),
     "router = 'top-k'; did you mean 'top_k'": lambda: config(router="top-k"),
     "router 'switch' is for top_k = 1": lambda: config(router="switch"),
     "unknown setting 'experts'; ": lambda: ExpertsConfig(experts=4),
