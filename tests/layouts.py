@@ -390,7 +390,7 @@ def one_process(case: Draw) -> Outcome:
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
         loss = cross_entropy_sum(model(tokens), targets)
-        if (more := losses.taken()) is not None:
+        if (more := losses.collect()) is not None:
             loss = loss + more
         loss = loss / (targets != MASKED).sum()
         loss.backward()

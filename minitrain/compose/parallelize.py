@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
-from minitrain.compose.expert_passes import ExpertGroups, spread_experts
+from minitrain.compose.expert_passes import ExpertGroups, expert_hooks, place_on_ranks
 from minitrain.compose.offload_passes import offload
 from minitrain.compose.product_passes import multiply_in
 from minitrain.compose.products_by_name import PRODUCTS
@@ -41,6 +41,7 @@ from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
+from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import accumulate
@@ -97,16 +98,17 @@ def parallelize(
     elif strategy.pipelined:
         schedule = strategy.build_schedule()
     experts = ExpertGroups(strategy, mesh) if config and config.experts else None
-    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
+    pairs = Halves() if strategy.hides_transfers(schedule) else None
+    hooks = expert_hooks(config, strategy, mesh, experts, pairs) if experts else Hooks()
+    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts, hooks) if config else model
     mixed.widen(module.parameters() if config else (), strategy.policy)
     freeze(module, frozen, config)
 
     places, memory, in_slices, losses, played = Places(seed), None, set(), None, None
-    pairs = Halves() if strategy.hides_transfers(schedule) else None
     if config:
         loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
         if experts:
-            in_slices |= spread_experts(module, strategy, mesh, experts, pairs)
+            in_slices |= place_on_ranks(module, strategy, mesh, experts)
             layers = {number: stage.layers for number, stage in module.items()}
             losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
         multiply_in(module, strategy, mesh)
@@ -128,7 +130,7 @@ def parallelize(
     if config:
         recompute_in(module, strategy, mesh, places, memory)
     if schedule is None:
-        more = dict(router_loss=losses.taken) if losses else {}
+        more = dict(router_loss=losses.collect) if losses else {}
         forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
     else:
         sync.driven = True
@@ -176,9 +178,9 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 
 
 def build(
-    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts, hooks: Hooks
 ) -> GPT | Stages:
-    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device)
+    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device, hooks=hooks)
     if experts:
         settings["expert_part"] = experts.part
     if schedule is None:

@@ -58,6 +58,10 @@ class ColumnLinear(nn.Module):
         """What this rank multiplies with: the matrix and the bias."""
         return self.weight, self.bias
 
+    def together(self, x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """Several matrices of one input, which is copied or gathered once."""
+        return self.column(x, linears, self.group)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.column(x, (self,), self.group)[0]
 

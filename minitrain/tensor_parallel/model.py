@@ -34,7 +34,6 @@ def cut_mlp(mlp: nn.Module, group: ProcessGroup, column: Callable, row: Callable
     for name in ("up", "gate"):
         if hasattr(mlp, name):
             setattr(mlp, name, ColumnLinear(getattr(mlp, name), group, column))
-    mlp.project = partial(column, group=group)
     mlp.down = RowLinear(mlp.down, group, row)
 
 
@@ -46,7 +45,6 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
     kv = partial(SharedHead, head_dim=head_dim) if kv_heads % group.size() else ColumnLinear
     attention.q = ColumnLinear(attention.q, group, column)
     attention.k, attention.v = kv(attention.k, group, column), kv(attention.v, group, column)
-    attention.project = partial(column, group=group)
     attention.out = RowLinear(attention.out, group, row)
     if hasattr(attention, "slopes"):
         attention.slopes = shard(attention.slopes, 0, group)
@@ -54,6 +52,8 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
 
 class SharedHead(nn.Module):
     """Keys or values with fewer heads than ranks: a whole weight on every rank, which uses one head of it."""
+
+    together = ColumnLinear.together
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable, head_dim: int):
         super().__init__()
@@ -111,9 +111,11 @@ def cut_layers(
         if hasattr(layer, "tokens"):
             whole, layer.tokens = layer.tokens, vocabulary.cut_table(layer.tokens, group)
             tables[whole] = layer.tokens
-            layer.token_rows = partial(vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave)
+            layer.hooks.token_rows = partial(
+                vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave
+            )
             if sequence_parallel:
-                layer.position_rows = partial(_local_rows, layer.position_rows, group)
+                layer.hooks.position_rows = partial(_local_rows, layer.hooks.position_rows, group)
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
                 raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")

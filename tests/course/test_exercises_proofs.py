@@ -33,10 +33,7 @@ def test_sixty_walk_arounds_are_among_the_wrong_solutions():
 def test_prove_sees_a_check_that_catches_nothing(judge):
     """With blind checks, every wrong solution is reported; and so is a broken solution."""
     last = [c for c in FIRST.cells if c.role in book.LOCKED or c.name.startswith("relay_bytes")]
-    blind = [
-        book.Cell("check", cell.name, "# Blind\n", cell.attributes) if cell.role == "check" else cell
-        for cell in last
-    ]
+    blind = [replace(cell, source="# Blind\n") if cell.role == "check" else cell for cell in last]
     only = book.Chapter("00", FIRST.path, blind)
     faults = exercises.prove(only, judge)
     assert len(faults) == 1 + sum(cell.name == "relay_bytes" for cell in FIRST.wrong)

@@ -74,7 +74,7 @@ def model_of(word: str, changes: dict, early_stop=True, dtype=torch.float64, **h
 def loss_of(model: GPT, tokens=TOKENS):
     losses = RouterLosses({0: model.layers})
     loss = cross_entropy_sum(model(tokens), tokens)
-    more = losses.taken()
+    more = losses.collect()
     return loss if more is None else loss + more
 
 
@@ -276,7 +276,7 @@ def test_what_a_router_counts_is_counted_once():
         model = model_of(word, dict(experts=router))
         loss_of(model).backward()
         for layer in model.layers[1:-1]:
-            assert layer.mlp.router.load.sum() == TOKENS.numel() * router.top_k and layer.mlp.noted is None
+            assert layer.mlp.router.load.sum() == TOKENS.numel() * router.top_k and layer.mlp.losses is None
 
 
 def test_without_gradients_nothing_is_kept():
