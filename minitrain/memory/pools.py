@@ -34,13 +34,13 @@ LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 class Transfer:
     """A copy under way. `direction` is one of ranks/events.py's DIRECTIONS, `bytes` what moves.
 
-    `finish` blocks until the numbers are there; `holds` is kept alive until then. An error of the copy is
+    `finish` blocks until the numbers are there; `sources` are kept alive until then. An error of the copy is
     raised by `wait`."""
 
-    def __init__(self, direction: str, bytes: int, result: Tensor, finish: Callable[[], object], holds=()):
+    def __init__(self, direction: str, bytes: int, result: Tensor, finish: Callable[[], object], sources=()):
         self.direction, self.bytes = direction, bytes
-        self._result, self._finish, self._holds = result, finish, holds
-        collectives.announce_copy("copy", self)
+        self._result, self._finish, self._sources = result, finish, sources
+        collectives.announce("copy", self)
 
     @property
     def waited(self) -> bool:
@@ -50,8 +50,8 @@ class Transfer:
         """The copy, once it is complete. Waiting again gives it again."""
         if self._finish is not None:
             self._finish()
-            self._finish, self._holds = None, ()
-            collectives.announce_copy("copied", self)
+            self._finish, self._sources = None, ()
+            collectives.announce("copied", self)
         return self._result
 
 
