@@ -298,20 +298,6 @@ def test_row_sums_of_half_precision_are_float32():
     assert all(map(torch.equal, first, second))
 
 
-def test_a_core_of_the_model():
-    config = GPTConfig(vocab_size=32, num_layers=1, d_model=32, num_heads=4, num_kv_heads=2)
-    tokens = torch.randint(32, (2, 21), generator=torch.Generator().manual_seed(0))
-    expected = GPT(config, attention=naive_attention, dtype=torch.float64)(tokens)
-    for core in (
-        lazy_attention,
-        partial(flash_attention, kernel=flash_1(256)),
-        partial(flash_attention, kernel=flash_2(256)),
-    ):
-        torch.testing.assert_close(
-            GPT(config, attention=core, dtype=torch.float64)(tokens), expected, rtol=0, atol=1e-12
-        )
-
-
 @pytest.mark.parametrize("core", [lazy_attention, partial(flash_attention, kernel=flash_2(64))])
 def test_keys_and_values_may_differ_in_width(core):
     q, k, _ = inputs(9, width=6)

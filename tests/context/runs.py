@@ -50,6 +50,12 @@ def furthest(ours, theirs):
     return max((a.double() - b).abs().max().item() for a, b in zip(ours, theirs))
 
 
+def distance(core, layout, group, heads=8, kv_heads=8, length=16, causal=True):
+    """How far output and gradients of q, k and v are from those of one device."""
+    ours, _ = over(core, group, layout, (heads, kv_heads), length)
+    return furthest(ours, whole((heads, kv_heads), causal, length))
+
+
 def hidden(events):
     """For every call, in the order of waiting: (operation, products between its issue and its wait)."""
     issued, products, found = {}, 0, []

@@ -21,7 +21,8 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import wallfacer
 from minitrain.systems.context.wallfacer import wallfacer_attention
-from tests.context.test_ulysses import TOLERANCE, distance, example, whole_attention
+from tests.context.runs import B, K, distance, furthest, inputs, whole
+from tests.parallel import TOLERANCE
 
 HEADS = ((8, 8), (8, 2))
 ALL_LAYOUTS = (contiguous, zigzag, striped)
@@ -29,8 +30,8 @@ ALL_LAYOUTS = (contiguous, zigzag, striped)
 
 def traffic(core, layout, group, heads, kv_heads, length):
     """What this rank issues in forward, and in forward and backward."""
-    *whole, dout = (split(x, layout, group, 2) for x in example(heads, kv_heads, length))
-    q, k, v = (x.requires_grad_() for x in whole)
+    *qkv, dout = (split(x, layout, group, 2) for x in inputs((heads, kv_heads), length))
+    q, k, v = (x.requires_grad_() for x in qkv)
     with Ledger() as ledger:
         out = core(q, k, v)
         ahead = [event for event in ledger.events if isinstance(event, Issue)]
@@ -57,7 +58,7 @@ def across(events, rank, node):
 
 # ---- heads and a ring ------------------------------------------------------------------------------------
 
-B, T, K = 2, 16, 3  # of `example`
+T = 16
 
 
 def usp_bytes(ulysses, ring, heads, kv_heads, length=T):
@@ -263,20 +264,15 @@ def test_three_rings():
         mesh = Mesh(rack=2, node=2, card=2)
         rings = Rings([mesh.group(axis) for axis in mesh.shape], zigzag, True)
         everyone = mesh.group("rack", "node", "card")
-        *whole, dout = example(8, 2, 16)
-        q, k, v, dout_here = (split(x, zigzag, everyone, 2) for x in (*whole, dout))
+        q, k, v, dout = (split(x, zigzag, everyone, 2) for x in inputs((8, 2), 16))
         with Ledger() as ledger:
             out, lse = ring_forward(q, k, v, rings, PLAIN)
         steps = by_axis(
             [event for event in ledger.events if isinstance(event, Issue)], lambda event: event.op == "send"
         )
-        ours = out, *ring_backward(dout_here, q, k, v, out, lse, rings, PLAIN)
-        whole = [x.requires_grad_() for x in whole]
-        theirs = whole_attention(*whole, True)
-        theirs = theirs, *torch.autograd.grad(theirs, whole, dout)
-        return steps, max(
-            (a - split(b, zigzag, everyone, 2)).abs().max().item() for a, b in zip(ours, theirs)
-        )
+        ours = out, *ring_backward(dout, q, k, v, out, lse, rings, PLAIN)
+        theirs = [split(x, zigzag, everyone, 2) for x in whole((8, 2), True, 16)]
+        return steps, furthest(ours, theirs)
 
     for steps, error in launch.run(rank, ranks=8):
         assert error < TOLERANCE and steps == {"rack": 2 * 1, "node": 2 * 2, "card": 2 * 4}  # K and V

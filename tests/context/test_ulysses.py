@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.attention.kernel import repeat_kv
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ulysses import switch, to_heads, ulysses_attention
 from minitrain.model.gpt import GPT, GPTConfig
@@ -19,40 +18,10 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import along, next_cut, run_stages
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.model import cut_attention, cut_mlp
-
-TOLERANCE = 1e-12
-
+from tests.context.runs import K, distance, inputs
+from tests.parallel import TOLERANCE
 
 # ---- one device ------------------------------------------------------------------------------------------
-
-
-def whole_attention(q, k, v, causal):
-    k, v = repeat_kv(q, k, v)
-    scores = q @ k.mT / q.size(-1) ** 0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-def example(heads, kv_heads, length, width=3, batch=2):
-    """q, k, v and the gradient of the output, of all tokens, on every rank the same."""
-    rng = torch.Generator().manual_seed(7)
-    return [
-        torch.randn(batch, h, length, width, generator=rng, dtype=torch.float64)
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
-def distance(core, layout, group, heads=8, kv_heads=8, length=16, causal=True):
-    """How far output and gradients of q, k and v are from those of one device, for this rank's tokens."""
-    *whole, dout = example(heads, kv_heads, length)
-    local = [split(x, layout, group, 2).requires_grad_() for x in whole]
-    out = core(*local)
-    ours = out, *torch.autograd.grad(out, local, split(dout, layout, group, 2))
-    whole = [x.requires_grad_() for x in whole]
-    out = whole_attention(*whole, causal)
-    theirs = out, *torch.autograd.grad(out, whole, dout)
-    return max((a - split(b, layout, group, 2)).abs().max().item() for a, b in zip(ours, theirs))
 
 
 def full(q, k, v):
@@ -68,18 +37,11 @@ def everything():
                 found[heads, kv_heads, layout.__name__, causal] = distance(
                     run, layout, group, heads, kv_heads, causal=causal
                 )
-    *_, dout = example(8, 8, 16)
-    mixed = [
-        dout.clone().requires_grad_(),
-        *example(8, 2, 16)[1:3],
-    ]  # values wider than queries, as in latent attention
-    mixed[2] = torch.cat((mixed[2], mixed[2] + 1), -1)
-    ours = ulysses_attention(
-        *(split(x, contiguous, group, 2) for x in mixed), group=group, core=causal_attention
-    )
-    found["wide values"] = (
-        (ours - split(whole_attention(*mixed, True), contiguous, group, 2)).abs().max().item()
-    )
+    q, k, v, _ = inputs((8, 2), 16, width=6)  # values wider than queries, as in latent attention
+    parts = (split(x, contiguous, group, 2) for x in (q, k, v))
+    ours = ulysses_attention(*parts, group=group, core=causal_attention)
+    theirs = split(naive_attention(q, k, v), contiguous, group, 2)
+    found["wide values"] = (ours - theirs).abs().max().item()
     return found
 
 
@@ -102,7 +64,7 @@ def test_without_it_the_result_is_another(broken):
             torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(
                 1, n, 1, 1
             )  # heads 0 1 0 1, where 0 0 1 1 is meant
-        run = partial(ulysses_attention, group=world(), core=partial(whole_attention, causal=True))
+        run = partial(ulysses_attention, group=world(), core=causal_attention)
         return distance(run, layout, world(), kv_heads=2 if broken == "copies" else 8)
 
     assert min(launch.run(rank, ranks=4)) > 1e-3
@@ -165,7 +127,7 @@ def test_ulysses(ranks):
 
 
 def core_bytes(heads, kv_heads):
-    q, k, v, _ = (split(x, contiguous, world(), 2) for x in example(heads, kv_heads, 16))
+    q, k, v, _ = (split(x, contiguous, world(), 2) for x in inputs((heads, kv_heads), 16))
     with Ledger() as ledger:
         ulysses_attention(q, k, v, group=world(), core=causal_attention)
     return ledger.num_calls(), ledger.sent_bytes()
@@ -176,7 +138,7 @@ def core_bytes(heads, kv_heads):
 )
 def test_bytes_of_grouped_heads(heads, kv_heads, sent_kv_heads):
     """Few K/V heads are sent as few, unless there are fewer than ranks: then each rank needs a copy."""
-    elements = (2 * heads + 2 * sent_kv_heads) * 2 * 16 // 4 * 3
+    elements = (2 * heads + 2 * sent_kv_heads) * 2 * 16 // 4 * K
     for calls, sent in [dryrun.run(core_bytes, heads, kv_heads, rank=1, ranks=4)]:
         assert (calls, sent) == (2, 8 * elements * 3 // 4)
 

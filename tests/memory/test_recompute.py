@@ -613,9 +613,9 @@ def test_words():
         with pytest.raises(ValueError, match=said):
             Strategy(recompute=word)
     for (word, tp, sequence), said in {
-        ("full", 1, False): "tp=1 has nobody to share with",
-        ("full", 2, True): "sequence_parallel has cut them already",
-        ("selective", 2, False): "no block keeps its input alone; use full, keep:core",
+        ("full", 1, False): "a rank has nobody to share with",
+        ("full", 2, True): "inputs are cut already",
+        ("selective", 2, False): "no block keeps its input alone; use full",
     }.items():
         with pytest.raises(ValueError, match=said):
             Strategy(recompute=word, tp=tp, sequence_parallel=sequence, recompute_partition=True)

@@ -333,7 +333,7 @@ def differing(layout: dict) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(dp=2, zero=3), dict(cp=2), dict(dp=2, zero=1)], ids=str)
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(dp=2, zero=3), dict(cp=2)], ids=str)
 def test_on_ranks_a_plan_changes_no_bit(layout):
     assert launch.run(differing, layout, ranks=2) == [[], []]
 

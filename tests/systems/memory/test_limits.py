@@ -34,8 +34,7 @@ def runs():
         yield runs
 
 
-@pytest.mark.parametrize("kind", ["torch", "bytes"])
-@pytest.mark.parametrize("size", [3 * MEGA + 5, 40 * MEGA])
+@pytest.mark.parametrize("size, kind", [(3 * MEGA + 5, "torch"), (40 * MEGA, "bytes")])
 def test_finds_what_a_run_holds(runs, size, kind):
     found = runs.smallest_limit(hold, size, kind, most_bytes=64 * MEGA, step_bytes=4096)
     assert size < found < size + 0.5 * MEGA  # the interpreter's own small change
