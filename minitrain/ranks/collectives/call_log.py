@@ -68,8 +68,9 @@ def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def describe(call: Call) -> str:
     """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
     shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
-    extra = f", dim={call.dim}" * bool(call.dim) + f", source={call.source}" * (call.source is not None)
-    extra += f", op={call.reduction}" * (call.reduction != "sum")
+    extra = f", dim={call.dim}" if call.dim else ""
+    extra += f", source={call.source}" if call.source is not None else ""
+    extra += f", op={call.reduction}" if call.reduction != "sum" else ""
     return f"{call.op}({signature(shape, call.dtype)}{extra})"
 
 
