@@ -116,7 +116,7 @@ def test_the_draws_would_notice(what):
                 place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()
             ]
         elif what == "sums over tp of what saw slices":
-            module.seen_in_slices = lambda layers: set()
+            module.sequence_sharded_params = lambda layers: set()
         elif what == "sums over stages":
             module.share_stages = lambda *_: None
         elif what == "rows of experts come home in order":

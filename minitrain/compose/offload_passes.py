@@ -63,11 +63,11 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     stages = [part for _, part in module.items()] if isinstance(module, Stages) else [module]
     for stage in stages:
 
-        def stays(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
+        def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
             return [*(sync.lives() or stage.parameters()), *stage.buffers()]
 
         layers = stage.layers if hasattr(stage, "layers") else elements(stage)
-        AwayActivations(stays).watch(stage, layers)
+        AwayActivations(resident).watch(stage, layers)
 
 
 def update_on_host(sync: Sync, strategy: Strategy) -> None:

@@ -61,8 +61,8 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
-from minitrain.tensor_parallel.model import cut_layers, seen_in_slices
-from minitrain.tensor_parallel.sequence import own_time
+from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
+from minitrain.tensor_parallel.sequence import local_tokens
 
 
 def parallelize(
@@ -212,7 +212,7 @@ def cut_model(
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap)
     how |= dict(products=PRODUCTS.get(strategy.products))
     loss_fn = cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
-    return loss_fn, seen_in_slices(module.layers) if strategy.sequence_parallel else set()
+    return loss_fn, sequence_sharded_params(module.layers) if strategy.sequence_parallel else set()
 
 
 def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
@@ -235,8 +235,10 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
     if strategy.tp == 1:
         return {}
     group = mesh.group("tp")
-    own = dict(own=lambda positions: own_time(positions, group)) if strategy.sequence_parallel else {}
-    return dict(part=group.rank(), **own)
+    parts = dict(part=group.rank())
+    if strategy.sequence_parallel:
+        parts["local_positions"] = lambda positions: local_tokens(positions, group)
+    return parts
 
 
 def layout_of(strategy: Strategy, schedule: Schedule | None):

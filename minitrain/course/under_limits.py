@@ -5,9 +5,9 @@
         runs.run(train, "all in files", config, folder, limit_bytes=...)     the same losses
 
     plain              4 parameters + 8 states + 4 gradients, and what L blocks keep
-    recompute          the same states, L inputs and what one block keeps    (systems/memory/in_turn.py)
+    recompute          the same states, L inputs and what one block keeps    (systems/memory/window.py)
     states in files    8 bytes per parameter less, some buffers more           (file_optimizer.py)
-    all in files       parameters and gradients of one layer                 (systems/memory/file_layers.py)
+    all in files       parameters and gradients of one layer                 (file_optimizer.py)
 
 `tensor_bytes` is what the account of one run says of it, `model_bytes` what arithmetic says of states alone.
 """
@@ -21,10 +21,9 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.file_layers import FiledLayers
-from minitrain.systems.memory.file_optimizer import FileOptimizer
+from minitrain.systems.memory.file_optimizer import FiledLayers, FileOptimizer
 from minitrain.systems.memory.files import FileStore
-from minitrain.systems.memory.in_turn import forward_backward
+from minitrain.systems.memory.window import forward_backward
 
 PLACEMENTS = ("plain", "recompute", "states in files", "all in files")
 PIECE = 1 << 16  # elements of a state, or a parameter, that are read and written at a time
@@ -66,7 +65,7 @@ def _step(
             loss = loss_of(model(tokens, positions))
             loss.backward()
         else:
-            loss = forward_backward(model.layers, tokens, loss_of, others=(positions,))
+            loss = forward_backward(model.layers, [tokens], lambda y, u: loss_of(y), others=(positions,))
         optimizer.step()
         return loss.detach()
 

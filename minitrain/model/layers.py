@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.hooks import Hooks
 
@@ -137,7 +137,7 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
     if v.size(-1) < q.size(-1) and bias is None and not dropout and q.device.type == "cpu":
         return recomputed(fused_forward, fused_backward, q, k, v, True)
     if bias is not None:
-        bias = bias.own(q) if isinstance(bias, Alibi) else bias
+        bias = bias.full(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)
     settings = dict(is_causal=bias is None, enable_gqa=q.size(1) != k.size(1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, **settings)
@@ -145,7 +145,7 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
 
 def naive_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0):
     """The same in five lines: each FLOP and each saved tensor can be seen. Keeps `[B, H, T, T]` scores."""
-    bias = bias.own(q) if isinstance(bias, Alibi) else bias
+    bias = bias.full(q) if isinstance(bias, Alibi) else bias
     if (shared := q.size(1) // k.size(1)) > 1:
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)

@@ -1,9 +1,9 @@
 """Four systems that place a graph, each from other words. What follows is the same for all: see plan.py.
 
-    laid_out(graph, {"row": 2, "col": 2}, {"b": "row", "f": "col"})                         Mesh-TensorFlow
-    propagate(graph, axes, {"x": {"data": Split(0)}, "w1": {"model": Split(1)}})            GSPMD
-    choose(graph, {"x": 2}, {"u": (Split(1),), "v": (Split(0),)})                           OneFlow
-    apply(graph, axes, [Tactic("BP", "batch", {"x": 0}), Tactic("MP", "model", {"w1": 1})])  PartIR
+laid_out(graph, {"row": 2, "col": 2}, {"b": "row", "f": "col"})                         Mesh-TensorFlow
+propagate(graph, axes, {"x": {"data": Split(0)}, "w1": {"model": Split(1)}})            GSPMD
+choose(graph, {"x": 2}, {"u": (Split(1),), "v": (Split(0),)})                           OneFlow
+apply(graph, axes, [Tactic("BP", "batch", {"x": 0}), Tactic("MP", "model", {"w1": 1})])  PartIR
 """
 
 from __future__ import annotations

@@ -122,12 +122,12 @@ def collective(source: Place, target: Place) -> str | None:
 def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
     """Elements sent by all ranks together, of a tensor of T elements whole: table 2 of the paper.
 
-        T elements, p ranks   -> S(i)                   -> B                    -> P
-        S(j)                  all-to-all, for i ≠ j     all-gather              nothing (zeros around it)
-                              (p-1)/p · T               (p-1) · T
-        B                     nothing (a slice)         nothing                 nothing (one keeps it)
-        P                     reduce-scatter            all-reduce              nothing
-                              (p-1) · T                 2 (p-1) · T
+    T elements, p ranks   -> S(i)                   -> B                    -> P
+    S(j)                  all-to-all, for i ≠ j     all-gather              nothing (zeros around it)
+                          (p-1)/p · T               (p-1) · T
+    B                     nothing (a slice)         nothing                 nothing (one keeps it)
+    P                     reduce-scatter            all-reduce              nothing
+                          (p-1) · T                 2 (p-1) · T
     """
     require_positive_ints(ranks=ranks)
     require_nonnegative(elements=elements)

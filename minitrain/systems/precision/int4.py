@@ -29,7 +29,7 @@ from minitrain.precision.products import Grads, Scales, amax_of, usable
 from minitrain.precision.rounding import rounded
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_ints, require_positive_ints
-from minitrain.systems.attention import incoherent
+from minitrain.systems.attention import flash_3
 
 FOUR, EIGHT = Blocks(formats.INT4), Blocks(formats.INT8)  # one scale for a tensor
 SPLIT, LARGEST = 16, 16 * 7 + 7  # of which hi and lo both are integers of 4 bits, -8 to 7
@@ -103,7 +103,7 @@ def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
     require_positive_ints(block=block)
     h = min(block, x.shape[-1] & -x.shape[-1])
-    return incoherent.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
+    return flash_3.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
 
 
 def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:

@@ -74,9 +74,8 @@ def test_every_point_of_the_front_is_what_its_word_does(config):
 
 
 def test_figures_of_a_block_by_hand():
-    """A GPT-2 block: products 2·m·k·n; a norm keeps its result and 8 bytes per token, the core its output and 4
-    bytes a head and token; the last product is needed by nobody.
-    """
+    """A GPT-2 block: products 2·m·k·n; a norm keeps its result and 8 bytes per token, the core its output and
+    4 bytes a head and token; the last product is needed by nobody."""
     block, tokens = block_of(**CONFIGS["gpt2"]), B * T
     units = {unit.name: unit for unit in account(Ledger, block, X, POSITIONS)}
     assert list(units) == [name for name in NAMES if name not in ("latents", "experts")]

@@ -1,4 +1,4 @@
-"""FlashAttention-3: products and exponentials at the same time. A model of its time.
+"""FlashAttention-3: products beside exponentials, as a model of its time, and 8 bits despite outliers.
 
 A block of keys takes two products (S = Q Kᵀ and P V, together `gemm`) on one unit, softmax on another:
 
@@ -6,15 +6,23 @@ A block of keys takes two products (S = Q Kᵀ and P V, together `gemm`) on one 
     ping-pong     n · max(gemm, softmax) + a start           two warpgroups: products of one, softmax of other
     within one    n · (gemm/2 + max(gemm/2, softmax)) + ..   PV_j-1 runs while softmax_j does
 
-per block of a warpgroup. On an H100 with K = 128 softmax is half of gemm: 1.5 becomes 1.
+per block of a warpgroup. On an H100 with K = 128 softmax is half of gemm: 1.5 becomes 1. Incoherent
+processing turns Q and K by one orthogonal matrix, so that an outlier is shared out over its row:
 
-Its other half, 8 bits despite outliers, is in incoherent.py and fp8_attention.py. Sends nothing.
-Shah et al. 2024, arXiv:2407.08608, sections 3.1 and 3.2. Differs: simulated, no copies or registers.
+    (Q M)(K M)ᵀ = Q Kᵀ          M = diag(random signs) · H / sqrt(K),  H: Hadamard
+
+An outlier of size a among K small numbers becomes K numbers of size a / sqrt(K), and the scores stay, for
+K log2 K additions per row. What 8 bits gain by it: systems/precision/fp8_attention.py. Sends nothing.
+Shah et al. 2024, arXiv:2407.08608, sections 3.1 to 3.3. Differs: simulated; not fused with the rotation.
 """
 
+import math
 from dataclasses import dataclass, replace
 
-from minitrain.ranks.checks import require_positive_ints
+import torch
+from torch import Tensor
+
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,32 @@ def within(blocks: int, gemm: float, softmax: float) -> list[Step]:
         if j > 0:
             steps.append(_block("A", j - 1, gemm, softmax)[2])
     return steps
+
+
+# ---- incoherent processing ---------------------------------------------------------------------------------
+
+
+def turned(x: Tensor, signs: Tensor) -> Tensor:
+    """x `[.., K]` times M; the same signs `[K]` for Q and K."""
+    return hadamard(x * signs)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x `[.., K]` times the orthogonal Hadamard matrix: every sum and difference, log2 K times."""
+    width = x.size(-1)
+    if width & (width - 1):
+        power = 1 << width.bit_length()
+        raise ValueError(f"a Hadamard matrix of {width} columns: give a power of two, {power} with zeros")
+    distance = 1
+    while distance < width:
+        a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        distance *= 2
+    return x / math.sqrt(width)
+
+
+def random_signs(width: int, seed: int = 0) -> Tensor:
+    """`[K]` of +1 and -1, equal for equal seeds."""
+    require_positive_ints(width=width)
+    require_ints(seed=seed)
+    return torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
