@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 
@@ -83,8 +84,8 @@ def main(network: str, ranks: str, *calls: str) -> None:
     runs = 1 if network == "private" else RUNS_WHEN_SHARED
     for call in calls:
         fn, _ = pickle.loads(base64.b64decode(call))
-        way = dict(ranks=int(ranks), checked=False, echo=False)
-        print(min(launch.run(between_readings, fn, **way)[0] for _ in range(runs)))
+        once = partial(launch.run, between_readings, fn, ranks=int(ranks), checked=False, echo=False)
+        print(min(once()[0] for _ in range(runs)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ then   mesh                ranks as a grid, one process group per axis
        pieces              which rectangles of which tensors a rank has
 beside random_state        states of random number generators
        checks              what every door checks, in one line each
+       process             what the functions of one process share: the only state that no argument carries
        events              what one rank did, in order: the account, as plain values
        tables              text tables
        torch_private       what torch does not document, in one place

@@ -54,9 +54,9 @@ def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
 def settle() -> None:
     """Wait for what runs in the background; raise the first error that nobody has waited for."""
     for ch in list(PROCESS.channels.values()):
-        for task in [task for lane in ch.lanes for task in list(lane.unsettled)]:
+        for lane, future in [(lane, future) for lane in ch.lanes for future in list(lane.unsettled)]:
             try:
-                task.wait()
+                lane.wait(future)
             except RuntimeError as error:
                 raise type(error)(f"{error}; nobody waited for this asynchronous call") from None
 

@@ -67,7 +67,7 @@ class Gloo(Backend):
                 call_log.finished(job.call)
 
         if in_background:
-            return ch.lane(job.call).submit(drive).wait
+            return ch.lane(job.call).submit(drive)
         apart(drive)
         return lambda: None
 

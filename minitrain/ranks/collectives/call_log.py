@@ -14,10 +14,11 @@ import mmap
 import os
 import sys
 import zlib
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 
 import torch
 
@@ -54,22 +55,10 @@ class Call:
         return f"{describe(self)} #{self.seq} on {self.axis} at {self.site}"
 
 
-class LoggedCall(NamedTuple):
-    """What `read_log` gives back; `done` is False while the call is in flight."""
-
-    order: int
-    done: bool
-    seq: int
-    op: str
-    axis: str
-    members: str  # "0-3" or "0,2,5"; of more than 80 letters the end is a checksum
-    shape: str
-    dtype: str
-    payload_bytes: int
-    peer: int | None
-    name: str | None
-    group: str  # of one without an axis, to tell two of the same members apart
-    site: str
+# What `read_log` gives back: fields of a `Call` as text. `done` is False while it is in flight; `members` are
+# "0-3" or "0,2,5", of more than 80 letters the end is a checksum.
+LOGGED = "order done seq op axis members shape dtype payload_bytes peer name group site"
+LoggedCall = namedtuple("LoggedCall", LOGGED)
 
 
 def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -79,8 +68,9 @@ def signature(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def describe(call: Call) -> str:
     """What all members must agree on, in words: "all_gather(float32[4, 8], dim=1)"."""
     shape = tuple("*" if call.uneven and i == call.dim else size for i, size in enumerate(call.shape))
-    extra = f", dim={call.dim}" * bool(call.dim) + f", source={call.source}" * (call.source is not None)
-    extra += f", op={call.reduction}" * (call.reduction != "sum")
+    extra = f", dim={call.dim}" if call.dim else ""
+    extra += f", source={call.source}" if call.source is not None else ""
+    extra += f", op={call.reduction}" if call.reduction != "sum" else ""
     return f"{call.op}({signature(shape, call.dtype)}{extra})"
 
 

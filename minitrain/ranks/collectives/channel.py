@@ -7,10 +7,11 @@ members. torch lets go of the interpreter lock in every send, wait and addition,
 meanwhile; while one lane waits, the other moves.
 """
 
-import queue
-import threading
 import time
 import weakref
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Callable
 
 import torch
@@ -69,18 +70,25 @@ class Lane:
 
     def __init__(self, axis: str):
         self._name = f"collectives on {axis}"
-        self._tasks: queue.SimpleQueue | None = None
+        self._worker: ThreadPoolExecutor | None = None
         self._scratch: weakref.WeakValueDictionary[tuple, Tensor] = weakref.WeakValueDictionary()
-        self.unsettled: dict[Task, None] = {}  # neither done nor, if they failed, waited for: in order
+        self.unsettled: dict[Future, None] = {}  # neither done nor, if they failed, waited for: in order
 
-    def submit(self, run: Callable[[], None]) -> "Task":
-        """Run `run()` after what was submitted before."""
-        if self._tasks is None:
-            self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._tasks,), name=self._name, daemon=True).start()
-        task = Task(run, self.unsettled)
-        self._tasks.put(task)
-        return task
+    def submit(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run `run()` after what was submitted before; returns what waits for it, or raises its error."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, self._name)
+        future = self._worker.submit(run)
+        self.unsettled[future] = None
+        future.add_done_callback(lambda done: done.exception() or self.unsettled.pop(done, None))
+        return partial(self.wait, future)
+
+    def wait(self, future: Future) -> None:
+        started = time.monotonic()
+        while not futures.wait([future], None if PROCESS.patience_s is None else LOOK_S).done:
+            check_patience(started)
+        self.unsettled.pop(future, None)
+        future.result()
 
     def scratch(self, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Room for `numel` elements or more, shared by all calls in flight here."""
@@ -93,38 +101,6 @@ class Lane:
 
 def new_scratch(like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return call_log.announce("buffer", like.new_empty(numel, dtype=dtype))
-
-
-class Task:
-    """Something the worker thread does; `wait` returns, or raises what it raised, when it is done."""
-
-    def __init__(self, run: Callable[[], None], unsettled: dict):
-        self.run, self.error, self.running, self.unsettled = run, None, threading.Lock(), unsettled
-        self.unsettled[self] = None
-        self.running.acquire()
-
-    def wait(self) -> None:
-        started = time.monotonic()
-        while not self.running.acquire(timeout=-1 if PROCESS.patience_s is None else LOOK_S):
-            check_patience(started)
-        self.running.release()
-        if self.error is not None:
-            self.unsettled.pop(self, None)
-            raise self.error
-
-
-def _work(tasks: queue.SimpleQueue) -> None:
-    while True:
-        task = tasks.get()
-        try:
-            task.run()
-        except BaseException as error:
-            task.error = error
-        if task.error is None:
-            task.unsettled.pop(task, None)
-        task.run = None  # the buffers it holds live no longer than needed
-        task.running.release()
-        del task
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------------
@@ -158,7 +134,7 @@ def apart(work: Callable[[], None]) -> None:
         return work()
     if not hasattr(PROCESS.thread, "lane"):
         PROCESS.thread.lane = Lane("waits")
-    PROCESS.thread.lane.submit(work).wait()
+    PROCESS.thread.lane.submit(work)()
 
 
 class Handle:

@@ -16,7 +16,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -69,7 +70,7 @@ class Job:
         self.launches, self.rank = 0, int(os.environ["RANK"])
         self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
         self.log = f"/dev/fd/{self.file.fileno()}"
-        with Alarm(self, start_timeout_s, "the ranks of this job have not all joined"):
+        with alarm(self, start_timeout_s, "the ranks of this job have not all joined"):
             wait = datetime.timedelta(seconds=start_timeout_s)
             self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
             if not dist.is_initialized():
@@ -88,7 +89,7 @@ class Job:
         launch_ranks.seed_all()
         os.environ["MINITRAIN_INSIDE"] = "1"
         try:
-            with Alarm(self, timeout_s, "this rank has not finished"):
+            with alarm(self, timeout_s, "this rank has not finished"):
                 try:
                     result = fn(*args)
                     collectives.settle()
@@ -130,32 +131,30 @@ def leave() -> None:
     gc.collect()  # what still refers to a group may be a cycle
 
 
-class Alarm:
+@contextmanager
+def alarm(job: Job, seconds: float, complaint: str) -> Iterator[None]:
     """Ends this process of a torchrun job, saying where it is, unless the block ends in time."""
+    timer = threading.Timer(seconds, ring, (job, seconds, complaint))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it refers to the job, and the job to its groups: see `leave`
 
-    def __init__(self, job: Job, seconds: float, complaint: str):
-        self.job, self.seconds, self.complaint = job, seconds, complaint
-        self.timer = threading.Timer(seconds, self.ring)
-        self.timer.daemon = True
 
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_) -> None:
-        self.timer.cancel()
-        self.timer.join()  # it refers to the job, and the job to its groups: see `leave`
-
-    def ring(self) -> None:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            dump = file.read()
-        stuck = report.stuck(dump, collectives.read_log(self.job.log), {})
-        where = report.say(stuck.text, [self.job.rank])
-        sys.stderr.write(f"LaunchTimeout: {self.complaint} after {self.seconds:g} s: {where}\n")
-        sys.stderr.flush()
-        threading.Event().wait(GRACE_S)  # let the other ranks say where they are
-        os._exit(1)
+def ring(job: Job, seconds: float, complaint: str) -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        dump = file.read()
+    stuck = report.stuck(dump, collectives.read_log(job.log), {})
+    where = report.say(stuck.text, [job.rank])
+    sys.stderr.write(f"LaunchTimeout: {complaint} after {seconds:g} s: {where}\n")
+    sys.stderr.flush()
+    threading.Event().wait(GRACE_S)  # let the other ranks say where they are
+    os._exit(1)
 
 
 def portable(result) -> bytes:

@@ -155,7 +155,7 @@ def sentence(record: dict, places: list[str]) -> str:
     where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"], re.I))
     if record["type"] == "SystemExit":
         return f"called sys.exit({record['message']}){where}; return from fn instead"
-    return f"raised {record['type']}{': ' * bool(record['message'])}{record['message']}{where}"
+    return f"raised {': '.join(filter(None, (record['type'], record['message'])))}{where}"
 
 
 def place(frames: list, cells: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ the mode below remembers (shapes.py), the event is that of the last time, and on
 anew: which blocks are read, which are born.
 """
 
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from torch import Tensor
@@ -107,10 +108,8 @@ class Watch(DispatchMode):
             read = tuple(i for i, value in enumerate(args) if isinstance(value, Tensor))
             if len(read) < len(tensors(args)):
                 read = None  # some are in lists
-        known = self._known[key] = _Known()
-        known.recipe, known.read, known.fields, known.events = recipe, read, fields, {}
-        known.gives_birth = not operator.views or operator.allocates
-        known.checked = not operator.allocates
+        gives_birth = not operator.views or operator.allocates
+        self._known[key] = _Known(recipe, read, fields, gives_birth, checked=not operator.allocates)
 
     def _again(self, known: "_Known", args: tuple):
         result, memory, ledger = self._below.make(known.recipe, args), self._memory, self._ledger
@@ -130,8 +129,13 @@ class Watch(DispatchMode):
         return result
 
 
+@dataclass(slots=True)
 class _Known:
     """An operator with arguments of shapes that have been seen."""
 
-    # read: which arguments are tensors; None: look for them. fields: what stands in the event of each phase
-    __slots__ = ("recipe", "read", "fields", "events", "gives_birth", "checked")
+    recipe: object
+    read: tuple | None  # which arguments are tensors; None: look for them
+    fields: tuple | None  # of its event, but for the phase
+    gives_birth: bool
+    checked: bool  # against the limits
+    events: dict = field(default_factory=dict)  # by phase

@@ -85,10 +85,9 @@ def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> s
     titles = ["start", *(f"step {index}" for index in range(1, len(frames)))]
     width = max(schedule.chunks, *map(len, titles))
 
-    def glyph(count: int) -> str:
-        return "#" if count == schedule.ranks else ".123456789"[count] if count < 10 else "+"
-
-    cells = [["".join(map(glyph, row)) for row in frame] for frame in frames]  # [step][rank]
+    glyphs = [*".123456789", *"+" * schedule.ranks]
+    glyphs[schedule.ranks] = "#"
+    cells = [["".join(glyphs[count] for count in row) for row in frame] for frame in frames]  # [step][rank]
     lines = [("rank", *titles), *((f"{rank}", *row) for rank, row in enumerate(zip(*cells)))]
     padded = ((f"{name:<7}", *(cell.ljust(width) for cell in row)) for name, *row in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
