@@ -11,7 +11,7 @@ import torch
 from minitrain import collectives
 from minitrain.memory import pools
 from minitrain.memory.pools import new_host, on_host, to_device, to_host
-from minitrain.plan.simulate.machines import GB, PCIE3, PCIE4, PCIE5, Link, machine, this_laptop
+from minitrain.plan.simulate.machines import GB, LINKS, Link, machine, this_laptop
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
@@ -271,9 +271,10 @@ def test_a_copy_is_hidden_behind_what_computes(tmp_path):
 
 def test_every_machine_has_a_link_to_its_host_and_a_disk_is_optional():
     links = {name: machine(name).host for name in ("v100", "a100", "h100", "h200")}
-    assert links == dict(v100=PCIE3, a100=PCIE4, h100=PCIE5, h200=PCIE5)
+    pcie3, pcie4, pcie5 = (LINKS[f"PCIe {n} x16"] for n in (3, 4, 5))
+    assert links == dict(v100=pcie3, a100=pcie4, h100=pcie5, h200=pcie5)
     assert (
-        PCIE3.bandwidth_bytes_per_s == 16 * GB and machine("a100").disk.bandwidth_bytes_per_s * 8 == 25 * GB
+        pcie3.bandwidth_bytes_per_s == 16 * GB and machine("a100").disk.bandwidth_bytes_per_s * 8 == 25 * GB
     )
     with pytest.raises(ValueError, match="h100 has no disk link; give it one"):
         replay({0: [Copy(0, "to_disk", 8)]}, machine("h100"))
