@@ -40,8 +40,8 @@ class Strategy:
     ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
     ep_travel: str = "tokens"  # what crosses ep: tokens, experts, or cheaper: by the counts of each step
     ep_shadow: int = 0  # of a layer's busy experts, how many may be copied to all of ep for a step
-    zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; a word such as "III": hybrid sharding
-    node: int = 1  # of the dp ranks, how many are one node (for a word)
+    zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; PaRO's letters, such as III: hybrid sharding
+    node: int = 1  # of the dp ranks, how many are one node (of hybrid sharding)
     nodes: int = 1  # of these nodes, how many share one copy of what is cut inside (MiCS)
     sequence_parallel: bool = False  # cut activations between the matrices over tp as well
     overlap: bool = False  # hide what tp sends behind its products
@@ -108,7 +108,7 @@ class Strategy:
 
     @property
     def sharers(self) -> int:
-        """Of the dp ranks, how many hold one copy of what a word cuts inside."""
+        """Of the dp ranks, how many share one copy of what hybrid sharding cuts over a node (I)."""
         return self.node * self.nodes
 
     @property
