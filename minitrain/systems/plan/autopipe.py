@@ -21,7 +21,7 @@ from minitrain.pipeline.partition import Number, balanced, check_costs
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
-from minitrain.ranks.checks import require_ints, require_positive
+from minitrain.ranks.checks import require_positive
 
 
 class AutoPipePlan(NamedTuple):
@@ -81,7 +81,6 @@ def sliced(p: int, m: int, k: int = 1) -> Schedule:
 
 
 def units(action: Action, k: int) -> list[Action]:
-    require_ints(k=k)
     i = action.microbatch
     return [action._replace(microbatch=unit) for unit in ([2 * i, 2 * i + 1] if i < k else [i + k])]
 

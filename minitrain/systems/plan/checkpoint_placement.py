@@ -25,13 +25,7 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_ints,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 Ways = list[int]  # at k: the sets of k failed machines that lose nothing
 
@@ -78,7 +72,6 @@ def parity_recovers(members: Iterable[Collection[int]], failed: Collection[int])
 
 def replica_ways(rings: Iterable[Sequence[int]], replicas: int) -> Ways:
     """Of a placement in rings; for k = 0 .. N."""
-    require_positive_ints(replicas=replicas)
     return _product([_ring_ways(len(members), replicas) for members in rings])
 
 
@@ -96,8 +89,6 @@ def probability(ways: Ways, failures: int) -> Fraction:
 
 def reliability(ways: Ways, failing: Number) -> Number:
     """The probability that nothing is lost if each machine fails with probability `failing`."""
-    require_ints(ways=ways)
-    require_fractions(failing=failing)
     machines = len(ways) - 1
     return sum(count * failing**k * (1 - failing) ** (machines - k) for k, count in enumerate(ways))
 
@@ -107,8 +98,6 @@ def group_bound(machines: int, replicas: int, failures: int) -> Fraction:
     _check(machines, replicas)
     if machines % replicas:
         raise ValueError(f"{machines} machines in groups of {replicas}: the bound is for whole groups")
-    require_positive_ints(machines=machines)
-    require_ints(0, machines, failures=failures)
     if failures < replicas:
         return Fraction(1)
     lost = machines // replicas * comb(machines - replicas, failures - replicas)
@@ -167,8 +156,6 @@ def parity_cost(state_bytes: Number, machines: int) -> Protection:
     """Of RAIM5 in a group of so many, exact; n - 2 pieces and their parity make a lost piece."""
     if machines < 2:
         raise ValueError(f"{machines} machines: a parity needs 2 machines or more")
-    require_nonnegative(state_bytes=state_bytes)
-    require_positive_ints(machines=machines)
     return Protection(divided(state_bytes, machines - 1), state_bytes, (machines - 1) * state_bytes)
 
 
@@ -211,8 +198,6 @@ def interleave(
         raise ValueError(
             f"{given}: need 0 < used <= 1, a byte or more a part, nothing below 0, a speed above"
         )
-    require_positive(bytes_per_s=bytes_per_s, used=used)
-    require_nonnegative(latency_s=latency_s)
     chunks: list[list[int]] = []
     for span_s in idle_s:
         left_s = used * span_s

@@ -21,7 +21,7 @@ from itertools import product
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs, divided, undominated
-from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 Devices = tuple[int, ...]  # how many of each machine
 
@@ -133,7 +133,6 @@ def stages_of(planned: Sequence[tuple[range, Devices]], model: Model, cluster: C
 
 def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
     """Every number of devices from every machine, at least one in all."""
-    require_ints(0, MOST, free=free)
     return (devices for devices in product(*(range(count + 1) for count in free)) if any(devices))
 
 

@@ -27,7 +27,6 @@ from minitrain.plan.accounting.parameters import attention_parameters
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.simulate.timeline import Timeline
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 Leg = tuple[str, tuple[int, ...], float]  # axis, members, bytes of the whole input
@@ -105,7 +104,6 @@ def pair_events(layer: Layer, ep: int, on: Machine, way: str, layers: int = 1) -
 
     way: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
     """
-    require_positive_ints(1 << 16, ep=ep, layers=layers)
     if way not in ("row", "turns", "weights"):
         raise ValueError(f"way {way!r}; use 'row', 'turns' or 'weights'")
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:

@@ -276,8 +276,6 @@ def greedy(loads: Sequence[int], ranks: int) -> Holders:
 def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
     """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
     if there is no such rank."""
-    require_nonempty(copies=copies)
-    require_ints(1, MOST, copies=copies, ranks=ranks, slots=slots)
     total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
     share = [Fraction(load) / number for load, number in zip(loads, copies)]
     for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):

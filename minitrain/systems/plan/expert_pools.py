@@ -93,7 +93,6 @@ def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: Layer, byte
 
 def switch_s(grid: Grid, before: Holders, after: Holders, costs: Costs, states: int = 7) -> float:
     """Of the rank that gets most; an expert moves as `states` times its weights (see expert_placement)."""
-    require_positive_ints(states=states)
     arriving = Counter(new for old, new in zip(before, after, strict=True) if old != new)
     return max(arriving.values(), default=0) * states * costs.carry / grid.tp
 

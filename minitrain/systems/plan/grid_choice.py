@@ -14,7 +14,7 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.checks import require_positive
 from minitrain.systems.plan.grid_costs import Cost, Grid, Layer, cost, grids
 
 
@@ -40,7 +40,6 @@ class Row(NamedTuple):
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, axis after axis, in the best order from the innermost outwards."""
-    require_positive_ints(element_bytes=element_bytes)
     sent = cost.forward_sent + cost.backward_sent
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
     return min(_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes

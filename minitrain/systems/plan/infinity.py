@@ -83,9 +83,6 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
 
 def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: float) -> float:
     """Share of the peak that is left if nothing overlaps."""
-    require_positive(
-        flops_per_byte=flops_per_byte, bandwidth_bytes_per_s=bandwidth_bytes_per_s, peak_flops=peak_flops
-    )
     rate = flops_per_byte * bandwidth_bytes_per_s
     return rate / (rate + peak_flops)
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task, divided
-from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 class Layer(NamedTuple):
@@ -113,8 +113,6 @@ class _Times:
 
 def makespan(stages: Sequence[Layer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True) -> Number:
     """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
-    require_positive_ints(devices=devices, m=m)
-    require_positive(bytes_per_s=bytes_per_s)
     times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
     for s, stage in enumerate(stages):
         times.add(s, stage, stage.forward_s, load=True)
@@ -130,8 +128,6 @@ def partition(layers: Sequence[Layer], devices: int, m: int, room: Number, bytes
     A step takes at least the forward of the stages so far, one microbatch through all others, one back
     through all, the other m - 1 back through the slowest stage so far, and the first stage's gradients' copy.
     """
-    require_positive_ints(devices=devices, m=m)
-    require_positive(bytes_per_s=bytes_per_s)
     best, tried = None, 0
     waiting = [(0,)]  # ends of the stages so far
     while waiting:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs, undominated
 from minitrain.plan.simulate.links import Task, play
-from minitrain.ranks.checks import require_nonnegative, require_positive, require_positive_ints
 
 
 class Unit(NamedTuple):
@@ -70,7 +69,6 @@ def over_layers(choices: Sequence[Choice], layers: int) -> list[tuple[Number, Nu
     """(bytes, time, words) of so many equal layers, each of which chooses: what no other beats."""
     if layers < 1 or not choices:
         raise ValueError(f"over_layers: {len(choices)} choices for {layers} layers; give 1 or more of both")
-    require_positive_ints(layers=layers)
     unbeaten = [((0, 0), (0,) * len(choices))]
     for _ in range(layers):
         unbeaten = undominated(
@@ -110,8 +108,6 @@ def offloaded(actions: Sequence[tuple], size: Number, rate: Number, away=None) -
     front of their B. A forward waits until all but the last of those in front of it have left."""
     if rate <= 0 or size < 0:
         raise ValueError(f"offloaded: {size} bytes at {rate}; use 0 bytes or more, and a rate above 0")
-    require_nonnegative(size=size)
-    require_positive(rate=rate)
     names = [action[:2] for action in actions]
     between = {m: names.index(("B", m)) - names.index(("F", m)) - 1 for kind, m in names if kind == "F"}
     away = {m for m, others in between.items() if others >= 2} if away is None else set(away)

@@ -21,7 +21,6 @@ from math import inf
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 from minitrain.systems.memory.chain_plan import Action, LayerBytes
 
 
@@ -172,10 +171,8 @@ def checkmate_layers(costs, layers: Sequence[LayerBytes], budget: Number) -> tup
 def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output: Number) -> list[Node]:
     """Of a chain: node i is F of layer i (of the last one T), 2n-1-i is T and B of layer i (of the last one
     B), which cost `backward`; `output` bytes of the last layer's result are let go with its graph."""
-    require_nonnegative(costs=costs)
     if len(costs) != len(layers):
         raise ValueError(f"costs of {len(costs)} layers, of {len(layers)} in all: give a layer one")
-    require_nonnegative(output=output)
     n, nodes = len(layers), []
     for i, (cost, layer) in enumerate(zip(costs, layers)):
         inputs = (i - 1,) if i else ()
@@ -191,7 +188,6 @@ def chain_nodes(costs, layers: Sequence[LayerBytes], backward: Sequence, output:
 
 def actions(plan: Rematerialization, layers: int) -> tuple[Action, ...]:
     """The plan of `chain_nodes` as a list for systems/memory/chain.py."""
-    require_positive_ints(layers=layers)
     found, left = [], layers
     for what, node in plan.steps:
         layer = min(node, 2 * layers - 1 - node)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.simulate import Costs, Time
-from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
 
 Limit = int | Sequence[int] | None
 
@@ -41,8 +40,6 @@ def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bo
     """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit.
 
     By default that is the number of stages; at least it is the number of the rank's own."""
-    require_ints(0, MOST, place=place)
-    require_positive_ints(m=m)
     stages, p = len(place), 1 + max(place, default=-1)
     if p < 1 or sorted(set(place)) != list(range(p)):
         raise ValueError(f"place={list(place)}: give the rank of each stage, and a stage to every rank")

@@ -15,7 +15,7 @@ gradients leave over the other direction of a full-duplex link.
 from collections.abc import Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import require_nonempty, require_nonnegative
+from minitrain.ranks.checks import require_nonempty
 
 Time = int | float | Fraction
 
@@ -68,7 +68,6 @@ def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_li
 def there_and_back(forward, backward, copies: Sequence[Time], window: int) -> tuple:
     """(compute, transfer) of a training step in order of use: layers 1 .. L, then L .. 1. The first `window`
     are left from the step before, the last are still here when backward begins."""
-    require_nonnegative(backward=backward)
     layers = len(forward)
     _check(forward, copies, window)
     back = [0 if layers - i <= window else copies[i] for i in range(layers)][::-1]

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import undominated
-from minitrain.ranks.checks import require_positive_ints
 
 
 class Work(NamedTuple):
@@ -69,7 +68,6 @@ def fewest_parts(work: Work, room: int) -> int:
 
 def part_bytes(work: Work, parts: int) -> int:
     """What the largest part needs."""
-    require_positive_ints(parts=parts)
     return -(-work.needs * -(-work.rows // parts) // work.rows)
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.schedule import Action, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, Time
-from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.schedule_search import Kind, Limit, largest_divisor, prepared
 
 
@@ -75,7 +75,6 @@ def fits(kinds: list[Kind], starts: tuple, period: Time) -> bool:
 
 def held(kinds: list[Kind], starts: tuple, period: Time, rank: int) -> int:
     """The most activations in the steady state; fewer while the actions that free them have no times yet."""
-    require_positive(period=period)
     last = kinds[len(starts) - 1]
     now = 0 if last.letter == "W" else starts[-1] + last.time  # no backward to come starts before
     weights_time = {kind.stage: kind.time for kind in kinds if kind.letter == "W"}

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Call(NamedTuple):
@@ -36,7 +36,6 @@ class Call(NamedTuple):
 
 def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    require_positive_ints(p=p, m=m, ahead=ahead)
     forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
     lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
     return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
@@ -48,7 +47,6 @@ def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
-    require_ints(0, len(schedule.ranks) - 1, rank=rank)
     entries, last = schedule.ranks[rank], schedule.stages - 1
     calls = [Call(receives=needed_messages(schedule, entries[0]))]
     for here, after in zip(entries, (*entries[1:], None)):
@@ -65,7 +63,6 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
 def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
     """When each rank has done each action. A call ends when both sides of each of its messages have come to
     it and the messages have passed, one after the other in each direction of a link."""
-    require_nonnegative(forward=forward, backward=backward, message=message)
     ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     arrived: dict[Action, Time] = {}

@@ -14,7 +14,6 @@ divisions for all sizes; other settings (of pinned memory, of streams, of segmen
 
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_text
 from minitrain.systems.simulate.device_memory import MiB
 
 SMALLEST = 512
@@ -35,7 +34,6 @@ class Settings(NamedTuple):
 
 def parsed(text: str) -> Settings:
     """ "max_split_size_mb:128,expandable_segments:True" -> Settings; "" -> what torch does by default."""
-    require_text(text=text)
     values: dict = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, value = part.partition(":")
@@ -75,7 +73,6 @@ def rounded(size: int, divisions: int = 0) -> int:
 
 def segment_size(size: int) -> int:
     """Bytes of the segment that is made for a block."""
-    require_ints(size=size)
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // ROUNDED_TO) * ROUNDED_TO

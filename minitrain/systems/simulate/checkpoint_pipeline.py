@@ -23,7 +23,7 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Work(NamedTuple):
@@ -82,7 +82,6 @@ def checkfreq() -> Way:
 
 def datastates(chunks: int, buffers: int) -> Way:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     return Way("copy", "update", chunks, buffers)
 
 
@@ -100,7 +99,6 @@ def fastpersist(chunks: int, buffers: int = 2) -> Way:
 
 def tiered(hot: int) -> Way:
     """Snapshot-stall to a fast storage with room for `hot` saves, which move on to a cold one (InternEvo)."""
-    require_positive_ints(hot=hot)
     return Way("copy", "forward", hot=hot)
 
 
@@ -165,7 +163,6 @@ def stall_s(work: Work, state: State, way: Way) -> Number:
 
 def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, Number]:
     """(when the last chunk is copied, when it is written), from the start of a save."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     if buffers == 1:
         return chunks * copy_s + (chunks - 1) * write_s, state.copy_s + state.write_s
@@ -212,7 +209,6 @@ def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
 def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
     """The same in closed form: the fullest node is the last."""
     _check_writers(writers, storage)
-    require_nonnegative(nbytes=nbytes)
     together = ceil(writers / storage.nodes)
     rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
     return writers * storage.setup_s + divided(divided(nbytes, writers), rate)
@@ -223,7 +219,6 @@ def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Seque
     if ranks < 1 or (measured_s and len(measured_s) != ranks):
         given = f"{ranks} ranks, {len(measured_s)} measured times"
         raise ValueError(f"{given}; give 1 rank or more, and a time for each number of them or none")
-    require_positive_ints(ranks=ranks)
     seconds = list(measured_s) or [writing_s(writers, nbytes, storage) for writers in range(1, ranks + 1)]
     return seconds.index(min(seconds)) + 1
 
@@ -231,4 +226,3 @@ def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Seque
 def _check_writers(writers: int, storage: Storage) -> None:
     if writers < 1 or storage.nodes < 1:
         raise ValueError(f"{writers} writers on {storage.nodes} nodes: give 1 or more of each")
-    require_positive_ints(writers=writers)

@@ -22,7 +22,6 @@ from bisect import insort
 from collections.abc import Sequence
 from math import inf
 
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.simulate.eviction import Block, Evictor, neighbourhood, staleness
 
 
@@ -146,7 +145,6 @@ def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int
 
     An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
     since costs are not negative."""
-    require_positive_ints(1 << 50, bytes=bytes)
     best, least, left, size = None, inf, 0, 0
     for right, (more, cost) in enumerate(parts):
         if cost == inf:

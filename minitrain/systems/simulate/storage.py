@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 Time = int | float | Fraction
 
@@ -96,7 +96,6 @@ def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""
-    require_ints(most=most)
     if most < 0 or trial_every < 2:
         given = f"most={most}, trial_every={trial_every}"
         raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")

@@ -18,12 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 # ---- TMOF: not the same tensors, not the same way ----------------------------------------------------------
 
@@ -32,7 +27,6 @@ def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int
     """Tensors that each device swaps, `needed` bytes at least, no tensor on two: dealt out in turn.
 
     None if there are not enough: then only turns in direction help."""
-    require_positive_ints(devices=devices)
     sets: list[set[int]] = [set() for _ in range(devices)]
     held = [0] * devices
     for tensor, size in enumerate(sizes):
@@ -63,8 +57,6 @@ def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
 
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
-    require_positive_ints(devices=devices, rounds=rounds)
-    require_nonnegative(size=size)
     tasks = []
     for d in range(devices):
         ways = ("down", "up") if opposed and d % 2 else ("up", "down")
@@ -132,8 +124,6 @@ def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
 
 def late_binding(layer_s: Sequence[Number], speeds: Sequence[Number]) -> list[int]:
     """Each layer's device, chosen when its turn comes: where it would be done first."""
-    require_nonempty(speeds=speeds)
-    require_positive(speeds=speeds)
     busy, binding = [0] * len(speeds), []
     for seconds in layer_s:
         ends = [busy[d] + seconds / speeds[d] for d in range(len(speeds))]

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task, divided
-from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 # ---- MoESys ------------------------------------------------------------------------------------------------
 
@@ -111,8 +110,6 @@ def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks:
 
     Links: "down" and "up" of the host, and "read d" and "write d" of each storage device. The gradient is
     written first, which is when its chunk can be updated; the new parameter is read last."""
-    require_ints(parameters=parameters)
-    require_positive_ints(devices=devices, chunks=chunks)
     if parameters % (devices * chunks):
         raise ValueError(f"{parameters} parameters: give a multiple of {devices} devices x {chunks} chunks")
     tasks, amount = [], parameters // (devices * chunks)
@@ -139,9 +136,6 @@ def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: 
     """Seconds at least, with `host` bytes/s each way and `device` each way of every storage device.
 
     The busiest link: the host's, or of one storage device. Chunks that overlap come close to it."""
-    require_ints(parameters=parameters)
-    require_positive_ints(devices=devices)
-    require_positive(host=host, device=device)
     most = max(host_bytes(sizes, near=near).values())
     inside = sizes.states + sizes.gradient + sizes.parameter
     return parameters * max(divided(most, host), divided(inside, devices * device))
@@ -149,7 +143,5 @@ def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: 
 
 def links_of(devices: int, host: Number, device: Number) -> Mapping[str, Number]:
     """For `updating`: bytes per second, each way."""
-    require_positive_ints(devices=devices)
-    require_positive(host=host, device=device)
     inside = {f"{way} {d}": device for d in range(devices) for way in ("read", "write")}
     return {"up": host, "down": host, **inside}

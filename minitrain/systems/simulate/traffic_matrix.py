@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from minitrain.ranks.checks import require_ints
 from minitrain.ranks.events import Event, Issue
 
 WAYS = ("ring", "direct")
@@ -98,7 +97,6 @@ def _dealt(rank: int, others: tuple[int, ...], sent: int) -> Pairs:
 
 def place_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Coordinates of a rank in a mesh, whose axes are given with the outermost first."""
-    require_ints(rank=rank)
     place = {}
     for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.search.problem import Found, Option, Problem
 from minitrain.systems.plan.search.stages import (
     Plan,
@@ -35,7 +34,6 @@ Measure = Callable[[Plan], tuple[list[float], list[float]]]  # seconds and bytes
 
 def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
     """`choice` fits into memory. Looked at: different plans."""
-    require_positive_ints(1 << 10, hops=hops, width=width)
     seconds_of = cache(lambda stage: stage_seconds(problem, stage))
     bytes_of = cache(lambda stage, behind: stage_bytes(problem, stage, behind))
 

@@ -10,13 +10,10 @@ levels are its distributions (split, broadcast, partial).
 
 import random
 
-from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.plan.search.problem import Found, Graph, Problem
 
 
 def autoddl(problem: Problem, starts: int = 20, seed: int = 0) -> Found:
-    require_positive_ints(starts=starts)
-    require_ints(seed=seed)
     draw, graph = random.Random(seed), problem.graph(unit="bytes")
     found, looked_at = [], 0
     for start in range(starts):

@@ -16,7 +16,6 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from minitrain.ranks.checks import require_ints
 from minitrain.systems.plan.search.problem import Found, Option, Problem, cheapest
 
 Decision = tuple[str, str]  # a tensor, one of its dims
@@ -78,7 +77,6 @@ def pricer(problem: Problem):
 
 def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float = 0.5) -> Found:
     """The fastest words for the layers; looked at: different sets of cuts that were priced."""
-    require_ints(rollouts=rollouts, seed=seed)
     draw, price, layers = random.Random(seed), pricer(problem), len(problem.layers)
     slow = min(price(dict.fromkeys(("x0", "x1"), "m")), 1.0)  # the scale of rewards
     tree: dict[tuple, tuple] = {}  # (cuts, are they final) -> [visits, sum of rewards]

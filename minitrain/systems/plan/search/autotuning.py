@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from minitrain.plan.accounting.memory_formulas import zero_bytes
-from minitrain.ranks.checks import require_nonnegative, require_one_of, require_positive_ints
 from minitrain.systems.plan.search.exhaustive import least
 from minitrain.systems.plan.search.problem import Found, Problem, cheapest
 
@@ -35,16 +34,12 @@ def memory(problem: Problem, config: Config) -> float:
 
 
 def sent_bytes(parameters: int, devices: int, zero: int, microbatches: int, element_bytes: int = 4) -> float:
-    require_nonnegative(parameters=parameters, microbatches=microbatches, element_bytes=element_bytes)
-    require_positive_ints(devices=devices)
-    require_one_of(STAGES, zero=zero)
     times = (2, 2, microbatches + 1, 3 * microbatches)[zero]
     return times * parameters * element_bytes * (devices - 1) / devices
 
 
 def step_seconds(problem: Problem, config: Config, launch_s: float = 1e-4) -> float:
     """Of all rows of a step, those of `problem.microbatches`, shared out to the devices."""
-    require_nonnegative(launch_s=launch_s)
     microbatches = problem.rows * problem.microbatches // (config.rows * problem.devices)
     flops = 3 * sum(layer.flops for layer in problem.layers) * config.rows
     parameters = sum(layer.weights for layer in problem.layers)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_nonnegative
 from minitrain.systems.plan.search.problem import Found, Option, Problem
 
 
@@ -110,13 +109,11 @@ class Delta:
 
 
 def acceptance(cost: float, new: float, beta: float) -> float:
-    require_nonnegative(cost=cost, new=new, beta=beta)
     return 1.0 if new <= cost else math.exp(beta * (cost - new))
 
 
 def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: dict | None = None):
     """Where the walk is after each step, from data parallelism on; `priced`: the cost of all it looked at."""
-    require_ints(steps=steps, seed=seed)
     draw, options = random.Random(seed), problem.options(problem.levels)
     choice, priced = (options[0],) * len(problem.layers), {} if priced is None else priced
     delta = Delta(tasks_of(problem, choice))

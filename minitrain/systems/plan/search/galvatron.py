@@ -16,7 +16,6 @@ from itertools import groupby, product
 from math import inf
 
 from minitrain.pipeline.partition import balanced
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.search.problem import Found, Option, Problem, cheapest
 from minitrain.systems.plan.search.stages import (
     Cut,
@@ -42,7 +41,6 @@ def words_of_tree(words: Sequence[str], levels: int, mixed: bool = False) -> lis
 
 def candidates(devices: int, mixed: bool = False) -> list[tuple]:
     """(pipeline degree, words) on a power of two of devices."""
-    require_positive_ints(1 << 12, devices=devices)
     depth = devices.bit_length() - 1
     if devices != 1 << depth:
         raise ValueError(f"{devices} devices; the tree halves them: use a power of two")

@@ -18,7 +18,6 @@ import numpy
 
 from minitrain.pipeline.schedule import F, Schedule
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.search.problem import Found, Option, Problem
 
 
@@ -38,7 +37,6 @@ def step_seconds(problem: Problem, placement: Sequence[int]) -> float:
 
 def reinforce(problem: Problem, steps: int = 100, batch: int = 16, rate: float = 0.7, seed: int = 0) -> Found:
     """Where the policy ends: its likeliest placement. Looked at: different ones that it drew."""
-    require_positive_ints(steps=steps, batch=batch)
     draw, operators, devices = numpy.random.default_rng(seed), len(problem.layers), problem.devices
     logits, time = numpy.zeros((operators, devices)), cache(lambda placed: step_seconds(problem, placed))
     seen = {}

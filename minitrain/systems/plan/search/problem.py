@@ -68,13 +68,11 @@ class Layer(NamedTuple):
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
-    require_positive_ints(takes=takes, gives=gives)
     return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
 
 
 def block(name: str, width: int, inner: int) -> Layer:
     """width -> inner -> width, for the word tp; the inner result is kept."""
-    require_positive_ints(width=width, inner=inner)
     return Layer(name, width, width, 2 * width * inner, 4 * width * inner, keeps=inner)
 
 
@@ -221,7 +219,6 @@ class Problem:
         """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
         seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
         are not in it; the last one gives rows, or `ends`."""
-        require_one_of(("seconds", "bytes"), unit=unit)
         layers = range(len(self.layers)) if layers is None else layers
         levels, counted = self.mesh(self.devices if devices is None else devices), unit == "bytes"
         options = [self.options(levels)] * len(layers) if options is None else options

@@ -19,7 +19,6 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints
 from minitrain.systems.plan.search.problem import Found, Graph, Level, Option, Problem, cheapest
 
 Run = tuple[range, int]  # layers and devices of a stage
@@ -88,7 +87,6 @@ def with_behind(stages: Sequence) -> list[tuple]:
 
 def cuts(layers: int, devices: int, sizes: Sequence[int], start: int = 0) -> Iterator[Cut]:
     """Every way to give all layers, in runs, and all devices, in groups of these sizes, to stages."""
-    require_ints(layers=layers)
     if start == layers and devices == 0:
         yield ()
     for end, here in product(range(start + 1, layers + 1), sizes):

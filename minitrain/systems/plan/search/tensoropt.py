@@ -12,7 +12,6 @@ algorithm, handles from one end to the other.
 from collections.abc import Iterable
 from math import inf
 
-from minitrain.ranks.checks import require_nonempty
 from minitrain.systems.plan.search.problem import Found, Graph, Problem
 from minitrain.systems.plan.search.stages import Families, Run, message_seconds, stage_graphs
 
@@ -54,7 +53,6 @@ def unbeaten(points: Iterable[Point]) -> list[Point]:
 
 def fastest(front: list[Point], memory_bytes: float) -> Point:
     """Read off a front: of those that fit into so many bytes."""
-    require_nonempty(front=front)
     if fitting := [point for point in front if point[1] <= memory_bytes]:
         return fitting[0]
     raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")

@@ -19,7 +19,6 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.plan.search.exhaustive import every
 from minitrain.systems.plan.search.optcnn import eliminate
 from minitrain.systems.plan.search.problem import Found, Graph, Problem
@@ -93,7 +92,6 @@ def graph_of(layers: Sequence[dict[str, int]], halved: Halved, steps: int = 1) -
     """A chain of so many more steps: the first activation's cuts, then each matrix's with those of the
     activation it makes; edges cost the elements that a worker moves. And for (layer, x, W, y) the best way
     to cut each operator: {name: (elements, indices)}."""
-    require_positive_ints(8, steps=steps)
     then = lambda cuts, letters: [(*cuts, *more) for more in product(letters, repeat=steps)]
 
     @cache
