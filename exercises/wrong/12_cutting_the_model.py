@@ -821,7 +821,7 @@ def kept_units(times, sizes, p, s, m, cap):
 
 # %% wrong="kept_units" fails="own work" around="import" why="the knapsack of the package"
 def kept_units(times, sizes, p, s, m, cap):
-    from minitrain.systems.plan.adapipe import knapsack
+    from minitrain.systems.plan.stage_memory import knapsack
 
     return knapsack(times, sizes, min(p - s, m), cap).kept
 

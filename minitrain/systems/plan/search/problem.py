@@ -20,7 +20,7 @@ from the innermost level outwards, gathers back inwards, so that slow links carr
 Left out: latency, weights while they are gathered. Sizes and rates that are powers of two make sums exact.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -28,13 +28,7 @@ from math import inf, prod
 from operator import itemgetter, truediv
 from typing import NamedTuple
 
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonempty, require_one_of, require_positive, require_positive_ints
 
 
 class Word(NamedTuple):
@@ -127,18 +121,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         require_nonempty(layers=self.layers, words=self.words)
-        require_one_of(WORDS, **{f"words[{i}]": word for i, word in enumerate(self.words)})
+        for word in self.words:
+            require_one_of(WORDS, words=word)
         require_one_of(("rows", "whole"), ends=self.ends)
-        require_positive_ints(
-            rows=self.rows, microbatches=self.microbatches, element_bytes=self.element_bytes
-        )
-        require_positive_ints(
-            **{f"levels[{i}].devices": level.devices for i, level in enumerate(self.levels)}
-        )
-        require_positive(
-            flops_per_s=self.flops_per_s, bytes_per_s=[level.bytes_per_s for level in self.levels]
-        )
-        require_nonnegative(state_bytes=self.state_bytes)
+        require_positive_ints(rows=self.rows, microbatches=self.microbatches)
+        require_positive(flops_per_s=self.flops_per_s)
+        for level in self.levels:
+            require_positive_ints(devices=level.devices)
+            require_positive(bytes_per_s=level.bytes_per_s)
         for i, j in self.skips:
             if not 0 <= i < j - 1 < len(self.layers) - 1:
                 raise ValueError(f"skip {(i, j)} of {len(self.layers)} layers; it goes past at least one")
@@ -157,19 +147,16 @@ class Problem:
         for level in reversed(self.levels):
             if devices > 1:
                 if devices % (here := min(level.devices, devices)):
-                    raise ValueError(
-                        f"{devices} devices do not fill levels of {self.levels}; take a multiple"
-                    )
+                    raise ValueError(f"{devices} devices do not fill levels of {self.levels}; use a multiple")
                 levels.append(Level(here, level.bytes_per_s))
                 devices //= here
         if devices > 1:
-            raise ValueError(f"{devices} times the {self.devices} devices there are; take fewer")
+            raise ValueError(f"{devices} times the {self.devices} devices there are; use fewer")
         return tuple(reversed(levels))
 
     def options(self, levels: Sequence[Level]) -> list[Option]:
         return [Option(words) for words in product(self.words, repeat=len(levels))]
 
-    # ---- bytes that a device sends on each level ----------------------------------------------------------
     def weight_bytes(self, layer: Layer, words: Sequence[str], levels: Sequence[Level]):
         """(in every microbatch, once a step) for the weights and their gradients."""
         often, once = [0.0] * len(levels), [0.0] * len(levels)
@@ -193,7 +180,6 @@ class Problem:
         x, dx = (end, end) if then is None else (placed("x", then), placed("dx", then))
         return moved(placed("y", words), x, size, levels), moved(dx, placed("dy", words), size, levels)
 
-    # ---- seconds and memory -------------------------------------------------------------------------------
     def compute_seconds(self, layer: Layer, option: Option, levels: Sequence[Level]) -> float:
         """Forward and backward, 1 + 2, of a microbatch; one more forward if `again`."""
         here = fraction(option.words, levels, [word for word in WORDS if word != "all"])
@@ -207,7 +193,6 @@ class Problem:
         once = self.rows * self.element_bytes * inside * option.again
         return self.state_bytes * stored + kept + once
 
-    # ---- of all choices, and of one ------------------------------------------------------------------------
     def graph(
         self,
         layers: range | None = None,
@@ -219,9 +204,9 @@ class Problem:
         """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
         seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
         are not in it; the last one gives rows, or `ends`."""
-        layers = range(len(self.layers)) if layers is None else layers
-        levels, counted = self.mesh(self.devices if devices is None else devices), unit == "bytes"
-        options = [self.options(levels)] * len(layers) if options is None else options
+        layers = layers or range(len(self.layers))
+        levels, counted = self.mesh(devices or self.devices), unit == "bytes"
+        options = options or [self.options(levels)] * len(layers)
 
         def price(sent, share=1):
             return sum(sent) if counted else share * sum(map(truediv, sent, rates))
@@ -319,3 +304,20 @@ def example(**changes) -> Problem:
     layers = tuple(linear(name, *shape) for name, shape in shapes.items())
     sizes = dict(rows=1024, microbatches=4, memory_bytes=2**26, flops_per_s=2.0**44)
     return Problem(**dict(layers=layers, levels=(Level(2, 2.0**30), Level(2, 2.0**34)), **sizes) | changes)
+
+
+def exhaustive(problem: Problem, unit: str = "seconds") -> Found:
+    """The cheapest choice; of equal ones that which comes first in the order of `problem.words`."""
+    return every(problem.graph(unit=unit), problem.memory_bytes)
+
+
+def every(graph: Graph, memory_bytes: float = inf) -> Found:
+    fitting = (one for one in graph.every() if one[1] <= memory_bytes)
+    cost, _, picks = cheapest(fitting, memory_bytes)
+    return Found(graph.choice(picks), cost, graph.size)
+
+
+def least(choices: Iterable, cost: Callable[..., float]) -> Found:
+    priced = [(cost(choice), choice) for choice in choices]
+    best, choice = cheapest(priced)
+    return Found(choice, best, len(priced))

@@ -19,9 +19,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from minitrain.systems.plan.search.exhaustive import every
-from minitrain.systems.plan.search.optcnn import eliminate
-from minitrain.systems.plan.search.problem import Found, Graph, Problem
+from minitrain.systems.plan.search.layerwise import eliminate
+from minitrain.systems.plan.search.problem import Found, Graph, Problem, every
 
 OPERATORS = {"forward": "mk,kn->mn", "dx": "mn,kn->mk", "dW": "mk,mn->kn"}
 ACTIVATION, MATRIX = "rc", "kn"  # rows or columns (features); inputs or outputs

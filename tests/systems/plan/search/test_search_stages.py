@@ -9,11 +9,10 @@ import pytest
 
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.systems.plan.search import alpa, galvatron, piper, stages, tensoropt
-from minitrain.systems.plan.search.aceso import aceso, primitives, resized, slowest, starts
-from minitrain.systems.plan.search.exhaustive import every
-from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
+from minitrain.systems.plan.search import layerwise, staged, stages
+from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
 from minitrain.systems.plan.search.race import every_run
+from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
 from tests.systems.plan.search.drawn import blocks, chain
 
 
@@ -104,8 +103,8 @@ def test_piper():
     recomputed = []
     for seed in range(2):
         problem = blocks(seed, layers=6, words=("dp", "tp"))
-        for case in [replace(problem, memory_bytes=inf), *capped(piper.piper, problem)]:
-            found, best = piper.piper(case), piper.every_piper_plan(case)
+        for case in [replace(problem, memory_bytes=inf), *capped(staged.piper, problem)]:
+            found, best = staged.piper(case), staged.every_piper_plan(case)
             assert found.cost == best.cost and found.looked_at < best.looked_at
             times = [stages.stage_seconds(case, stage) for stage in found.choice]
             assert (
@@ -114,14 +113,14 @@ def test_piper():
             recomputed.append(any(option.again for stage in found.choice for option in stage.options))
     assert any(recomputed) and not recomputed[0]
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        piper.piper(replace(problem, memory_bytes=1))
+        staged.piper(replace(problem, memory_bytes=1))
 
 
 def test_of_equal_plans_piper_takes_that_with_fewest_stages():
     """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
     layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
     problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, words=("dp",))
-    found = piper.piper(problem)
+    found = staged.piper(problem)
     alone = stages.Stage(range(0, 1), 1, (Option(()),))
     assert found.cost == stages.stage_seconds(problem, alone)
     assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
@@ -149,22 +148,22 @@ def test_alpa():
     for seed in range(1):
         problem = chain(seed, words=("dp", "col", "row"))
         graph = problem.graph()
-        free = alpa.intra(graph)
+        free = staged.intra(graph)
         assert free[0] == every(graph).cost == graph.cost(free[1])
         cap = 0.9 * graph.bytes(free[1])
-        assert alpa.intra(graph, cap)[0] == every(graph, cap).cost and alpa.intra(graph, 1) is None
-        for case in (problem, *capped(alpa.alpa, problem)[:1]):
-            found = alpa.alpa(case)
+        assert staged.intra(graph, cap)[0] == every(graph, cap).cost and staged.intra(graph, 1) is None
+        for case in (problem, *capped(staged.alpa, problem)[:1]):
+            found = staged.alpa(case)
             assert found.cost == stages.every_plan(case).cost == stages.seconds(case, found.choice)
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        alpa.alpa(replace(problem, memory_bytes=1))
+        staged.alpa(replace(problem, memory_bytes=1))
     check_megatron()
 
 
 def program(problem):
     graph = problem.graph()
-    return graph.choice(alpa.intra(graph)[1])
+    return graph.choice(staged.intra(graph)[1])
 
 
 def check_megatron():
@@ -179,11 +178,11 @@ def check_megatron():
             words=("dp", "tp"),
         )
         manual = []
-        for cut in galvatron.even_cuts(gpt):
+        for cut in staged.even_cuts(gpt):
             for words in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
                 plan = tuple(stages.Stage(run, devices, (Option(words),) * len(run)) for run, devices in cut)
                 manual.append(stages.seconds(gpt, plan))
-        assert alpa.alpa(gpt).cost == min(manual) < max(manual) / 1.4
+        assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
 
 
 def test_aceso():
@@ -234,17 +233,17 @@ def test_galvatron():
     """22 candidates for 8 GPUs, of 34 before dp and sdp may not mix; on 4 layers the best of all plans that the
     tree allows, within memory.
     """
-    found = galvatron.candidates(8)
-    assert len(found) == len(set(found)) == 22 and len(galvatron.candidates(8, mixed=True)) == 34
+    found = staged.candidates(8)
+    assert len(found) == len(set(found)) == 22 and len(staged.candidates(8, mixed=True)) == 34
     assert [sum(pp == degree for pp, _ in found) for degree in (1, 2, 4, 8)] == [11, 7, 3, 1]
     assert (1, ("dp", "tp", "dp")) not in found and (1, ("dp", "sdp", "tp")) not in found
     with pytest.raises(ValueError, match="power of two"):
-        galvatron.candidates(6)
+        staged.candidates(6)
     for seed in range(3):
         problem = blocks(seed, levels=2 + (seed == 0))
-        for case in [problem, *capped(galvatron.galvatron, problem)]:
-            found = galvatron.galvatron(case)
-            best = stages.every_plan(case, galvatron.tree_options(case), galvatron.even_cuts(case))
+        for case in [problem, *capped(staged.galvatron, problem)]:
+            found = staged.galvatron(case)
+            best = stages.every_plan(case, staged.tree_options(case), staged.even_cuts(case))
             assert found.cost == best.cost == stages.seconds(case, found.choice)
             assert found.looked_at < best.looked_at
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
@@ -257,28 +256,28 @@ def test_galvatron_bmw():
     faster = 0
     for seed in range(3):
         problem = blocks(seed, words=("sdp", "tp"))
-        for case in [problem, *capped(galvatron.galvatron, problem)]:
-            found, before = galvatron.galvatron_bmw(case), galvatron.galvatron(case)
-            best = stages.every_plan(case, galvatron.bmw_options(case), every_run(case))
+        for case in [problem, *capped(staged.galvatron, problem)]:
+            found, before = staged.galvatron_bmw(case), staged.galvatron(case)
+            best = stages.every_plan(case, staged.bmw_options(case), every_run(case))
             assert best.cost <= found.cost <= before.cost and found.cost == stages.seconds(case, found.choice)
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
             faster += found.cost < before.cost
     assert faster >= 3
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        galvatron.galvatron_bmw(replace(problem, memory_bytes=1))
+        staged.galvatron_bmw(replace(problem, memory_bytes=1))
 
 
 # ---- what a search says that it looked at ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("search", [piper.piper, galvatron.galvatron, galvatron.galvatron_bmw])
+@pytest.mark.parametrize("search", [staged.piper, staged.galvatron, staged.galvatron_bmw])
 def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     """Also of cuts in which a later stage turns out not to fit."""
     problem = blocks(0, layers=3, words=("dp", "tp"))
     tight = capped(search, problem)[-1]
-    counted, whole = [], tensoropt.frontier
+    counted, whole = [], layerwise.frontier
     monkeypatch.setattr(
-        tensoropt, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
+        layerwise, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
     )
     for case in (problem, tight):
         counted.clear()
@@ -287,14 +286,14 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
 
 def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
     problem = chain(0, layers=3, levels=1, words=("dp", "col"))
-    programs, sums, solve, stages_of = [], [], alpa.intra, alpa.by_stages
+    programs, sums, solve, stages_of = [], [], staged.intra, staged.by_stages
 
     def by_stages(problem, stage, join):
         return stages_of(problem, stage, lambda here, rest: sums.append(here) or join(here, rest))
 
-    monkeypatch.setattr(alpa, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
-    monkeypatch.setattr(alpa, "by_stages", by_stages)
-    found = alpa.alpa(problem)
+    monkeypatch.setattr(staged, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
+    monkeypatch.setattr(staged, "by_stages", by_stages)
+    found = staged.alpa(problem)
     # 6 runs of layers on 1 and 2 devices: 1 and 2 words for each layer, as many squared for each of 0 to 2 edges
     layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
     assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
