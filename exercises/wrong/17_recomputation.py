@@ -1165,9 +1165,9 @@ def schedule(n, c):
 
 
 # %% wrong="revolve" fails="own work" around="import" why="the package's"
-from minitrain.systems.plan import revolve
+from minitrain.systems.plan import rematerialize
 
-forwards = schedule = revolve.schedule
+forwards = schedule = rematerialize.schedule
 
 
 # %% wrong="revolve" fails="the number of steps" around="constants" why="the numbers of the visible checks"

@@ -153,7 +153,7 @@ class Dynamic(DispatchMode):
                 return keep(result)
             for index, tensor in enumerate(tensors(result)):
                 if index in seen.position and (block := wanted[seen.position[index]]):
-                    block.held[index] = tensor
+                    block.data[index] = tensor
 
         inputs = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
         made = self.evictor.run(call.name, inputs, seen.sizes, seen.cost, work)

@@ -5,7 +5,7 @@
     block.made_by -> work -> Call -> Values       of other results: what must run again, and what that reads
 
 An `Evictable` has a shape and no memory, and autograd saves it as any tensor. The numbers lie in
-`block.held`, which the evictor empties (eviction.py). A call keeps what it read, so that it can run
+`block.data`, which the evictor empties (eviction.py). A call keeps what it read, so that it can run
 again with the same numbers, from the same state of the random generator (5 kB on the host, 16 bytes of
 CUDA's). With its last Evictable a block is released; values stay as long as a call needs them.
 
@@ -59,7 +59,7 @@ class Value:
 
     def real(self) -> Tensor:
         """The numbers; its block is resident. Views of views are taken in a loop: there may be many."""
-        held, wanted = self.block.held, [self]
+        held, wanted = self.block.data, [self]
         while wanted[-1].key not in held:
             wanted.append(wanted[-1].taken[0].values[0])
         for value in reversed(wanted[:-1]):

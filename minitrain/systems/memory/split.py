@@ -8,7 +8,7 @@ For an x of n rows cut into k parts, with w bytes per row of what is only there 
 peak falls from n·w to ceil(n/k)·w; nothing else changes but the order of sums in gradients of weights. Each
 row must be a matter of its own: products, attention, MLPs and norms over the last dimension, not a norm or
 noise over the batch. The parts of a result are there twice while they are joined.
-Sends nothing. FLOPs: as `each` says; a kernel runs k times on less, which tensor_split.py charges for.
+Sends nothing. FLOPs: as `each` says; a kernel runs k times on less, which recompute_front.py charges for.
 
 Nie et al. 2022 (TSPLIT), ICDE'22: splits of operators, with swap or recomputation a micro-tensor. Differs:
 along the batch only, chosen by the caller; parts are joined after `run`, so let that be as much as can be.

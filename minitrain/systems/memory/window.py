@@ -13,7 +13,7 @@ gradients leave while the layer before it computes. For L layers of P/L paramete
     to_device  n·P/L·(2·L - m - 1)   each layer twice, but where it turns those that are still here
     to_host    n·P                   the gradients
 
-The largest run of m + 1 layers counts where layers differ. How large must m be? See stronghold.py.
+The largest run of m + 1 layers counts where layers differ. How large must m be? See offload.py.
 Sun et al. 2022, STRONGHOLD, SC22, section III. Differs: the optimizer steps when all gradients are there (so
 they can be clipped), not layer by layer beside backward; copies on the device are then brought up to date.
 """

@@ -16,7 +16,7 @@ dispatch.py sends; the counts of a batch cross before its rows, and nothing hide
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: transfers are driven by
 a thread or by NCCL, not by kernels with cores of their own. Here the layers are cut by hand, to see and to
 choose what stands where; a pipeline runs whole stages so, uncut (pipeline/halves.py). At full size:
-systems/plan/expert_pair.py.
+systems/plan/expert_overlap.py.
 """
 
 from collections.abc import Callable, Generator, Sequence

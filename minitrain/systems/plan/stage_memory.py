@@ -1,25 +1,21 @@
-"""Pipelines under a cap of bytes: what each stage recomputes, cuts by measured peaks, where each tensor waits.
+"""Under a cap of bytes: what each stage recomputes, cuts by measured peaks, where each tensor waits.
 
-AdaPipe  in 1F1B stage s has n = min(p - s, m) microbatches in flight, so under one cap the first stages
-         recompute most and the last little. A unit of a layer is kept, or recomputed: one more forward in the
-         backward. In a stage a knapsack: the least recomputation so that
+AdaPipe  in 1F1B stage s has n = min(p - s, m) microbatches in flight, so the first stages recompute most. In
+         a stage a knapsack: the least recomputation so that
              fixed + n·(boundary + kept units) + largest layer's recomputed units  <=  cap
-         and over stages, from the last to the first as in dapple.py, where to cut. A shorter backward never
-         makes a step longer, so this equals trying all subsets in all cuts.
+         and over stages, from the last to the first as in stage_cuts.py, where to cut.
 mCAP     measure the peaks of a few cuts, predict all, choose the best. By least squares
              peak(s, layers) = base_s + sum over its layers of (fixed_l + n_s · kept_l)
-         The measured cuts, L - p + 1 of (L-1 over p-1), move one layer at a time from the last stage to the
-         first, so that every layer is in a front and in a back stage, which tells fixed from kept:
-             profiled(5, 3)   0 | 1 | 2 3 4     0 1 | 2 | 3 4     0 1 2 | 3 | 4
+         profiled(5, 3)   0 | 1 | 2 3 4     0 1 | 2 | 3 4     0 1 2 | 3 | 4
 MPress   while nobody needs a tensor, from its forward to its backward (`idle`), it may be
              keep 0   recompute: its forward once more   peer, host: what 2·bytes / link exceeds idle
          A plan fits if no rank holds more than the cap, and all together, lent bytes included, no more than
-         all caps.
+         all.
 
 Sun et al. 2024 (AdaPipe), ASPLOS; Dreuning et al. 2022 (mCAP), Euro-Par; Zhou et al. 2023 (MPress), HPCA.
-Differs: AdaPipe's step is `dapple.latency`, which simulated 1F1B exceeds by at most 4 %, and all unbeaten
-suffixes are kept; mCAP is for 1F1B, so a layer has two numbers; MPress is an exact search over a model in
-which each swap has its link to itself, theirs profiles a run.
+Differs: AdaPipe's step is `stage_cuts.latency`, and all unbeaten suffixes are kept; mCAP is for 1F1B, so a
+layer has two numbers; MPress is an exact search in which each swap has its link to itself, theirs profiles a
+run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +28,8 @@ import numpy
 from minitrain.pipeline.partition import Number, divided, least_largest, undominated
 from minitrain.pipeline.schedule import Schedule, in_flight, parts
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.ranks.checks import require_positive_ints
-from minitrain.systems.plan.dapple import Ahead, Stage, in_front
+from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.systems.plan.stage_cuts import Ahead, Stage, in_front
 
 Flags = tuple[bool, ...]  # is each unit of a layer kept?
 
@@ -49,10 +45,10 @@ class Layer(NamedTuple):
     fixed: Number  # bytes of weights and optimizer state
     units: tuple[Unit, ...]
 
-    def costs(self, kept: Flags, boundary: Number, in_flight: int) -> tuple[Number, Number, Number]:
+    def costs(self, saved: Flags, boundary: Number, in_flight: int) -> tuple[Number, Number, Number]:
         """(bytes held all the time, bytes of what is recomputed, its time)."""
-        held = boundary + sum(unit.bytes for unit, keep in zip(self.units, kept) if keep)
-        again = [unit for unit, keep in zip(self.units, kept) if not keep]
+        held = boundary + sum(unit.bytes for unit, keep in zip(self.units, saved) if keep)
+        again = [unit for unit, keep in zip(self.units, saved) if not keep]
         recomputed = sum(unit.bytes for unit in again), sum(unit.time for unit in again)
         return self.fixed + in_flight * held, *recomputed
 
@@ -64,7 +60,7 @@ class Model(NamedTuple):
 
 class StagePlan(NamedTuple):
     layers: range
-    kept: tuple[Flags, ...]  # for each layer
+    saved: tuple[Flags, ...]  # for each layer
     recomputed: Number  # the time that this costs a microbatch
     bytes: Number
 
@@ -74,9 +70,9 @@ class AdaPipePlan(NamedTuple):
     stages: tuple[StagePlan, ...]
 
 
-def bytes_of(model: Model, layers: range, kept: tuple[Flags, ...], in_flight: int) -> Number:
+def bytes_of(model: Model, layers: range, saved: tuple[Flags, ...], in_flight: int) -> Number:
     """The most that the stage holds."""
-    costs = [model.layers[i].costs(flags, model.boundary, in_flight) for i, flags in zip(layers, kept)]
+    costs = [model.layers[i].costs(flags, model.boundary, in_flight) for i, flags in zip(layers, saved)]
     return sum(held for held, _, _ in costs) + max(again for _, again, _ in costs)
 
 
@@ -109,8 +105,8 @@ def stage_of(model: Model, stage: StagePlan) -> Stage:
 def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
     """The cut into p stages and the units each keeps, with the shortest step of m microbatches."""
     count = len(model.layers)
-    if not 1 <= p <= count or m < 1:
-        raise ValueError(f"AdaPipe: p={p}, m={m}; use 1 to {count} stages and 1 microbatch or more")
+    require_positive_ints(count, p=p)
+    require_positive_ints(m=m)
     suffixes: dict[int, list] = {count: [(Ahead(), ())]}  # layers left -> unbeaten stages behind
     for behind in range(p):
         stage, longer = p - 1 - behind, {}
@@ -133,9 +129,8 @@ Cut = tuple[range, ...]
 
 def profiled(layers: int, stages: int) -> list[Cut]:
     """The cuts to measure: single layers in the middle, the rest in front and behind."""
-    if stages < 2 or layers < 2 * stages - 1:
-        raise ValueError(f"mCAP: {layers=}, {stages=}; use 2 stages or more and at least 2·stages - 1 layers")
-    require_positive_ints(layers=layers, stages=stages)
+    require_ints(2, layers=layers, stages=stages)
+    require_ints(2 * stages - 1, layers=layers)
     ends = [[0, *range(first, first + stages - 1), layers] for first in range(1, layers - stages + 2)]
     return [tuple(range(a, b) for a, b in zip(cut, cut[1:])) for cut in ends]
 
@@ -143,12 +138,14 @@ def profiled(layers: int, stages: int) -> list[Cut]:
 class Peaks(NamedTuple):
     base: tuple[float, ...]  # bytes of each stage
     fixed: tuple[float, ...]  # of each layer
-    kept: tuple[float, ...]  # of each layer and microbatch
+    per_microbatch: tuple[float, ...]  # of each layer and microbatch
     in_flight: tuple[int, ...]  # microbatches that each stage keeps
 
     def of(self, stage: int, layers: range) -> float:
         count = self.in_flight[stage]
-        return self.base[stage] + sum(self.fixed[layer] + count * self.kept[layer] for layer in layers)
+        return self.base[stage] + sum(
+            self.fixed[layer] + count * self.per_microbatch[layer] for layer in layers
+        )
 
 
 def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peaks:
@@ -156,8 +153,6 @@ def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peak
     layers, stages = next(iter(measured))[-1].stop, len(in_flight)
     rows, peaks = [], []
     for cut, found in measured.items():
-        if len(found) != stages:
-            raise ValueError(f"mCAP: {len(found)} peaks of {stages} stages; give one number per stage")
         for stage, run in enumerate(cut):
             base, fixed = numpy.zeros(stages), numpy.zeros(layers)
             base[stage], fixed[run.start : run.stop] = 1, 1
@@ -174,7 +169,7 @@ def mcap(layers: int, stages: int, in_flight: Sequence[int], measure: Callable) 
     return least_largest(layers, stages, peaks.of), peaks
 
 
-WAYS = ("keep", "recompute", "peer", "host")
+PLACES = ("keep", "recompute", "peer", "host")
 
 
 class Tensor(NamedTuple):
@@ -191,42 +186,39 @@ class Links(NamedTuple):
 
 class MPressPlan(NamedTuple):
     time: Number  # the largest extra time of a rank
-    ways: tuple[str, ...]  # of each tensor
+    places: tuple[str, ...]  # of each tensor
 
 
-def extra_time(tensor: Tensor, way: str, links: Links) -> Number | None:
+def extra_time(tensor: Tensor, place: str, links: Links) -> Number | None:
     """What it costs its rank; None if it cannot be done."""
-    match way:
-        case "keep":
-            return 0
-        case "recompute":
-            return tensor.recompute
-        case "peer" | "host":
-            return max(0, divided(2 * tensor.bytes, getattr(links, way)) - tensor.idle)
-    raise ValueError(f"MPress: {way!r} is no way to make room; use {', '.join(WAYS)}")
+    if place in ("peer", "host"):
+        return max(0, divided(2 * tensor.bytes, getattr(links, place)) - tensor.idle)
+    return 0 if place == "keep" else tensor.recompute
 
 
-def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, ways=WAYS) -> MPressPlan:
-    """The way of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
+def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, places=PLACES) -> MPressPlan:
+    """The place of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
 
     `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
     rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time)."""
-    ways, everything = tuple(ways), [((0, 0), ())]
+    everything = [((0, 0), ())]
     for rank, size in enumerate(fixed):
-        own = [((size, 0, 0), ())]  # (held, lent, extra time), [(tensor, way)]
+        own = [((size, 0, 0), ())]  # (held, lent, extra time), [(tensor, place)]
         for i, tensor in enumerate(tensors):
             if tensor.rank == rank:
                 costs = {
-                    way: (tensor.bytes * (way == "keep"), tensor.bytes * (way == "peer"), extra)
-                    for way in ways
-                    if (extra := extra_time(tensor, way, links)) is not None
+                    place: (tensor.bytes * (place == "keep"), tensor.bytes * (place == "peer"), extra)
+                    for place in places
+                    if (extra := extra_time(tensor, place, links)) is not None
                 }
                 own = undominated(
-                    (tuple(map(add, before, more)), (*chosen, (i, way)))
+                    (tuple(map(add, before, more)), (*chosen, (i, place)))
                     for before, chosen in own
-                    for way, more in costs.items()
+                    for place, more in costs.items()
                 )
-        fitting = undominated(((held + lent, time), way) for (held, lent, time), way in own if held <= cap)
+        fitting = undominated(
+            ((held + lent, time), place) for (held, lent, time), place in own if held <= cap
+        )
         everything = undominated(
             ((total + size, max(slowest, time)), chosen + more)
             for (total, slowest), chosen in everything
@@ -234,9 +226,9 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, w
         )
     everything = [(time, chosen) for (total, time), chosen in everything if total <= cap * len(fixed)]
     if not everything:
-        raise ValueError(f"MPress: {cap} bytes per rank are too few; use a larger cap or more than {ways}")
+        raise ValueError(f"MPress: {cap} bytes per rank are too few; use a larger cap or more than {places}")
     time, chosen = min(everything, key=lambda found: found[0])
-    return MPressPlan(time, tuple(way for _, way in sorted(chosen)))
+    return MPressPlan(time, tuple(place for _, place in sorted(chosen)))
 
 
 def tensors_at_peak(schedule: Schedule, costs: Costs, layers: Sequence, recompute: Sequence) -> list[Tensor]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 class Call(NamedTuple):
@@ -73,8 +73,10 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
 
     def ends(call: Call, rank: int) -> bool:
         messages = *call.sends, *call.receives
-        ready.update((what, now[rank]) for what in call.sends if what not in ready)
-        wanted.update((what, now[rank]) for what in call.receives if what not in wanted)
+        for what in call.sends:
+            ready.setdefault(what, now[rank])
+        for what in call.receives:
+            wanted.setdefault(what, now[rank])
         for what in messages:
             if what in ready and what in wanted and what not in arrived:
                 start = max(ready[what], wanted[what], free.get((what.stage, what.kind), 0))
@@ -93,17 +95,15 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
                 if work := calls.popleft().work:
                     now[rank] += forward if work.kind == "F" else backward
                     done[rank][work] = now[rank]
-    stuck = [rank for rank, calls in enumerate(todo) if calls]
-    if stuck:
-        raise ValueError(f"{schedule.name}: ranks {stuck} wait in calls for one another; send one-way")
+    if any(todo):
+        raise ValueError(f"{schedule.name}: ranks wait in calls for one another; send one-way")
     return done
 
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
-    check_least(1, p=p, ahead=ahead)
-    check_least(0, forward=forward, backward=backward, message=message)
     require_positive_ints(1 << 10, p=p, ahead=ahead)
+    require_nonnegative(forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
     schedule = one_f_one_b_ahead(p, m, ahead)
     if paired:
@@ -122,9 +122,8 @@ class Delayed(NamedTuple):
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
-    check_least(1, steps=steps)
-    check_least(0, compute=compute, reduce=reduce, bound=bound)
     require_positive_ints(steps=steps)
+    require_nonnegative(compute=compute, reduce=reduce, bound=bound)
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
         if t - applied > bound:
@@ -138,9 +137,3 @@ def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
         summed.append(max(now, summed[-1] if summed else 0) + reduce)
     half = steps // 2
     return Delayed(Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1), latest)
-
-
-def check_least(least: int, **numbers: Time) -> None:
-    for name, number in numbers.items():
-        if not number >= least:
-            raise ValueError(f"{name}={number}; use {least} or more")

@@ -10,8 +10,7 @@ from minitrain.systems.memory.chunks import best_chunk, pack
 from minitrain.systems.memory.file_optimizer import FileOptimizer
 from minitrain.systems.memory.files import FileStore
 from minitrain.systems.memory.window import LayerWindow
-from minitrain.systems.plan.infinity import FIGURE_2A, TIB
-from minitrain.systems.plan.stronghold import smallest_window, stalls
+from minitrain.systems.plan.offload import FIGURE_2A, TIB, smallest_window, stalls
 from tests.parallel import TOLERANCE, Problem, difference, one_process, train_sharded
 from tests.systems.memory import test_chunks, test_window
 

@@ -7,7 +7,7 @@ from torch import nn
 from minitrain.memory.pools import on_host
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.tiles import TiledLinear
-from minitrain.systems.plan.infinity import Shape
+from minitrain.systems.plan.offload import TransformerShape as Shape
 
 WIDTH = 24  # D, and F = 4·D
 

@@ -12,9 +12,9 @@ AutoDDL    coordinate descent: for each layer in turn the best option given all 
            nothing; from several drawn starts, for what is reached is a local optimum.
 
 Jia et al. 2018 (OptCNN), arXiv:1802.04924; Cai et al. 2020 (TensorOpt), arXiv:2004.10856; Song et al. 2019
-(HyPar), arXiv:1901.02067; Chen et al. 2023 (AutoDDL), arXiv:2301.06813. Differs: options are words on levels;
-fronts are of chains only; HyPar's sums that the next layer wants cut are reduce-scattered; AutoDDL counts
-bytes without latency.
+(HyPar), arXiv:1901.02067; Chen et al. 2023 (AutoDDL), arXiv:2301.06813. Differs: options are shardings on
+levels; fronts are of chains only; HyPar's sums that the next layer wants cut are reduce-scattered; AutoDDL
+counts bytes without latency.
 """
 
 import random
@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
-from minitrain.systems.plan.search.problem import Found, Graph, Option, Problem, cheapest
+from minitrain.systems.plan.search.problem import Graph, Option, Problem, SearchResult, cheapest
 from minitrain.systems.plan.search.stages import Families, Run, message_seconds, stage_graphs
 
 
-def optcnn(problem: Problem, unit: str = "seconds") -> Found:
+def optcnn(problem: Problem, unit: str = "seconds") -> SearchResult:
     return eliminate(problem.graph(unit=unit))
 
 
-def eliminate(graph: Graph) -> Found:
+def eliminate(graph: Graph) -> SearchResult:
     """The cheapest choice, whatever the memory. Of equal ones any."""
     edges, left, gone, looked_at = dict(graph.edge), list(range(len(graph.options))), [], 0
     while (found := next(between_two(edges, left), None)) is not None:
@@ -56,7 +56,7 @@ def eliminate(graph: Graph) -> Found:
     picks = dict(zip(left, few))
     for (i, j, k), best in reversed(gone):
         picks[j] = best[picks[i]][picks[k]]
-    return Found(graph.choice([picks[i] for i in sorted(picks)]), cost, looked_at + small.size)
+    return SearchResult(graph.choice([picks[i] for i in sorted(picks)]), cost, looked_at + small.size)
 
 
 def between_two(edges: dict, left: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -70,12 +70,12 @@ def between_two(edges: dict, left: list[int]) -> Iterator[tuple[int, int, int]]:
 Point = tuple[float, float, tuple[int, ...]]  # seconds, bytes, the pick of each layer
 
 
-def tensoropt(problem: Problem) -> Found:
+def tensoropt(problem: Problem) -> SearchResult:
     """`choice`: the front as (seconds, bytes, options); `cost` the fastest within `memory_bytes`."""
     graph = problem.graph()
     front, looked_at = frontier(graph)
     cost = fastest(front, problem.memory_bytes)[0]
-    return Found([(s, size, graph.choice(picks)) for s, size, picks in front], cost, looked_at)
+    return SearchResult([(s, size, graph.choice(picks)) for s, size, picks in front], cost, looked_at)
 
 
 def frontier(graph: Graph, cap: float = inf) -> tuple[list[Point], int]:
@@ -110,32 +110,32 @@ def fastest(front: list[Point], memory_bytes: float) -> Point:
     raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")
 
 
-def fastest_of_stage(problem: Problem, run: Run, behind: int, families: Families | None) -> Found:
+def fastest_of_stage(problem: Problem, run: Run, behind: int, families: Families | None) -> SearchResult:
     """Its options within memory; `cost` has the message, and is infinite if nothing fits."""
-    best, looked_at = Found((), inf, 0), 0
+    best, looked_at = SearchResult((), inf, 0), 0
     for graph in stage_graphs(problem, run, behind, families):
         front, looked = frontier(graph, problem.memory_bytes)
         looked_at += looked
         if front and front[0][0] < best.cost:
-            best = Found(graph.choice(front[0][2]), front[0][0], 0)
-    return Found(best.choice, best.cost + message_seconds(problem, *run), looked_at)
+            best = SearchResult(graph.choice(front[0][2]), front[0][0], 0)
+    return SearchResult(best.choice, best.cost + message_seconds(problem, *run), looked_at)
 
 
-HYPAR_WORDS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
+HYPAR_SHARDINGS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
 
 
-def hypar(problem: Problem, solve: Callable[[Graph], Found] = eliminate) -> Found:
+def hypar(problem: Problem, solve: Callable[[Graph], SearchResult] = eliminate) -> SearchResult:
     """`cost`: bytes that a device sends, of all levels. `solve=every` enumerates each level."""
     chosen, looked_at = [()] * len(problem.layers), 0
     for level in range(len(problem.levels)):
         outer = replace(problem, levels=problem.levels[: level + 1])
-        options = [[Option((*words, word)) for word in HYPAR_WORDS] for words in chosen]
+        options = [[Option((*shardings, sharding)) for sharding in HYPAR_SHARDINGS] for shardings in chosen]
         found = solve(outer.graph(options=options, unit="bytes"))
-        chosen, looked_at = [option.words for option in found.choice], looked_at + found.looked_at
-    return Found(found.choice, problem.cost(found.choice, unit="bytes"), looked_at)
+        chosen, looked_at = [option.shardings for option in found.choice], looked_at + found.looked_at
+    return SearchResult(found.choice, problem.cost(found.choice, unit="bytes"), looked_at)
 
 
-def autoddl(problem: Problem, starts: int = 20, seed: int = 0) -> Found:
+def autoddl(problem: Problem, starts: int = 20, seed: int = 0) -> SearchResult:
     draw, graph = random.Random(seed), problem.graph(unit="bytes")
     found, looked_at = [], 0
     for start in range(starts):
@@ -144,7 +144,7 @@ def autoddl(problem: Problem, starts: int = 20, seed: int = 0) -> Found:
         found.append((graph.cost(picks), picks))
         looked_at += sweeps * sum(map(len, graph.options))
     cost, picks = min(found)
-    return Found(graph.choice(picks), cost, looked_at)
+    return SearchResult(graph.choice(picks), cost, looked_at)
 
 
 def descend(graph: Graph, picks: list[int]) -> tuple[list[int], int]:

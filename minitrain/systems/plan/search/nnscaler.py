@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from minitrain.systems.plan.search.problem import Found
+from minitrain.systems.plan.search.problem import SearchResult
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def search(
     fits: Constraint,
     allowed: Constraint = lambda _: True,
     before=lambda a, b: False,
-) -> Found:
+) -> SearchResult:
     """The shortest of all plans that fit: `allowed` assignments, one order per device with a `before` b.
     Looked at: plans, fitting or not, that differ in what some device does when."""
     best, seen = (float("inf"), {}), set()
@@ -141,7 +141,7 @@ def search(
                 for own in lists:
                     plan = in_row(plan, own)
                 best = min(best, (max(times(plan).values()), plan), key=lambda one: one[0])
-    return Found(best[1], best[0], len(seen))
+    return SearchResult(best[1], best[0], len(seen))
 
 
 def pipeline_program(*forward_s: float, microbatches: int = 2):

@@ -2,9 +2,9 @@
 
     print(table(race(example())))        cost, gap to the best there is, looked at, share of the space
 
-Spaces differ: a layer's words (with memory or without), placements of whole layers, cuts of tensors, stages.
-So costs compare where the unit does and the space is the same; gap and share say how good a search is.
-Dynamic programming prices partial choices: where the space is small they may be more than there are whole
+Spaces differ: a layer's shardings (with memory or without), placements of whole layers, cuts of tensors,
+stages. So costs compare where the unit does and the space is the same; gap and share say how good a search
+is. Dynamic programming prices partial choices: where the space is small they may be more than there are whole
 ones.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from minitrain.ranks.tables import aligned
 from minitrain.systems.plan.search import automap, layerwise, nnscaler, simulated, staged, tofu, unity
-from minitrain.systems.plan.search.problem import Found, Level, Problem, every, exhaustive, least
+from minitrain.systems.plan.search.problem import Level, Problem, SearchResult, every, exhaustive, least
 from minitrain.systems.plan.search.stages import Cut, all_cuts, every_plan
 
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 def race(problem: Problem) -> list[Row]:
     """Of a chain of products on two or more levels of two devices."""
-    free, soap = replace(problem, memory_bytes=inf), replace(problem, words=("dp", "col", "row"))
+    free, soap = replace(problem, memory_bytes=inf), replace(problem, shardings=("dp", "col", "row"))
     slowest = min(level.bytes_per_s for level in problem.levels)
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
     tree, again = staged.tree_options(problem), staged.bmw_options(problem)
@@ -73,12 +73,12 @@ def race(problem: Problem) -> list[Row]:
     ]
 
 
-def every_simulated(problem: Problem) -> Found:
+def every_simulated(problem: Problem) -> SearchResult:
     choices = product(problem.options(problem.levels), repeat=len(problem.layers))
     return least(choices, lambda choice: simulated.simulate(simulated.tasks_of(problem, choice)))
 
 
-def every_placement(problem: Problem) -> Found:
+def every_placement(problem: Problem) -> SearchResult:
     choices = product(range(problem.devices), repeat=len(problem.layers))
     return least(choices, lambda choice: simulated.placement_seconds(problem, choice))
 

@@ -28,7 +28,7 @@ from minitrain.pipeline import simulate as pipeline_simulate
 from minitrain.pipeline.schedule import F, Schedule
 from minitrain.pipeline.simulate import Costs
 from minitrain.plan.accounting.memory_formulas import zero_bytes
-from minitrain.systems.plan.search.problem import Found, Option, Problem, cheapest, least
+from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest, least
 
 
 class Task(NamedTuple):
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
 def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
     """One microbatch. The same names, streams and needs for every choice: only the seconds differ."""
-    tasks, levels, words = [], problem.levels, [*(option.words for option in choice), None]
+    tasks, levels, shardings = [], problem.levels, [*(option.shardings for option in choice), None]
 
     def sent(name, sizes, needs):
         for i in reversed(range(len(levels))):
@@ -50,8 +50,8 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
 
     forward, backward, gathers, sums, thirds = [], [], [], [], []
     for j, (layer, option) in enumerate(zip(problem.layers, choice)):
-        there, back = problem.edge_bytes(layer, words[j], words[j + 1], levels)
-        often, once = problem.weight_bytes(layer, words[j], levels)
+        there, back = problem.edge_bytes(layer, shardings[j], shardings[j + 1], levels)
+        often, once = problem.weight_bytes(layer, shardings[j], levels)
         forward.append(there)
         backward.append(back)
         gathers.append([size / 3 for size in often])
@@ -140,14 +140,14 @@ def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: di
         yield choice
 
 
-def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> Found:
+def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> SearchResult:
     """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth
     of the start."""
     priced: dict[tuple[Option, ...], float] = {}
     for _ in walk(problem, steps, beta, seed, priced):
         pass
     best = min(priced, key=priced.__getitem__)
-    return Found(best, priced[best], len(priced))
+    return SearchResult(best, priced[best], len(priced))
 
 
 def placement_seconds(problem: Problem, placement: Sequence[int]) -> float:
@@ -164,7 +164,9 @@ def placement_seconds(problem: Problem, placement: Sequence[int]) -> float:
     return pipeline_simulate.simulate(schedule, Costs(F=1, send=message, stage=times)).makespan
 
 
-def reinforce(problem: Problem, steps: int = 100, batch: int = 16, rate: float = 0.7, seed: int = 0) -> Found:
+def reinforce(
+    problem: Problem, steps: int = 100, batch: int = 16, rate: float = 0.7, seed: int = 0
+) -> SearchResult:
     """Where the policy ends: its likeliest placement. Looked at: different ones that it drew."""
     draw, operators, devices = numpy.random.default_rng(seed), len(problem.layers), problem.devices
     logits, time = numpy.zeros((operators, devices)), cache(lambda placed: placement_seconds(problem, placed))
@@ -180,7 +182,7 @@ def reinforce(problem: Problem, steps: int = 100, batch: int = 16, rate: float =
         drawn = numpy.eye(devices)[placed]  # [batch, operators, devices]
         logits += rate * (advantage[:, None, None] * (drawn - shares)).mean(0)
     likeliest = tuple(map(int, logits.argmax(1)))
-    return Found(likeliest, time(likeliest), len(seen))
+    return SearchResult(likeliest, time(likeliest), len(seen))
 
 
 STAGES = (0, 1, 2, 3)
@@ -225,7 +227,7 @@ def grid(problem: Problem) -> list[Config]:
     return [Config(zero, size) for zero in STAGES for size in sizes]
 
 
-def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> Found:
+def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> SearchResult:
     """The fastest of what was run; of equal ones that which ran first. Looked at: runs."""
     run = run or (lambda config: step_seconds(problem, config))
     tried: dict[Config, float] = {}
@@ -238,10 +240,10 @@ def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> 
                 break
             before = tried[config]
     time, best = cheapest(((time, config) for config, time in tried.items()), problem.memory_bytes)
-    return Found(best, time, len(tried))
+    return SearchResult(best, time, len(tried))
 
 
-def every_config(problem: Problem) -> Found:
+def every_config(problem: Problem) -> SearchResult:
     """The fastest of the whole grid that fits; looked at: the grid."""
     every = grid(problem)
     fitting = (config for config in every if memory(problem, config) <= problem.memory_bytes)

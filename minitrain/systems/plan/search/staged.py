@@ -5,18 +5,17 @@ Alpa       T = sum of t_i + (B-1)·max of t_i: for each t_max there is, the leas
            inside, an integer program over one-hot picks s_i of options and e_ij of pairs of them
              min  sum s_i·node_i + sum e_ij·edge_ij    rows and columns of e_ij add up to s_i and s_j,
                                                        the picks' bytes fit into the memory
-Galvatron  a decision tree: pipeline degree first, then dp, sdp and tp on the levels left, each kind in
-           one run of levels, dp never with sdp: 22 candidates of 34 on 8 GPUs. Layers are cut evenly;
-           inside, fronts. BMW adds recomputation, and moves layers off the slowest stage while that helps.
-Aceso      from an even plan on: the bottleneck (most bytes if too many, else the slowest) gives a layer to a
-           neighbour, swaps devices, changes a word or recomputation; up to `hops` changes in a row that only
-           help together. A plan that does not fit scores twice its seconds times a power of bytes / memory.
+Galvatron  a decision tree: pipeline degree, then dp, sdp and tp on the levels left, each kind in one run of
+           levels, dp never with sdp. Layers are cut evenly; inside, fronts. BMW adds recomputation, and moves
+           layers off the slowest stage while that helps
+Aceso      the bottleneck (most bytes if too many, else the slowest) gives a layer to a neighbour, swaps
+           devices, changes a sharding or recomputation; up to `hops` changes in a row that only help together
 
-A stage with s-1 behind it holds s microbatches. Stages get 1, 2, 4, .. devices of a node or whole nodes.
+Stages get 1, 2, 4, .. devices of a node or whole nodes, and s - 1 behind one mean s microbatches in flight.
 Tarnawski et al. 2021 (Piper), NeurIPS; Zheng et al. 2022 (Alpa), arXiv:2201.12023, sections 4.2 and 5.2; Miao
 et al. 2022 (Galvatron), arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031; Liu et al. 2024 (Aceso),
-EuroSys. Differs: chains; Piper's inner problem is solved exactly; Alpa's layers are given, not clustered, and
-scipy solves; costs are problem.py's, without overlap; Aceso's primitives are not ranked by resource.
+EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given, scipy solves; no overlap; Aceso
+ranks nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,18 @@ from itertools import groupby, product
 from math import inf
 from operator import itemgetter
 
-import numpy
-
 from minitrain.pipeline.partition import balanced
+from minitrain.systems.plan.rematerialize import IntegerProgram
 from minitrain.systems.plan.search.layerwise import fastest_of_stage
-from minitrain.systems.plan.search.problem import SHARED, Found, Graph, Level, Option, Problem, cheapest
+from minitrain.systems.plan.search.problem import (
+    SHARED,
+    Graph,
+    Level,
+    Option,
+    Problem,
+    SearchResult,
+    cheapest,
+)
 from minitrain.systems.plan.search.stages import (
     Cut,
     Families,
@@ -53,20 +59,20 @@ from minitrain.systems.plan.search.stages import (
 
 def families_of(problem: Problem) -> Families:
     """A stage's first levels, none to all of them, are data-parallel; on the others its layers have one
-    tensor-parallel word, or do all the same."""
-    inside = [*(word for word in problem.words if word in SHARED), "all"]
+    tensor-parallel sharding, or do all the same."""
+    inside = [*(sharding for sharding in problem.shardings if sharding in SHARED), "all"]
 
     def families(levels: Sequence[Level]) -> list[list[Option]]:
         found = []
         for dp in range(len(levels) + 1):
-            words = dict.fromkeys(("dp",) * dp + (word,) * (len(levels) - dp) for word in inside)
-            found.append([Option(one, again) for one in words for again in with_recomputation(problem)])
+            shardings = dict.fromkeys(("dp",) * dp + (sharding,) * (len(levels) - dp) for sharding in inside)
+            found.append([Option(one, again) for one in shardings for again in with_recomputation(problem)])
         return found
 
     return families
 
 
-def piper(problem: Problem) -> Found:
+def piper(problem: Problem) -> SearchResult:
     """`cost`: seconds of the slowest stage. Of equal plans that with fewest stages."""
     looked_at = 0
 
@@ -78,55 +84,36 @@ def piper(problem: Problem) -> Found:
         return seconds, options
 
     time, plan = cheapest(by_stages(problem, inner, max), problem.memory_bytes)
-    return Found(plan, time, looked_at)
+    return SearchResult(plan, time, looked_at)
 
 
-def every_piper_plan(problem: Problem) -> Found:
+def every_piper_plan(problem: Problem) -> SearchResult:
     """The truth: every cut, in each stage every (dp, tp), for each layer every option."""
     return every_plan(problem, families_of(problem), time=lambda times, _: max(times))
 
 
 def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ...]] | None:
     """(seconds, the pick of each layer) of the integer program's solution; None if nothing fits."""
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ModuleNotFoundError:
-        cure = "install minitrain with its [course] packages"
-        raise ModuleNotFoundError(f"Alpa's program needs scipy: {cure}") from None
-    if sum(map(min, graph.memory)) > memory_bytes:
-        return None
-    costs = [numpy.array(block) for block in (*graph.node, *graph.edge.values())]  # s_0, s_1, .., e_ij, ..
-
-    def row(*parts) -> numpy.ndarray:
-        """Coefficients: each part is (block, where in it, which)."""
-        made = [numpy.zeros(block.shape) for block in costs]
-        for block, where, value in parts:
-            made[block][where] = value
-        return flat(made)
-
-    flat = lambda blocks: numpy.concatenate([block.ravel() for block in blocks])
-    layers = len(graph.options)
-    rows, right = [row((layer, slice(None), 1)) for layer in range(layers)], [1] * layers
-    for e, (i, j) in enumerate(graph.edge, start=layers):
-        from_i, to_j = map(range, costs[e].shape)
-        rows += [row((e, a, 1), (i, a, -1)) for a in from_i] + [
-            row((e, (..., b), 1), (j, b, -1)) for b in to_j
-        ]
-        right += [0] * (len(from_i) + len(to_j))
-    limits = [LinearConstraint(numpy.array(rows), right, right)]
+    program, layers = IntegerProgram(), range(len(graph.options))
+    costs = {("s", i, a): cost for i in layers for a, cost in enumerate(graph.node[i])}
+    for i in layers:
+        program.add({("s", i, a): 1 for a in range(len(graph.node[i]))}, 1, 1)
+    for (i, j), rows in graph.edge.items():
+        costs |= {("e", i, j, a, b): cost for a, row in enumerate(rows) for b, cost in enumerate(row)}
+        for a, row in enumerate(rows):
+            program.add({("s", i, a): -1} | {("e", i, j, a, b): 1 for b in range(len(row))}, 0, 0)
+        for b in range(len(rows[0])):
+            program.add({("s", j, b): -1} | {("e", i, j, a, b): 1 for a in range(len(rows))}, 0, 0)
     if memory_bytes < inf:
-        held = row(*((layer, ..., sizes) for layer, sizes in enumerate(graph.memory)))
-        limits.append(LinearConstraint(held / memory_bytes, 0, 1))
-    scale = max(map(numpy.max, costs)) or 1  # the solver's tolerances are absolute
-    solved = milp(flat(costs) / scale, constraints=limits, integrality=1, bounds=Bounds(0, 1))
-    if solved.x is None:
+        sizes = {("s", i, a): size for i in layers for a, size in enumerate(graph.memory[i])}
+        program.add({name: size / memory_bytes for name, size in sizes.items()}, 0, 1)
+    if (chosen := program.solve(costs)) is None:
         return None
-    ends = numpy.cumsum([len(options) for options in graph.options])
-    picks = tuple(int(one_hot.argmax()) for one_hot in numpy.split(solved.x, ends)[:layers])
+    picks = tuple(pick for _, _, pick in sorted(name for name in chosen if name[0] == "s"))
     return graph.cost(picks), picks
 
 
-def alpa(problem: Problem) -> Found:
+def alpa(problem: Problem) -> SearchResult:
     """`cost`: seconds of a step. Looked at: entries of integer programs and of the tables F."""
     looked_at = 0
 
@@ -165,31 +152,34 @@ def alpa(problem: Problem) -> Found:
         plans = ((total + again * slowest, plan) for total, plan in by_stages(problem, fast, join))
         best = min((best, *plans), key=itemgetter(0))
     cost, plan = cheapest([best], problem.memory_bytes)
-    return Found(plan, cost, looked_at)
+    return SearchResult(plan, cost, looked_at)
 
 
-def words_of_tree(words: Sequence[str], levels: int, mixed: bool = False) -> list[tuple[str, ...]]:
-    """Every way from the root to a leaf: runs of words over so many levels of two."""
-    every = product(words, repeat=levels)
-    runs = [(way, [word for word, _ in groupby(way)]) for way in every]
-    kept = [(way, run) for way, run in runs if len(set(run)) == len(run)]
-    return [way for way, run in kept if mixed or not {"dp", "sdp"} <= set(run)]
+def tree_shardings(shardings: Sequence[str], levels: int, mixed: bool = False) -> list[tuple[str, ...]]:
+    """Every path from the root to a leaf: runs of shardings over so many levels of two."""
+    paths = []
+    for path in product(shardings, repeat=levels):
+        runs = [sharding for sharding, _ in groupby(path)]
+        if len(set(runs)) == len(runs) and (mixed or not {"dp", "sdp"} <= set(runs)):
+            paths.append(path)
+    return paths
 
 
 def candidates(devices: int, mixed: bool = False) -> list[tuple]:
-    """(pipeline degree, words) on a power of two of devices."""
+    """(pipeline degree, shardings) on a power of two of devices."""
     depth = devices.bit_length() - 1
     if devices != 1 << depth:
         raise ValueError(f"{devices} devices; the tree halves them: use a power of two")
-    ways = range(depth + 1)
     return [
-        (1 << pp, words) for pp in ways for words in words_of_tree(("dp", "sdp", "tp"), depth - pp, mixed)
+        (1 << pp, shardings)
+        for pp in range(depth + 1)
+        for shardings in tree_shardings(("dp", "sdp", "tp"), depth - pp, mixed)
     ]
 
 
 def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Families:
-    words = lambda levels: words_of_tree(problem.words, len(levels))
-    return lambda levels: [[Option(one, a) for one in words(levels) for a in again]]
+    shardings = lambda levels: tree_shardings(problem.shardings, len(levels))
+    return lambda levels: [[Option(one, a) for one in shardings(levels) for a in again]]
 
 
 def bmw_options(problem: Problem) -> Families:
@@ -205,12 +195,12 @@ def even_cuts(problem: Problem) -> list[Cut]:
     return found
 
 
-def galvatron(problem: Problem) -> Found:
+def galvatron(problem: Problem) -> SearchResult:
     """`cost`: seconds of a step. Of equal plans that with fewest stages."""
     return best_of(problem, [within(problem, cut, tree_options(problem)) for cut in even_cuts(problem)])
 
 
-def galvatron_bmw(problem: Problem) -> Found:
+def galvatron_bmw(problem: Problem) -> SearchResult:
     """Looks at Galvatron's own cuts too, so it is never slower."""
     options, found = bmw_options(problem), []
     sizes = [problem.memory(layer, Option(()), ()) for layer in problem.layers]
@@ -222,38 +212,38 @@ def galvatron_bmw(problem: Problem) -> Found:
     return best_of(problem, found)
 
 
-def lighter(problem: Problem, found: Found, families: Families) -> list[Found]:
+def lighter(problem: Problem, start: SearchResult, families: Families) -> list[SearchResult]:
     """Cuts in which the slowest stage gives its first or its last layer away, and so on from the fastest."""
-    times = [stage_seconds(problem, stage) for stage in found.choice]
-    runs = handed_over([stage.layers for stage in found.choice], times.index(max(times))) if times else []
-    devices = [stage.devices for stage in found.choice]
+    times = [stage_seconds(problem, stage) for stage in start.choice]
+    runs = handed_over([stage.layers for stage in start.choice], times.index(max(times))) if times else []
+    devices = [stage.devices for stage in start.choice]
     tried = [within(problem, tuple(zip(layers, devices)), families) for layers in runs]
-    best = min(tried, key=lambda one: one.cost, default=found)
-    return tried + (lighter(problem, best, families) if best.cost < found.cost else [])
+    best = min(tried, key=lambda one: one.cost, default=start)
+    return tried + (lighter(problem, best, families) if best.cost < start.cost else [])
 
 
-def best_of(problem: Problem, found: Sequence[Found]) -> Found:
-    cost, plan = cheapest([(one.cost, one.choice) for one in found], problem.memory_bytes)
-    return Found(plan, cost, sum(one.looked_at for one in found))
+def best_of(problem: Problem, results: Sequence[SearchResult]) -> SearchResult:
+    cost, plan = cheapest([(one.cost, one.choice) for one in results], problem.memory_bytes)
+    return SearchResult(plan, cost, sum(one.looked_at for one in results))
 
 
-def within(problem: Problem, cut: Cut, families: Families) -> Found:
+def within(problem: Problem, cut: Cut, families: Families) -> SearchResult:
     """The fastest options of a cut's stages; no choice if one stage does not fit."""
     plan, times, looked_at = [], [], 0
     for run, behind in with_behind(cut):
         options, time, looked = fastest_of_stage(problem, run, behind, families)
         looked_at += looked
         if time == inf:
-            return Found((), inf, looked_at)
+            return SearchResult((), inf, looked_at)
         plan.append(Stage(*run, options))
         times.append(time)
-    return Found(tuple(plan), pipelined(times, problem.microbatches), looked_at)
+    return SearchResult(tuple(plan), pipelined(times, problem.microbatches), looked_at)
 
 
 Measure = Callable[[Plan], tuple[list[float], list[float]]]  # seconds and bytes of each stage
 
 
-def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
+def aceso(problem: Problem, hops: int = 3, width: int = 20) -> SearchResult:
     """`choice` fits into memory. Looked at: different plans."""
     seconds_of = cache(lambda stage: stage_seconds(problem, stage))
     bytes_of = cache(lambda stage, behind: stage_bytes(problem, stage, behind))
@@ -273,11 +263,11 @@ def aceso(problem: Problem, hops: int = 3, width: int = 20) -> Found:
     if not fitting:
         raise ValueError(f"found no plan in {problem.memory_bytes:,} bytes; give more memory or hops")
     plan = min(fitting, key=scores[0])
-    return Found(plan, scores[0](plan), measure.cache_info().currsize)
+    return SearchResult(plan, scores[0](plan), measure.cache_info().currsize)
 
 
 def starts(problem: Problem) -> list[Plan]:
-    """Of each number of stages the cut with most even work, all layers with the first word."""
+    """Of each number of stages the cut with most even work, all layers with the first sharding."""
     work = lambda layers, devices: sum(problem.layers[i].flops for i in layers) / devices
     first = lambda devices: problem.options(problem.mesh(devices))[0]
     most_even: dict[int, tuple] = {}
@@ -311,9 +301,9 @@ def improved(
             return plan
 
 
-def slowest(problem: Problem, times: Sequence[float], held: Sequence[float]) -> list[int]:
+def slowest(problem: Problem, times: Sequence[float], sizes: Sequence[float]) -> list[int]:
     """Stages, the bottleneck first: by bytes if some are over the memory, else by seconds."""
-    measured = held if max(held) > problem.memory_bytes else times
+    measured = sizes if max(sizes) > problem.memory_bytes else times
     return sorted(range(len(measured)), key=lambda i: -measured[i])
 
 
@@ -333,22 +323,22 @@ def primitives(problem: Problem, plan: Plan, at: int) -> Iterator[Plan]:
 
 
 def resized(problem: Problem, stage: Stage, layers: range, devices: int) -> Stage:
-    """Its layers keep their words as far as there are levels, innermost first, beside the first word; a layer
-    that is new is as the one beside it."""
+    """Its layers keep their innermost shardings as far as there are levels; outside them the first one; a new
+    layer is as its neighbour."""
     old, levels, options = stage.layers, len(problem.mesh(devices)), []
     for i in layers:
-        words, again = stage.options[min(max(i, old.start), old.stop - 1) - old.start]
-        kept = words[max(0, len(words) - levels) :]
-        options.append(Option((problem.words[0],) * (levels - len(kept)) + kept, again))
+        shardings, again = stage.options[min(max(i, old.start), old.stop - 1) - old.start]
+        kept = shardings[max(0, len(shardings) - levels) :]
+        options.append(Option((problem.shardings[0],) * (levels - len(kept)) + kept, again))
     return Stage(layers, devices, tuple(options))
 
 
 def changes(problem: Problem, stage: Stage, which: Sequence[int]) -> list[tuple[Option, ...]]:
-    """These layers with another word on one level, or with recomputation turned."""
+    """These layers with another sharding on one level, or with recomputation turned."""
     found = []
-    for level in range(len(stage.options[0].words)):
-        for word in problem.words:
-            put = lambda o: o._replace(words=(*o.words[:level], word, *o.words[level + 1 :]))
+    for level in range(len(stage.options[0].shardings)):
+        for sharding in problem.shardings:
+            put = lambda o: o._replace(shardings=(*o.shardings[:level], sharding, *o.shardings[level + 1 :]))
             found.append(tuple(put(o) if i in which else o for i, o in enumerate(stage.options)))
     if any(problem.layers[stage.layers[i]].keeps for i in which):
         turned = [o._replace(again=not o.again) if i in which else o for i, o in enumerate(stage.options)]

@@ -19,7 +19,7 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from minitrain.systems.plan.search.problem import Found, Graph, Level, Option, Problem, cheapest
+from minitrain.systems.plan.search.problem import Graph, Level, Option, Problem, SearchResult, cheapest
 
 Run = tuple[range, int]  # layers and devices of a stage
 Cut = tuple[Run, ...]
@@ -131,7 +131,7 @@ def every_plan(
     families: Families | None = None,
     among: Iterable[Cut] | None = None,
     time: Callable[[Sequence[float], int], float] = pipelined,
-) -> Found:
+) -> SearchResult:
     """The fastest of all plans, of equal ones the first. `time` grows with each stage's, so a stage is priced
     with all its choices once, wherever it stands. Looked at: plans, fitting or not."""
 
@@ -154,7 +154,7 @@ def every_plan(
         if all(plan):
             found.append((time(times, problem.microbatches), plan))
     best, plan = cheapest(found, problem.memory_bytes)
-    return Found(plan, best, space)
+    return SearchResult(plan, best, space)
 
 
 def by_stages(problem: Problem, stage: Callable, join: Callable) -> Iterator[tuple[float, Plan]]:

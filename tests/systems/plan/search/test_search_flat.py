@@ -1,4 +1,4 @@
-"""Searches for the words of layers, all devices together: each against every choice of its space."""
+"""Searches for the shardings of layers, all devices together: each against every choice of its space."""
 
 import math
 import random
@@ -107,7 +107,7 @@ def test_tensoropt():
             assert fastest(front, cap)[0] == every(graph, cap).cost
             assert [p for p in front if p[1] <= cap] == frontier(graph, cap)[0]
     for seed in range(2):
-        problem = chain(seed, words=("dp", "sdp", "col"))
+        problem = chain(seed, shardings=("dp", "sdp", "col"))
         found = tensoropt(problem)
         assert [point[:2] for point in found.choice] == [
             point[:2] for point in unbeaten(problem.graph().every())
@@ -124,14 +124,11 @@ def test_tensoropt():
         frontier(drawn_graph(0, 3, 2, [(0, 1), (1, 2), (0, 2)]))
 
 
-# ---- FlexFlow ---------------------------------------------------------------------------------------------
-
-
 def test_flexflow():
     """The walk finds what every choice, simulated, gives; a changed layer simulated alone is the whole
     simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting.
     """
-    problem = example(words=("dp", "col", "row"))
+    problem = example(shardings=("dp", "col", "row"))
     found, best = simulated.flexflow(problem), every_simulated(problem)
     assert found.cost == best.cost and found.looked_at < best.looked_at / 4
     check_delta(problem)
@@ -156,7 +153,7 @@ def check_delta(problem):
 
 
 def check_stationary():
-    problem = chain(3, layers=2, levels=1, words=("dp", "col", "row"))
+    problem = chain(3, layers=2, levels=1, shardings=("dp", "col", "row"))
     options = problem.options(problem.levels)
     states = list(product(options, repeat=2))
     cost = {state: simulated.simulate(simulated.tasks_of(problem, state)) for state in states}
@@ -180,7 +177,7 @@ def check_stationary():
 def test_flexflow_overlaps():
     """What is simulated is never longer than the sum, and shorter where sums of gradients hide."""
     for seed in range(3):
-        problem = chain(seed, words=("dp", "col", "row"))
+        problem = chain(seed, shardings=("dp", "col", "row"))
         graph = problem.graph()
         for picks in ((0, 0, 0, 0), (4, 8, 4, 8), (1, 5, 0, 8)):
             choice = graph.choice(picks)
@@ -188,9 +185,6 @@ def test_flexflow_overlaps():
             assert time <= graph.cost(picks) * (1 + 1e-12)
     data_parallel = simulated.tasks_of(example(), [Option(("dp", "dp"))] * 4)
     assert simulated.simulate(data_parallel) < 0.98 * example().graph().cost((0, 0, 0, 0))
-
-
-# ---- by bytes ---------------------------------------------------------------------------------------------
 
 
 def test_tofu():
@@ -280,15 +274,15 @@ def test_hypar():
     problem = Problem(ALEXNET, 256, (Level(2, 2.0**30),) * 4, 2.0**42)
     found, best = layerwise.hypar(problem), layerwise.hypar(problem, every)
     assert found == best._replace(looked_at=found.looked_at) and best.looked_at == 4 * 2**8
-    words = {layer.name: set(option.words) for layer, option in zip(ALEXNET, found.choice)}
-    assert all(words[f"conv{i}"] == {"dp"} for i in range(1, 6))
-    assert words["fc6"] == words["fc7"] == {"row"}
+    shardings = {layer.name: set(option.shardings) for layer, option in zip(ALEXNET, found.choice)}
+    assert all(shardings[f"conv{i}"] == {"dp"} for i in range(1, 6))
+    assert shardings["fc6"] == shardings["fc7"] == {"row"}
     assert found.cost < problem.cost([Option(("dp",) * 4)] * 8, unit="bytes") / 2
     optimal = 0
     for seed in range(10):
         problem = chain(seed)
         assert layerwise.hypar(problem).cost == layerwise.hypar(problem, every).cost
-        joint = exhaustive(replace(problem, words=layerwise.HYPAR_WORDS), "bytes").cost
+        joint = exhaustive(replace(problem, shardings=layerwise.HYPAR_SHARDINGS), "bytes").cost
         assert layerwise.hypar(problem).cost >= joint
         optimal += layerwise.hypar(problem).cost == joint
     assert 5 <= optimal < 10  # level after level is a heuristic
@@ -310,9 +304,6 @@ def test_autoddl():
             assert graph.cost(picks) == min(map(graph.cost, alone))
         traps.append(autoddl(problem, starts=1).cost > best.cost)
     assert any(traps)  # one start is not enough
-
-
-# ---- learned and played -----------------------------------------------------------------------------------
 
 
 def test_rl_placement():
@@ -346,13 +337,13 @@ def test_automap():
         memory_bytes=60 * 2**20,
     )
     found = automap.automap(mlp)
-    assert [option.words for option in found.choice] == [("col",), ("row",)]
+    assert [option.shardings for option in found.choice] == [("col",), ("row",)]
     up, down = mlp.layers
     assert mlp.edge_bytes(up, ("col",), ("row",), levels) == ((0,), (0,))
     assert mlp.edge_bytes(down, ("row",), None, levels)[0] == (2 * 3 / 4 * 256 * 1024 * 4,)
     assert automap.propagate({"W0": "f1"}, 2) == {"W0": "f1", "x1": "f1", "W1": "f1"}  # one decision
-    assert automap.words_of(automap.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
-    assert automap.words_of(automap.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
+    assert automap.shardings_of(automap.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
+    assert automap.shardings_of(automap.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
     for seed in range(3):
         problem = replace(example(), levels=levels) if seed == 0 else chain(seed, levels=1)
         price, every_one = automap.pricer(problem), list(automap.reachable(problem))
@@ -366,7 +357,7 @@ def test_automap():
 
 def test_of_equals_the_first_and_what_is_there_stays():
     """Each rule where it alone decides."""
-    names = [Option((word,)) for word in "abcd"]
+    names = [Option((sharding,)) for sharding in "abcd"]
     alone = Graph([names], [[5, 2, 2, 9]], {}, [[0, 0, 0, 0]])
     assert [descend(alone, [start])[0] for start in range(4)] == [[1], [1], [2], [1]]
     assert [descend(alone, [start])[1] for start in (0, 1)] == [2, 1], (
@@ -400,7 +391,7 @@ def test_of_equals_the_first_and_what_is_there_stays():
 
 
 def test_what_is_looked_at_is_counted(monkeypatch):
-    problem = chain(2, layers=3, levels=1, words=("dp", "col", "row"))
+    problem = chain(2, layers=3, levels=1, shardings=("dp", "col", "row"))
     priced = {}
     steps = [*simulated.walk(problem, 50, None, 3, priced)]
     found = simulated.flexflow(problem, steps=50, seed=3)
@@ -460,7 +451,7 @@ def test_words_meet_levels():
         example().mesh(3)
     with pytest.raises(ValueError, match="8 devices|there are"):
         example().mesh(8)
-    with pytest.raises(ValueError, match="words"):
-        example(words=("dp", "mp"))
+    with pytest.raises(ValueError, match="shardings"):
+        example(shardings=("dp", "mp"))
     assert str(Option(("dp", "tp"), True)) == "dp·tp'"
     assert blocks(0).graph().size == 9**4

@@ -89,9 +89,6 @@ def closure(graph, rules):
     return seen
 
 
-# ---- nnScaler ---------------------------------------------------------------------------------------------
-
-
 def test_nnscaler():
     """1F1B, an interlaced pipeline and co-shard are written with the three primitives alone, with the times that
     they have; the expert's constraints leave 34 of 5,136 plans, the fastest among them.
@@ -114,10 +111,10 @@ def check_1f1b():
                 program = op_assign(program, f"{kind}{device}", device)
             program = in_row(program, [str(action) for action in actions])
         costs = Costs(F=1, B=2, stage={i: i + 1 for i in range(p)})
-        simulated = simulate(schedule, costs)
+        played = simulate(schedule, costs)
         ends = times(program)
-        assert max(ends.values()) == simulated.makespan
-        assert all(ends[str(span.entry)] == span.end for spans in simulated.spans for span in spans)
+        assert max(ends.values()) == played.makespan
+        assert all(ends[str(span.entry)] == span.end for spans in played.spans for span in spans)
 
 
 def check_interlaced():
@@ -154,9 +151,6 @@ def check_co_shard():
         times(op_order({**layer, "z": Operator(1, device=0)}, "y", "attention"))
     with pytest.raises(ValueError, match="no device"):
         times({"x": Operator(1)})
-
-
-# ---- DeepSpeed-Autotuning ---------------------------------------------------------------------------------
 
 
 def test_deepspeed_autotuning():
@@ -204,9 +198,6 @@ def bytes_of_a_step(strategy, config):
     with Ledger() as ledger:
         run.step(run.batch(rows, 1))
     return ledger.sent_bytes()
-
-
-# ---- all of them ------------------------------------------------------------------------------------------
 
 
 # Priced by hand: OptCNN 2·16³ + 16²; Tofu 2 levels of 4 layers, 8 cuts of an operator's tensors, 3 operators of 3

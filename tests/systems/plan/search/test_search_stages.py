@@ -55,7 +55,7 @@ def test_all_cuts():
 
 def test_every_plan_is_the_best_of_what_the_layers_up_say():
     """Each stage priced once finds what all plans, each computed whole, do; also where a stage fits nowhere."""
-    problem = chain(1, layers=3, levels=1, words=("dp", "col"))
+    problem = chain(1, layers=3, levels=1, shardings=("dp", "col"))
     every = [
         tuple(stages.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
         for cut in stages.all_cuts(problem)
@@ -102,7 +102,7 @@ def test_piper():
     """
     recomputed = []
     for seed in range(2):
-        problem = blocks(seed, layers=6, words=("dp", "tp"))
+        problem = blocks(seed, layers=6, shardings=("dp", "tp"))
         for case in [replace(problem, memory_bytes=inf), *capped(staged.piper, problem)]:
             found, best = staged.piper(case), staged.every_piper_plan(case)
             assert found.cost == best.cost and found.looked_at < best.looked_at
@@ -119,7 +119,7 @@ def test_piper():
 def test_of_equal_plans_piper_takes_that_with_fewest_stages():
     """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
     layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
-    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, words=("dp",))
+    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, shardings=("dp",))
     found = staged.piper(problem)
     alone = stages.Stage(range(0, 1), 1, (Option(()),))
     assert found.cost == stages.stage_seconds(problem, alone)
@@ -128,25 +128,25 @@ def test_of_equal_plans_piper_takes_that_with_fewest_stages():
 
 def test_alpa():
     """The integer program is exact, and takes Megatron's cut for a wide MLP, data parallelism for a wide batch;
-    stages and words are the best of all plans within memory; for equal blocks no plan is faster than the
+    stages and shardings are the best of all plans within memory; for equal blocks no plan is faster than the
     best that a person would try, uniform in all of them.
     """
     fast = (Level(4, 2.0**34),)
-    words = lambda rows, width: [
-        o.words[0]
+    shardings = lambda rows, width: [
+        o.shardings[0]
         for o in program(
             Problem(
                 (linear("up", 512, width), linear("down", width, 512)),
                 rows,
                 fast,
                 2.0**44,
-                words=("dp", "col", "row"),
+                shardings=("dp", "col", "row"),
             )
         )
     ]
-    assert words(64, 8192) == ["col", "row"] and words(65536, 512) == ["dp", "dp"]
+    assert shardings(64, 8192) == ["col", "row"] and shardings(65536, 512) == ["dp", "dp"]
     for seed in range(1):
-        problem = chain(seed, words=("dp", "col", "row"))
+        problem = chain(seed, shardings=("dp", "col", "row"))
         graph = problem.graph()
         free = staged.intra(graph)
         assert free[0] == every(graph).cost == graph.cost(free[1])
@@ -175,12 +175,14 @@ def check_megatron():
             (Level(2, rate), Level(2, 2.0**35)),
             2.0**44,
             microbatches=microbatches,
-            words=("dp", "tp"),
+            shardings=("dp", "tp"),
         )
         manual = []
         for cut in staged.even_cuts(gpt):
-            for words in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
-                plan = tuple(stages.Stage(run, devices, (Option(words),) * len(run)) for run, devices in cut)
+            for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
+                plan = tuple(
+                    stages.Stage(run, devices, (Option(shardings),) * len(run)) for run, devices in cut
+                )
                 manual.append(stages.seconds(gpt, plan))
         assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
 
@@ -201,7 +203,7 @@ def test_aceso():
 
 
 def test_aceso_changes_one_thing():
-    """Where it starts the work is most even; a stage of other layers or devices keeps its words as far as there
+    """Where it starts the work is most even; a stage of other layers or devices keeps its shardings as far as there
     are levels, and a new layer is as the one beside it; primitives are of the bottleneck, by bytes before time.
     """
     problem = example()
@@ -211,7 +213,9 @@ def test_aceso_changes_one_thing():
     for plan in begun:
         cut = tuple((stage.layers, stage.devices) for stage in plan)
         assert work(cut) == min(work(one) for one in stages.all_cuts(problem) if len(one) == len(cut))
-        assert {word for stage in plan for option in stage.options for word in option.words} <= {"dp"}
+        assert {sharding for stage in plan for option in stage.options for sharding in option.shardings} <= {
+            "dp"
+        }
     outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
     stage = stages.Stage(range(1, 3), 4, (outer, inner))
     assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
@@ -255,7 +259,7 @@ def test_galvatron_bmw():
     """
     faster = 0
     for seed in range(3):
-        problem = blocks(seed, words=("sdp", "tp"))
+        problem = blocks(seed, shardings=("sdp", "tp"))
         for case in [problem, *capped(staged.galvatron, problem)]:
             found, before = staged.galvatron_bmw(case), staged.galvatron(case)
             best = stages.every_plan(case, staged.bmw_options(case), every_run(case))
@@ -267,13 +271,10 @@ def test_galvatron_bmw():
         staged.galvatron_bmw(replace(problem, memory_bytes=1))
 
 
-# ---- what a search says that it looked at ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("search", [staged.piper, staged.galvatron, staged.galvatron_bmw])
 def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     """Also of cuts in which a later stage turns out not to fit."""
-    problem = blocks(0, layers=3, words=("dp", "tp"))
+    problem = blocks(0, layers=3, shardings=("dp", "tp"))
     tight = capped(search, problem)[-1]
     counted, whole = [], layerwise.frontier
     monkeypatch.setattr(
@@ -285,7 +286,7 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
 
 
 def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
-    problem = chain(0, layers=3, levels=1, words=("dp", "col"))
+    problem = chain(0, layers=3, levels=1, shardings=("dp", "col"))
     programs, sums, solve, stages_of = [], [], staged.intra, staged.by_stages
 
     def by_stages(problem, stage, join):
@@ -294,7 +295,7 @@ def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
     monkeypatch.setattr(staged, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
     monkeypatch.setattr(staged, "by_stages", by_stages)
     found = staged.alpa(problem)
-    # 6 runs of layers on 1 and 2 devices: 1 and 2 words for each layer, as many squared for each of 0 to 2 edges
+    # 6 runs of layers on 1 and 2 devices: 1 and 2 shardings for each layer, as many squared for each of 0 to 2 edges
     layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
     assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
 
