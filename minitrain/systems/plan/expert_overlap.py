@@ -299,6 +299,7 @@ def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int 
 
     order: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
     """
+    require_positive_ints(1 << 16, ep=ep, layers=layers)
     require_one_of(("row", "turns", "weights"), order=order)
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:
         raise ValueError(f"ep={ep}; use 2 to {on.devices_per_node} ranks of a node, or whole nodes")

@@ -317,6 +317,8 @@ def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int)
     rows = [Fraction(0)] * experts
     for path, tokens in Counter(map(tuple, behind)).items():
         while (layer, path) not in profile:
+            if not path:
+                raise ValueError(f"layer {layer}: no sample path is that long; profile paths of all layers")
             path = path[1:]
         seen = profile[layer, path]
         for expert, times in seen.items():

@@ -193,6 +193,7 @@ def memory(graph: Graph, order: Sequence[int]) -> list[int]:
 
 def lifetimes_in(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
     """Of every tensor by its number in `graph.sizes`, in steps of the order."""
+    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
     place = {number: step for step, number in enumerate(order)}
     writer = {name: number for number, one in enumerate(graph.operators) for name in one.writes}
     found = []
@@ -271,6 +272,7 @@ def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states:
 def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:
     """Addresses by the tree; or, if that is lower, by best fit."""
     require_ints(steps=steps, seed=seed)
+    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
     group_of = {number: at for at, group in enumerate(segments(graph)) for number in group}
     every = lifetimes_in(graph, order)
     inside: dict[int, list[Lifetime]] = {}

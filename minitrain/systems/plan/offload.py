@@ -292,6 +292,7 @@ def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_l
 def smallest_window(compute: Sequence[Time], transfer: Sequence[Time], one_link: bool = True) -> int:
     """The smallest window without a stall; all layers always do."""
     require_nonempty(compute=compute, transfer=transfer)
+    require_ints(len(compute), len(compute), transfers=len(transfer))
     layers = len(compute)
     return next(window for window in range(1, layers + 1) if hides(compute, transfer, window, one_link))
 

@@ -302,6 +302,7 @@ class GraphSchedule(Schedule):
 
 def heights(stages: int, edges: Edges) -> list[int]:
     """The stages on the longest path from each stage to the end, itself included."""
+    require_positive_ints(stages=stages)
     found = [1] * stages
     for _ in range(stages):
         before = found

@@ -150,7 +150,9 @@ class Peaks(NamedTuple):
 
 def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peaks:
     """The model that is nearest to the measured peaks; of several, the one with the smallest numbers."""
+    require_positive_ints(in_flight=in_flight)
     layers, stages = next(iter(measured))[-1].stop, len(in_flight)
+    require_ints(stages, stages, stages_of_a_cut=[len(cut) for cut in measured])
     rows, peaks = [], []
     for cut, found in measured.items():
         for stage, run in enumerate(cut):

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from minitrain.ranks.checks import require_text
 from minitrain.systems.simulate.device_memory import PAGE, DeviceMemory, MiB, OutOfMemory
 
 SMALLEST = 512
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
 
 def parsed(text: str) -> Settings:
     """ "max_split_size_mb:128,expandable_segments:True" -> Settings; "" -> what torch does by default."""
+    require_text(text=text)
     values: dict = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, value = part.partition(":")

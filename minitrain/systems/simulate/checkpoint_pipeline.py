@@ -23,7 +23,7 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 class Work(NamedTuple):
@@ -64,6 +64,7 @@ def synchronous() -> SavePolicy:
 def snapshot_stall(hot: int = 0) -> SavePolicy:
     """Training stops for the copy alone (Check-N-Run, MegaScale); the next one waits for the write. With room
     for `hot` saves in a fast storage these move on to a cold one (InternEvo)."""
+    require_ints(hot=hot)
     return SavePolicy("copy", "forward", hot=hot)
 
 
