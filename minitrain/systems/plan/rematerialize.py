@@ -27,7 +27,7 @@ from math import comb, inf
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, check_costs
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_nonnegative
 from minitrain.systems.memory.chain_plan import Action, LayerBytes, advance, check_layers
 
 
@@ -163,6 +163,7 @@ def checkmate_chain(costs: Sequence[Number], sizes: Sequence[Number], budget: Nu
     """For n layers of these costs whose outputs, and the gradients of which, have these sizes. Nodes 0 .. n-1
     are forwards, n .. 2n-1 backwards from the last layer on, which cost twice as much and need the layer's
     input and the gradient of its output. The chain's own input is always there and not counted."""
+    require_nonnegative(costs=costs)
     require_ints(len(costs), len(costs), sizes=len(sizes))
     n = len(costs)
     nodes = [Node(cost, size, (i - 1,) if i else ()) for i, (cost, size) in enumerate(zip(costs, sizes))]
