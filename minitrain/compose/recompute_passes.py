@@ -29,7 +29,7 @@ from minitrain.model.gpt import GPT, Stages, one_by_one
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.plan.revolve import next_held
+from minitrain.systems.plan.rematerialize import next_checkpoint
 
 
 def recompute_in(
@@ -87,9 +87,9 @@ def play(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positio
 
 def revolve(layers: list[nn.Module], held: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
     """x behind these layers, with at most `held` inputs of layers kept at once, x among them: segments inside
-    segments, cut as revolve.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
+    segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
     while len(layers) > 1:
-        cut = next_held(len(layers), held) if held > 1 else len(layers) - 1
+        cut = next_checkpoint(len(layers), held) if held > 1 else len(layers) - 1
         x = recompute(partial(revolve, layers[:cut], held, how), x, positions, **how)
         layers, held = layers[cut:], max(1, held - 1)
     return one_by_one(layers, x, positions)

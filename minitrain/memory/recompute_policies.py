@@ -6,7 +6,7 @@
                   pass runs everything but the core; keep:NAME+NAME of any results
     drop:act      everything but that result and what is inside it; drop:NAME+NAME
     every:k       the input of every k-th block    sqrt    as many segments as they are long
-    revolve:c     c inputs of blocks at once, by the binomial schedule (systems/plan/revolve.py)
+    revolve:c     c inputs of blocks at once, by the binomial schedule (systems/plan/rematerialize.py)
     stage         the input of a pipeline's stage: the schedule has an action R for it
 
 Layer by layer with commas, "full*4,selective*2,none": the last goes on. NAMES are of a block's results, in

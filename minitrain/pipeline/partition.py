@@ -12,8 +12,8 @@ workers:
     T(i, j, r) = max(sum of times, 2(r-1)·(sum of weights) / bandwidth) / r
 
 All times are exact if they are whole numbers or Fractions. O(stages·L²) and O(L²·workers²) steps.
-Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one level of links. dapple.py plans
-for the time of a whole step.
+Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one level of links. stage_cuts.py
+plans for the time of a whole step.
 """
 
 from collections.abc import Callable, Iterable, Sequence

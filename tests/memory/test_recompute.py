@@ -36,7 +36,7 @@ from minitrain.plan.accounting.memory_formulas import activation_bytes
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import flash_cpu
-from minitrain.systems.plan.revolve import fewest_forwards
+from minitrain.systems.plan.rematerialize import fewest_forwards
 
 WORDS = (
     *("full", "selective", "every:2", "sqrt", "revolve:1", "revolve:2", "revolve:9", "full,none"),

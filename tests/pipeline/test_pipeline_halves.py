@@ -23,7 +23,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import RankError, dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan import expert_pair
+from minitrain.systems.plan import expert_overlap
 from tests.layouts import STEPS, Draw, Outcome, distance, one_process, step_of
 from tests.parallel import TOLERANCE
 
@@ -268,7 +268,9 @@ def test_every_transfer_of_rows_lies_behind_products_of_the_other_half():
     that is replayed at full size."""
     for number, rank in enumerate(seen(EQUAL, "turns")):
         layers = 2 if number % 2 else 1
-        events = expert_pair.pair_events(expert_pair.DEEPSEEK_V3, 8, expert_pair.REPORTED, "turns", layers)
+        events = expert_overlap.pair_events(
+            expert_overlap.DEEPSEEK_V3, 8, expert_overlap.REPORTED, "turns", layers
+        )
         replayed = in_words(events)
         assert len(rank.stories) == 3 and len(replayed) == 12 * layers
         for found, forward, backward in rank.stories:

@@ -16,7 +16,7 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan import autopipe, dapple
+from minitrain.systems.plan import stage_cuts
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
 
@@ -158,8 +158,11 @@ def test_planners_sum_gradients_at_the_cost_of_the_real_sum(replicas):
     """Bytes that a rank sends in all-reduce, by the ledger; at one byte per unit of time they are a time."""
     sent = dryrun.run(all_reduced_bytes, rank=0, ranks=replicas)
     assert stage_time(0, 480, replicas, 1) == sent
-    model = dapple.Model([0], [0], [480], [0])
-    assert dapple.compute_stage(model, range(1), (replicas,), dapple.Cluster((replicas,), 1, 1)).sync == sent
+    model = stage_cuts.Model([0], [0], [480], [0])
+    assert (
+        stage_cuts.compute_stage(model, range(1), (replicas,), stage_cuts.Cluster((replicas,), 1, 1)).sync
+        == sent
+    )
 
 
 def test_pipedream_replicates_what_is_slow():
@@ -174,7 +177,7 @@ def test_pipedream_replicates_what_is_slow():
 
 
 def random_stages(draw, p):
-    return [dapple.Stage(draw.randint(5, 15), draw.randint(5, 15)) for _ in range(p)]
+    return [stage_cuts.Stage(draw.randint(5, 15), draw.randint(5, 15)) for _ in range(p)]
 
 
 def bound(stages, m):
@@ -194,8 +197,10 @@ def bound(stages, m):
 def test_dapple_latency_is_the_sum_over_pivots():
     for seed, m in product(range(40), [1, 2, 3, 8]):
         draw = random.Random(seed)
-        stages = [dapple.Stage(*numbers(draw, 2, 0, 9), draw.choice([0, 0, 30])) for _ in range(1 + seed % 5)]
-        assert dapple.latency(stages, m) == bound(stages, m)
+        stages = [
+            stage_cuts.Stage(*numbers(draw, 2, 0, 9), draw.choice([0, 0, 30])) for _ in range(1 + seed % 5)
+        ]
+        assert stage_cuts.latency(stages, m) == bound(stages, m)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
@@ -206,16 +211,16 @@ def test_dapple_latency_is_a_bound_within_4_percent_of_the_simulator(p):
         stages = random_stages(draw, p)
         schedule = one_f_one_b(p, m)
         step = simulate(schedule, timed(schedule, stages)).makespan
-        assert dapple.latency(stages, m) <= step
-        worst = max(worst, 1 - Fraction(dapple.latency(stages, m), step))
-        worst_of_paper = max(worst_of_paper, 1 - Fraction(dapple.paper_latency(stages, m), step))
+        assert stage_cuts.latency(stages, m) <= step
+        worst = max(worst, 1 - Fraction(stage_cuts.latency(stages, m), step))
+        worst_of_paper = max(worst_of_paper, 1 - Fraction(stage_cuts.paper_latency(stages, m), step))
         if m > 1:
             shares = [Fraction(stage.F, 10) for stage in stages]  # stage={...}: backward twice forward
             costs = Costs(F=10, B=20, stage=dict(enumerate(shares)))
             step = simulate(schedule, costs).makespan
             assert (
                 Fraction(95, 100) * step
-                <= dapple.latency([dapple.Stage(10 * x, 20 * x) for x in shares], m)
+                <= stage_cuts.latency([stage_cuts.Stage(10 * x, 20 * x) for x in shares], m)
                 <= step
             )
     assert worst <= Fraction(4, 100) and (p > 2 or worst == 0)
@@ -225,14 +230,14 @@ def test_dapple_latency_is_a_bound_within_4_percent_of_the_simulator(p):
 def test_dapple_latency_of_equal_stages_is_exact():
     for p, m in product([1, 2, 4, 8], [1, 2, 8, 33]):
         assert (
-            dapple.latency([dapple.Stage(1, 2)] * p, m)
+            stage_cuts.latency([stage_cuts.Stage(1, 2)] * p, m)
             == 3 * (m + p - 1)
             == simulate(one_f_one_b(p, m), Costs(F=1, B=2)).makespan
         )
 
 
 def small_model(draw, layers):
-    return dapple.Model(
+    return stage_cuts.Model(
         forward=numbers(draw, layers, 5, 15),
         backward=numbers(draw, layers, 10, 30),
         weights=numbers(draw, layers, 0, 40),
@@ -282,12 +287,12 @@ def test_dapple_planner():
     for seed in range(6):
         draw = random.Random(seed)
         model, m = small_model(draw, 4), draw.choice([2, 4, 8])
-        cluster = dapple.Cluster(
+        cluster = stage_cuts.Cluster(
             ((2, 2), (3, 1), (1, 1, 1, 1))[seed % 3],
             inside=draw.choice([1, 10, 100]),
             between=draw.choice([1, 4]),
         )
-        plan = dapple.plan_dapple(model, cluster, m)
+        plan = stage_cuts.plan_dapple(model, cluster, m)
         every = {stages: stages_and_links(stages, model, cluster) for stages in every_plan(4, cluster)}
         times = {stages: bound(timed, m) for stages, timed in every.items()}
         assert plan.time == min(times.values()) == times[plan.stages]
@@ -296,7 +301,7 @@ def test_dapple_planner():
         assert Fraction(95, 100) * step <= plan.time <= step
         near = [stages for stages in times if times[stages] <= step]  # no other is faster
         assert Fraction(95, 100) * step <= min(simulated_step(every[stages], m) for stages in near)
-        tried_by_paper = dapple.plan_dapple(model, cluster, m, dapple.paper_placements)
+        tried_by_paper = stage_cuts.plan_dapple(model, cluster, m, stage_cuts.paper_placements)
         assert tried_by_paper.time >= plan.time
         same += tried_by_paper.time == plan.time
         kinds.add(len(plan.stages))
@@ -308,17 +313,17 @@ def test_of_equally_fast_plans_the_fewest_stages():
     for seed in range(12):
         draw = random.Random(seed)
         lists = numbers(draw, 3, 1, 2), numbers(draw, 3, 1, 2), numbers(draw, 3, 9, 20), [0, 0, 0]
-        model, cluster, m = dapple.Model(*lists), dapple.Cluster((2, 1), 2, 1), draw.choice([1, 2])
+        model, cluster, m = stage_cuts.Model(*lists), stage_cuts.Cluster((2, 1), 2, 1), draw.choice([1, 2])
         every = every_plan(3, cluster)
         times = {stages: bound(stages_and_links(stages, model, cluster), m) for stages in every}
         fewest = [len(stages) for stages, time in times.items() if time == min(times.values())]
-        plan = dapple.plan_dapple(model, cluster, m)
+        plan = stage_cuts.plan_dapple(model, cluster, m)
         assert (plan.time, len(plan.stages)) == (min(times.values()), min(fewest))
         several += max(fewest) > min(fewest)
     assert several >= 2
     # 5 is also (0, 1), (2), (3) on one device each, which the search meets first
-    model = dapple.Model([1, 0, 1, 1], [1, 0, 0, 0], [0, 2, 2, 1], [0, 0, 0, 0])
-    plan = dapple.plan_dapple(model, dapple.Cluster((3,), 1, 1), 2)
+    model = stage_cuts.Model([1, 0, 1, 1], [1, 0, 0, 0], [0, 2, 2, 1], [0, 0, 0, 0])
+    plan = stage_cuts.plan_dapple(model, stage_cuts.Cluster((3,), 1, 1), 2)
     assert plan == (5, ((range(1), (2,)), (range(1, 4), (1,))))
 
 
@@ -327,7 +332,7 @@ def test_placements_that_the_paper_tries():
     in_use = [{(0, 1), (1, 0)}, {(0, 2), (1, 1)}, {(1, 2)}]  # one of machine 0 is taken
     fresh = [{(1, 0), (0, 1)}, {(2, 0), (1, 1)}, {(2, 1), (1, 2)}, {(2, 2)}, {(2, 3)}]
     for free, machines, wanted in (((1, 2), (2, 2), in_use), ((2, 3), (2, 3), fresh)):
-        assert list(dapple.paper_placements(free, machines)) == [
+        assert list(stage_cuts.paper_placements(free, machines)) == [
             one for some in wanted for one in sorted(some)
         ]
 
@@ -389,7 +394,7 @@ def test_autopipe_takes_the_best_of_its_moves():
         draw = random.Random(seed)
         p, m = draw.choice([(2, 3), (3, 4), (4, 4), (4, 8), (5, 6)])
         forward, backward = numbers(draw, 14, 1, 9), numbers(draw, 14, 1, 9)
-        plan = autopipe.plan_autopipe(forward, backward, p, m)
+        plan = stage_cuts.plan_autopipe(forward, backward, p, m)
         time, starts, handed = walked(forward, backward, p, m)
         assert (plan.time, tuple(layers.start for layers in plan.cut)) == (time, starts)
         moved += list(plan.cut) != balanced([f + b for f, b in zip(forward, backward)], p)
@@ -398,7 +403,7 @@ def test_autopipe_takes_the_best_of_its_moves():
     # of two moves that end at 69 the first is taken; then the neighbour behind hands a unit on
     forward, backward = [5, 2, 2, 2, 2, 2, 1, 2], [3, 1, 4, 4, 1, 1, 5, 2]
     assert walked(forward, backward, 4, 4) == (69, (0, 2, 4, 6), 1)
-    assert autopipe.plan_autopipe(forward, backward, 4, 4) == (
+    assert stage_cuts.plan_autopipe(forward, backward, 4, 4) == (
         69,
         (range(2), range(2, 4), range(4, 6), range(6, 8)),
     )
@@ -416,26 +421,27 @@ def test_autopipe():
         forward, backward = gpt_units(draw, blocks)
         work = [f + b for f, b in zip(forward, backward)]
         by_layers = [units_of(layers, blocks) for layers in even(blocks, p)]
-        plan = autopipe.plan_autopipe(forward, backward, p, m)
+        plan = stage_cuts.plan_autopipe(forward, backward, p, m)
         assert [unit for layers in plan.cut for unit in layers] == list(range(2 * blocks + 2)) and len(
             plan.cut
         ) == p
         assert max(total(work, layers) for layers in plan.cut) <= max(
             total(work, layers) for layers in by_layers
         )
-        assert plan.time <= autopipe.step(by_layers, forward, backward, m).makespan
-        assert plan.time <= autopipe.step(balanced(work, p), forward, backward, m).makespan
+        assert plan.time <= stage_cuts.simulated_step(by_layers, forward, backward, m).makespan
+        assert plan.time <= stage_cuts.simulated_step(balanced(work, p), forward, backward, m).makespan
         if p <= 3:
             shortest = min(
-                autopipe.step(cut, forward, backward, m).makespan for cut in cuts_of(2 * blocks + 2, p)
+                stage_cuts.simulated_step(cut, forward, backward, m).makespan
+                for cut in cuts_of(2 * blocks + 2, p)
             )
             assert plan.time <= Fraction(102, 100) * shortest
             best += plan.time == shortest
     assert best >= 5  # moving one unit at a time nearly always finds the shortest
 
     for p, m, k in [(2, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2), (16, 24, 4)]:
-        schedule = check(autopipe.sliced(p, m, k))
-        simulation = simulate(schedule, autopipe.sliced_times(schedule, k))
+        schedule = check(stage_cuts.sliced(p, m, k))
+        simulation = simulate(schedule, stage_cuts.sliced_times(schedule, k))
         assert simulate(one_f_one_b(p, m), Costs(F=1, B=2)).start(B(p - 1, 0)) == p
         assert simulation.start(B(p - 1, 0)) == Fraction(p + 1, 2)  # p·F becomes (p+1)·F/2
         assert all(simulation.start(F(stage, 0)) == Fraction(stage, 2) for stage in range(p))
@@ -443,19 +449,19 @@ def test_autopipe():
 
 @pytest.mark.parametrize("p, m, k", [(2, 4, 1), (4, 8, 1), (6, 12, 2), (8, 16, 2), (12, 24, 3)])
 def test_enough_slices_shorten_the_whole_step(p, m, k):
-    assert autopipe.slices_needed(p, m) == k
-    schedule = autopipe.sliced(p, m, k)
-    step = simulate(schedule, autopipe.sliced_times(schedule, k)).makespan
+    assert stage_cuts.slices_needed(p, m) == k
+    schedule = stage_cuts.sliced(p, m, k)
+    step = simulate(schedule, stage_cuts.sliced_times(schedule, k)).makespan
     assert step == 3 * (m + p - 1) - Fraction(p - 1, 2)
-    fewer = autopipe.sliced(p, m, k - 1)
-    assert simulate(fewer, autopipe.sliced_times(fewer, k - 1)).makespan > step
+    fewer = stage_cuts.sliced(p, m, k - 1)
+    assert simulate(fewer, stage_cuts.sliced_times(fewer, k - 1)).makespan > step
 
 
 def test_an_uneven_cut_and_slices_equal_one_process():
     problem = Problem(config=small(num_layers=6), batch_sizes=(8, 7), microbatches=5)
     cuts = balanced([1, 3, 3, 3, 3, 3, 3, 8], 4)
     assert cuts != even(6, 4) and {len(layers) for layers in cuts} == {1, 2, 3}
-    schedule = autopipe.sliced(4, 4, 1)  # the interpreter gives every unit as many rows
+    schedule = stage_cuts.sliced(4, 4, 1)  # the interpreter gives every unit as many rows
     assert (
         pipeline_difference(problem, dict(dp=1, pp=4), schedule, one_process(problem), cuts=cuts) < TOLERANCE
     )
@@ -468,16 +474,18 @@ def test_an_uneven_cut_and_slices_equal_one_process():
         ("costs[1] = -1", lambda: balanced([1, -1], 1)),
         ("3 weights of 2 layers", lambda: pipedream([1, 2], 2, weights=[1, 2, 3])),
         ("use 1 worker or more", lambda: pipedream([1, 2], 0)),
-        ("each layer all four", lambda: dapple.Model([1], [1, 2], [0], [0])),
-        ("must be above 0", lambda: dapple.Cluster((2, 0), 1, 1)),
+        ("each layer all four", lambda: stage_cuts.Model([1], [1, 2], [0], [0])),
+        ("must be above 0", lambda: stage_cuts.Cluster((2, 0), 1, 1)),
         (
             "use 1 or more",
-            lambda: dapple.plan_dapple(dapple.Model([1], [1], [0], [0]), dapple.Cluster((1,), 1, 1), 0),
+            lambda: stage_cuts.plan_dapple(
+                stage_cuts.Model([1], [1], [0], [0]), stage_cuts.Cluster((1,), 1, 1), 0
+            ),
         ),
-        ("give each unit both", lambda: autopipe.plan_autopipe([1, 2], [1], 1, 1)),
-        ("use 1 to 2 stages", lambda: autopipe.plan_autopipe([1, 2], [1, 2], 3, 1)),
-        ("use 0 to 4", lambda: autopipe.sliced(2, 4, 5)),
-        ("use a whole number, 1 or more", lambda: autopipe.slices_needed(0, 2)),
+        ("give each unit both", lambda: stage_cuts.plan_autopipe([1, 2], [1], 1, 1)),
+        ("use 1 to 2 stages", lambda: stage_cuts.plan_autopipe([1, 2], [1, 2], 3, 1)),
+        ("use 0 to 4", lambda: stage_cuts.sliced(2, 4, 5)),
+        ("use a whole number, 1 or more", lambda: stage_cuts.slices_needed(0, 2)),
     ],
 )
 def test_what_is_refused(words, call):

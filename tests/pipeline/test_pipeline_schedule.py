@@ -37,7 +37,7 @@ from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan.graphpipe import GraphSchedule
+from minitrain.systems.plan.stage_cuts import GraphSchedule
 from tests.parallel import (
     TOLERANCE,
     Outcome,

@@ -55,7 +55,7 @@ def recomputed(stages: Sequence, units: Sequence[str], *, title: str) -> Figure:
     """What each stage of `adapipe.plan_adapipe` keeps of each layer, layers to the right, units down."""
     figure, ax = style.canvas(height=2.3)
     for number, stage in enumerate(stages):
-        for layer, kept in zip(stage.layers, stage.kept):
+        for layer, kept in zip(stage.layers, stage.saved):
             for row, keep in enumerate(kept):
                 colour, word = (COLOURS["activations"], "kept") if keep else (GREY, "again")
                 style.cell(ax, layer + 0.5 * number, row, colour, word)

@@ -18,7 +18,7 @@ from minitrain.course.plot import recompute_charts as plot_recompute
 from minitrain.course.plot.controls import followed, menus, slider
 from minitrain.systems.memory.chain_plan import Action, LayerBytes, every, forwards, peak_bytes, sqrt
 from minitrain.systems.plan.recompute_front import Choice
-from minitrain.systems.plan.revolve import revolve
+from minitrain.systems.plan.rematerialize import revolve
 
 PLANS: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {
     "keep all": lambda n, k, c: every(n, n),
@@ -60,7 +60,7 @@ def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
     text says what it means."""
     if not choices:
         raise ValueError("pick: no choices; give those of plan.recompute_front.front")
-    by_word = {choice.word: choice for choice in choices}
+    by_word = {choice.policy: choice for choice in choices}
     points = [(word, choice.bytes, choice.time) for word, choice in by_word.items()]
     look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit=unit)
 

@@ -76,7 +76,7 @@ class Value:
 
     def real(self) -> Tensor:
         """The numbers; its block is resident. Views of views are source in a loop: there may be many."""
-        held, wanted = self.block.held, [self]
+        held, wanted = self.block.data, [self]
         while wanted[-1].key not in held:
             wanted.append(wanted[-1].source[0].values[0])
         for value in reversed(wanted[:-1]):
@@ -281,7 +281,7 @@ class Dynamic(DispatchMode):
                 return keep(result)
             for index, tensor in enumerate(tensors(result)):
                 if index in seen.position and (block := wanted[seen.position[index]]):
-                    block.held[index] = tensor
+                    block.data[index] = tensor
 
         inputs = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
         made = self.evictor.run(call.name, inputs, seen.sizes, seen.cost, work)

@@ -15,7 +15,7 @@ more hides, and gradients between its products are computed twice (of experts 5 
 dispatch.py sends; the counts of a batch cross before its rows, and nothing hides them.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: a thread or NCCL moves
 the rows, no kernels with cores of their own; the layers are cut by hand (a pipeline runs whole stages so,
-uncut: pipeline/halves.py). At full size: systems/plan/expert_pair.py.
+uncut: pipeline/halves.py). At full size: systems/plan/expert_overlap.py.
 """
 
 from collections.abc import Callable, Generator, Sequence

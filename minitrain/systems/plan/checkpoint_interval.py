@@ -24,21 +24,22 @@ from statistics import median
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import require_finite, require_positive_ints
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 from minitrain.systems.simulate.failures import Level
-
-# ---- one level ---------------------------------------------------------------------------------------------
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
     """The first-order optimum of the interval."""
-    _check(save_s, mtbf_s)
     return sqrt(2 * save_s * mtbf_s)
 
 
 def daly_s(save_s: float, mtbf_s: float) -> float:
     """Daly's higher-order estimate of it."""
-    _check(save_s, mtbf_s)
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     share = save_s / (2 * mtbf_s)
@@ -47,7 +48,8 @@ def daly_s(save_s: float, mtbf_s: float) -> float:
 
 def exact_s(save_s: float, mtbf_s: float) -> float:
     """The interval of least expected time: M·x with ln(1 - x) + x = -C/M, by halving."""
-    _check(save_s, mtbf_s)
+    require_nonnegative(save_s=save_s)
+    require_positive(mtbf_s=mtbf_s)
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
         if log1p(-middle) + middle > -save_s / mtbf_s:
@@ -59,23 +61,14 @@ def exact_s(save_s: float, mtbf_s: float) -> float:
 
 def expected_s(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """E: of training for an interval, with its save and all that failures undo."""
-    _check(save_s, mtbf_s, interval_s)
+    require_nonnegative(save_s=save_s, restart_s=restart_s)
+    require_positive(interval_s=interval_s, mtbf_s=mtbf_s)
     return mtbf_s * (1 + _expm1(restart_s / mtbf_s)) * _expm1((interval_s + save_s) / mtbf_s)
 
 
 def waste(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """The expected share of time that is not useful."""
-    require_finite(interval_s=interval_s)
     return 1 - interval_s / expected_s(interval_s, save_s, mtbf_s, restart_s)
-
-
-def waste_estimate(interval_s: float, save_s: float, mtbf_s: float) -> float:
-    """To first order: what is saved, and half an interval lost with each failure."""
-    _check(save_s, mtbf_s, interval_s)
-    return save_s / interval_s + interval_s / (2 * mtbf_s)
-
-
-# ---- two levels --------------------------------------------------------------------------------------------
 
 
 class TwoLevels(NamedTuple):
@@ -85,8 +78,9 @@ class TwoLevels(NamedTuple):
 
 def two_levels(memory_save_s: float, disk_save_s: float, mtbf_s: float, survives: float) -> TwoLevels:
     """The first-order optimum; `survives` is the share of failures after which memory is still there."""
-    _check(memory_save_s, mtbf_s)
-    _check_levels(memory_save_s, disk_save_s, survives)
+    require_positive(memory_save_s=memory_save_s, mtbf_s=mtbf_s)
+    require_nonnegative(more_to_disk_s=disk_save_s - memory_save_s)
+    require_fractions(survives=survives)
     more_s = disk_save_s - memory_save_s
 
     def product(n: int) -> float:
@@ -98,16 +92,6 @@ def two_levels(memory_save_s: float, disk_save_s: float, mtbf_s: float, survives
     return TwoLevels(sqrt(2 * mtbf_s * saves_s / undone), every)
 
 
-def two_levels_waste_estimate(
-    memory_save_s: float, disk_save_s: float, mtbf_s: float, survives: float
-) -> float:
-    """At the first-order optimum, n not rounded: of each level, what it would cost alone, added up."""
-    _check(memory_save_s, mtbf_s)
-    _check_levels(memory_save_s, disk_save_s, survives)
-    light, severe = memory_save_s * survives, (disk_save_s - memory_save_s) * (1 - survives)
-    return sqrt(2 * light / mtbf_s) + sqrt(2 * severe / mtbf_s)
-
-
 def two_levels_expected_s(
     plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float
 ) -> float:
@@ -116,8 +100,6 @@ def two_levels_expected_s(
     Seen from the disk: failures M/q apart, and 1/g the chance that a segment ends before one of them, however
     often it restarts from memory.
     """
-    _check(memory.stall_s, mtbf_s, plan.interval_s)
-    _check_levels(memory.stall_s, disk.stall_s, survives)
     undone = 1 - survives
     again = undone / (1 + survives * expm1(-memory.restart_s / mtbf_s))
 
@@ -160,16 +142,6 @@ def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-# ---- in steps ----------------------------------------------------------------------------------------------
-
-
-def steps_to_persist(step_s: Number, persist_s: Number) -> int:
-    """The fewest steps between snapshots if one may begin only after the one before is written."""
-    if step_s <= 0 or not 0 <= persist_s < inf:
-        raise ValueError(f"step_s={step_s}, persist_s={persist_s}: give times of 0 or more, steps above 0")
-    return max(1, ceil(divided(persist_s, step_s)))
-
-
 def checkfreq_steps(
     step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget: Number = 0.035
 ) -> int:
@@ -177,9 +149,8 @@ def checkfreq_steps(
 
     A snapshot hides behind the forward and backward that follow, all of a step but its update.
     """
-    if not 0 < budget or not 0 <= update_s < step_s or min(snapshot_s, persist_s) < 0 or persist_s == inf:
-        given = f"{step_s=}, {update_s=}, {snapshot_s=}, {persist_s=}, {budget=}"
-        raise ValueError(f"{given}: need an update shorter than the step, and a budget above 0, as 0.035")
+    require_nonnegative(update_s=update_s, snapshot_s=snapshot_s, persist_s=persist_s)
+    require_positive(budget=budget, forward_and_backward_s=step_s - update_s)
     stall_s = max(0, snapshot_s - (step_s - update_s))
     for_one = ceil(divided(snapshot_s + persist_s - stall_s, step_s))
     return max(1, for_one, ceil(divided(stall_s, budget * step_s)))
@@ -188,18 +159,10 @@ def checkfreq_steps(
 class CheckFreq:
     """`every` steps a save, for the median of the last `window` steps; `observe` each step's time."""
 
-    def __init__(
-        self,
-        step_s: float,
-        update_s: float,
-        snapshot_s: float,
-        persist_s: float,
-        budget: float = 0.035,
-        window: int = 5,
-    ) -> None:
+    def __init__(self, step_s: float, *costs: float, window: int = 5) -> None:
+        """`costs` as for `checkfreq_steps`: update_s, snapshot_s, persist_s and, if given, budget."""
         require_positive_ints(window=window)
-        self.costs = update_s, snapshot_s, persist_s, budget
-        self.every = checkfreq_steps(step_s, *self.costs)
+        self.costs, self.every = costs, checkfreq_steps(step_s, *costs)
         self._steps_s: deque[float] = deque(maxlen=window)
 
     def observe(self, step_s: float) -> int:
@@ -212,15 +175,3 @@ class CheckFreq:
 
 def _expm1(x: float) -> float:
     return expm1(x) if x < 700 else inf  # such a job has no end
-
-
-def _check(save_s: Number, mtbf_s: Number, interval_s: Number = inf) -> None:
-    if not (save_s >= 0 and 0 < mtbf_s < inf and interval_s > 0):
-        given = f"a save of {save_s} s every {interval_s} s, a failure every {mtbf_s} s"
-        raise ValueError(f"{given}: give a save of 0 s or more, and times above 0 between them")
-
-
-def _check_levels(memory_save_s: float, disk_save_s: float, survives: float) -> None:
-    if not 0 < memory_save_s <= disk_save_s < inf or not 0 <= survives < 1:
-        given = f"saves of {memory_save_s} s to memory, {disk_save_s} s to disk; survives={survives}"
-        raise ValueError(f"{given}: need 0 < memory <= disk and a share from 0 to below 1")

@@ -24,26 +24,19 @@ from fractions import Fraction
 from math import ceil, comb
 from typing import NamedTuple
 
+import numpy
+
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_ints,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonnegative, require_positive, require_positive_ints
 
-Ways = list[int]  # at k: the sets of k failed machines that lose nothing
-
-# ---- placements --------------------------------------------------------------------------------------------
+Survivals = list[int]  # at k: the sets of k failed machines that lose nothing
 
 
 def groups(machines: int, replicas: int) -> list[range]:
     """Gemini's rings: of `replicas` machines each; what is left over joins the last."""
     _check(machines, replicas)
     require_positive_ints(machines=machines)
-    count = machines // replicas
-    starts = [replicas * i for i in range(count)]
+    starts = range(0, machines - replicas + 1, replicas)
     return [range(a, b) for a, b in zip(starts, [*starts[1:], machines])]
 
 
@@ -68,111 +61,65 @@ def recovers(placement: dict[int, frozenset[int]], failed: Collection[int]) -> b
     return all(not held <= set(failed) for held in placement.values())
 
 
-def parity_recovers(members: Iterable[Collection[int]], failed: Collection[int]) -> bool:
-    """Whether no group with a parity lost more than one machine."""
-    return all(len({*group} & {*failed}) <= 1 for group in members)
-
-
-# ---- probabilities, by counting ----------------------------------------------------------------------------
-
-
-def replica_ways(rings: Iterable[Sequence[int]], replicas: int) -> Ways:
+def replica_survivals(rings: Iterable[Sequence[int]], replicas: int) -> Survivals:
     """Of a placement in rings; for k = 0 .. N."""
-    require_positive_ints(replicas=replicas)
-    return _product([_ring_ways(len(members), replicas) for members in rings])
+    return _product([_ring_survivals(len(members), replicas) for members in rings])
 
 
-def parity_ways(members: Iterable[Collection[int]]) -> Ways:
+def parity_survivals(members: Iterable[Collection[int]]) -> Survivals:
     """Of groups with a parity each."""
     return _product([[1, len(group)] + [0] * (len(group) - 1) for group in members])
 
 
-def probability(ways: Ways, failures: int) -> Fraction:
+def probability(survivals: Survivals, failures: int) -> Fraction:
     """That so many machines at once, any of them, lose nothing."""
-    if not 0 <= failures < len(ways):
-        raise ValueError(f"{failures} failures among {len(ways) - 1} machines; choose 0 to {len(ways) - 1}")
-    return Fraction(ways[failures], comb(len(ways) - 1, failures))
+    return Fraction(survivals[failures], comb(len(survivals) - 1, failures))
 
 
-def reliability(ways: Ways, failing: Number) -> Number:
+def reliability(survivals: Survivals, failing: Number) -> Number:
     """The probability that nothing is lost if each machine fails with probability `failing`."""
-    require_ints(ways=ways)
-    require_fractions(failing=failing)
-    machines = len(ways) - 1
-    return sum(count * failing**k * (1 - failing) ** (machines - k) for k, count in enumerate(ways))
+    machines = len(survivals) - 1
+    return sum(count * failing**k * (1 - failing) ** (machines - k) for k, count in enumerate(survivals))
 
 
-def group_bound(machines: int, replicas: int, failures: int) -> Fraction:
-    """At least: each of N/m groups is lost in C(N-m, k-m) sets, counted as if no two groups were."""
-    _check(machines, replicas)
-    if machines % replicas:
-        raise ValueError(f"{machines} machines in groups of {replicas}: the bound is for whole groups")
-    require_positive_ints(machines=machines)
-    require_ints(0, machines, failures=failures)
-    if failures < replicas:
-        return Fraction(1)
-    lost = machines // replicas * comb(machines - replicas, failures - replicas)
-    return max(Fraction(0), 1 - Fraction(lost, comb(machines, failures)))
-
-
-def best_bound(machines: int, replicas: int) -> Fraction:
-    """No placement survives `replicas` failures more often: N states need N/m sets of holders or more."""
-    _check(machines, replicas)
-    return 1 - Fraction(ceil(Fraction(machines, replicas)), comb(machines, replicas))
-
-
-def _ring_ways(size: int, replicas: int) -> Ways:
+def _ring_survivals(size: int, replicas: int) -> Survivals:
     """Failed machines fill the gaps between those left, at most `replicas` - 1 in each."""
-    ways = []
+    survivals = []
     for k in range(size):
         gaps = size - k
         fillings = sum(
             (-1) ** full * comb(gaps, full) * comb(k - full * replicas + gaps - 1, gaps - 1)
             for full in range(k // replicas + 1)
         )
-        ways.append(size * fillings // gaps)
-    return [*ways, 0]
+        survivals.append(size * fillings // gaps)
+    return [*survivals, 0]
 
 
-def _product(polynomials: Iterable[Ways]) -> Ways:
-    total = [1]
+def _product(polynomials: Iterable[Survivals]) -> Survivals:
+    total = numpy.array([1], dtype=object)
     for factor in polynomials:
-        longer = [0] * (len(total) + len(factor) - 1)
-        for i, a in enumerate(total):
-            for j, b in enumerate(factor):
-                longer[i + j] += a * b
-        total = longer
-    return total
-
-
-# ---- bytes -------------------------------------------------------------------------------------------------
+        total = numpy.convolve(total, numpy.array(factor, dtype=object))
+    return total.tolist()
 
 
 class Protection(NamedTuple):
     """Bytes a machine: kept beside its own state, sent at a save, received to have a lost state again."""
 
-    kept: Number
+    stored: Number
     sent: Number
     received: Number
 
 
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
     """Of whole copies on `replicas` - 1 other machines."""
-    _check(replicas, replicas)
+    require_positive_ints(replicas=replicas)
     require_nonnegative(state_bytes=state_bytes)
     return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)
 
 
 def parity_cost(state_bytes: Number, machines: int) -> Protection:
     """Of RAIM5 in a group of so many, exact; n - 2 pieces and their parity make a lost piece."""
-    if machines < 2:
-        raise ValueError(f"{machines} machines: a parity needs 2 machines or more")
-    require_nonnegative(state_bytes=state_bytes)
-    require_positive_ints(machines=machines)
     return Protection(divided(state_bytes, machines - 1), state_bytes, (machines - 1) * state_bytes)
-
-
-# ---- copies while the network is idle ----------------------------------------------------------------------
 
 
 class Interleaved(NamedTuple):
@@ -201,18 +148,9 @@ def interleave(
     A chunk is at most one of the `parts` of the receiver's buffer, so that one can move on to the host while
     the next arrives; it takes latency_s + bytes / bytes_per_s.
     """
-    if (
-        min(bytes_per_s, parts) <= 0
-        or buffer_bytes < parts
-        or not 0 < used <= 1
-        or min(nbytes, latency_s) < 0
-    ):
-        given = f"{nbytes=}, {bytes_per_s=}, {buffer_bytes=}, {parts=}, {latency_s=}, {used=}"
-        raise ValueError(
-            f"{given}: need 0 < used <= 1, a byte or more a part, nothing below 0, a speed above"
-        )
     require_positive(bytes_per_s=bytes_per_s, used=used)
-    require_nonnegative(latency_s=latency_s)
+    require_nonnegative(nbytes=nbytes, latency_s=latency_s)
+    require_positive_ints(parts=parts, part_bytes=buffer_bytes // parts)
     chunks: list[list[int]] = []
     for span_s in idle_s:
         left_s = used * span_s

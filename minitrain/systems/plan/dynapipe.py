@@ -41,9 +41,7 @@ def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens
 
     `time(rows, length)` is that of a microbatch on a stage."""
     require_positive_ints(stages=stages)
-    if not lengths or min(lengths) < 1 or (cap_tokens is not None and max(lengths) > cap_tokens):
-        found = f"found {min(lengths, default=None)} to {max(lengths, default=None)} under {cap_tokens}"
-        raise ValueError(f"microbatches: {found}; each sample needs 1 token or more and must fit alone")
+    require_positive_ints(cap_tokens or MOST, lengths=lengths)
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
     best: list[list] = [[((0, 0), ())]]  # for each number of samples ((sum, longest), groups)
     for end in range(1, len(order) + 1):
@@ -76,10 +74,6 @@ def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable
     """For Runner: unit i is the rows of groups[i], as long as the longest of them."""
 
     def cut(batch, schedule: Schedule) -> list[tuple]:
-        if len(groups) != schedule.microbatches or len(lengths) != len(batch.tokens):
-            there = f"{schedule.microbatches} microbatches and the batch {len(batch.tokens)} rows"
-            planned = f"the plan {len(groups)} and {len(lengths)}"
-            raise ValueError(f"{schedule.name} has {there}, {planned}; plan for this batch")
         found = []
         for group in groups:
             rows, longest = list(group), max(lengths[sample] for sample in group)

@@ -4,23 +4,33 @@
     ScheMoE     an order for compressing, sending, decompressing and computing
     Lina        a link that all-to-alls share with all-reduces
     MPipeMoE    rows whose buffer the next chunk needs: copy them to the host, or make them again
+    DeepSeek-V3 two microbatches in turn at each all-to-all: of 64 ranks on 8 nodes 271 us stay exposed in
+                forward and backward of a layer, for 12,443 one after the other; 0 with weight gradients
+                behind transfers
 
 Modelled: a transfer takes alpha + beta · rows, and so does a product; ranks are in step, experts evenly
-loaded. Streams slow each other down nowhere but on Lina's link, which is about that.
-Shi et al. 2023 (PipeMoE), INFOCOM; Shi et al. 2024 (ScheMoE), EuroSys; Li et al. 2023 (Lina), ATC; Zhang et
-al. 2023 (MPipeMoE), IPDPS. Differs: ScheMoE's order is the shortest where the way there and the way back take
-the same times (searched up to 3 chunks), elsewhere it may not be; what Lina does in inference is in
-expert_popularity.py; MPipeMoE measures how much copies slow products down.
+loaded; streams slow each other down nowhere but on Lina's link. DeepSeek-V3: dense rate of bf16
+(`dtype="float8"`: FP8 for products with weights), 20 of 132 cores the transfers'; an all-to-all over nodes is
+two transfers at once, a copy to each node, then one for each expert; rows go in one byte per element and come
+back in two. Shi et al. 2023 (PipeMoE), INFOCOM; Shi et al. 2024 (ScheMoE), EuroSys; Li et al. 2023 (Lina),
+ATC; Zhang et al. 2023 (MPipeMoE), IPDPS; DeepSeek-AI 2024, arXiv:2412.19437, sections 3.2 and 4.2. Differs:
+ScheMoE's order is the shortest where both directions take the same times (searched up to 3 chunks); MPipeMoE
+measures how much copies slow products; DeepSeek's transfers between pipeline stages are left out.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product, zip_longest
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
+from minitrain.model.config import presets
+from minitrain.plan.accounting.parameters import attention_parameters
 from minitrain.plan.simulate import collectives
-from minitrain.plan.simulate.machines import Machine
+from minitrain.plan.simulate.machines import GB, Link, Machine, machine
+from minitrain.plan.simulate.replay import replay
+from minitrain.plan.simulate.timeline import Timeline
 from minitrain.ranks.checks import (
     require_ints,
     require_nonnegative,
@@ -39,9 +49,6 @@ class Line(NamedTuple):
 
     def __call__(self, n: float) -> float:
         return self.alpha + self.beta * n
-
-
-# ---- PipeMoE: how many chunks ----------------------------------------------------------------------------
 
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
@@ -96,9 +103,6 @@ def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops:
     return events + [Wait(r + i) for i in range(r)]
 
 
-# ---- ScheMoE: in which order -----------------------------------------------------------------------------
-
-
 class Task(NamedTuple):
     name: str
     stream: str  # "compute" or "link"
@@ -133,12 +137,8 @@ def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
         free[stream] = ready[chunk] = max(free[stream], ready[chunk]) + seconds
         step[chunk] += 1
     if step != [len(tasks)] * chunks:
-        rule = f"each has {len(tasks)} tasks to do"
-        raise ValueError(f"order {list(order)}: {step} tasks of the chunks; {rule}")
+        raise ValueError(f"order={list(order)}: name each chunk {len(tasks)} times, once for each task")
     return max(ready)
-
-
-# ---- Lina: who goes first --------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -155,8 +155,7 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     "share": each at half the rate while both are there. "priority": an all-to-all waits only for the
     operation under way, a micro-op of `micro_s` seconds (None: the whole all-reduce), and nothing beside it.
     """
-    if policy not in ("share", "priority"):
-        raise ValueError(f"policy {policy!r}; use 'share' or 'priority'")
+    require_one_of(("share", "priority"), policy=policy)
     if micro_s is not None:
         require_positive(micro_s=micro_s)
     queue: deque[float] = deque()  # what is left of each all-reduce or micro-op
@@ -188,9 +187,6 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     return Step(took, reduced, end)
 
 
-# ---- MPipeMoE: what becomes of rows whose buffer is reused -----------------------------------------------
-
-
 class Chunk(NamedTuple):
     """Seconds for one chunk of a layer: a crossing, the experts forward, a copy of what they read or made."""
 
@@ -200,25 +196,25 @@ class Chunk(NamedTuple):
     copy_middle: float  # of what lies between the two products
 
 
-WAYS = tuple(product(("offload", "send again"), ("offload", "compute again")))  # of rows, of the middle
+REUSE_POLICIES = tuple(product(("offload", "send again"), ("offload", "compute again")))
 
 
-def mpipemoe_s(way: tuple[str, str], chunk: Chunk, chunks: int) -> float:
+def mpipemoe_s(policy: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     """Forward and backward; products, crossings and copies have a stream each, the busiest sets the pace.
 
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
     of the two products, sending rows again a crossing."""
-    require_one_of(WAYS, way=way)
+    require_one_of(REUSE_POLICIES, policy=policy)
     require_positive_ints(chunks=chunks)
-    copies = (way[0] == "offload") * chunk.copy_rows + (way[1] == "offload") * chunk.copy_middle
-    work = (2 + (way[1] != "offload") / 2) * chunk.work
+    copies = (policy[0] == "offload") * chunk.copy_rows + (policy[1] == "offload") * chunk.copy_middle
+    work = (2 + (policy[1] != "offload") / 2) * chunk.work
     forward = max(chunk.work, 2 * chunk.transfer, copies)
-    return chunks * (forward + max(work, (2 + (way[0] != "offload")) * chunk.transfer, copies))
+    return chunks * (forward + max(work, (2 + (policy[0] != "offload")) * chunk.transfer, copies))
 
 
 def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
-    """The fastest way to have rows and middle in backward; of equal ones the first of WAYS."""
-    return min(WAYS, key=lambda way: mpipemoe_s(way, chunk, chunks))
+    """The fastest way to have rows and middle in backward; of equal ones the first of REUSE_POLICIES."""
+    return min(REUSE_POLICIES, key=lambda policy: mpipemoe_s(policy, chunk, chunks))
 
 
 def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
@@ -226,3 +222,116 @@ def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
     require_ints(rows=rows)
     require_positive_ints(chunks=chunks)
     return -(-rows // chunks) * (min(2, chunks) if reused else chunks)
+
+
+Leg = tuple[str, tuple[int, ...], float]  # axis, members, bytes of the whole input
+
+
+@dataclass(frozen=True)
+class PairLayer:
+    """One layer and microbatch of one rank."""
+
+    tokens: int
+    d_model: int
+    hidden: int  # of an expert, which has three matrices
+    k: int
+    shared: int  # experts that every token visits, at home
+    node_limit: int
+    attention_weights: int
+    attention_flops: int  # per token, in products without weights
+    dtype: str = "bfloat16"  # of products with weights
+
+    @property
+    def flops(self) -> dict[str, tuple[float, float]]:
+        """Forward: in products with weights, and without."""
+        experts = (self.k + self.shared) * 3 * self.d_model * self.hidden
+        attention = 2 * self.tokens * self.attention_weights, self.tokens * self.attention_flops
+        return {"attention": attention, "experts": (2 * self.tokens * experts, 0)}
+
+    def legs(self, element_bytes: int, ep: int, on: Machine) -> list[Leg]:
+        """An all-to-all over `ep` ranks."""
+        size = min(ep, on.devices_per_node)
+        row = self.tokens * self.d_model * element_bytes
+        across = "across", tuple(range(0, ep, size)), row * min(self.node_limit, ep // size)
+        inside = "inside", tuple(range(size)), row * self.k
+        return [leg for leg in (across, inside) if len(leg[1]) > 1]
+
+
+DEEPSEEK_V3 = PairLayer(
+    *(4096, 7168, 2048, 8, 1, 4),
+    attention_weights=attention_parameters(presets["deepseek-v3"], matrices_only=True),
+    attention_flops=128 * (192 + 128) * 4096,  # 2 for each of the scores that a mask leaves, half of them
+)
+REPORTED = replace(
+    machine("h800"),
+    intra=Link("NVLink 4 (H800), reached", 1.9e-6, 160 * GB, "arXiv:2412.19437, section 3.2.2"),
+    compute_efficiency=112 / 132,
+)
+
+
+class Log:
+    """What one rank does, in order."""
+
+    def __init__(self, dtype: str) -> None:
+        self.events: list[Event] = []
+        self.dtype, self.issued = dtype, 0
+
+    def compute(self, name: str, with_weights: float, without: float = 0) -> None:
+        for flops, dtype in ((with_weights, self.dtype), (without, "bfloat16")):
+            self.events += [Compute(name, flops, 0, dtype=dtype)] * (flops > 0)
+
+    def issue(self, legs: Sequence[Leg], name: str) -> list[int]:
+        """All at once; -> their ids."""
+        first = self.issued
+        for axis, members, payload in legs:
+            sent = payload * (len(members) - 1) // len(members)
+            way = "all_to_all", axis, members, payload, sent
+            self.events.append(Issue(self.issued, *way, self.issued, name))
+            self.issued += 1
+        return list(range(first, self.issued))
+
+    def wait(self, ids: Sequence[int]) -> None:
+        self.events += [Wait(id) for id in ids]
+
+
+def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> list[Event]:
+    """Backward of one microbatch and forward of another, through so many layers, on rank 0 of ep.
+
+    order: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
+    """
+    require_positive_ints(1 << 16, ep=ep, layers=layers)
+    require_one_of(("row", "turns", "weights"), order=order)
+    if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:
+        raise ValueError(f"ep={ep}; use 2 to {on.devices_per_node} ranks of a node, or whole nodes")
+    log, flops, later = Log(layer.dtype), layer.flops, []
+    there, back = (layer.legs(element_bytes, ep, on) for element_bytes in (1, 2))
+
+    def forward() -> Iterator[None]:
+        for name, legs in (("attention", there), ("experts", back)) * layers:
+            log.compute(f"{name} F", *flops[name])
+            ids = log.issue(legs, f"{name} F")
+            yield
+            log.wait(ids)
+
+    def backward() -> Iterator[None]:
+        for name, legs in (("experts", there), ("attention", back)) * layers:
+            ids = log.issue(legs, f"{name} B")
+            while later:
+                log.compute(*later.pop())
+            yield
+            log.wait(ids)
+            with_weights, without = flops[name]
+            log.compute(f"{name} B", with_weights if order == "weights" else 2 * with_weights, 2 * without)
+            if order == "weights":
+                later.append((f"{name} W", with_weights))
+        while later:
+            log.compute(*later.pop())
+
+    for _ in (chain if order == "row" else zip_longest)(backward(), forward()):
+        pass
+    return log.events
+
+
+def pair_timeline(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> Timeline:
+    """The replay of these events."""
+    return replay({0: pair_events(layer, ep, on, order, layers)}, on, algorithms={"all_to_all": "pairwise"})

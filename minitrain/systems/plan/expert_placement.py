@@ -1,4 +1,4 @@
-"""Which ranks hold which experts: five planners on one model of a layer's time. No torch.
+"""Which ranks hold which experts: planners on one model of a layer's time. No torch.
 
     counts[r][e]   rows that rank r has for expert e         holders[e]   its ranks, the owner first
 
@@ -6,21 +6,22 @@ seconds   3·(rows of the busiest rank)·compute + 4·(rows of the busiest link)
           link)·carry: three products of forward and backward, four all-to-alls, copies there and gradients
           back (He et al. 2022, section 4). A rank with a copy keeps its rows; others send to the owner.
 
-shadowed   copies everywhere of the experts whose rows cost more than their weights        FasterMoE
-prophet    copies on some ranks, added and removed while the layer gets faster             Prophet
-flexmoe    replicas that share an expert's rows evenly: expand, shrink, migrate            FlexMoE
-greedy     no copies: the heaviest expert first, to the least loaded rank                  SmartMoE
-layerwise  when copies travel while the layer before computes                              Prophet's scheduler
+FasterMoE  shadowed: copies everywhere of the experts whose rows cost more than their weights
+Prophet    copies on some ranks; layerwise: when copies travel while the layer before computes
+FlexMoE    replicas that share an expert's rows evenly: expand, shrink, migrate
+SmartMoE   no copies: a pool of greedy placements offline, switched online; pools of hybrid plans on one grid
+Lina       in inference: expected rows from paths of sample tokens, replicas for the popular
 
-He et al. 2022 (PPoPP); Wang et al. 2023 (CLUSTER); Nie et al. 2023, arXiv:2304.03946; Zhai et al. 2023 (ATC).
-Of equal choices the first wins: fewer copies, lower numbers. balance.py runs what is decided.
-Differs: loads are given, not predicted or profiled; SmartMoE's pools of whole plans are in expert_pools.py.
+He et al. 2022 (PPoPP); Wang et al. 2023 (CLUSTER); Nie et al. 2023, arXiv:2304.03946; Zhai et al. 2023 (ATC);
+Li et al. 2023 (Lina), ATC, arXiv:2210.17223. Of equal choices the first wins. systems/moe/balance.py runs
+what is decided. Differs: loads are given, not predicted or profiled; nothing hides; SmartMoE without
+pipelines; Lina uses the whole distribution of the next expert, and tokens visit one expert a layer.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 from minitrain.plan.simulate.machines import Machine
@@ -47,9 +48,6 @@ def everywhere(chosen: Sequence[int], experts: int, ranks: int) -> Holders:
     """Copies of the chosen experts on every rank."""
     copies = lambda e, own: (r for r in range(ranks) if r != own and e in chosen)
     return tuple((own, *copies(e, own)) for e, (own,) in enumerate(owners(experts, ranks)))
-
-
-# ---- one model of a layer's time -------------------------------------------------------------------------
 
 
 class Costs(NamedTuple):
@@ -100,9 +98,6 @@ def seconds(counts: Counts, holders: Holders, costs: Costs) -> float:
     return 3 * max(loads.computed) * costs.compute + 4 * rows * costs.move + 2 * experts * costs.carry
 
 
-# ---- FasterMoE: all or nobody ----------------------------------------------------------------------------
-
-
 def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tuple[int, ...]:
     """Experts whose remote rows put more on their owner's link than their weights would.
 
@@ -116,9 +111,6 @@ def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tupl
         if 2 * remote * d_model > matrices * d_model * d_ff:
             found.append(e)
     return tuple(found)
-
-
-# ---- Prophet: copies where they pay, carried while something else computes -------------------------------
 
 
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
@@ -174,9 +166,6 @@ def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool
     return max(end, link)
 
 
-# ---- FlexMoE: replicas that share ------------------------------------------------------------------------
-
-
 Expand = NamedTuple("Expand", [("expert", int), ("to", int)])
 Shrink = NamedTuple("Shrink", [("expert", int), ("rank", int)])
 Migrate = NamedTuple("Migrate", [("expert", int), ("source", int), ("to", int)])
@@ -191,8 +180,9 @@ def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
         ranks, gone = found[step.expert], step[1] if isinstance(step, (Shrink, Migrate)) else None
         new = step.to if isinstance(step, (Expand, Migrate)) else None
         if new in ranks or (gone is not None and gone not in ranks) or (new is None and len(ranks) == 1):
-            rule = "a rank holds an expert once, and one rank always does"
-            raise ValueError(f"{step} with expert {step.expert} on ranks {ranks}: {rule}")
+            raise ValueError(
+                f"{step} with ranks {ranks}: a rank holds an expert once, and one rank always does"
+            )
         if gone is None:
             ranks.append(new)
         else:
@@ -219,8 +209,6 @@ def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most
     less, the best two rounds that begin with one of the eight best."""
     require_ints(1, MOST, ranks=ranks, slots=slots)
     steps: list[Step] = []
-    if max(Counter(chain(*holders)).values()) > slots:
-        raise ValueError(f"a rank holds more than slots = {slots} experts; give it that many")
     while balance_ratio(now := sorted(shared_loads(loads, holders, ranks), reverse=True)) > threshold:
         rounds = _rounds(loads, holders, ranks, slots)
         if not rounds or rounds[0][0] >= now:
@@ -259,9 +247,6 @@ def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> 
                     yield [Migrate(e, hot, to), Migrate(other, to, hot)]
 
 
-# ---- SmartMoE: a pool offline, a choice online -----------------------------------------------------------
-
-
 def round_robin(experts: int, ranks: int) -> Holders:
     """Expert e on rank e mod ranks."""
     require_ints(1, MOST, experts=experts, ranks=ranks)
@@ -276,8 +261,6 @@ def greedy(loads: Sequence[int], ranks: int) -> Holders:
 def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
     """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
     if there is no such rank."""
-    require_nonempty(copies=copies)
-    require_ints(1, MOST, copies=copies, ranks=ranks, slots=slots)
     total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
     share = [Fraction(load) / number for load, number in zip(loads, copies)]
     for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
@@ -308,5 +291,145 @@ def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: in
         moved = sum(old != new for old, new in zip(current, holders))
         load = max(shared_loads(loads, holders, ranks))
         return steps * 3 * float(load) * costs.compute + states * moved * costs.carry
+
+    return min((current, *pool), key=total)
+
+
+Path = tuple[int, ...]
+Profile = Mapping[tuple[int, Path], Counter]  # (layer, experts in the layers just before it) -> next experts
+
+
+def profiled(paths: Sequence[Path], length: int) -> Profile:
+    """Counts for all ends of a path, of 0 (whatever came before) to `length` layers."""
+    require_nonempty(paths=paths)
+    require_ints(length=length)
+    profile: dict = defaultdict(Counter)
+    for path in paths:
+        for layer, expert in enumerate(path):
+            for start in range(max(0, layer - length), layer + 1):
+                profile[layer, path[start:layer]][expert] += 1
+    return dict(profile)
+
+
+def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int) -> list[Fraction]:
+    """Rows of each expert of this layer, of tokens whose experts so far are `behind`, one path a token."""
+    require_positive_ints(experts=experts)
+    rows = [Fraction(0)] * experts
+    for path, tokens in Counter(map(tuple, behind)).items():
+        while (layer, path) not in profile:
+            if not path:
+                raise ValueError(f"layer {layer}: no sample path is that long; profile paths of all layers")
+            path = path[1:]
+        seen = profile[layer, path]
+        for expert, times in seen.items():
+            rows[expert] += Fraction(tokens * times, seen.total())
+    return rows
+
+
+def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
+    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best.
+
+    One more replica at a time goes to the expert whose replicas have the most rows, of equal ones the first,
+    so that their numbers follow popularity; each time the heaviest replicas are placed first, on the least
+    loaded rank with room.
+    """
+    require_positive_ints(ranks=ranks, slots=slots)
+    experts = len(loads)
+    if not 0 < experts <= ranks * slots:
+        raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")
+    copies, found = [1] * experts, []
+    while True:
+        holders = packed(loads, copies, ranks, slots)
+        if holders is not None:
+            found.append((max(shared_loads(loads, holders, ranks)), sum(copies), holders))
+        growing = [e for e in range(experts) if copies[e] < ranks]
+        if sum(copies) == ranks * slots or not growing:
+            return min(found)[-1]
+        copies[max(growing, key=lambda e: (Fraction(loads[e]) / copies[e], -e))] += 1
+
+
+def settled(placement: Holders, guess, loads, popular: int, ranks: int, slots: int) -> Holders:
+    """The placement for the loads that the router found, of a layer that was placed by the guess."""
+    if _heaviest(guess, popular) == _heaviest(loads, popular):
+        return placement
+    return placed(loads, ranks, slots)
+
+
+def _heaviest(loads: Sequence, number: int) -> set[int]:
+    return {*sorted(range(len(loads)), key=lambda e: (-loads[e], e))[:number]}
+
+
+Grid = NamedTuple("Grid", [(axis, int) for axis in ("dp", "ep", "tp")])
+
+
+class MoELayer(NamedTuple):
+    """Elements: of one of the experts, and of all that is no expert."""
+
+    experts: int
+    expert_weights: int
+    dense_weights: int
+
+
+def grids(ranks: int, layer: MoELayer, bytes_per_element: int, memory_bytes: int) -> list[Grid]:
+    """All whose parts are whole and fit; `bytes_per_element`: of weight, gradient and optimizer state."""
+    require_positive_ints(1 << 12, ranks=ranks)
+    found = []
+    for ep, tp in product(range(1, ranks + 1), repeat=2):
+        uneven = ranks % (ep * tp) or layer.experts % ep
+        uneven = uneven or layer.expert_weights % tp or layer.dense_weights % tp
+        here = layer.dense_weights // tp + layer.experts // ep * (layer.expert_weights // tp)
+        if not uneven and here * bytes_per_element <= memory_bytes:
+            found.append(Grid(ranks // (ep * tp), ep, tp))
+    if not found:
+        rule = f"no grid of {ranks} ranks fits into {memory_bytes:,} bytes each; use more or larger ranks"
+        raise ValueError(f"{layer.experts} experts of {layer.expert_weights:,} elements: {rule}")
+    return found
+
+
+def pools(of: Sequence[Grid], samples: Sequence[Sequence[int]]) -> dict[Grid, list[Holders]]:
+    """The plans of each grid: its owners' and those that suit a sample."""
+    require_nonempty(samples=samples)
+    return {grid: pool(samples, grid.ep) for grid in of}
+
+
+def step_s(grid: Grid, holders: Holders, loads: Sequence[int], layer: MoELayer, costs: Costs) -> float:
+    """Seconds; `loads` are the rows of each expert in the whole batch."""
+    dp, ep, tp = grid
+    rows = float(max(shared_loads(loads, holders, ep))) / dp  # of the busiest place
+    moved = rows * ((ep - 1) / ep / tp + (tp - 1) / tp)
+    carried = layer.experts / ep * (dp - 1) / dp
+    carried += layer.dense_weights / layer.expert_weights * (dp * ep - 1) / (dp * ep)
+    return 3 * rows * costs.compute / tp + 4 * moved * costs.move + 2 * carried * costs.carry / tp
+
+
+def pool_s(grid: Grid, pool: Sequence[Holders], samples, layer: MoELayer, costs: Costs) -> float:
+    """Seconds for a step with each sample, every time with the pool's best plan."""
+    return sum(min(step_s(grid, plan, loads, layer, costs) for plan in pool) for loads in samples)
+
+
+def best_grid(pools: Mapping[Grid, Sequence[Holders]], samples, layer: MoELayer, costs: Costs) -> Grid:
+    """Of equal ones the first."""
+    return min(pools, key=lambda grid: pool_s(grid, pools[grid], samples, layer, costs))
+
+
+def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: MoELayer, bytes_per_element: int) -> int:
+    """On all links together: whole shards, in each replica."""
+    require_positive_ints(bytes_per_element=bytes_per_element)
+    changed = sum(old != new for old, new in zip(before, after, strict=True))
+    return grid.dp * changed * layer.expert_weights * bytes_per_element
+
+
+def switch_s(grid: Grid, before: Holders, after: Holders, costs: Costs, states: int = 7) -> float:
+    """Of the rank that gets most; an expert moves as `states` times its weights (see expert_placement)."""
+    arriving = Counter(new for old, new in zip(before, after, strict=True) if old != new)
+    return max(arriving.values(), default=0) * states * costs.carry / grid.tp
+
+
+def chosen(grid, pool, current: Holders, loads, layer: MoELayer, costs: Costs, steps, states=7) -> Holders:
+    """The plan with the least time over so many steps; of equal ones the present."""
+
+    def total(plan: Holders) -> float:
+        on_the_way = switch_s(grid, current, plan, costs, states)
+        return steps * step_s(grid, plan, loads, layer, costs) + on_the_way
 
     return min([current, *pool], key=total)

@@ -1,35 +1,41 @@
-"""Where every tensor of a step lies, decided beforehand: rectangles as wide as lives, as high as tensors.
+"""Where every tensor of a step lies, and in which order operators run, so that a step needs least memory.
 
-    lives = lifetimes(ledger.memory_trace())                block, born, dies, bytes
-    addresses = annealed(lives, seed=0)                     {block: address}
-    height(lives, addresses)                                bytes of the arena that holds all of them
+    lives = lifetimes(ledger.memory_trace())        block, born, dies, bytes: rectangles, moved up or down
+    addresses = annealed(lives, seed=0)             {block: address}; two that live at once do not overlap
+    height(lives, addresses)                        bytes of the arena; never lower than most_live(lives)
+    order = least_memory(Graph(sizes, operators))   numbers of operators; the program's is 0, 1, 2, ..
+    addresses = laid_out(graph, order)              {number of the tensor: address}
 
-The order of a step is known, so are all lives; a rectangle may be moved up and down, not in time. Two that
-live at once must not overlap. No layout is lower than most_live(lives), the most bytes that live at once.
+best_fit   each at its birth into the smallest gap that holds it, as by an allocator that knows no more
+annealed   each in turn falls to the lowest gap that holds it; the order is searched: one gets another place
+           in it, a change for the worse is accepted with a chance that sinks to 0. It ends early at the bound
+ROAM       an operator that is before or after every other one cuts the graph into segments. A segment is
+           searched exactly, by sets of operators done, the lowest peak first. Layout: first the tensors that
+           cross from one segment to another, then those inside one
 
-    best_fit     each at its birth into the smallest gap that holds it, as by an allocator that knows no more
-    annealed     each in turn falls to the lowest gap that holds it; what is searched is the order: one gets
-                 another place in it, and a change for the worse stays with a chance that sinks to 0
-
-The search starts from the order of best_fit's addresses, in which nothing falls higher than it lay, and ends
-early at the bound. Some order leads to an optimum: that of the addresses in it.
-Imanishi and Xu 2024 (ISMM): periodic allocations as rectangles, annealing over topological orders of "lies
-below". Differs: a rectangle falls into gaps below others, not only upon those before it.
+Imanishi and Xu 2024 (ISMM); Shu et al. 2023 (ROAM), arXiv:2310.19295. Differs: a rectangle falls into gaps
+below others, not only upon those before it; ROAM solves integer programs over a tree of several levels and
+places updates by a rule; here a segment must be small enough to be searched (`most_states`).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from heapq import heappop, heappush
 from math import exp
 from random import Random
+from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints
-from minitrain.systems.simulate.memory_traces import Lifetime
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
+from minitrain.systems.simulate.device_memory import Lifetime
 
 Addresses = dict[int, int]
 
 
-def most_live(lives: Sequence[Lifetime]) -> int:
+def most_live(lifetimes: Sequence[Lifetime]) -> int:
     """The most bytes that live at one moment."""
-    changes = [(life.born, life.bytes) for life in lives] + [(life.dies, -life.bytes) for life in lives]
+    changes = [(life.born, life.bytes) for life in lifetimes] + [
+        (life.dies, -life.bytes) for life in lifetimes
+    ]
     live = most = 0
     for _, size in sorted(changes):  # of one moment deaths come first
         live += size
@@ -37,16 +43,16 @@ def most_live(lives: Sequence[Lifetime]) -> int:
     return most
 
 
-def height(lives: Sequence[Lifetime], addresses: Mapping[int, int]) -> int:
+def height(lifetimes: Sequence[Lifetime], addresses: Mapping[int, int]) -> int:
     """Bytes from 0 to the highest end."""
-    return max((addresses[life.block] + life.bytes for life in lives), default=0)
+    return max((addresses[life.block] + life.bytes for life in lifetimes), default=0)
 
 
-def best_fit(lives: Sequence[Lifetime]) -> Addresses:
+def best_fit(lifetimes: Sequence[Lifetime]) -> Addresses:
     """In order of birth, each into the smallest gap between those alive, or else above them."""
     addresses: Addresses = {}
     alive: list[Lifetime] = []
-    for life in sorted(lives, key=lambda life: life.born):
+    for life in sorted(lifetimes, key=lambda life: life.born):
         alive = [other for other in alive if other.dies > life.born]
         gaps, top = _gaps([(addresses[other.block], other.bytes) for other in alive])
         fitting = [(size, at) for at, size in gaps if size >= life.bytes]
@@ -55,21 +61,17 @@ def best_fit(lives: Sequence[Lifetime]) -> Addresses:
     return addresses
 
 
-def annealed(lives: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Addresses:
+def annealed(lifetimes: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Addresses:
     """The best layout of so many tries; equal seeds give equal layouts. `around`: (life, address) of others
-    that lie there already. ValueError if a block has two lives: give each a number of its own."""
+    that lie there already."""
     require_ints(steps=steps, seed=seed)
-    if len({life.block for life in lives}) < len(lives):
-        raise ValueError("a block has several lives; give each life a number of its own")
-    if steps < 0:
-        raise ValueError(f"steps={steps}; a number of tries, 0 or more")
-    draw, falling = Random(seed), _Falling(lives, around)
-    bound = most_live([*lives, *(life for life, _ in around)])
-    start = best_fit(lives) if not around else {life.block: life.born for life in lives}
-    order = sorted(range(len(lives)), key=lambda i: (start[lives[i].block], lives[i].born))
+    draw, falling = Random(seed), _Falling(lifetimes, around)
+    bound = most_live([*lifetimes, *(life for life, _ in around)])
+    start = best_fit(lifetimes) if not around else {life.block: life.born for life in lifetimes}
+    order = sorted(range(len(lifetimes)), key=lambda i: (start[lifetimes[i].block], lifetimes[i].born))
     now, found = falling.drop(order)
     best, result = now, found
-    for step in range(steps if len(lives) > 1 else 0):
+    for step in range(steps if len(lifetimes) > 1 else 0):
         if best <= bound:
             break
         tried = order.copy()
@@ -80,17 +82,17 @@ def annealed(lives: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Add
             order, now = tried, new
             if now < best:
                 best, result = now, found
-    return {life.block: address for life, address in zip(lives, result)}
+    return {life.block: address for life, address in zip(lifetimes, result)}
 
 
 class _Falling:
     """Rectangles that fall, one after another, to the lowest place where they overlap none before them."""
 
-    def __init__(self, lives: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]]) -> None:
-        self._sizes = [life.bytes for life in lives]
+    def __init__(self, lifetimes: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]]) -> None:
+        self._sizes = [life.bytes for life in lifetimes]
         self._meets, self._fixed = [], []
-        for i, life in enumerate(lives):
-            self._meets.append([j for j, other in enumerate(lives) if j != i and _together(life, other)])
+        for i, life in enumerate(lifetimes):
+            self._meets.append([j for j, other in enumerate(lifetimes) if j != i and _together(life, other)])
             self._fixed.append([(at, other.bytes) for other, at in around if _together(life, other)])
         self._least = max((address + life.bytes for life, address in around), default=0)
 
@@ -119,3 +121,186 @@ def _gaps(occupied: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
             gaps.append((end, address - end))
         end = max(end, address + size)
     return gaps, end
+
+
+class Operator(NamedTuple):
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+class Graph:
+    """Operators in the order of the program, and the bytes of every tensor."""
+
+    def __init__(self, sizes: dict[str, int], operators: Sequence[Operator], results: Sequence[str] = ()):
+        self.sizes, self.operators = dict(sizes), tuple(operators)
+        self.names = tuple(self.sizes)
+        self.results = frozenset(results)
+
+    @cached_property
+    def before(self) -> list[int]:
+        """Bits of all operators that must run before each."""
+        writer = {name: number for number, one in enumerate(self.operators) for name in one.writes}
+        found: list[int] = []
+        for one in self.operators:
+            bits = 0
+            for number in {writer[name] for name in one.reads if name in writer}:
+                bits |= 1 << number | found[number]
+            found.append(bits)
+        return found
+
+    @cached_property
+    def readers(self) -> dict[str, int]:
+        """Bits of the operators that read each tensor."""
+        found = dict.fromkeys(self.sizes, 0)
+        for number, one in enumerate(self.operators):
+            for name in one.reads:
+                found[name] |= 1 << number
+        return found
+
+    def after(self, number: int, done: int) -> int:
+        """How many bytes more, or fewer, live when operator `number` has run after those of `done`."""
+        one, readers = self.operators[number], self.readers
+        grown = sum(self.sizes[name] for name in one.writes if name in self.results or readers[name])
+        done |= 1 << number
+        dead = {name for name in one.reads if name not in self.results and not readers[name] & ~done}
+        return grown - sum(self.sizes[name] for name in dead)
+
+    @property
+    def given_bytes(self) -> int:
+        """Of tensors that are there from the start."""
+        written = {name for one in self.operators for name in one.writes}
+        given = (name for name, readers in self.readers.items() if readers or name in self.results)
+        return sum(self.sizes[name] for name in given if name not in written)
+
+    def result_bytes(self, number: int) -> int:
+        return sum(self.sizes[name] for name in self.operators[number].writes)
+
+
+def memory(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Live bytes while each operator runs. ValueError if the order is none of the graph."""
+    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
+    found, done, live = [], 0, graph.given_bytes
+    for number in order:
+        if graph.before[number] & ~done:
+            name = graph.operators[number].name
+            raise ValueError(f"{name} runs before what it reads; give an order that the graph allows")
+        found.append(live + graph.result_bytes(number))
+        live += graph.after(number, done)
+        done |= 1 << number
+    return found
+
+
+def lifetimes_in(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
+    """Of every tensor by its number in `graph.sizes`, in steps of the order."""
+    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
+    place = {number: step for step, number in enumerate(order)}
+    writer = {name: number for number, one in enumerate(graph.operators) for name in one.writes}
+    found = []
+    for number, name in enumerate(graph.names):
+        born = place[writer[name]] if name in writer else 0
+        readers = [place[reader] for reader, one in enumerate(graph.operators) if name in one.reads]
+        end = len(order) if name in graph.results else max([born, *readers]) + 1
+        if graph.sizes[name] and (name in writer or readers or name in graph.results):
+            found.append(Lifetime(number, born, end, graph.sizes[name]))
+    return found
+
+
+def segments(graph: Graph) -> list[list[int]]:
+    """Groups of operators: in every order a group runs after the one before. A cut is a group of its own."""
+    count, before = len(graph.operators), graph.before
+    after = [sum(1 << i for i in range(count) if before[i] >> number & 1) for number in range(count)]
+    everyone = (1 << count) - 1
+    cuts = [number for number in range(count) if before[number] | after[number] | 1 << number == everyone]
+    groups: dict[int, list[int]] = {}
+    for number in range(count):
+        passed = sum(before[number] >> cut & 1 for cut in cuts)
+        groups.setdefault(2 * passed + (number in cuts), []).append(number)
+    return [group for _, group in sorted(groups.items())]
+
+
+def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
+    """An order with the lowest peak. ValueError if a segment has more than `most_states` sets to look at."""
+    order: list[int] = []
+    done, live = 0, graph.given_bytes
+    # Below this no order comes: the largest operator with all that it reads and writes.
+    own = ({*one.reads, *one.writes} for one in graph.operators)
+    peak = max((sum(graph.sizes[name] for name in names) for names in own), default=0)
+    for group in segments(graph):
+        peak, found = _searched(graph, group, done, live, peak, most_states)
+        for number in found:
+            live += graph.after(number, done)
+            done |= 1 << number
+        order += found
+    return order
+
+
+def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states: int) -> tuple:
+    """The lowest peak, at least `peak`, with which the group runs after `done`, and an order that has it."""
+    goal = done | sum(1 << number for number in group)
+    came: dict[int, tuple[int, int]] = {}  # set -> the operator that completed it, and the set before
+    waiting, settled = [(peak, 0, done, live, -1, -1)], 0
+    while waiting:
+        peak, left, state, live, number, previous = heappop(waiting)
+        if state in came:
+            continue
+        came[state] = number, previous
+        if state == goal:
+            break
+        settled += 1
+        if settled > most_states:
+            what = f"a segment of {len(group)} operators has more than {most_states:,} sets to look at"
+            raise ValueError(f"{what}; raise most_states, or give a graph of fewer branches")
+        steps = []
+        for number in group:
+            if not state >> number & 1 and not graph.before[number] & ~state:
+                during, change = live + graph.result_bytes(number), graph.after(number, state)
+                steps.append((number, during, change))
+                if during <= peak and change <= 0:
+                    steps = steps[-1:]  # whenever it ran later, running it now would do no harm
+                    break
+        for number, during, change in steps:
+            new = state | 1 << number
+            heappush(waiting, (max(peak, during), left - 1, new, live + change, number, state))
+    order = []
+    while state != done:
+        number, state = came[state]
+        order.append(number)
+    return peak, order[::-1]
+
+
+def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:
+    """Addresses by the tree; or, if that is lower, by best fit."""
+    require_ints(steps=steps, seed=seed)
+    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
+    group_of = {number: at for at, group in enumerate(segments(graph)) for number in group}
+    every = lifetimes_in(graph, order)
+    inside: dict[int, list[Lifetime]] = {}
+    crossing: list[Lifetime] = []
+    for life in every:
+        first, last = group_of[order[life.born]], group_of[order[life.dies - 1]]
+        (crossing if first != last else inside.setdefault(first, [])).append(life)
+    addresses = annealed(crossing, steps=steps, seed=seed)
+    fixed = [(life, addresses[life.block]) for life in crossing]
+    for group in inside.values():
+        addresses |= annealed(group, steps=steps, seed=seed, around=fixed)
+    plain = best_fit(every)
+    return min(addresses, plain, key=lambda found: height(every, found))
+
+
+def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:
+    """A step as a framework runs it: forward, backward, and then all updates. Each layer writes what its
+    backward needs and its result; its backward makes the gradient of its input, and of its weights."""
+    require_positive_ints(layers=layers)
+    sizes, operators = {"x0": activation_bytes}, []
+    for i in range(1, layers + 1):
+        sizes |= {f"kept{i}": activation_bytes, f"x{i}": activation_bytes}
+        operators.append(Operator(f"forward {i}", (f"x{i - 1}",), (f"kept{i}", f"x{i}")))
+    sizes[f"g{layers}"] = activation_bytes
+    operators.append(Operator("loss", (f"x{layers}",), (f"g{layers}",)))
+    for i in range(layers, 0, -1):
+        sizes |= {f"g{i - 1}": activation_bytes, f"w{i}": weight_bytes}
+        operators.append(Operator(f"weight gradient {i}", (f"g{i}", f"kept{i}"), (f"w{i}",)))
+        operators.append(Operator(f"backward {i}", (f"g{i}", f"kept{i}"), (f"g{i - 1}",)))
+    operators += [Operator(f"update {i}", (f"w{i}",), ()) for i in range(1, layers + 1)]
+    return Graph(sizes, operators)

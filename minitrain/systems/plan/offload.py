@@ -1,25 +1,41 @@
-"""How much goes to the host or the disks: planned before the run, from a profile. No torch.
+"""How much goes to the host or the disks, and when it must be back: planned before the run. No torch.
 
-    Elixir    chunk size, chunks cached on the device, chunks whose shard and states are on the host:
-              the fastest step that fits a cap on memory
-    Fuyou     one device with disks: the share of activations that is swapped, the others are recomputed
-              phase = max(GPU, bus up, bus down, SSD, CPU), for updates run on the CPU during the backward
+Elixir         chunk size, chunks cached, chunks on the host: the fastest step within a cap. A chunk of c
+               parameters is 2c bytes where it is gathered; its shard is 2c/N and its states 12c/N
+Fuyou          one device with disks: the share of activations that is swapped, the others are recomputed
+               phase = max(GPU, bus up, bus down, SSD, CPU), updates on the CPU during the backward
+ZeRO-Infinity  states 20·P bytes, P = 12·L·D²; kept activations 2·b·s·D·L / c; working memory 4·D·4D
+               efficiency = ait·bandwidth / (ait·bandwidth + peak); ait: `flops_per_byte`
+STRONGHOLD     the smallest window of layers on the device that hides the transfers of the others
+Mobius         more stages than devices, weights from the host: stage s on device order[s mod N] computes
+               while those of s + N are on their way; neighbours load through different root complexes
+               (`crossed`)
 
-Bytes: a chunk of c parameters is 2c on a rank that has gathered it; its shard is 2c/N and its states 12c/N
-(gradients take the place of the parameters). Rates are bytes, or parameters, per second.
-Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504. Differs: Elixir's
-copies do not hide behind computation here, and its profile is given, not taken by hooks; Fuyou's layers are
-equal, and a phase is as long as what is busiest in it.
+Rates are bytes, or parameters, per second; results are exact. TiB = 2**40.
+Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
+2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
+(Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;
+STRONGHOLD's link is a resource, one window for all phases; Mobius is searched exactly, its activations stay
+on the device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import require_fractions
-
-# ---- Elixir ------------------------------------------------------------------------------------------------
+from minitrain.plan.accounting.memory_formulas import model_state_bytes
+from minitrain.plan.simulate.links import Number, Task, divided
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_ints,
+    require_nonempty,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
 
 
 class Profile(NamedTuple):
@@ -52,8 +68,6 @@ def packed(modules: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
     for module in modules:
         places.append([])
         for size in module:
-            if size > chunk:
-                raise ValueError(f"a tensor of {size} in chunks of {chunk} parameters; use chunks as large")
             if used + size > chunk:
                 used, number = 0, number + 1
             used += size
@@ -68,9 +82,6 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
     crosses PCIe for each gather, its gradient once; the host updates it."""
     places = packed(profile.modules, chunk)
     count, least = places[-1][-1] + 1, max(len(set(module)) for module in places)
-    if not (least <= cached <= count and 0 <= offloaded <= count):
-        rule = f"{least} to {count} cached, 0 to {count} offloaded"
-        raise ValueError(f"{cached} chunks cached, {offloaded} offloaded, of {count}; use {rule}")
     kept, shard = cached - least, divided(chunk, rates.ranks)
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
     moved = (3 * count - kept) * 2 * (chunk - shard)
@@ -85,9 +96,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
 def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -> ElixirPlan:
     """The fastest plan within `cap` bytes. Each chunk offloaded costs time, so as few as fit: none is tried
     but the smallest number, for every size and number of cached chunks."""
-    if rates.host_update > rates.device_update:
-        given = f"host_update={rates.host_update}, device_update={rates.device_update}"
-        raise ValueError(f"Elixir: {given}; the host updates no faster than the device")
+    require_nonnegative(device_update_faster_by=rates.device_update - rates.host_update)
     found = []
     for chunk in chunks:
         places = packed(profile.modules, chunk)
@@ -101,9 +110,6 @@ def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -
     if not found:
         raise ValueError(f"Elixir: nothing fits {cap} bytes; use a larger cap, or smaller chunks")
     return min(found)
-
-
-# ---- Fuyou -------------------------------------------------------------------------------------------------
 
 
 class Work(NamedTuple):
@@ -179,3 +185,283 @@ def _crossings(low: Number, high: Number, first: Mapping, last: Mapping) -> Iter
         before, after = first[a] - first[b], last[a] - last[b]
         if before * after < 0:
             yield low + (high - low) * divided(before, before - after)
+
+
+TIB = 2**40
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """A Transformer as that paper counts it: blocks of width D with MLPs of 4·D, embeddings left out."""
+
+    num_layers: int  # L
+    width: int  # D
+    heads: int  # H
+
+    @property
+    def parameters(self) -> int:
+        return 12 * self.num_layers * self.width**2
+
+    def model_state_bytes(self) -> int:
+        return model_state_bytes(self.parameters, gradient=6)  # the gradient in fp16 and in fp32
+
+    def checkpoint_bytes(self, batch: int = 32, length: int = 1024, every: int = 1) -> int:
+        """Of all kept activations; `every` must divide the number of layers."""
+        return 2 * batch * length * self.width * (self.num_layers // every)
+
+    def working_bytes(self, tiles: int = 1) -> int:
+        """Of the largest linear's weight and gradient, gathered for use, whole or a tile at a time."""
+        return 4 * self.width * 4 * self.width // tiles
+
+    def activation_bytes(self, batch: int = 32, length: int = 1024, every: int = 1) -> int:
+        """Between two kept activations, while they are recomputed."""
+        return batch * length * every * (16 * self.width + 2 * self.heads * length)
+
+
+# Figure 2a, the row of every model: 0.1, 0.5, 1, 10 and 100 trillion parameters.
+FIGURE_2A = {
+    "0.1T": TransformerShape(80, 10 << 10, 128),
+    "0.5T": TransformerShape(100, 20 << 10, 160),
+    "1T": TransformerShape(128, 25 << 10, 256),
+    "10T": TransformerShape(195, 64 << 10, 512),
+    "100T": TransformerShape(315, 160 << 10, 1024),
+}
+
+
+def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: int = 1) -> float:
+    """What is computed for each byte that is moved, on one GPU with `batch` sequences.
+
+    8·b·s·P FLOPs (forward, recomputation, backward) over 8·P bytes (weights three times, gradients once),
+    32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back)."""
+    require_positive_ints(batch=batch, length=length)
+    require_one_of(("parameters", "optimizer", "activations"), kind=kind)
+    if kind == "activations":
+        return 24 * width * every
+    return length * batch / (4 if kind == "optimizer" else 1)
+
+
+def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: float) -> float:
+    """Share of the peak that is left if nothing overlaps."""
+    rate = flops_per_byte * bandwidth_bytes_per_s
+    return rate / (rate + peak_flops)
+
+
+def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -> float:
+    """Bytes per second that an efficiency asks for."""
+    require_positive(efficiency=efficiency, rest=1 - efficiency)  # without overlap it is between 0 and 1
+    require_positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
+    return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
+
+
+def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: bool) -> float:
+    """Seconds until every rank has a tensor that is kept away from the devices.
+
+    `links`: bytes per second of a rank's own "slow" link (PCIe, disk) and of "network" between ranks. One
+    owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
+    require_ints(bytes=bytes)
+    require_positive_ints(ranks=ranks)
+    read = bytes / ranks if partitioned else bytes
+    sent = bytes * (ranks - 1) / ranks if partitioned else bytes * (ranks > 1)
+    return read / links["slow"] + sent / links["network"]
+
+
+Time = int | float | Fraction
+
+
+def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link=True) -> list[Time]:
+    """How long each layer waits. The first `window` are here at the start."""
+    require_nonnegative(compute=compute, transfer=transfer)
+    require_ints(len(compute), len(compute), transfers=len(transfer))
+    require_positive_ints(len(compute), window=window)
+    starts: list[Time] = []
+    waits: list[Time] = []
+    now: Time = 0
+    free: Time = 0  # when the link is
+    for i, duration in enumerate(compute):
+        arrived = now
+        if i >= window and transfer[i]:
+            begin = starts[i - window]
+            arrived = (max(begin, free) if one_link else begin) + transfer[i]
+            free = arrived
+        waits.append(max(0, arrived - now))
+        starts.append(now + waits[i])
+        now = starts[i] + duration
+    return waits
+
+
+def smallest_window(compute: Sequence[Time], transfer: Sequence[Time], one_link: bool = True) -> int:
+    """The smallest window without a stall; all layers always do."""
+    require_nonempty(compute=compute, transfer=transfer)
+    require_ints(len(compute), len(compute), transfers=len(transfer))
+    layers = len(compute)
+    return next(window for window in range(1, layers + 1) if hides(compute, transfer, window, one_link))
+
+
+def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link: bool = True) -> bool:
+    """Whether a window hides every transfer, without playing it.
+
+    Own links: sum of compute[i .. i+m-1] >= transfer[i+m] for all i. One link: the transfers i+m .. j+m, one
+    after the other, begin with layer i and are needed when layer j+m begins."""
+    for last in range(window, len(compute)):
+        if not transfer[last]:
+            continue
+        needed, room = 0, sum(compute[last - window : last])
+        for first in range(last, window - 1, -1) if one_link else (last,):
+            needed += transfer[first]
+            if first < last:
+                room += compute[first - window]
+            if needed > room:
+                return False
+    return True
+
+
+def there_and_back(forward, backward, copies: Sequence[Time], window: int) -> tuple:
+    """(compute, transfer) of a training step in order of use: layers 1 .. L, then L .. 1. The first `window`
+    are left from the step before, the last are still here when backward begins."""
+    layers = len(forward)
+    back = [0 if layers - i <= window else copies[i] for i in range(layers)][::-1]
+    return [*forward, *backward[::-1]], [*copies, *back]
+
+
+class StageLayer(NamedTuple):
+    forward_s: Number  # of a microbatch
+    backward_s: Number
+    bytes: Number  # weights, and as many of gradients
+
+
+class MobiusPlan(NamedTuple):
+    seconds: Number
+    cut: tuple[range, ...]  # layers of each stage
+    tried: int  # cuts that were timed to the end
+
+
+def crossed(roots: Sequence[int]) -> list[int]:
+    """Devices in an order in which neighbours are behind different root complexes, while there are such."""
+    left: dict[int, list[int]] = {}
+    for device, root in enumerate(roots):
+        left.setdefault(root, []).append(device)
+    order: list[int] = []
+    while any(left.values()):
+        other = [root for root in left if left[root] and (not order or root != roots[order[-1]])]
+        most = max(other or [root for root in left if left[root]], key=lambda root: len(left[root]))
+        order.append(left[most].pop(0))
+    return order
+
+
+def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch: bool = True) -> list[Task]:
+    """A step, on the links "down r" and "up r" of each root complex r.
+
+    Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
+    require_ints(0, len(roots) - 1, order=order)
+    require_positive_ints(m=m)
+    made, n, last = [], len(order), len(stages) - 1
+
+    def device(s: int) -> int:
+        return order[s % n]
+
+    def load(way: str, s: int, after: tuple[str, ...]) -> Task:
+        d = device(s)
+        return Task(f"load {way}{s}", f"loads {d}", stages[s].bytes, (f"down {roots[d]}",), after)
+
+    def when(way: str, s: int) -> tuple[str]:
+        return (f"begin {way}{s}" if prefetch else f"{way}{s}.{m - 1}",)
+
+    for s, stage in enumerate(stages):
+        made.append(load("F", s, when("F", s - n) if s >= n else ()))
+        made.append(Task(f"begin F{s}", f"device {device(s)}", 0, after=(f"load F{s}", *_first("F", s - 1))))
+        for j in range(m):
+            after = (f"F{s - 1}.{j}",) if s else ()
+            made.append(Task(f"F{s}.{j}", f"device {device(s)}", stage.forward_s, after=after))
+    for s in range(last, -1, -1):
+        d, needs = device(s), _first("B", s + 1) if s < last else (f"F{last}.{m - 1}",)
+        if s <= last - n:
+            made.append(load("B", s, when("B", s + n)))
+            needs = (*needs, f"load B{s}")
+        made.append(Task(f"begin B{s}", f"device {d}", 0, after=needs))
+        for j in range(m):
+            after = (f"B{s + 1}.{j}",) if s < last else ()
+            made.append(Task(f"B{s}.{j}", f"device {d}", stages[s].backward_s, after=after))
+        after = (f"B{s}.{m - 1}",)
+        made.append(Task(f"store {s}", f"stores {d}", stages[s].bytes, (f"up {roots[d]}",), after))
+    return made
+
+
+def _first(way: str, s: int) -> tuple[str, ...]:
+    return (f"{way}{s}.0",) if s >= 0 else ()
+
+
+class _Times:
+    """When devices are free, and what is loaded, as stages are added one behind the other."""
+
+    def __init__(self, devices: int, m: int, bytes_per_s: Number, prefetch: bool = True):
+        self.devices, self.prefetch, self.bytes_per_s = devices, prefetch, bytes_per_s
+        self.free, self.loaded, self.began = [0] * devices, [0] * devices, [0] * devices
+        self.before: list[Number] = [0] * m  # when the stage before has ended each microbatch
+
+    def copy_s(self, stage: StageLayer) -> Number:
+        return divided(stage.bytes, self.bytes_per_s)
+
+    def add(self, s: int, stage: StageLayer, seconds: Number, *, load: bool) -> None:
+        d = s % self.devices
+        if load:
+            room_at = self.began[d] if self.prefetch else self.free[d]
+            self.loaded[d] = max(self.loaded[d], room_at) + self.copy_s(stage)
+        begin = self.began[d] = max(self.before[0], self.free[d], self.loaded[d])
+        ends = []
+        for ready in self.before:
+            begin = max(begin, ready) + seconds
+            ends.append(begin)
+        self.before, self.free[d] = ends, ends[-1]
+
+
+def makespan(
+    stages: Sequence[StageLayer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True
+) -> Number:
+    """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
+    times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
+    for s, stage in enumerate(stages):
+        times.add(s, stage, stage.forward_s, load=True)
+    for s, stage in reversed([*enumerate(stages)]):
+        times.add(s, stage, stage.backward_s, load=s < len(stages) - devices)
+        stored[s % devices] = max(stored[s % devices], times.before[-1]) + times.copy_s(stage)
+    return max(stored)
+
+
+def plan_mobius(
+    layers: Sequence[StageLayer], devices: int, m: int, room: Number, bytes_per_s: Number
+) -> MobiusPlan:
+    """The fastest cut into stages: exact, for what is not tried is not faster.
+
+    A step takes at least the forward of the stages so far, one microbatch through all others, one back
+    through all, the other m - 1 back through the slowest stage so far, and the first stage's gradients' copy.
+    """
+    best, tried = None, 0
+    waiting = [(0,)]  # ends of the stages so far
+    while waiting:
+        ends = waiting.pop()
+        stages = [StageLayer(*map(sum, zip(*layers[a:b]))) for a, b in pairwise(ends)]
+        pairs = zip(stages, stages[devices:])
+        if any(stage.bytes > room for stage in stages) or any(a.bytes + b.bytes > room for a, b in pairs):
+            continue
+        if best and stages and _least(stages, layers[ends[-1] :], devices, m, bytes_per_s) >= best[0]:
+            continue
+        if ends[-1] < len(layers):
+            waiting += [(*ends, end) for end in range(len(layers), ends[-1], -1)]
+        else:
+            tried += 1
+            seconds = makespan(stages, devices, m, bytes_per_s)
+            if not best or seconds < best[0]:
+                best = seconds, tuple(range(a, b) for a, b in pairwise(ends))
+    if not best:
+        few = f"{len(layers)} layers on {devices} devices with {room} bytes each"
+        raise ValueError(f"Mobius: no cut of {few} fits; use more room or smaller layers")
+    return MobiusPlan(*best, tried)
+
+
+def _least(stages, others: Sequence[StageLayer], devices: int, m: int, bytes_per_s: Number) -> Number:
+    times = _Times(devices, m, bytes_per_s)
+    for s, stage in enumerate(stages):
+        times.add(s, stage, stage.forward_s, load=True)
+    through = sum(layer.forward_s + layer.backward_s for layer in others)
+    back = sum(stage.backward_s for stage in stages) + (m - 1) * max(stage.backward_s for stage in stages)
+    return times.before[-1] + through + back + times.copy_s(stages[0])

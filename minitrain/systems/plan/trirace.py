@@ -23,7 +23,7 @@ from typing import NamedTuple
 from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 class Call(NamedTuple):
@@ -36,7 +36,6 @@ class Call(NamedTuple):
 
 def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    require_positive_ints(p=p, m=m, ahead=ahead)
     forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
     lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
     return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
@@ -48,7 +47,6 @@ def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
-    require_ints(0, len(schedule.ranks) - 1, rank=rank)
     entries, last = schedule.ranks[rank], schedule.stages - 1
     calls = [Call(receives=needed_messages(schedule, entries[0]))]
     for here, after in zip(entries, (*entries[1:], None)):
@@ -65,7 +63,6 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
 def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
     """When each rank has done each action. A call ends when both sides of each of its messages have come to
     it and the messages have passed, one after the other in each direction of a link."""
-    require_nonnegative(forward=forward, backward=backward, message=message)
     ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
     wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
     arrived: dict[Action, Time] = {}
@@ -76,8 +73,10 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
 
     def ends(call: Call, rank: int) -> bool:
         messages = *call.sends, *call.receives
-        ready.update((what, now[rank]) for what in call.sends if what not in ready)
-        wanted.update((what, now[rank]) for what in call.receives if what not in wanted)
+        for what in call.sends:
+            ready.setdefault(what, now[rank])
+        for what in call.receives:
+            wanted.setdefault(what, now[rank])
         for what in messages:
             if what in ready and what in wanted and what not in arrived:
                 start = max(ready[what], wanted[what], free.get((what.stage, what.kind), 0))
@@ -96,17 +95,15 @@ def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message:
                 if work := calls.popleft().work:
                     now[rank] += forward if work.kind == "F" else backward
                     done[rank][work] = now[rank]
-    stuck = [rank for rank, calls in enumerate(todo) if calls]
-    if stuck:
-        raise ValueError(f"{schedule.name}: ranks {stuck} wait in calls for one another; send one-way")
+    if any(todo):
+        raise ValueError(f"{schedule.name}: ranks wait in calls for one another; send one-way")
     return done
 
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
     """Time from a microbatch to the next in the steady state, exact if the times are."""
-    check_least(1, p=p, ahead=ahead)
-    check_least(0, forward=forward, backward=backward, message=message)
     require_positive_ints(1 << 10, p=p, ahead=ahead)
+    require_nonnegative(forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
     schedule = one_f_one_b_ahead(p, m, ahead)
     if paired:
@@ -125,9 +122,8 @@ class Delayed(NamedTuple):
 
 def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
     """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
-    check_least(1, steps=steps)
-    check_least(0, compute=compute, reduce=reduce, bound=bound)
     require_positive_ints(steps=steps)
+    require_nonnegative(compute=compute, reduce=reduce, bound=bound)
     now, summed, applied, latest, begun = 0, [], 0, 0, []
     for t in range(steps):
         if t - applied > bound:
@@ -141,9 +137,3 @@ def delayed(steps: int, compute: Time, reduce: Time, bound: int) -> Delayed:
         summed.append(max(now, summed[-1] if summed else 0) + reduce)
     half = steps // 2
     return Delayed(Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1), latest)
-
-
-def check_least(least: int, **numbers: Time) -> None:
-    for name, number in numbers.items():
-        if not number >= least:
-            raise ValueError(f"{name}={number}; use {least} or more")

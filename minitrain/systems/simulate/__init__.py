@@ -1,13 +1,11 @@
-"""What systems would take on a described machine: memory, links, disks and failures. No torch.
+"""What systems would do on a described machine: memory, links, disks and failures. No torch.
 
-traffic_matrix   who sends how much to whom, on a mesh in any order of its axes
+device_memory    a device's memory, the replay of allocations on it, traces that break an allocator
+allocator        PyTorch's caching allocator; GMLake
+eviction         results that are dropped when memory is short, and made again; where bytes lie side by side
+swaps            whose copies meet; parameters and states on devices, hosts and disks
 storage          feeding accelerators from slow disks
-swaps, tiers     whose copies meet; parameters and states on devices, hosts and disks
-device_memory    a device's memory, and the replay of allocations on it
-allocator_rules, allocator, stitching     PyTorch's caching allocator; GMLake
-memory_traces    what breaks an allocator
-eviction, eviction_traces                results that are dropped when memory is short, and made again
-eviction_addresses                       the same where free bytes must lie side by side
+traffic_matrix   who sends how much to whom, on a mesh in any order of its axes
 failures         a job with failures and saves
-checkpoint_pipeline                      a save beside training, in every way
+checkpoint_pipeline   a save beside training
 """

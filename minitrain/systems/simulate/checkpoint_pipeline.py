@@ -23,7 +23,7 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 class Work(NamedTuple):
@@ -45,7 +45,7 @@ class State(NamedTuple):
     write_s: Number  # host to disk
 
 
-class Way(NamedTuple):
+class SavePolicy(NamedTuple):
     """How training and its saves depend on each other."""
 
     until: str  # "copy" or "write": what training waits for
@@ -56,116 +56,97 @@ class Way(NamedTuple):
     hot: int = 0  # saves for which a fast storage has room, each on its way to a cold one; 0: one storage
 
 
-# ---- the ways ----------------------------------------------------------------------------------------------
-
-
-def synchronous() -> Way:
+def synchronous() -> SavePolicy:
     """Training stops until all is written (DeepSpeed's default)."""
-    return Way("write", "forward")
+    return SavePolicy("write", "forward")
 
 
-def snapshot_stall() -> Way:
-    """Training stops for the copy alone (Check-N-Run, MegaScale); the next one waits for the write."""
-    return Way("copy", "forward")
+def snapshot_stall(hot: int = 0) -> SavePolicy:
+    """Training stops for the copy alone (Check-N-Run, MegaScale); the next one waits for the write. With room
+    for `hot` saves in a fast storage these move on to a cold one (InternEvo)."""
+    require_ints(hot=hot)
+    return SavePolicy("copy", "forward", hot=hot)
 
 
-def torchsnapshot(chunks: int) -> Way:
+def torchsnapshot(chunks: int) -> SavePolicy:
     """Training stops until all is written, but a chunk is written while others are copied."""
     require_positive_ints(chunks=chunks)
-    return Way("write", "forward", chunks, chunks)
+    return SavePolicy("write", "forward", chunks, chunks)
 
 
-def checkfreq() -> Way:
+def checkfreq() -> SavePolicy:
     """The copy runs beside the next forward and backward, and the update waits for it."""
-    return Way("copy", "update")
+    return SavePolicy("copy", "update")
 
 
-def datastates(chunks: int, buffers: int) -> Way:
+def datastates(chunks: int, buffers: int) -> SavePolicy:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
-    return Way("copy", "update", chunks, buffers)
+    return SavePolicy("copy", "update", chunks, buffers)
 
 
-def lightcheck(layers: int) -> Way:
+def lightcheck(layers: int) -> SavePolicy:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
     require_positive_ints(layers=layers)
-    return Way("copy", "update", layers, layers, by_layer=True)
+    return SavePolicy("copy", "update", layers, layers, by_layer=True)
 
 
-def fastpersist(chunks: int, buffers: int = 2) -> Way:
+def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
     require_positive_ints(chunks=chunks, buffers=buffers)
-    return Way("write", "update", chunks, buffers)
+    return SavePolicy("write", "update", chunks, buffers)
 
 
-def tiered(hot: int) -> Way:
-    """Snapshot-stall to a fast storage with room for `hot` saves, which move on to a cold one (InternEvo)."""
-    require_positive_ints(hot=hot)
-    return Way("copy", "forward", hot=hot)
-
-
-# ---- the engine --------------------------------------------------------------------------------------------
-
-
-def train(work: Work, state: State, way: Way, steps: int, every: int = 1, move_s: Number = 0) -> Run:
+def train(work: Work, state: State, policy: SavePolicy, steps: int, every=1, move_s: Number = 0) -> Run:
     """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy", "write" and "move".
 
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
     chunk j of save s, "move s" to the cold storage.
     """
-    if min(steps, every, way.chunks, way.buffers) < 1 or way.hot < 0:
-        raise ValueError(f"{steps=}, {every=}, {way}: give 1 or more of each, and hot=0 for one storage")
-    if way.until not in ("copy", "write") or way.by not in ("forward", "update"):
-        raise ValueError(f"{way}: wait until 'copy' or 'write', by 'forward' or 'update'")
     require_positive_ints(steps=steps, every=every)
-    layers = way.chunks if way.by_layer else 1
+    layers = policy.chunks if policy.by_layer else 1
     tasks: list[Task] = []
     saves = 0
     for i in range(steps):
         saved = saves - 1 if i and i % every == 0 else None  # the save that this step runs beside
-        last = (f"{way.until} {saved}.{way.chunks - 1}",) if saved is not None else ()
-        tasks.append(Task(f"F {i}", "train", work.forward_s, after=last if way.by == "forward" else ()))
+        last = (f"{policy.until} {saved}.{policy.chunks - 1}",) if saved is not None else ()
+        tasks.append(Task(f"F {i}", "train", work.forward_s, after=last if policy.by == "forward" else ()))
         for p in range(layers):
-            gate = last if way.by == "update" else ()
-            if way.by_layer and saved is not None:
-                gate = (f"{way.until} {saved}.{p}",)
+            gate = last if policy.by == "update" else ()
+            if policy.by_layer and saved is not None:
+                gate = (f"{policy.until} {saved}.{p}",)
             tasks.append(Task(f"B {i}.{p}", "train", divided(work.backward_s, layers)))
             tasks.append(Task(f"U {i}.{p}", "train", divided(work.update_s, layers), after=gate))
         if (i + 1) % every == 0:
-            tasks += _save(saves, i, state, way, move_s)
+            tasks += _save(saves, i, state, policy, move_s)
             saves += 1
     return play(tasks)
 
 
-def _save(s: int, step: int, state: State, way: Way, move_s: Number) -> list[Task]:
+def _save(s: int, step: int, state: State, policy: SavePolicy, move_s: Number) -> list[Task]:
     tasks = []
-    copy_s, write_s = divided(state.copy_s, way.chunks), divided(state.write_s, way.chunks)
-    room = (f"move {s - way.hot}",) if 0 < way.hot <= s else ()
-    for j in range(way.chunks):
-        ready = [f"U {step}.{j if way.by_layer else 0}"]
-        before, chunk = divmod(s * way.chunks + j - way.buffers, way.chunks)
+    copy_s, write_s = divided(state.copy_s, policy.chunks), divided(state.write_s, policy.chunks)
+    room = (f"move {s - policy.hot}",) if 0 < policy.hot <= s else ()
+    for j in range(policy.chunks):
+        ready = [f"U {step}.{j if policy.by_layer else 0}"]
+        before, chunk = divmod(s * policy.chunks + j - policy.buffers, policy.chunks)
         if before >= 0:
             ready.append(f"write {before}.{chunk}")
         tasks += [
             Task(f"copy {s}.{j}", "copy", copy_s, after=tuple(ready)),
             Task(f"write {s}.{j}", "write", write_s, after=(f"copy {s}.{j}", *room)),
         ]
-    if way.hot:
-        tasks.append(Task(f"move {s}", "move", move_s, after=(f"write {s}.{way.chunks - 1}",)))
+    if policy.hot:
+        tasks.append(Task(f"move {s}", "move", move_s, after=(f"write {s}.{policy.chunks - 1}",)))
     return tasks
 
 
-def stall_s(work: Work, state: State, way: Way) -> Number:
+def stall_s(work: Work, state: State, policy: SavePolicy) -> Number:
     """How long training waits for one save, of what is played."""
-    return train(work, state, way, 2, every=1).stall("train")
-
-
-# ---- formulas ----------------------------------------------------------------------------------------------
+    return train(work, state, policy, 2, every=1).stall("train")
 
 
 def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, Number]:
     """(when the last chunk is copied, when it is written), from the start of a save."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     if buffers == 1:
         return chunks * copy_s + (chunks - 1) * write_s, state.copy_s + state.write_s
@@ -173,18 +154,15 @@ def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, 
     return copied, max(state.copy_s, state.write_s) + min(copy_s, write_s)
 
 
-def stall_formula_s(work: Work, state: State, way: Way) -> Number:
+def stall_formula_s(work: Work, state: State, policy: SavePolicy) -> Number:
     """How long training waits for one save, in closed form."""
-    copied, written = through_buffers_s(state, way.chunks, way.buffers)
-    if way.by_layer:
-        rest = divided(way.chunks - 1, way.chunks) * (work.backward_s + work.update_s)
-        hidden = work.forward_s + divided(work.backward_s, way.chunks) + 2 * rest
+    copied, written = through_buffers_s(state, policy.chunks, policy.buffers)
+    if policy.by_layer:
+        rest = divided(policy.chunks - 1, policy.chunks) * (work.backward_s + work.update_s)
+        hidden = work.forward_s + divided(work.backward_s, policy.chunks) + 2 * rest
     else:
-        hidden = work.forward_s + work.backward_s if way.by == "update" else 0
-    return max(0, (copied if way.until == "copy" else written) - hidden)
-
-
-# ---- who writes --------------------------------------------------------------------------------------------
+        hidden = work.forward_s + work.backward_s if policy.by == "update" else 0
+    return max(0, (copied if policy.until == "copy" else written) - hidden)
 
 
 class Storage(NamedTuple):
@@ -198,7 +176,6 @@ class Storage(NamedTuple):
 
 def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
     """`writers` ranks, dealt out to the nodes in turn, are set up; then each writes its share."""
-    _check_writers(writers, storage)
     tasks = [Task(f"set up {i}", "set-up", storage.setup_s) for i in range(writers)]
     links: dict[str, Number] = {f"node {n}": storage.node_bytes_per_s for n in range(storage.nodes)}
     for i in range(writers):
@@ -211,8 +188,6 @@ def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
 
 def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
     """The same in closed form: the fullest node is the last."""
-    _check_writers(writers, storage)
-    require_nonnegative(nbytes=nbytes)
     together = ceil(writers / storage.nodes)
     rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
     return writers * storage.setup_s + divided(divided(nbytes, writers), rate)
@@ -220,15 +195,5 @@ def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
 
 def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Sequence[Number] = ()) -> int:
     """Of 1 to `ranks` writers, the number that takes least time, modelled or measured (for 1, 2, ..)."""
-    if ranks < 1 or (measured_s and len(measured_s) != ranks):
-        given = f"{ranks} ranks, {len(measured_s)} measured times"
-        raise ValueError(f"{given}; give 1 rank or more, and a time for each number of them or none")
-    require_positive_ints(ranks=ranks)
     seconds = list(measured_s) or [writing_s(writers, nbytes, storage) for writers in range(1, ranks + 1)]
     return seconds.index(min(seconds)) + 1
-
-
-def _check_writers(writers: int, storage: Storage) -> None:
-    if writers < 1 or storage.nodes < 1:
-        raise ValueError(f"{writers} writers on {storage.nodes} nodes: give 1 or more of each")
-    require_positive_ints(writers=writers)

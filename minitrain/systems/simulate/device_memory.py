@@ -1,29 +1,30 @@
-"""A device's memory as an allocator sees it, and the replay of a trace: bytes are scarce, addresses are not.
+"""A device's memory as an allocator sees it, the replay of a trace on it, and traces that break an allocator.
 
     trace = [("alloc", block, bytes), ("free", block, bytes), ...]     of a run: ledger.memory_trace()
     done = replay(trace, CachingAllocator(80 * 2**30))
-    done.reserved_peak, done.fragmentation, done.died                  what it took, or why it ended
+    done.reserved_peak, done.fragmentation, done.died                  its peak, or why it ended
     print(comparison({"default": done, ..}))
 
-Three sizes in bytes: requested (what the tensors hold), allocated (the blocks they lie in, rounded up;
-torch's "allocated" and, without streams, its "active"), reserved (physical memory taken from the device,
-cached blocks included). Each is at most the next.
+requested: what the tensors hold; allocated: the blocks they lie in, rounded up (torch's "allocated");
+reserved: physical memory of the device, cached blocks included. Each is at most the next.
 
     utilization = peak of allocated / peak of reserved            fragmentation = 1 - utilization
 
-as GMLake measures them (Guo et al. 2024). `backing_calls` are the events in which memory was taken
-from the device (cudaMalloc, or cuMemCreate with cuMemMap), `return_calls` those in which it was given back.
-Physical memory is handed out in pages of 2 MiB wherever they lie: what the device itself has free it can
-always give; holes arise only inside what an allocator holds.
+(Guo et al. 2024, GMLake). Physical memory is handed out in pages of 2 MiB wherever they lie: holes arise only
+inside what an allocator holds.
+Fragmentation (Rajbhandari et al. 2020, sections 3.2 and 6.3): what lives long lies between what lives short,
+so free memory is not in a row, as in `checkpointed`. The remedy, MD of ZeRO-R, is `with_region`: checkpoints
+and gradients are copied into a region that is set aside for them.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.tables import aligned
 
 MiB = 2**20
@@ -45,9 +46,7 @@ class DeviceMemory:
     """Addresses without end and `capacity_bytes` of physical memory to put behind them."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < PAGE:
-            need = f"at least one page, {PAGE:,}, is needed"
-            raise ValueError(f"{capacity_bytes:,} bytes of device memory; {need}")
+        require_ints(PAGE, capacity_bytes=capacity_bytes)
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self.event = 0  # of the trace that is replayed
@@ -80,7 +79,7 @@ class DeviceMemory:
         self.log.append((self.event, address, size, True))
         return True
 
-    def take_back(self, address: int, size: int) -> None:
+    def release(self, address: int, size: int) -> None:
         self.reserved_bytes -= size
         self.log.append((self.event, address, size, False))
 
@@ -179,10 +178,8 @@ def replay(trace: Trace, allocator: Allocator) -> Replay:
     for event, (what, block, size) in enumerate(trace):
         memory.event = event
         if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
-            state = "lives" if block in live else "does not live"
-            found = f"{what} of {size:,} bytes as block {block}, which {state}"
             cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
-            raise ValueError(f"event {event}: {found}; {cure}")
+            raise ValueError(f"event {event}: {what} of {size:,} bytes as block {block}; {cure}")
         if what == "free":
             born, size, where = live.pop(block)
             allocator.free(block)
@@ -214,3 +211,68 @@ def comparison(replays: Mapping[str, Replay]) -> str:
         calls, died = (len(done.backing_calls), len(done.return_calls)), f"event {done.events}"
         rows.append((name, *cells, *calls, died if done.died else "no"))
     return aligned(rows)
+
+
+REGION = -1  # the block number of a region
+Event = tuple[str, int, int]
+
+
+class Lifetime(NamedTuple):
+    """A block from event `born` up to `dies`, not included."""
+
+    block: int
+    born: int
+    dies: int
+    bytes: int
+
+
+def lifetimes(trace: Sequence[Event]) -> list[Lifetime]:
+    """Of all blocks by birth; what is never freed dies at the end, and empty ones are left out."""
+    born: dict[int, int] = {}
+    found = []
+    for event, (what, block, size) in enumerate(trace):
+        if what == "alloc":
+            born[block] = event
+        else:
+            found.append(Lifetime(block, born.pop(block), event, size))
+    sizes = {block: size for what, block, size in trace if what == "alloc"}
+    found += [Lifetime(block, start, len(trace), sizes[block]) for block, start in born.items()]
+    return sorted((life for life in found if life.bytes), key=lambda life: life.born)
+
+
+def live_bytes(trace: Sequence[Event]) -> list[int]:
+    """After each event."""
+    return list(accumulate(size if what == "alloc" else -size for what, _, size in trace))
+
+
+def checkpointed(layers: int, work_bytes: int, checkpoint_bytes: int, asked_bytes: int) -> list[Event]:
+    """Each layer has memory to work in and frees it before it puts its checkpoint somewhere; then comes the
+    last request. Blocks 0, 1, .. are checkpoints, those from `layers` on the work, the last the request."""
+    require_positive_ints(layers=layers)
+    require_ints(work_bytes=work_bytes, checkpoint_bytes=checkpoint_bytes, asked_bytes=asked_bytes)
+    trace: list[Event] = []
+    for layer in range(layers):
+        trace += [(what, layers + layer, work_bytes) for what in ("alloc", "free")]
+        trace.append(("alloc", layer, checkpoint_bytes))
+    return [*trace, ("alloc", 2 * layers, asked_bytes)]
+
+
+def growing(sizes: Sequence[int]) -> list[Event]:
+    """A block of each size, freed before the next."""
+    require_ints(sizes=sizes)
+    return [(what, block, size) for block, size in enumerate(sizes) for what in ("alloc", "free")]
+
+
+def with_region(trace: Sequence[Event], blocks: Collection[int]) -> list[Event]:
+    """The trace with a region that is there from the start, as large as these blocks ever are together. Each
+    is made outside, copied into the region, and freed at once."""
+    if isinstance(trace, str):
+        raise ValueError(f"trace={trace!r}: give events, such as ('alloc', 1, 512)")
+    kept = set(blocks)
+    copied = [("alloc", REGION, max(live_bytes([event for event in trace if event[1] in kept]), default=0))]
+    for what, block, size in trace:
+        if block not in kept:
+            copied.append((what, block, size))
+        elif what == "alloc":
+            copied += [("alloc", block, size), ("free", block, size)]
+    return copied

@@ -1,11 +1,11 @@
-"""Which results to drop when memory is short, decided while the program runs.
+"""Which results to drop when memory is short, decided while the program runs; with addresses, and on traces.
 
-    evictor = Evictor(limit_bytes=8, rule="dtr")          programs: eviction_traces.py, systems/memory/dtr.py
+    evictor = Evictor(limit_bytes=8, rule="dtr")          systems/memory/dtr.py runs tensors on it
     (out,) = evictor.run("mul", [a, b], [4], cost=12)     makes room, makes a and b again if it must, 4 bytes
-    evictor.operators, evictor.recomputed, evictor.evictions, evictor.peak_bytes
+    simulate(evictor.trace, Coop(limit_bytes=..))         what the same program would do under another rule
 
-A block is the memory of one result and its views. It remembers the operator that made it, so it can be
-dropped, and made again when an operator needs it (which may need others first). Dropped is the one with least
+A block is the memory of one result and its views; it can be dropped, and made again when it is needed. First
+goes
 
     dtr            (cost + cost of its evicted neighbourhood) / (bytes · staleness)     DTR's h_DTR^eq
     neighbourhood  cost + that of its evicted neighbourhood                             h_e*, of the theorem
@@ -13,15 +13,20 @@ dropped, and made again when an operator needs it (which may need others first).
     msps           (cost + that of the evicted it would need) / bytes                   Peng et al. 2020
     lru, size      least recently used; largest
 
-Neighbourhood: evicted blocks joined to it by operators, kept as sums in a union-find, which cannot split: a
-block made again leaves its sum, not the link. Staleness: cost run since its last use. Locked: what the
-running operator and those that wait for it read. The clock is the operators' own cost, so a run repeats
-exactly. Kirisame et al. 2021, arXiv:2006.09616, sections 3 and 4. Differs: cost is counted, not timed.
+Neighbourhood: evicted blocks joined to it by operators, sums in a union-find. Staleness: cost run since its
+last use. BestFit, MegTaiChi and Coop need consecutive addresses of 0 .. limit_bytes for a result.
+Kirisame et al. 2021 (DTR), arXiv:2006.09616, sections 3 and 4; Hu et al. 2022 (MegTaiChi), ICS'22; Zhang et
+al. 2023 (Coop), NeurIPS'23, arXiv:2311.00591. Differs: cost is counted, not timed; MegTaiChi without its
+partition of tensors over GPUs; Coop without updates in place; no rounding, streams or pools.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from math import inf
 from weakref import WeakValueDictionary, ref
+
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 Work = Callable[["list[Block | None]"], None] | None
 
@@ -29,12 +34,12 @@ Work = Callable[["list[Block | None]"], None] | None
 class Block:
     """Memory of `bytes`, made by an operator (or None: pinned, it came from outside).
 
-    `held` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
+    `data` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
 
     def __init__(self, evictor: "Evictor", bytes: int, made_by: "Operator | None" = None):
-        self.evictor, self.bytes, self.made_by, self.held = evictor, bytes, made_by, {}
+        self.evictor, self.bytes, self.made_by, self.data = evictor, bytes, made_by, {}
         self.number, self.resident, self.locks, self.used, self.uses = evictor.numbered(self), False, 0, 0, 1
-        self.place: int | None = None  # its address, for those who care (eviction_addresses.py)
+        self.place: int | None = None  # its address
         self.group: _Group | None = None  # of the evicted
         self.children: WeakValueDictionary[int, Block] = WeakValueDictionary()
         for parent in self.parents:
@@ -56,7 +61,7 @@ class Block:
 
 
 class Operator:
-    """What makes blocks. `work(blocks)` fills the `held` of its outputs; None stands for one nobody needs."""
+    """What makes blocks. `work(blocks)` fills the `data` of its outputs; None stands for one nobody needs."""
 
     def __init__(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost: int, work: Work):
         self.name, self.cost, self.work, self.times = name, cost, work, 0
@@ -97,8 +102,7 @@ class Evictor:
     """
 
     def __init__(self, limit_bytes: float = inf, rule: str = "dtr"):
-        if rule not in RULES:
-            raise ValueError(f"rule {rule!r}; use one of {', '.join(RULES)}")
+        require_one_of(RULES, rule=rule)
         self.limit_bytes, self.rule, self.trace = limit_bytes, rule, []
         self.operators = self.recomputed = self.evictions = 0
         self.recomputed_cost = self.clock = self.evicted_bytes = 0
@@ -110,8 +114,6 @@ class Evictor:
         self._blocks[self._count] = block
         self._count += 1
         return self._count - 1
-
-    # ---- what the program does ----------------------------------------------------------------------------
 
     def constant(self, bytes: int) -> Block:
         """A block from outside: a parameter, an input. It stays until it is gone."""
@@ -154,8 +156,6 @@ class Evictor:
         """Makes it again if it is evicted."""
         if not block.resident:
             self._execute(block.made_by)
-
-    # ---- recomputation ------------------------------------------------------------------------------------
 
     def _execute(self, operator: Operator) -> None:
         """Run it, after whatever has to run again for its inputs; no recursion, so chains may be long."""
@@ -208,8 +208,6 @@ class Evictor:
             block.group.top().cost -= block.cost
             block.group = None
 
-    # ---- eviction -----------------------------------------------------------------------------------------
-
     def reserve(self, sizes: Sequence[int], what: str, cost: float) -> list[int | None]:
         """Room for all results of an operator at once, and their places (here: no matter where)."""
         needed = sum(sizes)
@@ -249,14 +247,11 @@ class Evictor:
 
     def _drop(self, block: Block) -> None:
         self.leave(block)
-        block.held.clear()
+        block.data.clear()
         block.resident, block.group = False, _Group(block.cost)
         for other in (*block.parents, *block.children.values()):
             if other.group:
                 block.group.join(other.group)
-
-
-# ---- rules -------------------------------------------------------------------------------------------------
 
 
 def neighbourhood(block: Block) -> int:
@@ -289,3 +284,200 @@ RULES: dict[str, Callable[[Block], float]] = {
     "lru": lambda block: block.used,
     "size": lambda block: -block.bytes,
 }
+
+
+def simulate(trace: list[tuple], evictor: Evictor) -> Evictor:
+    """Replays what a program did under another limit or rule; -> the evictor, for its counts."""
+    named: dict[int, Block] = {}
+    for kind, *event in trace:
+        if kind == "constant":
+            named[event[0]] = evictor.constant(event[1])
+        elif kind == "run":
+            name, inputs, outputs, cost = event
+            blocks = evictor.run(name, [named[i] for i in inputs], [size for _, size in outputs], cost)
+            named.update(zip((number for number, _ in outputs), blocks))
+        elif kind == "release":
+            evictor.release(named.pop(event[0]))
+        else:
+            named[event[1]] = evictor.pin(named[event[0]])
+    return evictor
+
+
+def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tuple]:
+    """The trace of x_i = f(x_{i-1}) and g_{i-1} = b(x_{i-1}, g_i); a result is kept until its backward.
+
+    With `every`, a static plan: of the forward only x_0, x_every, .. are kept, and the results between two of
+    them are made once more, all at once, when the backward comes there."""
+    require_positive_ints(layers=layers)
+    require_ints(bytes=bytes, cost=cost, every=every)
+    trace: list[tuple] = [("constant", 0, bytes)]
+    numbers = count(1)
+
+    def run(name: str, *inputs: int) -> int:
+        number = next(numbers)
+        trace.append(("run", name, inputs, ((number, bytes),), cost))
+        return number
+
+    x = {0: 0}
+    for i in range(layers):
+        x[i + 1] = run(f"forward {i}", x[i])
+        if every and i % every:
+            trace.append(("release", x.pop(i)))
+    gradient = x.pop(layers)
+    for i in reversed(range(layers)):
+        if i not in x:
+            for j in range(i - i % every, i):
+                x[j + 1] = run(f"forward {j}", x[j])
+        above, gradient = gradient, run(f"backward {i}", x[i], gradient)
+        trace.append(("release", above))
+        if i:
+            trace.append(("release", x.pop(i)))
+    return trace
+
+
+def graph(trace: list[tuple]) -> tuple[list[tuple], int]:
+    """A trace of operators with one result each as a graph for planners: [(cost, bytes, inputs)], and the
+    bytes of its constants, which are none of its nodes."""
+    nodes, numbers, constants = [], {}, 0
+    for kind, *event in trace:
+        if kind == "constant":
+            constants += event[1]
+        elif kind == "run":
+            _, inputs, ((number, size),), cost = event
+            nodes.append((cost, size, tuple(numbers[i] for i in inputs if i in numbers)))
+            numbers[number] = len(numbers)
+    return nodes, constants
+
+
+class BestFit(Evictor):
+    """DTR above an allocator that takes the smallest hole that fits."""
+
+    def __init__(self, limit_bytes: int, rule: str = "dtr"):
+        super().__init__(limit_bytes, rule)
+        self.stranded_bytes = 0
+        self._ends: dict[int, int] = {}  # address of taken memory -> where it ends
+        self._starts: list[int] = []  # sorted
+        self._at: dict[int, Block] = {}
+
+    def reserve(self, sizes: Sequence[int], what: str, cost: float) -> list[int | None]:
+        places = [self._allocate(size, what, cost) if size else None for size in sizes]
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes + sum(sizes))
+        return places
+
+    def unreserve(self, place: int | None) -> None:
+        if place is not None:
+            del self._ends[place]
+            self._starts.remove(place)
+            self._at.pop(place, None)
+
+    def leave(self, block: Block) -> None:
+        super().leave(block)
+        self.unreserve(block.place)
+
+    def settle(self, block: Block, place: int | None) -> None:
+        super().settle(block, place)
+        if place is not None:
+            if place not in self._ends:  # a pinned block comes to where the other was
+                self._take(place, block.bytes)
+            self._at[place] = block
+
+    def _take(self, place: int, bytes: int) -> None:
+        self._ends[place] = place + bytes
+        insort(self._starts, place)
+
+    def _allocate(self, bytes: int, what: str, cost: float) -> int:
+        evicted: list[tuple[int, int]] = []
+        while not (fitting := [hole for hole in self.holes() if hole[1] - hole[0] >= bytes]):
+            victims = self.victims(bytes)
+            if not victims:
+                raise ValueError(self._too_small(bytes, what))
+            evicted += [(block.place, block.bytes) for block in victims]
+            for block in victims:
+                self.evict(block)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        self.stranded_bytes += sum(size for place, size in evicted if not start <= place < end)
+        place = self.put(start, end, bytes, cost)
+        self._take(place, bytes)
+        return place
+
+    def _too_small(self, needed: int, what: str) -> str:
+        sizes = [end - start for start, end in self.holes()]
+        free = f"{sum(sizes)} are free, at most {max(sizes, default=0)} side by side"
+        cure = f"and nothing else can go; raise limit_bytes {self.limit_bytes}"
+        return f"{what} asks for {needed} bytes; {free}, {cure}"
+
+    def holes(self) -> list[tuple[int, int]]:
+        """(first address, end) of what is free, in order."""
+        ends = [0, *(self._ends[start] for start in self._starts)]
+        return [(a, b) for a, b in zip(ends, [*self._starts, self.limit_bytes]) if a < b]
+
+    def put(self, start: int, end: int, bytes: int, cost: float) -> int:
+        """Where in that hole."""
+        return start
+
+    def victims(self, bytes: int) -> list[Block]:
+        """Whom to evict next for a request of so many bytes; nobody: it cannot be met."""
+        best = self.least()
+        return [best] if best else []
+
+
+class MegTaiChi(BestFit):
+    """Looks at the neighbours of what it evicts."""
+
+    def victims(self, bytes: int) -> list[Block]:
+        after = {start: end - start for start, end in self.holes()}
+        before = {end: end - start for start, end in self.holes()}
+
+        def key(block: Block) -> tuple:
+            end = block.place + block.bytes
+            hole = block.bytes + before.get(block.place, 0) + after.get(end, 0)
+            return hole < bytes, neighbourhood(block) / (hole * staleness(block)), block.number
+
+        best = min(self.candidates(), key=key, default=None)
+        return [best] if best else []
+
+
+class Coop(BestFit):
+    """Evicts side by side. A result is cheap if making it costs at most `cheap` a byte."""
+
+    def __init__(self, limit_bytes: int, cheap: float = 6.0):
+        super().__init__(limit_bytes)
+        self.cheap = cheap
+
+    def put(self, start: int, end: int, bytes: int, cost: float) -> int:
+        return start if cost <= self.cheap * bytes or cost == inf else end - bytes
+
+    def parts(self) -> list[tuple[int, float, Block | None]]:
+        """All memory in order of address: (bytes, cost of having it free, the block or None: a hole)."""
+        free = {block.number for block in self.candidates()}
+        taken = [(start, self._ends[start], self._at.get(start)) for start in self._starts]
+        parts = [(start, end - start, 0, None) for start, end in self.holes()]
+        for start, end, block in taken:
+            movable = block is not None and block.number in free
+            cost = neighbourhood(block) / staleness(block) if movable else inf
+            parts.append((start, end - start, cost, block if movable else None))
+        return [part for _, *part in sorted(parts, key=lambda part: part[0])]
+
+    def victims(self, bytes: int) -> list[Block]:
+        parts = self.parts()
+        found = cheapest_window([(size, cost) for size, cost, _ in parts], bytes)
+        return [block for *_, block in parts[slice(*found)] if block] if found else []
+
+
+def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int, int] | None:
+    """(first, end) of the cheapest run of parts (bytes, cost) of at least so many bytes; None: there is none.
+
+    An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
+    since costs are not negative."""
+    best, least, left, size = None, inf, 0, 0
+    for right, (more, cost) in enumerate(parts):
+        if cost == inf:
+            left, size = right + 1, 0
+            continue
+        size += more
+        while size - parts[left][0] >= bytes:
+            size -= parts[left][0]
+            left += 1
+        if size >= bytes and (total := sum(cost for _, cost in parts[left : right + 1])) < least:
+            best, least = (left, right + 1), total
+    return best

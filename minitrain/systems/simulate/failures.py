@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import ceil, gamma, inf, log
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive, require_positive_ints
 
 
 class Failure(NamedTuple):
@@ -60,12 +60,10 @@ def failing(
     seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
 ) -> Iterator[Failure]:
     """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
-    require_positive_ints(machines=machines, together=together)
+    require_positive_ints(machines=machines)
     require_ints(seed=seed)
     require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
-    if machine_mtbf_s <= 0 or shape <= 0 or not 1 <= together <= machines:
-        given = f"machine_mtbf_s={machine_mtbf_s}, shape={shape}, together={together}, machines={machines}"
-        raise ValueError(f"{given}: need a mean and a shape above 0, and together from 1 to machines")
+    require_positive_ints(machines, together=together)
     draw = random.Random(seed)
     scale = machine_mtbf_s / gamma(1 + 1 / shape)
 
@@ -106,8 +104,6 @@ def simulate(
 
     Without a disk, what memory does not survive is lost from the start.
     """
-    if work_s <= 0:
-        raise ValueError(f"work_s={work_s}: give the seconds of training that the job needs, above 0")
     require_positive(work_s=work_s, interval_s=interval_s)
     require_positive_ints(every=every)
     saves = _Saves(interval_s, memory, disk, every)
@@ -142,13 +138,9 @@ class _Saves:
     """When saves 1, 2, ... end in a job without failures, and how many count at a time."""
 
     def __init__(self, interval_s: float, memory: Level | None, disk: Level | None, every: int) -> None:
-        if interval_s <= 0 or every < 1 or not (memory or disk):
-            given = f"interval_s={interval_s}, every={every}, memory={memory}, disk={disk}"
-            raise ValueError(f"{given}: need an interval above 0, every of 1 or more, and a level to save to")
-        if any(min(level) < 0 for level in (memory, disk) if level):
-            raise ValueError(f"memory={memory}, disk={disk}: give times of 0 s or more")
-        if every > 1 and not (memory and disk):
-            raise ValueError(f"every={every} is for two levels; with one of them, each save goes there")
+        require_nonnegative(memory=memory or 0, disk=disk or 0)
+        if not (memory or disk) or every > 1 and not (memory and disk):
+            raise ValueError(f"every={every}, {memory=}, {disk=}: give a level to save to, two if every > 1")
         self.memory, self.disk, self.every = memory, disk, every if disk else inf
         self.stall_s, self.disk_stall_s = (memory or disk).stall_s, (disk or memory).stall_s
         self.one_s = interval_s + self.stall_s

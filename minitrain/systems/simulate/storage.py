@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 Time = int | float | Fraction
 
@@ -27,8 +27,7 @@ class LRU:
     """A cache of `capacity` samples that throws out the one not read for longest."""
 
     def __init__(self, capacity: int):
-        if capacity < 0:
-            raise ValueError(f"capacity={capacity}: a number of samples, at least 0")
+        require_ints(capacity=capacity)
         self.capacity = capacity
         self._samples: OrderedDict[int, None] = OrderedDict()
 
@@ -71,9 +70,8 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
     reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
     entry is the time to fill, which no depth can hide."""
-    if depth < 0 or step_time <= 0 or (streams is not None and streams < 1):
-        given = f"depth={depth}, step_time={step_time}, streams={streams}"
-        raise ValueError(f"{given}: need depth >= 0, step_time > 0, streams >= 1 or None for no limit")
+    require_ints(depth=depth)
+    require_positive(step_time=step_time)
     if streams is not None:
         require_positive_ints(streams=streams)
     free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
@@ -96,7 +94,6 @@ def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""
-    require_ints(most=most)
     if most < 0 or trial_every < 2:
         given = f"most={most}, trial_every={trial_every}"
         raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")

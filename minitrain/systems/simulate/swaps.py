@@ -1,38 +1,34 @@
-"""Whose copies meet on the way to the host, what is copied again and again, and what need not be. No torch.
+"""Whose copies meet on the way to the host, and what is copied again and again: tasks for links.py. No torch.
 
-    TMOF       devices that share a link swap different tensors, or in different directions
-    Harmony    microbatches in groups per layer, updates at once, weights on one device: 3|W| for (4m+2)N|W|
-    static     what stays on the device fits at the worst moment;  dynamic: at this moment
+    TMOF             devices that share a link swap different tensors, or in different directions
+    Harmony          microbatches in groups per layer, updates at once, weights on one device: 3|W| for
+    (4m+2)N|W|
+    PatrickStar      static: what is on the device fits at the worst moment; dynamic: at this moment
+    MoESys           experts from host or disk, fetched layers ahead; a host cache of counts that fade
+    Smart-Infinity   bytes over the host's link, a parameter and step:     gradient   states    parameter
+                         update on the CPU (ZeRO-Infinity)                  2 · 4     24         2
+                         update in the storage devices                          4      0         2
 
-Sizes are in bytes (or layers of one size), times in seconds, exact for whole numbers and Fractions; tasks are
-played by links.py. Weights on the host stay valid while nobody updates them, so dropping them sends nothing.
-Lin et al. 2023 (TMOF), HPCA; Li et al. 2021 (Doing more with less), HotOS, and 2022 (Harmony), PVLDB 15,
-arXiv:2202.01306; dynamic: Fang et al. 2021 (PatrickStar), arXiv:2108.05818. Differs: TMOF's sets are dealt in
-turn, not searched; Harmony's volumes are of weights and of what layers send each other, and the layer that
-leaves is the least recently used: where the order of layers turns round, those still there are not fetched
-again, which the formulas leave out.
+Sizes are in bytes (or layers of one size), times in seconds, exact for whole numbers and Fractions.
+Lin et al. 2023 (TMOF), HPCA; Li et al. 2022 (Harmony), arXiv:2202.01306; Fang et al. 2021 (PatrickStar),
+arXiv:2108.05818; Shen et al. 2022 (SE-MoE), arXiv:2205.10034, and Yu et al. 2024 (MoESys), IEEE TSC; Jang et
+al. 2024 (Smart-Infinity), HPCA. Differs: TMOF's sets are dealt in turn, not searched; Harmony's layer that
+leaves is the least recently used, and where the order of layers turns round those still there are not fetched
+again; MoESys caches by a threshold on counts; Smart-Infinity's kernel and buffers cost nothing here.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, Task
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
-
-# ---- TMOF: not the same tensors, not the same way ----------------------------------------------------------
+from minitrain.plan.simulate.links import Number, Task, divided
+from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive_ints
 
 
 def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int]] | None:
     """Tensors that each device swaps, `needed` bytes at least, no tensor on two: dealt out in turn.
 
     None if there are not enough: then only turns in direction help."""
-    require_positive_ints(devices=devices)
     sets: list[set[int]] = [set() for _ in range(devices)]
     held = [0] * devices
     for tensor, size in enumerate(sizes):
@@ -63,17 +59,12 @@ def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
 
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
-    require_positive_ints(devices=devices, rounds=rounds)
-    require_nonnegative(size=size)
     tasks = []
     for d in range(devices):
         ways = ("down", "up") if opposed and d % 2 else ("up", "down")
         turns = [(turn, way) for turn in range(rounds) for way in ways]
         tasks += [Task(f"{way} {d}.{turn}", f"copies {d}", size, (way,)) for turn, way in turns]
     return tasks
-
-
-# ---- Harmony: what is fetched again and again --------------------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -118,8 +109,7 @@ def harmony_pp(devices: int, layers: int, m: int, binding: Sequence[int] | None 
     """The same with each layer on one device; `m` microbatches are those of all devices together."""
     require_positive_ints(devices=devices, layers=layers, m=m)
     binding = [layer % devices for layer in range(layers)] if binding is None else list(binding)
-    if len(binding) != layers or not {*binding} <= {*range(devices)}:
-        raise ValueError(f"binding {binding}: give each of {layers} layers one of {devices} devices")
+    require_ints(0, devices - 1, binding=binding)
     return _grouped(binding, m)
 
 
@@ -132,8 +122,6 @@ def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
 
 def late_binding(layer_s: Sequence[Number], speeds: Sequence[Number]) -> list[int]:
     """Each layer's device, chosen when its turn comes: where it would be done first."""
-    require_nonempty(speeds=speeds)
-    require_positive(speeds=speeds)
     busy, binding = [0] * len(speeds), []
     for seconds in layer_s:
         ends = [busy[d] + seconds / speeds[d] for d in range(len(speeds))]
@@ -147,8 +135,7 @@ def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False, p
 
     The least recently used layer leaves: written if it was updated, or in any case (`writes_all`: a memory
     that does not know). Activations between devices go from peer to peer or through the host."""
-    if room < 1:
-        raise ValueError(f"room={room}: a device needs room for the layer it computes, 1 or more")
+    require_positive_ints(room=room)
     held: dict[int, OrderedDict[int, bool]] = {}  # device -> {layer: updated}
     count, made_on = Counter(), {}
     for device, layer, kind, microbatch in steps:
@@ -168,29 +155,24 @@ def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False, p
     return Volume(count["fetched"], count["written"], *between)
 
 
-# ---- what stays: for the worst moment, or for this one -----------------------------------------------------
-
-
 def resident(free: Sequence[Number], layer_bytes: Number, layers: int, *, dynamic: bool) -> list[int]:
     """How many layers stay on the device in each step, given its free bytes: all, or what leaves room for two
     others, one that computes and one on its way."""
     fitting = [layers if room >= layers * layer_bytes else int(room // layer_bytes) - 2 for room in free]
-    if not fitting or min(fitting) < 0:
-        need = f"{2 * layer_bytes} bytes, for the layer that computes and the next"
-        raise ValueError(f"free memory of {min(free, default=0)} bytes; every step needs {need}")
+    require_ints(layers_with_room=fitting)  # beside the layer that computes and the next
     return fitting if dynamic else [min(fitting)] * len(free)
 
 
-def offloading(stay: Sequence[int], layers: int, layer_s: Number, layer_bytes: Number) -> list[Task]:
-    """Steps in which the first stay[t] layers are on the device; others are fetched one layer ahead of use.
+def offloading(residents: Sequence[int], layers: int, layer_s: Number, layer_bytes: Number) -> list[Task]:
+    """Steps in which the first `residents[t]` layers are on the device; others are fetched one layer ahead.
 
     A layer that stays is fetched in the first step for which there is room, and dropped where there is none.
     """
     require_positive_ints(layers=layers)
     require_nonnegative(layer_s=layer_s, layer_bytes=layer_bytes)
     tasks: list[Task] = []
-    for t, number in enumerate(stay):
-        before = stay[t - 1] if t else 0
+    for t, number in enumerate(residents):
+        before = residents[t - 1] if t else 0
         for layer in range(layers):
             here, needs = t * layers + layer, ()
             if layer >= min(before, number):
@@ -199,3 +181,119 @@ def offloading(stay: Sequence[int], layers: int, layer_s: Number, layer_bytes: N
                 needs = (f"fetch {here}",)
             tasks.append(Task(f"use {here}", "device", layer_s, after=needs))
     return tasks
+
+
+class TierLayer(NamedTuple):
+    seconds: Number
+    dense_bytes: Number = 0  # parts of other ranks
+    host_bytes: Number = 0  # experts that the host has
+    disk_bytes: Number = 0  # and those it does not: read first, then copied as the others
+
+
+def prefetching(layers: Sequence[TierLayer], depth: int, *, known: bool = True) -> list[Task]:
+    """A pass over the layers on the links "net", "bus" and "disk", which fetches `depth` layers ahead.
+
+    The fetch of a layer begins as the one `depth` before it does; 0: when it is due. Experts that are not
+    known before the layer's own router has spoken are fetched when it is due, whatever the depth."""
+    tasks = []
+    for i, layer in enumerate(layers):
+        due = (f"layer {i - 1}",) if i else ()
+        early = ((f"begin {i - depth}",) if i >= depth else ()) if depth else due
+        sparse = early if known else due
+        tasks += [
+            Task(f"dense {i}", "dense", layer.dense_bytes, ("net",), early),
+            Task(f"read {i}", "reads", layer.disk_bytes, ("disk",), sparse),
+            Task(f"host {i}", "experts", layer.host_bytes, ("bus",), sparse),
+            Task(f"rest {i}", "experts", layer.disk_bytes, ("bus",), (f"read {i}",)),
+            Task(f"begin {i}", "device", 0, after=(f"dense {i}", f"rest {i}")),
+            Task(f"layer {i}", "device", layer.seconds),
+        ]
+    return tasks
+
+
+class DecayingLFU:
+    """A cache of `capacity` experts; the one with the smallest count leaves, and counts fade.
+
+    After every `every` reads all counts are multiplied by `decay`: 1 never forgets, 0 remembers no more than
+    the reads since. Of equal counts, the one that was not read for longest leaves."""
+
+    def __init__(self, capacity: int, decay: float = 0.5, every: int = 100):
+        require_positive_ints(capacity=capacity, every=every)
+        require_fractions(decay=decay)
+        self.capacity, self.decay, self.every = capacity, decay, every
+        self.counts: Counter = Counter()  # of all experts, here or not
+        self.read_at: dict[int, int] = {}  # of those here
+        self.reads = 0
+
+    def read(self, expert: int) -> bool:
+        """Whether the expert was there. Now it is, if it is not the one that counts least."""
+        hit = expert in self.read_at
+        self.counts[expert] += 1
+        self.reads += 1
+        self.read_at[expert] = self.reads
+        if len(self.read_at) > self.capacity:
+            del self.read_at[min(self.read_at, key=lambda e: (self.counts[e], self.read_at[e]))]
+        if self.reads % self.every == 0:
+            for e in self.counts:
+                self.counts[e] *= self.decay
+        return hit
+
+
+class Sizes(NamedTuple):
+    """Bytes of a parameter."""
+
+    states: Number = 12
+    gradient: Number = 4
+    parameter: Number = 2
+
+    def compressed(self, share: Number) -> "Sizes":
+        """Of gradients only the largest, a `share`: values and as many places."""
+        return self._replace(gradient=2 * share * self.gradient)
+
+
+def host_bytes(sizes: Sizes, *, near: bool) -> dict[str, Number]:
+    """Over the host's link to its storage, a parameter and step; `near`: updated in the storage devices."""
+    states, gradient, parameter = sizes
+    if near:
+        return {"written": gradient, "read": parameter}
+    return {"written": gradient + states + parameter, "read": gradient + states}
+
+
+def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks: int = 1) -> list[Task]:
+    """The update of all parameters, whose states lie on `devices` in stripes, chunk by chunk.
+
+    Links: "down" and "up" of the host, and "read d" and "write d" of each storage device. The gradient is
+    written first, which is when its chunk can be updated; the new parameter is read last."""
+    tasks, amount = [], parameters // (devices * chunks)
+    for d in range(devices):
+        inside = (f"read {d}",), (f"write {d}",)
+        to_host, from_host = (f"read {d}", "up"), (f"write {d}", "down")
+        read, write = inside if near else (to_host, from_host)
+        for c in range(chunks):
+            here = f"{d}.{c}"
+            states, fetched = amount * sizes.states, amount * (sizes.states + sizes.gradient)
+            new = states if near else states + amount * sizes.parameter
+            tasks += [
+                Task(f"gradient {here}", f"gradients {d}", amount * sizes.gradient, from_host),
+                Task(f"fetch {here}", f"reads {d}", fetched, read, (f"gradient {here}",)),
+                Task(f"store {here}", f"writes {d}", new, write, (f"fetch {here}",)),
+            ]
+            if near:
+                after = (f"store {here}",)
+                tasks.append(Task(f"new {here}", f"news {d}", amount * sizes.parameter, to_host, after))
+    return tasks
+
+
+def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: Number, *, near) -> Number:
+    """Seconds at least, with `host` bytes/s each way and `device` each way of every storage device.
+
+    The busiest link: the host's, or of one storage device. Chunks that overlap come close to it."""
+    most = max(host_bytes(sizes, near=near).values())
+    inside = sizes.states + sizes.gradient + sizes.parameter
+    return parameters * max(divided(most, host), divided(inside, devices * device))
+
+
+def links_of(devices: int, host: Number, device: Number) -> Mapping[str, Number]:
+    """For `updating`: bytes per second, each way."""
+    inside = {f"{way} {d}": device for d in range(devices) for way in ("read", "write")}
+    return {"up": host, "down": host, **inside}

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.events import Event, Issue
 
-WAYS = ("ring", "direct")
+ALGORITHMS = ("ring", "direct")
 Pairs = dict[tuple[int, int], int]  # (from, to) -> bytes
 
 
@@ -47,7 +47,7 @@ class Matrix:
 
     def talking(self, *axes: str) -> set[tuple[int, int]]:
         """Pairs of which at least one sends to the other, in both orders."""
-        return {way for a, b in self.pairs(*axes) for way in ((a, b), (b, a))}
+        return {pair for a, b in self.pairs(*axes) for pair in ((a, b), (b, a))}
 
     def offsets(self, *axes: str) -> dict[int, int]:
         """The diagonals: to - from -> how many pairs lie on it."""
@@ -59,19 +59,18 @@ class Matrix:
         return sum(sent for (a, b), sent in pairs if a // devices_per_node != b // devices_per_node)
 
 
-def traffic(events_by_rank: Mapping[int, Iterable[Event]], ranks: int, way: str = "ring") -> Matrix:
+def traffic(events_by_rank: Mapping[int, Iterable[Event]], ranks: int, algorithm: str = "ring") -> Matrix:
     """The matrix of what these ranks send, in a world of so many."""
-    if way not in WAYS:
-        raise ValueError(f"way={way!r}; use {' or '.join(WAYS)}")
+    require_one_of(ALGORITHMS, algorithm=algorithm)
     by_axis: dict[str, Counter] = {}
     for rank, events in events_by_rank.items():
         for event in events:
             if isinstance(event, Issue) and event.sent_bytes:
-                by_axis.setdefault(event.axis, Counter()).update(_receivers(event, rank, way))
+                by_axis.setdefault(event.axis, Counter()).update(_receivers(event, rank, algorithm))
     return Matrix(ranks, {axis: dict(pairs) for axis, pairs in by_axis.items()})
 
 
-def _receivers(event: Issue, rank: int, way: str) -> Pairs:
+def _receivers(event: Issue, rank: int, algorithm: str) -> Pairs:
     """(from, to) -> bytes of one call."""
     if event.op == "send":
         return {event.members: event.sent_bytes}
@@ -79,10 +78,10 @@ def _receivers(event: Issue, rank: int, way: str) -> Pairs:
     others = event.members[here + 1 :] + event.members[:here]  # the next one first
     if event.op not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         raise ValueError(f"{event.op} at {event.site}: an event does not say to whom; leave it out")
-    if event.op == "all_to_all" or way == "direct" and event.op == "reduce_scatter":
+    if event.op == "all_to_all" or algorithm == "direct" and event.op == "reduce_scatter":
         direct = event.sent_bytes
     else:
-        direct = event.sent_bytes // 2 if way == "direct" and event.op == "all_reduce" else 0
+        direct = event.sent_bytes // 2 if algorithm == "direct" and event.op == "all_reduce" else 0
     pairs = Counter(_dealt(rank, others, direct))
     pairs[rank, others[0]] += event.sent_bytes - direct
     return pairs
@@ -93,12 +92,8 @@ def _dealt(rank: int, others: tuple[int, ...], sent: int) -> Pairs:
     return {(rank, to): share + (i < rest) for i, to in enumerate(others) if share + (i < rest)}
 
 
-# ---- the same run on other ranks -------------------------------------------------------------------------
-
-
 def place_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Coordinates of a rank in a mesh, whose axes are given with the outermost first."""
-    require_ints(rank=rank)
     place = {}
     for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)

@@ -7,10 +7,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from minitrain.course.plot import style
 from minitrain.course.plot.address_space import address_space, strips
 from minitrain.course.plot.style import PALE, SKY, VERMILLION, png
-from minitrain.systems.simulate.allocator import CachingAllocator
-from minitrain.systems.simulate.device_memory import MiB, Placed, Replay, replay
-from minitrain.systems.simulate.memory_traces import REGION, checkpointed, with_region
-from minitrain.systems.simulate.stitching import StitchingAllocator
+from minitrain.systems.simulate.allocator import CachingAllocator, StitchingAllocator
+from minitrain.systems.simulate.device_memory import (
+    REGION,
+    MiB,
+    Placed,
+    Replay,
+    checkpointed,
+    replay,
+    with_region,
+)
 
 LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
 TRACE = checkpointed(10, work_bytes=100 * MiB, kept_bytes=68 * MiB, asked_bytes=300 * MiB)

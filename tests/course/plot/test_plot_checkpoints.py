@@ -18,7 +18,7 @@ WAYS = {
     "CheckFreq": pipeline.checkfreq(),
     "LightCheck": pipeline.lightcheck(7),
     "FastPersist": pipeline.fastpersist(7),
-    "tiers": pipeline.tiered(1),
+    "tiers": pipeline.snapshot_stall(1),
 }
 RUNS = {name: pipeline.train(WORK, STATE, way, 4, 3, move_s=12) for name, way in WAYS.items()}
 SAVE = [("create a.safetensors", "old"), ("write a.safetensors", None), ("sync a/", "new")]

@@ -11,7 +11,7 @@ from minitrain.pipeline.schedule import in_flight
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import simulate
-from minitrain.systems.plan import adapipe
+from minitrain.systems.plan import stage_memory
 
 COSTS = [4, 2, 3, 6, 1, 5]
 
@@ -22,8 +22,8 @@ def smallest_largest(costs, stages):
 
 
 def plan():
-    layer = adapipe.Layer(forward=10, backward=20, fixed=2, units=(adapipe.Unit(1, 5), adapipe.Unit(3, 4)))
-    return adapipe.plan_adapipe(adapipe.Model((layer,) * 4, boundary=1), 2, 4, 40)
+    layer = stage_memory.Layer(forward=10, backward=20, fixed=2, units=(stage_memory.Unit(1, 5), stage_memory.Unit(3, 4)))
+    return stage_memory.plan_adapipe(stage_memory.Model((layer,) * 4, boundary=1), 2, 4, 40)
 
 
 def pair():

@@ -6,7 +6,7 @@ import pytest
 from minitrain.course.plot import recompute_charts as plot_recompute
 from minitrain.course.plot.style import PALE, png
 from minitrain.systems.memory.chain_plan import every, parse
-from minitrain.systems.plan.revolve import revolve
+from minitrain.systems.plan.rematerialize import revolve
 
 
 def cells(ax) -> dict[str, list[tuple[int, int]]]:

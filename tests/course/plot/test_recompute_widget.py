@@ -48,11 +48,11 @@ def test_a_click_on_the_front_rings_its_point_and_says_its_word():
     box = pick(choices)
     row, text, image = box.children
     (buttons,) = row.children
-    assert list(buttons.options) == [choice.word for choice in choices] and len(choices) > 2
+    assert list(buttons.options) == [choice.policy for choice in choices] and len(choices) > 2
     seen = set()
     for choice in choices:
-        buttons.value = choice.word
-        assert repr(choice.word) in text.value and f"{choice.bytes:,} bytes" in text.value
+        buttons.value = choice.policy
+        assert repr(choice.policy) in text.value and f"{choice.bytes:,} bytes" in text.value
         seen.add(image.value)
     assert len(seen) == len(choices)
     with pytest.raises(ValueError, match="no choices"):

@@ -18,9 +18,9 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.account import UnitCost, account, layer_bytes
 from minitrain.systems.memory.chain import chain
 from minitrain.systems.memory.chain_plan import LayerBytes, every, peak_bytes, show, sqrt
-from minitrain.systems.plan.chain_search import cheapest
 from minitrain.systems.plan.recompute_front import Unit, front
-from minitrain.systems.plan.revolve import revolve
+from minitrain.systems.plan.rematerialize import cheapest_chain as cheapest
+from minitrain.systems.plan.rematerialize import revolve
 from tests.parallel import small
 
 B, T, D = 2, 16, 32
@@ -66,11 +66,11 @@ def test_every_point_of_the_front_is_what_its_word_does(config):
         return saved.bytes, ledger.flops
 
     plain = measured("none")[1]
-    assert len(choices) > 4 and choices[0].word == "full"
+    assert len(choices) > 4 and choices[0].policy == "full"
     for choice in choices:
         if choice.again:
-            size, flops = measured(choice.word)
-            assert (size - X.nbytes, flops - plain) == (choice.bytes, choice.time), choice.word
+            size, flops = measured(choice.policy)
+            assert (size - X.nbytes, flops - plain) == (choice.bytes, choice.time), choice.policy
 
 
 def test_figures_of_a_block_by_hand():
@@ -228,4 +228,4 @@ def test_a_word_of_the_front_trains_as_the_strategy_says_it():
     choices = planned(account(Ledger, block_of(), X, POSITIONS))
     plain = gradients("none")
     for choice in choices[:: len(choices) // 3]:
-        assert all(map(torch.equal, gradients(choice.word), plain)), choice.word
+        assert all(map(torch.equal, gradients(choice.policy), plain)), choice.policy

@@ -15,8 +15,7 @@ from minitrain.ranks.ledger.operators import operator_cost
 from minitrain.ranks.random_state import random_state
 from minitrain.systems.memory import dtr
 from minitrain.systems.memory.dtr import Dynamic, Evictable
-from minitrain.systems.simulate.eviction import RULES, Evictor
-from minitrain.systems.simulate.eviction_traces import chain, simulate
+from minitrain.systems.simulate.eviction import RULES, Evictor, chain, simulate
 
 CONFIG = GPTConfig(vocab_size=32, d_model=16, num_layers=4, num_heads=2)
 

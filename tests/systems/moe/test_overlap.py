@@ -16,7 +16,7 @@ from minitrain.moe.router import NOWHERE
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.moe import overlapped_experts, pair
-from minitrain.systems.plan import expert_overlap, expert_pair
+from minitrain.systems.plan import expert_overlap
 
 N, D, WIDE, E = 24, 6, 10, 8
 mask = torch.arange(N) % 4 != 1
@@ -363,7 +363,7 @@ def test_mpipemoe():
     to have rows and middle again the choice is the least of the modelled times."""
     for times in product((1, 4, 13), repeat=4):
         chunk = expert_overlap.Chunk(*times)
-        modelled = {way: expert_overlap.mpipemoe_s(way, chunk, 8) for way in expert_overlap.WAYS}
+        modelled = {way: expert_overlap.mpipemoe_s(way, chunk, 8) for way in expert_overlap.REUSE_POLICIES}
         assert modelled[expert_overlap.mpipemoe_choice(chunk, 8)] == min(modelled.values())
     rows = 2 * TOKENS * D * 4  # of a rank, at its experts
     for rank in launch.run(all_held, ranks=2):
@@ -510,7 +510,9 @@ def test_every_all_to_all_of_a_pair_is_in_flight_behind_a_product_of_the_other(r
             behind = found[start + 1 : found.index(f"-{number}")]
             assert f"* {'B' if found[start][-1] == 'F' else 'F'}" in behind
         # what is replayed at full size is this order
-        events = expert_pair.pair_events(expert_pair.DEEPSEEK_V3, 8, expert_pair.REPORTED, how, LAYERS)
+        events = expert_overlap.pair_events(
+            expert_overlap.DEEPSEEK_V3, 8, expert_overlap.REPORTED, how, LAYERS
+        )
         assert found == story(events)
 
 

@@ -3,7 +3,7 @@ job; CheckFreq's steps against simulated saves."""
 
 import random
 from fractions import Fraction
-from math import sqrt
+from math import ceil, sqrt
 
 import pytest
 
@@ -29,13 +29,15 @@ def two_level_run(chosen, failures=20_000, seed=0):
     return run(chosen.interval_s, failures, seed, **levels)
 
 
-# ---- one level ---------------------------------------------------------------------------------------------
+def waste_estimate(interval_s, save_s):
+    """To first order: what is saved, and half an interval lost with each failure."""
+    return save_s / interval_s + interval_s / (2 * LLAMA_S)
 
 
 @pytest.mark.parametrize("save_s, interval_s, percent", [(10, 472, 4.2), (60, 1156, 10.4), (300, 2585, 23.2)])
 def test_young_for_llama_3(save_s, interval_s, percent):
     assert plan.young_s(save_s, LLAMA_S) == pytest.approx(interval_s, abs=2)
-    at_best = plan.waste_estimate(plan.young_s(save_s, LLAMA_S), save_s, LLAMA_S)
+    at_best = waste_estimate(plan.young_s(save_s, LLAMA_S), save_s)
     assert at_best == pytest.approx(sqrt(2 * save_s / LLAMA_S), rel=1e-12)
     assert 100 * at_best == pytest.approx(percent, abs=0.05)
 
@@ -67,7 +69,7 @@ def test_the_exact_interval_is_where_the_waste_is_least(save_s):
 def test_estimate_and_waste_agree_when_failures_are_rare():
     for save_s in (1e-2, 1e-4):
         best = plan.young_s(save_s, LLAMA_S)
-        ratio = plan.waste_estimate(best, save_s, LLAMA_S) / plan.waste(best, save_s, LLAMA_S)
+        ratio = waste_estimate(best, save_s) / plan.waste(best, save_s, LLAMA_S)
         assert ratio == pytest.approx(1, abs=sqrt(save_s / LLAMA_S))
     assert plan.waste(100.0, 0.0, LLAMA_S) == pytest.approx(50 / LLAMA_S, rel=0.01)
 
@@ -92,9 +94,6 @@ def test_an_asynchronous_save_costs_its_lag_only_with_failures():
     late, blocking = run(interval_s, disk=Level(10.0, lag_s=50.0)), run(interval_s, disk=Level(60.0))
     assert late.waste - plan.waste(interval_s, 10.0, LLAMA_S) == pytest.approx(50 / LLAMA_S, rel=0.1)
     assert late.waste < 0.5 * blocking.waste
-
-
-# ---- two levels --------------------------------------------------------------------------------------------
 
 
 def test_two_levels_without_memory_are_one():
@@ -154,7 +153,7 @@ def test_the_first_order_plan_has_the_least_first_order_waste(survives):
     least = estimate(*first)
     assert all(estimate(f * first.interval_s, n) > least for f in (0.9, 1.1) for n in range(1, 60))
     assert all(estimate(first.interval_s, n) > least for n in range(1, 60) if n != first.every)
-    closed = plan.two_levels_waste_estimate(MEMORY.stall_s, DISK.stall_s, LLAMA_S, survives)
+    closed = sqrt(2 * 5 * survives / LLAMA_S) + sqrt(2 * 115 * (1 - survives) / LLAMA_S)
     assert closed <= least < 1.001 * closed
     alone = [plan.young_s(5.0, LLAMA_S / survives), plan.young_s(115.0, LLAMA_S / (1 - survives))]
     assert closed == pytest.approx(2 * 5 / alone[0] + 2 * 115 / alone[1])
@@ -197,9 +196,6 @@ def test_in_memory_ckpt():
     assert both == pytest.approx(0.08, abs=0.002) and disk_alone == pytest.approx(0.18, abs=0.01)
     never = run(plan.young_s(MEMORY.stall_s, LLAMA_S), memory=MEMORY).waste
     assert never < both, "the control: were memory never lost, it would do alone"
-
-
-# ---- in steps ----------------------------------------------------------------------------------------------
 
 
 def overhead(work, state, way, every):
@@ -251,31 +247,7 @@ def test_snapshot_stall_interval_is_the_time_to_persist():
     for _ in range(25):
         work = Work(*(Fraction(draw.randint(1, 9)) for _ in range(3)))
         state = State(Fraction(draw.randint(1, 30)), Fraction(draw.randint(1, 99)))
-        every = plan.steps_to_persist(work.step_s, state.write_s)
+        every = max(1, ceil(state.write_s / work.step_s))
         share, late = overhead(work, state, pipeline.snapshot_stall(), every)
         assert not late and share == state.copy_s / (every * work.step_s)
         assert every == 1 or overhead(work, state, pipeline.snapshot_stall(), every - 1)[1]
-
-
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: plan.young_s(-1, 10), "a save of -1 s"),
-        (lambda: plan.daly_s(1, 0), "a failure every 0 s"),
-        (lambda: plan.exact_s(1, -1), "a failure every -1 s"),
-        (lambda: plan.waste(0, 1, 10), "every 0 s"),
-        (lambda: plan.waste_estimate(0, 1, 10), "every 0 s"),
-        (lambda: plan.two_levels(5, 1, 10, 0.5), "5 s to memory, 1 s to disk"),
-        (lambda: plan.two_levels(1, 5, 10, 1), "survives=1"),
-        (lambda: plan.two_levels_waste_estimate(0, 5, 10, 0.5), "0 s to memory"),
-        (lambda: plan.best_two_levels(MEMORY, DISK, LLAMA_S, 1.5), "survives=1.5"),
-        (lambda: plan.steps_to_persist(0, 1), "step_s=0"),
-        (lambda: plan.checkfreq_steps(1, 1, 1, 1), "update shorter than the step"),
-        (lambda: plan.checkfreq_steps(1, 0, 1, 1, 0), "budget=0"),
-        (lambda: CheckFreq(1, 0, -1, 1), "snapshot_s=-1"),
-    ],
-)
-def test_bad_input_is_one_line(call, words):
-    with pytest.raises(ValueError, match=words) as error:
-        call()
-    assert "\n" not in str(error.value)

@@ -28,9 +28,6 @@ def subsets(items):
     return chain.from_iterable(combinations(items, size) for size in range(len(items) + 1))
 
 
-# ---- the model -------------------------------------------------------------------------------------------
-
-
 def test_balance_ratio_is_max_over_mean():
     assert plan.balance_ratio([4, 4]) == 1 and plan.balance_ratio([6, 2, 1, 3]) == 2
     assert plan.balance_ratio([0, 0]) == 1 and plan.balance_ratio([5, 0, 0]) == 3
@@ -62,9 +59,6 @@ def test_seconds_of_a_layer_by_hand():
     assert plan.seconds(one_sends, plan.owners(3, 3), costs) == 3 * 5 * 10 + 4 * 9 * 1, (
         "its link is the busiest"
     )
-
-
-# ---- FasterMoE -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks, experts", [(2, 8), (4, 8), (3, 9)])
@@ -247,12 +241,9 @@ def test_primitives():
     holders = ((0,), (1, 2))
     assert plan.applied(holders, [Expand(0, 2), Shrink(1, 1), Migrate(0, 0, 1)]) == ((1, 2), (2,))
     for step in (Expand(1, 2), Shrink(0, 0), Shrink(1, 0), Migrate(1, 1, 2), Migrate(0, 1, 2)):
-        with pytest.raises(ValueError, match="a rank holds an expert once, and one rank always does"):
+        with pytest.raises(ValueError, match="once"):
             plan.applied(holders, [step])
     assert plan.shared_loads([6, 5], holders, 3) == [6, Fraction(5, 2), Fraction(5, 2)]
-
-
-# ---- SmartMoE --------------------------------------------------------------------------------------------
 
 
 def placements(experts, ranks):
@@ -355,12 +346,3 @@ def test_placements_follow_the_names_of_experts():
     loads = [50, 31, 20, 11, 7, 3]
     wanted = largest(loads, plan.greedy(loads, 3), 3)
     assert {largest(order, plan.greedy(order, 3), 3) for order in permutations(loads)} == {wanted}
-
-
-def test_bad_input_is_one_line():
-    for call, words in (
-        (lambda: plan.owners(6, 4), "6 experts on 4 ranks; each rank owns as many"),
-        (lambda: plan.flexmoe([1, 1, 1, 1], plan.owners(4, 2), 2, slots=1), "more than slots = 1 experts"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()

@@ -6,9 +6,9 @@ from itertools import permutations, product
 
 import pytest
 
-from minitrain.systems.plan import expert_pools as plan
-from minitrain.systems.plan.expert_placement import Costs, greedy, owners, round_robin
-from minitrain.systems.plan.expert_pools import Grid, Layer
+from minitrain.systems.plan import expert_placement as plan
+from minitrain.systems.plan.expert_placement import Costs, Grid, greedy, owners, round_robin
+from minitrain.systems.plan.expert_placement import MoELayer as Layer
 
 LAYER = Layer(experts=8, expert_weights=24, dense_weights=48)
 GIB = 2**30
@@ -22,9 +22,6 @@ def drawn_loads(number, seed=0, experts=8):
 def drawn_costs(seed):
     draw = random.Random(seed)
     return Costs(1.0, draw.choice([0.1, 1, 4]), draw.choice([1, 30, 300]))
-
-
-# ---- what a rank holds, and what a switch moves ----------------------------------------------------------
 
 
 def shards(grid, holders, layer):
@@ -99,9 +96,6 @@ def test_shards_of_ranks_by_hand():
     ]
 
 
-# ---- offline ---------------------------------------------------------------------------------------------
-
-
 def by_hand(grid, holders, loads, costs):
     """Of every rank on its own: products, rows out of its place, sums over tp, gradients; the slowest of each."""
     dp, ep, tp = grid
@@ -154,9 +148,6 @@ def test_a_pool_holds_a_best_placement_for_each_of_its_samples():
         assert min(plan.step_s(grid, holders, loads, LAYER, costs) for holders in pool) == pytest.approx(best)
 
 
-# ---- online ----------------------------------------------------------------------------------------------
-
-
 def test_smartmoe_switches_online_when_that_pays():
     """Over changing loads each choice is the least total of the pool; the dearer the way, the fewer the switches, and
     with a free way no plan that is kept throughout is as fast.
@@ -202,10 +193,3 @@ def test_of_equal_plans_the_present_stays_and_of_equal_grids_the_first_is_taken(
         pools = plan.pools([first, *others], [loads])
         assert len({plan.pool_s(one, pools[one], [loads], LAYER, free) for one in pools}) == 1
         assert plan.best_grid(pools, [loads], LAYER, free) == first
-
-
-def test_too_little_memory_is_one_line():
-    with pytest.raises(
-        ValueError, match="no grid of 8 ranks fits into 10 bytes each; use more or larger ranks"
-    ):
-        plan.grids(8, LAYER, 16, 10)

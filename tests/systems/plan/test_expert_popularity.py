@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from minitrain.systems.plan import expert_popularity as plan
+from minitrain.systems.plan import expert_placement as plan
 from minitrain.systems.plan.expert_placement import owners, shared_loads
 
 EXPERTS, RANKS, SLOTS, LAYERS = 8, 4, 4, 4
@@ -16,9 +16,6 @@ EXPERTS, RANKS, SLOTS, LAYERS = 8, 4, 4, 4
 
 def busiest(loads, holders, ranks=RANKS):
     return max(shared_loads(loads, holders, ranks))
-
-
-# ---- placement -------------------------------------------------------------------------------------------
 
 
 def every_placement(experts, ranks, slots):
@@ -56,9 +53,6 @@ def test_the_popular_have_replicas_and_the_others_share_a_rank():
     assert plan.placed([0, 0], 2, 1) == ((0,), (1,))
     assert plan.placed([8, 1], 2, 1) == ((0,), (1,)), "no slot is left for a replica"
     assert plan.placed([8, 1], 2, 2) == ((0, 1), (0, 1)), "two slots more, and a half of each is even"
-
-
-# ---- guesses ---------------------------------------------------------------------------------------------
 
 
 def walk(draw, follows, topic):
@@ -151,21 +145,3 @@ def test_of_equally_popular_experts_the_first():
     placement = plan.placed([2, 1, 0], 2, 2)
     assert plan.settled(placement, [2, 1, 0], [1, 1, 0], 1, 2, 2) is placement, "0 is the popular one of both"
     assert plan.settled(placement, [1, 2, 0], [1, 1, 0], 1, 2, 2) == plan.placed([1, 1, 0], 2, 2)
-
-
-def test_bad_input_is_one_line():
-    for call, words in (
-        (lambda: plan.placed([1, 1, 1], 2, 1), "3 experts on 2 ranks with 1 slots; each expert needs a slot"),
-        (
-            lambda: plan.profiled([(0, 1), (0,)], 1),
-            r"length=1, 2 paths of \[1, 2\] layers; give at least one",
-        ),
-        (lambda: plan.profiled([], 1), "0 paths"),
-        (lambda: plan.profiled([(0,)], -1), "length=-1"),
-        (
-            lambda: plan.expected(plan.profiled([(0,)], 1), 1, [(0,)], 2),
-            "layer 1: no sample path is that long",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()

@@ -24,8 +24,8 @@ from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan import adapipe, dapple, mpress
-from minitrain.systems.plan.memory_balance import fit, mcap, profiled
+from minitrain.systems.plan import stage_cuts, stage_memory
+from minitrain.systems.plan.stage_memory import fit, mcap, profiled
 from tests.parallel import small
 from tests.pipeline.test_pipeline_partition import bound
 
@@ -126,23 +126,20 @@ def test_the_smallest_peak_equals_brute_force(seed):
     assert largest[least_largest(8, 4, of)] == min(largest.values())
 
 
-# ---- AdaPipe ---------------------------------------------------------------------------------------------
-
-
 @cache
-def small_case(seed: int) -> adapipe.Model:
+def small_case(seed: int) -> stage_memory.Model:
     """6 layers of 2 units each: (seconds, bytes kept) of what may be recomputed."""
     draw = random.Random(seed)
     layers = [
-        adapipe.Layer(
+        stage_memory.Layer(
             forward=draw.randint(5, 9),
             backward=draw.randint(10, 18),
             fixed=draw.randint(0, 5),
-            units=tuple(adapipe.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2)),
+            units=tuple(stage_memory.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2)),
         )
         for _ in range(6)
     ]
-    return adapipe.Model(tuple(layers), boundary=draw.randint(1, 2))
+    return stage_memory.Model(tuple(layers), boundary=draw.randint(1, 2))
 
 
 def every_plan(model, p, m, cap):
@@ -189,7 +186,7 @@ def again(model, layers, flags):
 
 
 def simulated(model, plan, m):
-    stages = [adapipe.stage_of(model, stage) for stage in plan.stages]
+    stages = [stage_memory.stage_of(model, stage) for stage in plan.stages]
     schedule = one_f_one_b(len(stages), m)
     times = {action: stages[action.stage][0 if action.kind == "F" else 1] for action in schedule.place}
     return simulate(schedule, Measured(times)).makespan
@@ -199,20 +196,20 @@ def simulated(model, plan, m):
 def test_adapipe(seed, cap):
     """6 layers, 3 stages: the two levels of dynamic programming equal all subsets of units in all cuts."""
     model, m = small_case(seed), 6
-    plan = adapipe.plan_adapipe(model, 3, m, cap)
+    plan = stage_memory.plan_adapipe(model, 3, m, cap)
     assert plan.time == min(every_plan(model, 3, m, cap))
     assert any(stage.recomputed for stage in plan.stages)  # the cap binds
     for stage, found in enumerate(plan.stages):
-        assert found.bytes == held_bytes(model, found.layers, found.kept, 3 - stage) <= cap
-        assert found.bytes == adapipe.bytes_of(model, found.layers, found.kept, 3 - stage)
-        assert found.recomputed == again(model, found.layers, found.kept)
+        assert found.bytes == held_bytes(model, found.layers, found.saved, 3 - stage) <= cap
+        assert found.bytes == stage_memory.bytes_of(model, found.layers, found.saved, 3 - stage)
+        assert found.recomputed == again(model, found.layers, found.saved)
     assert Fraction(95, 100) * simulated(model, plan, m) <= plan.time <= simulated(model, plan, m)
 
 
 def test_no_more_microbatches_are_in_flight_than_there_are():
     """One microbatch keeps all of its units in each of three stages, under a cap of one."""
-    layers = (adapipe.Layer(1, 2, 0, (adapipe.Unit(1, 10),)),) * 3
-    plan = adapipe.plan_adapipe(adapipe.Model(layers, 0), p=3, m=1, cap=10)
+    layers = (stage_memory.Layer(1, 2, 0, (stage_memory.Unit(1, 10),)),) * 3
+    plan = stage_memory.plan_adapipe(stage_memory.Model(layers, 0), p=3, m=1, cap=10)
     assert [(stage.recomputed, stage.bytes) for stage in plan.stages] == [(0, 10)] * 3
 
 
@@ -249,9 +246,9 @@ def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
     """By the ledger, of forwards in flight and at the first backward's peak. Two layers, units of 2 and 3
     tensors; the second layer's are recomputed first, while all else is still there.
     """
-    unit = lambda depth: adapipe.Unit(depth, depth * FLOATS)
-    layers = (adapipe.Layer(0, 0, 4, (unit(2), unit(3))),) * 2
-    model, stage = adapipe.Model(layers, boundary=FLOATS), [OfUnits((2, 3), keeps) for keeps in flags]
+    unit = lambda depth: stage_memory.Unit(depth, depth * FLOATS)
+    layers = (stage_memory.Layer(0, 0, 4, (unit(2), unit(3))),) * 2
+    model, stage = stage_memory.Model(layers, boundary=FLOATS), [OfUnits((2, 3), keeps) for keeps in flags]
     weights = sum(param.nbytes for layer in stage for param in layer.parameters())
     inputs = [torch.ones(ROWS, requires_grad=True) for _ in range(in_flight)]
     with Ledger() as ledger:
@@ -260,26 +257,26 @@ def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
         outputs[0].backward()
     held = held_bytes(model, range(2), flags, in_flight) - 3 * FLOATS  # but for what is recomputed
     assert weights == 8 and live == held
-    counted = adapipe.bytes_of(model, range(2), flags, in_flight)
+    counted = stage_memory.bytes_of(model, range(2), flags, in_flight)
     assert counted == held + 3 * FLOATS and counted <= ledger.peak_bytes <= counted + 4 * FLOATS
 
 
 def test_later_stages_recompute_less():
-    layer = adapipe.Layer(
-        forward=10, backward=20, fixed=2, units=(adapipe.Unit(2, 3), adapipe.Unit(3, 4), adapipe.Unit(5, 5))
+    layer = stage_memory.Layer(
+        forward=10,
+        backward=20,
+        fixed=2,
+        units=(stage_memory.Unit(2, 3), stage_memory.Unit(3, 4), stage_memory.Unit(5, 5)),
     )
-    model, m = adapipe.Model((layer,) * 8, boundary=1), 8
-    plan = adapipe.plan_adapipe(model, 4, m, cap=70)
+    model, m = stage_memory.Model((layer,) * 8, boundary=1), 8
+    plan = stage_memory.plan_adapipe(model, 4, m, cap=70)
     shares = [Fraction(stage.recomputed, 10 * len(stage.layers)) for stage in plan.stages]
     assert shares[0] > shares[-1] == 0 and shares == sorted(shares, reverse=True)
-    uniform = [dapple.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
-    assert plan.time < dapple.latency(uniform, m)
-    assert adapipe.plan_adapipe(model, 4, m, cap=10**6).time == dapple.latency(
-        [dapple.Stage(20, 40)] * 4, m
+    uniform = [stage_cuts.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
+    assert plan.time < stage_cuts.latency(uniform, m)
+    assert stage_memory.plan_adapipe(model, 4, m, cap=10**6).time == stage_cuts.latency(
+        [stage_cuts.Stage(20, 40)] * 4, m
     )  # no cap, nothing recomputed
-
-
-# ---- MPress ----------------------------------------------------------------------------------------------
 
 
 def fits(tensors, ways, fixed, cap):
@@ -310,14 +307,16 @@ def test_a_swap_costs_what_its_copies_leave_exposed(idle):
     out, back = Copy(0, "to_host", 4 * 10**9), Copy(1, "to_device", 4 * 10**9)
     events = [out, work(first), Wait(0), back, work(idle - first), Wait(1)]
     step = replay({0: events}, Machine("", device, 1, link, link, 1, host=link)).step_s
-    tensor = mpress.Tensor(0, 4 * 10**9, idle, None)
-    assert step - idle == pytest.approx(mpress.extra_time(tensor, "host", mpress.Links(1, 2 * 10**9)))
-    assert mpress.extra_time(tensor, "peer", mpress.Links(2 * 10**9, 1)) == max(0, 4 - idle)
+    tensor = stage_memory.Tensor(0, 4 * 10**9, idle, None)
+    assert step - idle == pytest.approx(
+        stage_memory.extra_time(tensor, "host", stage_memory.Links(1, 2 * 10**9))
+    )
+    assert stage_memory.extra_time(tensor, "peer", stage_memory.Links(2 * 10**9, 1)) == max(0, 4 - idle)
 
 
 def test_what_a_rank_keeps_is_read_at_its_first_peak():
     """1F1B on two ranks, F=1, B=2: rank 0 holds microbatches 0 and 1 first, then 1 and 2, and so on."""
-    tensors = mpress.tensors_at_peak(one_f_one_b(2, 4), Costs(F=1, B=2), layers=[4], recompute=[1])
+    tensors = stage_memory.tensors_at_peak(one_f_one_b(2, 4), Costs(F=1, B=2), layers=[4], recompute=[1])
     assert [(tensor.rank, tensor.idle) for tensor in tensors] == [(0, 3 - 0), (0, 6 - 1), (1, 0)]
 
 
@@ -329,30 +328,32 @@ def test_mpress():
     for seed in range(12):
         draw = random.Random(seed)
         tensors = [
-            mpress.Tensor(rank, draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6))
+            stage_memory.Tensor(rank, draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6))
             for rank in (0, 0, 0, 1, 1, 2)
         ]
-        fixed, links = (2, 3, 1), mpress.Links(peer=draw.choice([4, 8]), host=draw.choice([1, 2]))
+        fixed, links = (2, 3, 1), stage_memory.Links(peer=draw.choice([4, 8]), host=draw.choice([1, 2]))
         cap = draw.randint(9, 12)
-        plan = mpress.plan_mpress(tensors, fixed, cap, links)
+        plan = stage_memory.plan_mpress(tensors, fixed, cap, links)
         times = {
             ways: longest_extra_time(tensors, ways, 3, links)
-            for ways in product(mpress.WAYS, repeat=6)
+            for ways in product(stage_memory.PLACES, repeat=6)
             if fits(tensors, ways, fixed, cap)
         }
-        assert plan.time == min(times.values()) == times[plan.ways]
-        alone = mpress.plan_mpress(tensors, fixed, cap, links, ways=("keep", "recompute"))
-        assert fits(tensors, alone.ways, fixed, cap) and plan.time <= alone.time
-        chosen |= set(plan.ways)
+        assert plan.time == min(times.values()) == times[plan.places]
+        alone = stage_memory.plan_mpress(tensors, fixed, cap, links, places=("keep", "recompute"))
+        assert fits(tensors, alone.places, fixed, cap) and plan.time <= alone.time
+        chosen |= set(plan.places)
         better += plan.time < alone.time
-    assert chosen == set(mpress.WAYS) and better >= 6, (chosen, better)
+    assert chosen == set(stage_memory.PLACES) and better >= 6, (chosen, better)
 
 
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     """1F1B on 4 ranks, 2 tensors of 4 bytes per microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
     and 3 16 and 8.
     """
-    tensors = mpress.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1])
+    tensors = stage_memory.tensors_at_peak(
+        one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1]
+    )
     assert [sum(tensor.bytes for tensor in tensors if tensor.rank == rank) for rank in range(4)] == [
         32,
         24,
@@ -363,39 +364,16 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     assert min(tensor.idle for tensor in tensors if tensor.rank == 0) > min(
         tensor.idle for tensor in tensors if tensor.rank == 2
     )
-    links = mpress.Links(peer=2, host=Fraction(1, 16))
+    links = stage_memory.Links(peer=2, host=Fraction(1, 16))
     plan, alone = (
-        mpress.plan_mpress(tensors, (0,) * 4, 20, links, ways)
-        for ways in (mpress.WAYS, ("keep", "recompute"))
+        stage_memory.plan_mpress(tensors, (0,) * 4, 20, links, ways)
+        for ways in (stage_memory.PLACES, ("keep", "recompute"))
     )
     assert (
-        plan.time == 0 and alone.time == 3 and "peer" in plan.ways and fits(tensors, plan.ways, (0,) * 4, 20)
+        plan.time == 0
+        and alone.time == 3
+        and "peer" in plan.places
+        and fits(tensors, plan.places, (0,) * 4, 20)
     )
-    nothing_free = mpress.plan_mpress(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
+    nothing_free = stage_memory.plan_mpress(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
     assert 0 < nothing_free.time <= alone.time
-
-
-@pytest.mark.parametrize(
-    "words, call",
-    [
-        ("at least 2·stages - 1 layers", lambda: profiled(4, 3)),
-        ("2 stages or more", lambda: profiled(4, 1)),
-        ("one number per stage", lambda: fit({(range(2), range(2, 4)): [1]}, [2, 1])),
-        ("use 1 to 6 stages", lambda: adapipe.plan_adapipe(small_case(0), 7, 2, 100)),
-        ("no cut into 3 stages fits 5 bytes", lambda: adapipe.plan_adapipe(small_case(0), 3, 2, 5)),
-        (
-            "use a larger cap",
-            lambda: mpress.plan_mpress(
-                [mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["keep", "recompute"]
-            ),
-        ),
-        (
-            "'drop' is no way",
-            lambda: mpress.plan_mpress([mpress.Tensor(0, 5, 1, None)], [0], 4, mpress.Links(1, 1), ["drop"]),
-        ),
-    ],
-)
-def test_what_is_refused(words, call):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value) and "\n" not in str(error.value)

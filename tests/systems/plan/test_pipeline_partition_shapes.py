@@ -19,8 +19,8 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, Schedule, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.systems.plan import dynapipe, graphpipe
-from minitrain.systems.plan.graphpipe import Op, Parallel
+from minitrain.systems.plan import dynapipe, stage_cuts
+from minitrain.systems.plan.stage_cuts import Op, Parallel
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small
 
 
@@ -34,9 +34,6 @@ def groupings(things: list):
         yield [[first], *groups]
         for i in range(len(groups)):
             yield [*groups[:i], [first, *groups[i]], *groups[i + 1 :]]
-
-
-# ---- DynaPipe: microbatches ------------------------------------------------------------------------------
 
 
 def time(rows: int, length: int) -> int:
@@ -197,8 +194,8 @@ def test_ends_of_what_is_allowed():
     assert dynapipe.padding([3, 1, 2], [[0, 1], [2]]) == 2
     assert dynapipe.adaptive([[(1, 2)]], [3], 3).ranks == ((F(0, 0), B(0, 0)),)
     both = [Op("a", 3), Op("b", 3)]
-    assert graphpipe.plan_graphpipe(both, 2, 1).stages == (("a", "b"),), "as fast, and less deep"
-    assert graphpipe.plan_graphpipe(both, 2, 2)[:3] == (9, 2, 3)
+    assert stage_cuts.plan_graphpipe(both, 2, 1).stages == (("a", "b"),), "as fast, and less deep"
+    assert stage_cuts.plan_graphpipe(both, 2, 2)[:3] == (9, 2, 3)
 
 
 def test_an_order_that_gets_stuck_is_refused():
@@ -227,9 +224,6 @@ def test_an_order_that_gets_stuck_is_refused():
                 "planted", ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 1), B(1, 1), F(1, 0), B(1, 0))), 2, 2
             )
         )
-
-
-# ---- DynaPipe: the adaptive schedule ---------------------------------------------------------------------
 
 
 def uneven(draw, p, m):
@@ -328,18 +322,18 @@ def test_graphpipe(m):
     the planner finds it.
     """
     for edges, kept in [(DIAMOND, [3, 2, 2, 1]), (MEETING, [3, 2, 2, 1]), (CHAIN, [4, 3, 2, 1])]:
-        deep = graphpipe.depth(4, edges)
+        deep = stage_cuts.depth(4, edges)
         assert deep == (4 if edges == CHAIN else 3)
-        schedule = check(graphpipe.one_f_one_b(4, edges, m))
+        schedule = check(stage_cuts.graph_one_f_one_b(4, edges, m))
         simulation = simulate(schedule, Costs(F=1, B=2))
         assert simulation.makespan == 3 * (m + deep - 1) and simulation.overhead == Fraction(deep - 1, m)
         assert [peak(schedule, rank) for rank in range(4)] == [min(count, m) for count in kept]
-    chain, plain = graphpipe.one_f_one_b(4, CHAIN, m), one_f_one_b(4, m)
+    chain, plain = stage_cuts.graph_one_f_one_b(4, CHAIN, m), one_f_one_b(4, m)
     assert chain.ranks == plain.ranks and chain.needs.keys() == plain.needs.keys()
     assert all(set(chain.needs[action]) == set(plain.needs[action]) for action in plain.needs)
 
     model = [Op("in", 3), Parallel(([Op("a", 3)], [Op("b", 3)])), Op("out", 3)]
-    plan = graphpipe.plan_graphpipe(model, 4, m)
+    plan = stage_cuts.plan_graphpipe(model, 4, m)
     assert plan == (3 * (m + 2), 3, 3, (("in",), ("a",), ("b",), ("out",)), DIAMOND)
 
 
@@ -361,7 +355,7 @@ def runs(series):
     """All sets of operators that can be a stage: runs of the series, and of the series in its branches."""
     for start in range(len(series)):
         for end in range(start + 1, len(series) + 1):
-            yield frozenset(op.name for op in graphpipe.ops(series[start:end]))
+            yield frozenset(op.name for op in stage_cuts.ops(series[start:end]))
     for element in series:
         if isinstance(element, Parallel):
             for branch in element.branches:
@@ -388,46 +382,23 @@ def random_model(draw, names):
 def test_graphpipe_planner_equals_all_partitions(seed):
     draw = random.Random(seed)
     model, m, devices = random_model(draw, iter("abcdefghijk")), draw.choice([2, 4, 8]), 4
-    times, may_be = {op.name: op.time for op in graphpipe.ops(model)}, set(runs(model))
+    times, may_be = {op.name: op.time for op in stage_cuts.ops(model)}, set(runs(model))
     between, best = links(model)[0], None
     for stages in groupings(list(times)):
         if len(stages) <= devices and all(frozenset(stage) in may_be for stage in stages):
             where = {name: i for i, stage in enumerate(stages) for name in stage}
             edges = tuple({(where[a], where[b]) for a, b in between if where[a] != where[b]})
-            here = (m + graphpipe.depth(len(stages), edges) - 1) * max(
+            here = (m + stage_cuts.depth(len(stages), edges) - 1) * max(
                 sum(times[name] for name in stage) for stage in stages
             )
             best = here if best is None else min(best, here)
-    plan = graphpipe.plan_graphpipe(model, devices, m)
+    plan = stage_cuts.plan_graphpipe(model, devices, m)
     assert plan.time == best and sorted(name for stage in plan.stages for name in stage) == sorted(times)
-    assert plan.depth == graphpipe.depth(len(plan.stages), plan.edges)
+    assert plan.depth == stage_cuts.depth(len(plan.stages), plan.edges)
     where = {name: i for i, stage in enumerate(plan.stages) for name in stage}
     assert {(where[a], where[b]) for a, b in between if where[a] != where[b]} == set(plan.edges)
-    schedule = check(graphpipe.one_f_one_b(len(plan.stages), plan.edges, m))
+    schedule = check(stage_cuts.graph_one_f_one_b(len(plan.stages), plan.edges, m))
     stage_times = {i: sum(times[name] for name in stage) for i, stage in enumerate(plan.stages)}
     assert (
         simulate(schedule, Costs(F=Fraction(1, 3), B=Fraction(2, 3), stage=stage_times)).makespan <= plan.time
     )
-
-
-@pytest.mark.parametrize(
-    "words, call",
-    [
-        ("must fit alone", lambda: dynapipe.microbatches([3, 9], time, 2, 8)),
-        ("needs 1 token or more", lambda: dynapipe.microbatches([0], time, 2)),
-        (
-            "has 2 microbatches and the batch 3 rows, the plan 1 and 2",
-            lambda: dynapipe.samples([[0, 1]], [1, 2])(
-                Batch(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor(1)), one_f_one_b(2, 2)
-            ),
-        ),
-        ("does not fit the cap 2", lambda: dynapipe.adaptive([[(1, 2)]], [3], 2)),
-        ("a branch is empty", lambda: graphpipe.plan_graphpipe([Parallel(([Op("a", 1)], []))], 2, 2)),
-        ("go round in a circle", lambda: graphpipe.one_f_one_b(2, ((0, 1), (1, 0)), 2)),
-        ("devices=0", lambda: graphpipe.plan_graphpipe([Op("a", 1)], 0, 2)),
-    ],
-)
-def test_what_is_refused(words, call):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value) and "\n" not in str(error.value)

@@ -11,8 +11,8 @@ from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.v_shape import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.systems.plan.schedule_search import prepared, shortest
-from minitrain.systems.plan.tessel import completed, fits, held, repetend, unroll
+from minitrain.systems.plan.schedule_search import completed, fits, prepared, repetend, shortest, unroll
+from minitrain.systems.plan.schedule_search import most_activations as held
 
 WHOLE = Costs(F=1, B=2)
 
@@ -23,9 +23,6 @@ def peaks(schedule: Schedule) -> list[int]:
 
 def longest_span(schedule: Schedule, costs: Costs) -> int:
     return max(spans[-1].end - spans[0].start for spans in simulate(schedule, costs).spans)
-
-
-# ---- the shortest ----------------------------------------------------------------------------------------
 
 
 def all_there_are(place, m, split):
@@ -112,9 +109,6 @@ def test_zero_bubble_needs_2p_minus_1():
             and max(peaks(idle[2 * p - 1].schedule)) == 2 * p - 1
         )
     assert shortest(range(3), 4, Costs(), 3, split=True).time < shortest(range(3), 4, Costs(F=1, B=2), 3).time
-
-
-# ---- Tessel ----------------------------------------------------------------------------------------------
 
 
 def test_tessel():
@@ -325,8 +319,8 @@ def test_refusals():
         (lambda: shortest([0, 2], 2), "place=[0, 2]: give the rank of each stage"),
         (lambda: shortest([], 2), "place=[]"),
         (lambda: shortest([0, 1], 0), "m=0"),
-        (lambda: shortest([0, 1, 0], 2, limit=1), "rank 0 has 2 stages"),
-        (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]: 2 ranks"),
+        (lambda: shortest([0, 1, 0], 2, limit=1), "limit=1"),
+        (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]"),
         (lambda: repetend([0, 1], Costs(send=1)), "send=0"),
         (lambda: repetend([0, 1], Costs(F=0)), "above 0"),
         (lambda: repetend([0, 1], Costs(F=0.5)), "whole numbers or Fractions"),

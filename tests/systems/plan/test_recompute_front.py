@@ -4,8 +4,6 @@ import random
 from fractions import Fraction
 from itertools import combinations_with_replacement, product
 
-import pytest
-
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.systems.plan.recompute_front import Choice, Unit, front, offloaded, over_layers
 
@@ -71,9 +69,9 @@ def test_yuan_pareto():
         found = front(units)
         assert {(choice.bytes, choice.time) for choice in found} == exhaustive(units)
         for choice in found:
-            assert costs_of(units, set(choice.kept)) == (choice.bytes, choice.time)
+            assert costs_of(units, set(choice.saved)) == (choice.bytes, choice.time)
             names = [unit.name for unit in units]
-            assert [*choice.kept] == [name for name in names if name in choice.kept], "in order"
+            assert [*choice.saved] == [name for name in names if name in choice.saved], "in order"
             assert [*choice.again] == [name for name in names if name in choice.again]
     for stages, microbatches in ((4, 8), (3, 5)):
         ranks = one_f_one_b(stages, microbatches).ranks
@@ -83,15 +81,15 @@ def test_yuan_pareto():
             for size in (0, 1, 10, 20):  # 10 bytes a time unit; the shortest interval is one forward of 2
                 assert offloaded(timed, size, 10).time == plain
             assert (offloaded(timed, 30, 10).time > plain) == (rank < stages - 1)  # the last has none away
-            assert offloaded(timed, 20, 10).most_held <= 3
+            assert offloaded(timed, 20, 10).peak_microbatches <= 3
             assert offloaded(timed, 20, 10, away=[]) == (plain, min(stages - rank, microbatches))
 
 
 def test_the_ends_of_the_front_and_its_words():
     found = front(BLOCK)
-    assert [found[0].word, found[-1].word] == ["full", "none"]
+    assert [found[0].policy, found[-1].policy] == ["full", "none"]
     assert (found[0].bytes, found[0].time) == (0, 27) and found[-1].time == 0
-    assert Choice(5, 2, ("core", "up"), ("act",)).word == "keep:core+up"
+    assert Choice(5, 2, ("core", "up"), ("act",)).policy == "keep:core+up"
     assert len(found) < 2**7 and all(a.time > b.time for a, b in zip(found, found[1:]))
 
 
@@ -107,7 +105,7 @@ def test_layers_choose_apart():
     assert {point[:2] for point in found} == best
     assert found[0][2] == "full*3"
     assert over_layers(choices, 1)[0][2] == "full", "once needs no number"
-    by_word = {choice.word: choice for choice in choices}
+    by_word = {choice.policy: choice for choice in choices}
     for size, time, words in found:
         parts = [word.partition("*") for word in words.split(",")]
         assert sum(by_word[word].bytes * int(times or 1) for word, _, times in parts) == size
@@ -133,8 +131,6 @@ def test_what_is_held_at_once_by_hand():
     actions = [("F", 0, 2), ("F", 1, 2), ("F", 2, 2), ("B", 2, 2), ("B", 1, 2), ("B", 0, 2)]
     assert offloaded(actions, 20, 10) == (12, 2) and offloaded(actions, 0, 10) == (12, 2)
     assert offloaded(actions[:1] + actions[-1:], 0, 10) == (4, 1)
-    with pytest.raises(ValueError, match="^offloaded: -1 bytes at 1; use 0 bytes or more"):
-        offloaded(actions, -1, 1)
 
 
 def test_one_link_carries_one_stage_at_a_time():
@@ -144,20 +140,3 @@ def test_one_link_carries_one_stage_at_a_time():
     actions = [("F", m, 1) for m in range(4)] + [("B", m, 9) for m in (0, 1, 2, 3)]
     # F0 0-1, out 1-4; F1 1-2, out 4-7; F2 from 4 to 5, out 7-10; F3 from 7 to 8; B0 is fetched from 7 to 10
     assert offloaded(actions, 3, 1).time == 10 + 4 * 9
-
-
-@pytest.mark.parametrize(
-    "call, said",
-    [
-        (lambda: front([Unit("a", 1, 1), Unit("a", 1, 1)]), "two units are called 'a'"),
-        (lambda: front([Unit("a", 1, 1, ("b",)), Unit("b", 1, 1)]), "a reads 'b'"),
-        (lambda: front([Unit("a", -1, 1)]), "front, a: time"),
-        (lambda: over_layers([], 3), "0 choices"),
-        (lambda: offloaded([("F", 0, 1), ("B", 0, 1)], 1, 0), "a rate above 0"),
-        (lambda: offloaded([("F", 0, 1), ("B", 0, 1)], 1, 1, away=[0]), "microbatch 0 has no action between"),
-    ],
-)
-def test_wrong_input_is_refused(call, said):
-    with pytest.raises(ValueError, match=said) as error:
-        call()
-    assert "\n" not in str(error.value)

@@ -6,17 +6,15 @@ from math import isqrt
 
 import pytest
 
-from minitrain.systems.memory.chain_plan import LayerBytes, check, peak_bytes, recomputed
+from minitrain.systems.memory.chain_plan import LayerBytes, peak_bytes
 from minitrain.systems.plan.rematerialize import (
     Node,
-    actions,
     carried_out,
-    chain_nodes,
+    cheapest_chain,
     checkmate,
     checkmate_chain,
-    checkmate_layers,
+    revolve,
 )
-from minitrain.systems.plan.revolve import revolve
 
 
 def program(nodes, kept, budget):
@@ -151,7 +149,7 @@ def test_no_plan_and_too_large_an_operator_are_told_apart():
     three = [Node(1, 1), Node(1, 1), Node(1, 1, (1, 0))]
     with pytest.raises(ValueError, match="^step 0, compute 2: node 0 is not held; compute it before$"):
         carried_out(three, [("compute", 2)])
-    with pytest.raises(ValueError, match=r"node 4 alone needs 13 bytes \(inputs 12, .*budget 12"):
+    with pytest.raises(ValueError, match="node 4 alone needs 13 bytes, budget 12"):
         checkmate(nodes, 12)
     assert checkmate(nodes, 13).extra == 0
     # 0 and 1 are needed together at the end with 2 and 3, whose inputs they are: no order needs less
@@ -180,21 +178,6 @@ def test_a_place_reached_early_in_a_stage_is_not_beaten_by_one_reached_late():
     assert checkmate([Node(*cost, some) for cost, some in zip(costs, inputs)], 25).cost == 59
 
 
-@pytest.mark.parametrize(
-    "nodes, said",
-    [
-        ([], "without nodes"),
-        ([Node(1, 1, (0,))], "node 0 has input 0"),
-        ([Node(1, 1, (-1,))], "node 0 has input -1"),
-        ([Node(1, 1), Node(-1, 1)], r"cost\[1\] = -1"),
-    ],
-)
-def test_wrong_graphs_are_refused(nodes, said):
-    with pytest.raises(ValueError, match=said) as error:
-        checkmate(nodes, 10)
-    assert "\n" not in str(error.value)
-
-
 def test_scratch_counts_only_while_a_node_is_computed():
     nodes = [Node(1, 2, (), 5), Node(1, 2, (0,), 3), Node(1, 2, (0, 1))]
     assert checkmate(nodes, 7).peak == 7
@@ -209,8 +192,6 @@ def test_a_chain_of_equal_layers():
         plan = checkmate_chain([1] * 6, [1] * 6, budget)
         assert plan.cost == checkmate(forward_and_back([1] * 6, [1] * 6), budget).cost
         assert plan.recomputed == plan.extra > 0 or budget == 7
-    with pytest.raises(ValueError, match="5 costs of 6 layers"):
-        checkmate_chain([1] * 5, [1] * 6, 9)
 
 
 LAYERS = [
@@ -220,28 +201,11 @@ LAYERS = [
 COSTS = [3, 1, 4, 1, 5, 2]
 
 
-def test_plans_for_real_layers_fit_the_budget_to_the_byte():
-    """A plan's peak, followed action by action, is within the budget; a byte less costs more or is refused."""
-    room = peak_bytes(actions(checkmate(chain_nodes(COSTS, LAYERS, COSTS, 0), 1000), 6), LAYERS)
-    costs = []
-    for budget in range(room, 0, -1):
-        try:
-            plan = checkmate_layers(COSTS, LAYERS, budget)
-        except ValueError as error:
-            assert "bytes" in str(error)
-            break
-        check(plan, 6)
-        assert peak_bytes(plan, LAYERS) <= budget
-        costs.append(sum(COSTS[action.layer] for action in plan if action.kind in "FT"))
-    assert costs == sorted(costs) and costs[0] < costs[-1] and budget < room - 5
-    assert recomputed(checkmate_layers(COSTS, LAYERS, room), 6) == 5  # only a graph of each but the last
-
-
 def test_revolve_is_no_better_at_its_own_peak():
-    """revolve counts inputs, not bytes: at equal bytes Checkmate's forwards cost no more, sometimes less."""
+    """revolve counts inputs, not bytes: at equal bytes the cheapest forwards cost no more, sometimes less."""
     again = lambda plan: sum(COSTS[action.layer] for action in plan if action.kind == "F")
     found = []
     for held in (1, 2, 3, 4):
-        plan = checkmate_layers(COSTS, LAYERS, peak_bytes(revolve(6, held), LAYERS))
+        plan = cheapest_chain(COSTS, LAYERS, peak_bytes(revolve(6, held), LAYERS))
         found.append((again(plan), again(revolve(6, held))))
     assert all(ours <= theirs for ours, theirs in found) and found[1][0] < found[1][1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitrain.systems.plan.stronghold import hides, smallest_window, stalls, there_and_back
+from minitrain.systems.plan.offload import hides, smallest_window, stalls, there_and_back
 
 times = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=9)
 
@@ -61,11 +61,3 @@ def test_there_and_back_needs_no_transfer_where_it_turns():
     assert compute == [1, 2, 3, 4, 40, 30, 20, 10]
     assert transfer == [5, 6, 7, 8, 0, 0, 6, 5]
     assert stalls(compute, transfer, 2) == [0, 0, 4, 5, 0, 0, 0, 0]
-
-
-def test_wrong_input_is_refused():
-    with pytest.raises(ValueError, match="2 compute times, 1 transfers"):
-        stalls([1, 1], [1], 1)
-    for window in (0, 3):
-        with pytest.raises(ValueError, match=f"window={window}: use 1 to 2 layers"):
-            hides([1, 1], [1, 1], window)

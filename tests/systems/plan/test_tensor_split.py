@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 
-from minitrain.systems.plan.tensor_split import Choice, Work, choose
+from minitrain.systems.plan.recompute_front import SplitChoice as Choice
+from minitrain.systems.plan.recompute_front import SplitOperator as Work
+from minitrain.systems.plan.recompute_front import split as choose
 
 
 def by_brute_force(works, budget):
@@ -16,7 +18,7 @@ def by_brute_force(works, budget):
         for again in product((False, True), repeat=len(works)):
             kept, seconds, fits = 0, 0.0, True
             for work, k, repeated in zip(works, parts, again):
-                kept += 0 if repeated else work.kept
+                kept += 0 if repeated else work.saved
                 fits &= kept + ceil(work.needs * ceil(work.rows / k) / work.rows) <= budget
                 seconds += (work.seconds if repeated else 0) + work.launch * (k - 1) * (2 if repeated else 1)
             best = min(best, seconds if fits else inf)

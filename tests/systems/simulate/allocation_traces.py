@@ -2,12 +2,11 @@
 
 import random
 
-from minitrain.systems.simulate.device_memory import MiB
-from minitrain.systems.simulate.memory_traces import checkpointed
+from minitrain.systems.simulate.device_memory import MiB, checkpointed
 
 # 32 % are free, in ten holes, when 30 % are asked for.
 CAPACITY = 1000 * MiB
-BROKEN = checkpointed(10, work_bytes=100 * MiB, kept_bytes=68 * MiB, asked_bytes=300 * MiB)
+BROKEN = checkpointed(10, work_bytes=100 * MiB, checkpoint_bytes=68 * MiB, asked_bytes=300 * MiB)
 
 
 def drawn(seed, events=400, most=30 * MiB):

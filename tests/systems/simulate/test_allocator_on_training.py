@@ -11,10 +11,8 @@ from minitrain.model.training.optim import AdamW
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.memory_layout import annealed, height
-from minitrain.systems.simulate.allocator import CachingAllocator
-from minitrain.systems.simulate.device_memory import MiB, replay
-from minitrain.systems.simulate.memory_traces import lifetimes, live_bytes, with_region
-from minitrain.systems.simulate.stitching import StitchingAllocator
+from minitrain.systems.simulate.allocator import CachingAllocator, StitchingAllocator
+from minitrain.systems.simulate.device_memory import MiB, lifetimes, live_bytes, replay, with_region
 
 CONFIG = GPTConfig(
     vocab_size=512, d_model=128, num_layers=3, num_heads=4, activation="gelu", positions="none"

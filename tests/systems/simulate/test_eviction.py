@@ -13,9 +13,19 @@ from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.ranks.ledger.operators import operator_cost
 from minitrain.systems.memory.dtr import Dynamic
 from minitrain.systems.plan.rematerialize import Node, checkmate
-from minitrain.systems.simulate.eviction import RULES, Evictor, needed_again, neighbourhood
-from minitrain.systems.simulate.eviction_addresses import BestFit, Coop, MegTaiChi, cheapest_window
-from minitrain.systems.simulate.eviction_traces import chain, graph, simulate
+from minitrain.systems.simulate.eviction import (
+    RULES,
+    BestFit,
+    Coop,
+    Evictor,
+    MegTaiChi,
+    chain,
+    cheapest_window,
+    graph,
+    needed_again,
+    neighbourhood,
+    simulate,
+)
 
 PARTS = 0.9, 0.8, 0.7, 0.6, 0.55  # of a free run's peak
 
@@ -223,17 +233,6 @@ def test_a_chain_by_hand():
         simulate(chain(3), Evictor(3))
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(
-        ValueError, match="rule 'best'; use one of dtr, neighbourhood, local, msps, lru, size"
-    ):
-        Evictor(rule="best")
-    with pytest.raises(ValueError, match="layers = 0, every = 0; use at least 1 layer"):
-        chain(0)
-    with pytest.raises(ValueError, match="cost=-1"):
-        chain(2, cost=-1)
-
-
 def test_a_static_plan_by_hand():
     """16 layers, every 4th result kept: x4 x8 x12, four of a segment, two gradients, x0; 3 forwards a segment."""
     evictor = simulate(chain(16, every=4), Evictor())
@@ -268,9 +267,6 @@ def test_static_vs_dynamic_eviction():
     assert all(evictor.peak_bytes <= budget for evictor in dynamics.values())
     assert dynamics[mean].operators < static(mean, best).operators, "and keeps what there is room for"
     assert dynamics[8].recomputed == 0 < static(8, best).operators - 16
-
-
-# ---- addresses ----------------------------------------------------------------------------------------------
 
 
 def every_window(parts, bytes):

@@ -142,9 +142,6 @@ def test_it_jumps_where_another_walks(every):
     assert simulate(10**15, 1, at(3 * 10**14 + 1), disk=DISK).lost_s == 1, "as many saves as it likes"
 
 
-# ---- failures ----------------------------------------------------------------------------------------------
-
-
 def gaps(shape, machines=1, count=20_000):
     times = [failure.at_s for failure in islice(failing(1, 100.0 * machines, machines, shape=shape), count)]
     assert times == sorted(times)
@@ -201,37 +198,6 @@ def test_llama_3_on_16384_gpus():
     counts = [len(until(failing(seed, gpu_hours * 3600, gpus), days * 86400)) for seed in range(8)]
     assert all(abs(count - 419) < 3 * sqrt(419) for count in counts), counts
     assert abs(fmean(counts) - 419) < 3 * sqrt(419 / len(counts))
-
-
-# ---- bad input ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: next(failing(0, 0.0)), "machine_mtbf_s=0.0"),
-        (lambda: next(failing(0, 1.0, shape=0)), "shape=0"),
-        (lambda: next(failing(0, 1.0, 2, together=3)), "together=3, machines=2"),
-        (lambda: simulate(10, 0, [], disk=DISK), "interval_s=0"),
-        (lambda: simulate(0, 1, [], disk=DISK), "work_s=0"),
-        (lambda: simulate(10, 1, [], disk=Level(1, -1)), "times of 0 s or more"),
-        (lambda: simulate(10, 1, []), "memory=None, disk=None"),
-        (lambda: simulate(10, 1, [], memory=MEMORY, disk=DISK, every=0), "every=0"),
-        (lambda: simulate(10, 1, [], disk=DISK, every=2), "every=2 is for two levels"),
-        (
-            lambda: simulate(10, 3, [], disk=Level(1, 1, 4)),
-            "to disk counts after 4 s, but the next begins after 3 s",
-        ),
-        (
-            lambda: simulate(10, 3, [], memory=Level(1, 1, 4), disk=DISK, every=3),
-            "to memory counts after 4 s",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(call, words):
-    with pytest.raises(ValueError, match=words) as error:
-        call()
-    assert "\n" not in str(error.value)
 
 
 def test_a_failure_at_the_end_is_after_it():

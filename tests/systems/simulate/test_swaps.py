@@ -19,9 +19,6 @@ def forward(sets, copy_s):
     return play(swaps.swapping_forward(sets, [copy_s * 5] * 8, LAYER_S), {"up": 5})
 
 
-# ---- TMOF --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copy_s", [1, 2, Fraction(5, 2), 3, 4])
 def test_tmof(copy_s):
     """Two GPUs, one link: disjoint sets of tensors travel at full rate and nobody waits; the same tensors at
@@ -76,9 +73,6 @@ def test_dealt_sets_are_disjoint_and_large_enough_or_not_there():
         else:
             assert all(sum(sizes[i] for i in chosen) >= needed for chosen in sets)
             assert all(not a & b for a, b in combinations(sets, 2))
-
-
-# ---- Harmony -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,9 +153,6 @@ def test_bound_late_a_layer_goes_where_it_is_done_first():
     assert swaps.late_binding([4, 1, 3, 2], [1, 1, 1]) == [0, 1, 2, 1], "of several the first"
 
 
-# ---- static and dynamic ------------------------------------------------------------------------------------
-
-
 def stall(free, dynamic, layers=6, layer_s=2, layer_bytes=10, rate=2):
     stay = swaps.resident(free, layer_bytes, layers, dynamic=dynamic)
     for number, room in zip(stay, free):
@@ -208,12 +199,3 @@ def test_a_layer_is_fetched_one_ahead_of_use():
     run = play(swaps.offloading([0], 4, 3, 1), {"down": 1})
     assert [run.start(f"fetch {layer}") for layer in range(4)] == [0, 1, 4, 7]
     assert run.end_s == 1 + 4 * 3
-
-
-def test_memory_without_room_for_two_layers_is_refused():
-    with pytest.raises(ValueError, match="free memory of 19 bytes; every step needs 20 bytes"):
-        swaps.resident([19, 40], 10, 6, dynamic=True)
-    with pytest.raises(ValueError, match="give each of 3 layers one of 2 devices"):
-        swaps.harmony_pp(2, 3, 1, [0, 1])
-    with pytest.raises(ValueError, match="room=0: a device needs room"):
-        swaps.swap_volume([], 0)

@@ -9,9 +9,10 @@ from itertools import accumulate
 import pytest
 
 from minitrain.plan.simulate.links import play
-from minitrain.systems.simulate import tiers
+from minitrain.systems.simulate import swaps
 from minitrain.systems.simulate.storage import LRU
-from minitrain.systems.simulate.tiers import DecayingLFU, Layer, Sizes
+from minitrain.systems.simulate.swaps import DecayingLFU, Sizes
+from minitrain.systems.simulate.swaps import TierLayer as Layer
 
 LINKS = {"net": 4, "bus": 2, "disk": 1}
 
@@ -31,9 +32,6 @@ def waits(run, count):
     return [run.start(f"layer {i}") - ends[i] for i in range(count)]
 
 
-# ---- MoESys ------------------------------------------------------------------------------------------------
-
-
 def test_moesys():
     """One layer ahead, experts known: layer i waits max(0, t_fetch(i) - t_layer(i-1)), the first t_fetch(0).
     Dense and sparse parameters come on two lanes at once: t_fetch is the longer, not the sum."""
@@ -41,7 +39,7 @@ def test_moesys():
     hidden = exposed = 0
     for _ in range(100):
         layers = drawn(draw, 8)
-        found = waits(play(tiers.prefetching(layers, 1), LINKS), 8)
+        found = waits(play(swaps.prefetching(layers, 1), LINKS), 8)
         behind = [0, *(layer.seconds for layer in layers)]
         assert found == [max(0, fetch_s(layer) - t) for layer, t in zip(layers, behind)]
         hidden, exposed = hidden + found[1:].count(0), exposed + sum(wait > 0 for wait in found[1:])
@@ -52,7 +50,7 @@ def test_moesys():
 @pytest.mark.parametrize("seconds", [2, 3, 7])
 def test_equal_layers_wait_the_same_at_any_depth_of_one_or_more(depth, seconds):
     layer = Layer(seconds, dense_bytes=8, host_bytes=6, disk_bytes=0)
-    found = waits(play(tiers.prefetching([layer] * 6, depth), LINKS), 6)
+    found = waits(play(swaps.prefetching([layer] * 6, depth), LINKS), 6)
     assert found == [3] + [max(0, 3 - seconds)] * 5
 
 
@@ -69,21 +67,19 @@ def test_deeper_prefetch_is_the_recursion_of_its_lanes(depth):
             bus = max(max(bus, asked) + Fraction(layer.host_bytes, 2), disk) + Fraction(layer.disk_bytes, 2)
             begins.append(max(end, net, bus))
             end = begins[-1] + layer.seconds
-        assert play(tiers.prefetching(layers, depth), LINKS).end_s == end
+        assert play(swaps.prefetching(layers, depth), LINKS).end_s == end
 
 
 def test_without_prefetch_or_without_knowing_the_experts_all_of_it_is_waited_for():
     draw = random.Random(3)
     layers = drawn(draw, 8)
-    none = waits(play(tiers.prefetching(layers, 0), LINKS), 8)
+    none = waits(play(swaps.prefetching(layers, 0), LINKS), 8)
     assert none == [fetch_s(layer) for layer in layers]
-    unknown = waits(play(tiers.prefetching(layers, 2, known=False), LINKS), 8)
+    unknown = waits(play(swaps.prefetching(layers, 2, known=False), LINKS), 8)
     sparse = [fetch_s(layer._replace(dense_bytes=0)) for layer in layers]
     assert all(wait >= alone for wait, alone in zip(unknown, sparse)) and sum(unknown) <= sum(none)
-    known = waits(play(tiers.prefetching(layers, 2), LINKS), 8)
+    known = waits(play(swaps.prefetching(layers, 2), LINKS), 8)
     assert sum(known) < sum(unknown)
-    with pytest.raises(ValueError, match="depth=-1: use 0"):
-        tiers.prefetching(layers, -1)
 
 
 def zipf(experts, seed, reads, first=0):
@@ -128,7 +124,7 @@ def test_the_cache_by_hand():
     keeping = DecayingLFU(1, decay=1, every=2)
     assert [keeping.read(e) for e in (0, 0, 1, 1, 1)] == [False, True, False, False, True]
     for given in ((0, 0.5, 1), (1, 1.5, 1), (1, 0.5, 0)):
-        with pytest.raises(ValueError, match="need capacity and every of 1 or more"):
+        with pytest.raises(ValueError, match="capacity=0|every=0|decay="):
             DecayingLFU(*given)
 
 
@@ -138,8 +134,8 @@ HOST, DEVICE = 16, 2  # bytes per second each way, of the host's link and of eac
 
 
 def played(devices, near, sizes=Sizes(), chunks=1, per_device=960):
-    tasks = tiers.updating(per_device * devices, devices, sizes, near=near, chunks=chunks)
-    return play(tasks, tiers.links_of(devices, HOST, DEVICE))
+    tasks = swaps.updating(per_device * devices, devices, sizes, near=near, chunks=chunks)
+    return play(tasks, swaps.links_of(devices, HOST, DEVICE))
 
 
 def test_smart_infinity():
@@ -149,8 +145,8 @@ def test_smart_infinity():
     cpu, near = (played(3, near) for near in (False, True))
     assert cpu.carried("up") + cpu.carried("down") == n * (24 + 2 * 4 + 2)
     assert near.carried("down") == n * 4 and near.carried("up") == n * 2
-    assert tiers.host_bytes(Sizes(), near=True) == {"written": 4, "read": 2}
-    assert tiers.host_bytes(Sizes(), near=False) == {"written": 18, "read": 16}
+    assert swaps.host_bytes(Sizes(), near=True) == {"written": 4, "read": 2}
+    assert swaps.host_bytes(Sizes(), near=False) == {"written": 18, "read": 16}
     inside = [
         sum(run.carried(f"{way} {d}") for d in range(3)) for run in (cpu, near) for way in ("read", "write")
     ]
@@ -160,7 +156,7 @@ def test_smart_infinity():
 
 
 def update_s(devices, near, sizes=Sizes()):
-    return tiers.update_s(960, devices, sizes, HOST, DEVICE, near=near)
+    return swaps.update_s(960, devices, sizes, HOST, DEVICE, near=near)
 
 
 def test_updates_near_the_storage_speed_up_with_the_devices_until_gradients_fill_the_link():
@@ -177,21 +173,6 @@ def test_updates_near_the_storage_speed_up_with_the_devices_until_gradients_fill
 @pytest.mark.parametrize("devices", [1, 4, 12, 40])
 @pytest.mark.parametrize("near", [True, False])
 def test_chunks_that_overlap_come_close_to_the_busiest_link(devices, near):
-    least = tiers.update_s(960 * devices, devices, Sizes(), HOST, DEVICE, near=near)
+    least = swaps.update_s(960 * devices, devices, Sizes(), HOST, DEVICE, near=near)
     one, many = (played(devices, near, chunks=chunks).end_s for chunks in (1, 24))
     assert least <= many < 1.1 * least < one
-
-
-def test_chunks_must_divide():
-    with pytest.raises(ValueError, match="10 parameters: give a multiple of 2 devices x 3 chunks"):
-        tiers.updating(10, 2, Sizes(), near=True, chunks=3)
-
-
-def test_speeds_are_above_0_and_numbers_whole():
-    for call, said in (
-        (lambda: tiers.update_s(4, 1, Sizes(), 0, 1, near=True), "host=0"),
-        (lambda: tiers.links_of(1, 1, -1), "device=-1"),
-        (lambda: tiers.links_of(0, 1, 1), "devices=0"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            call()

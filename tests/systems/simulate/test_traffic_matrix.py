@@ -45,9 +45,6 @@ def dry(strategy, ranks=None, **more):
     return {rank: dryrun.run(step, FOUR, strategy, rank=rank, ranks=strategy.ranks, **more) for rank in ranks}
 
 
-# ---- beside the wire -------------------------------------------------------------------------------------
-
-
 def counted(strategies):
     """Of each strategy the events, and the bytes by destination where they are handed to the network."""
     post, found = transport.post_send, []
@@ -126,20 +123,6 @@ def test_each_call_by_itself():
     assert [*turned] == [0, 1, 2, 3], "in the order of the new ranks"
 
 
-def test_what_an_event_does_not_say_is_refused():
-    with pytest.raises(ValueError, match="broadcast at here.py:1: an event does not say to whom"):
-        traffic({0: [call("broadcast", 4)]}, 6)
-    with pytest.raises(ValueError, match="way='tree'; use ring or direct"):
-        traffic({}, 6, "tree")
-    with pytest.raises(ValueError, match="rank 1 does what rank 1 does; give the events of rank 1"):
-        every_rank({0: []}, {"pp": 2, "tp": 1}, alike=["tp"])
-    with pytest.raises(ValueError, match="order dp; name each of dp, tp once"):
-        renumbered({0: []}, {"dp": 1, "tp": 1}, ["dp"])
-
-
-# ---- meshes ----------------------------------------------------------------------------------------------
-
-
 def test_a_place_is_a_rank_and_back():
     sizes = {"dp": 3, "pp": 2, "tp": 4}
     assert (
@@ -184,9 +167,6 @@ def test_a_mesh_is_filled_from_one_rank_per_stage(strategy, order):
     other = replace(strategy, order=order)
     assert list(other.axes) != list(sizes)
     assert plain(renumbered(whole, sizes, other.axes), sent_only) == plain(dry(other), sent_only)
-
-
-# ---- the figure ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@
     sum            an operator whose f is cut: every device has a term of y, summed for who needs it
 
 So one decision, the hidden units of an MLP, cuts both its matrices, by columns and by rows. The tree's nodes
-are sets of decisions; Monte Carlo tree search (UCT) plays each to a drawn end, prices the layers' words with
-problem.py, and goes on where the mean is good.
+are sets of decisions; Monte Carlo tree search (UCT) plays each to a drawn end, prices the layers' shardings
+with problem.py, and goes on where the mean is good.
 Alabed et al. 2022, arXiv:2210.06352; Schaarschmidt et al. 2021, arXiv:2112.02958. Differs: they rank the
 tensors by a learned model; here those with most bytes come first, and one axis is searched.
 """
@@ -16,8 +16,7 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from minitrain.ranks.checks import require_ints
-from minitrain.systems.plan.search.problem import Found, Option, Problem, cheapest
+from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest
 
 Decision = tuple[str, str]  # a tensor, one of its dims
 
@@ -43,7 +42,7 @@ def propagate(cuts: dict[str, str], layers: int) -> dict[str, str]:
     return cuts
 
 
-def words_of(cuts: dict[str, str], layers: int) -> list[str]:
+def shardings_of(cuts: dict[str, str], layers: int) -> list[str]:
     """What each operator does: rows where its x is cut by them (weights gathered, if those are cut)."""
     found = []
     for i in range(layers):
@@ -63,22 +62,21 @@ def moves(cuts: dict[str, str], problem: Problem) -> list[dict[str, str]]:
 
 
 def pricer(problem: Problem):
-    """Seconds of the words of a set of cuts; infinite beyond the memory."""
+    """Seconds of the shardings of a set of cuts; infinite beyond the memory."""
     if len(problem.levels) != 1:
         raise ValueError(f"automap searches one axis, not {len(problem.levels)}; give one level")
-    words, layers = ("all", "dp", "sdp", "col", "row"), len(problem.layers)
-    graph = problem.graph(options=[[Option((word,)) for word in words]] * layers)
+    shardings, layers = ("all", "dp", "sdp", "col", "row"), len(problem.layers)
+    graph = problem.graph(options=[[Option((sharding,)) for sharding in shardings]] * layers)
 
     def price(cuts: dict[str, str]) -> float:
-        picks = [words.index(word) for word in words_of(cuts, layers)]
+        picks = [shardings.index(sharding) for sharding in shardings_of(cuts, layers)]
         return graph.cost(picks) if graph.bytes(picks) <= problem.memory_bytes else math.inf
 
     return price
 
 
-def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float = 0.5) -> Found:
-    """The fastest words for the layers; looked at: different sets of cuts that were priced."""
-    require_ints(rollouts=rollouts, seed=seed)
+def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float = 0.5) -> SearchResult:
+    """The fastest shardings for the layers; looked at: different sets of cuts that were priced."""
     draw, price, layers = random.Random(seed), pricer(problem), len(problem.layers)
     slow = min(price(dict.fromkeys(("x0", "x1"), "m")), 1.0)  # the scale of rewards
     tree: dict[tuple, tuple] = {}  # (cuts, are they final) -> [visits, sum of rewards]
@@ -91,12 +89,12 @@ def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float
             cuts = draw.choice(further)
         seen.add(frozenset(cuts.items()))
         cost = price(cuts)
-        best = min(best, (cost, words_of(cuts, layers)))
+        best = min(best, (cost, shardings_of(cuts, layers)))
         for node in path:
             visits, rewards = tree.get(node, (0, 0.0))
             tree[node] = visits + 1, rewards + slow / (slow + cost)
-    cost, words = cheapest([best], problem.memory_bytes)
-    return Found(tuple(Option((word,)) for word in words), cost, len(seen))
+    cost, shardings = cheapest([best], problem.memory_bytes)
+    return SearchResult(tuple(Option((sharding,)) for sharding in shardings), cost, len(seen))
 
 
 def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) -> tuple[dict, bool]:

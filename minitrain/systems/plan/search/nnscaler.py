@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from minitrain.ranks.checks import require_one_of, require_positive_ints
-from minitrain.systems.plan.search.problem import Found
+from minitrain.systems.plan.search.problem import SearchResult
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ Program = Mapping[str, Operator]
 def op_trans(program: Program, name: str, parts: int, aligned: bool = True) -> dict[str, Operator]:
     """`name.0`, .. in its place, each with 1/parts of its seconds and bytes. Part i needs, and is needed by,
     parts i of what is cut into as many (microbatches) if `aligned`; else every part."""
-    require_one_of(program, name=name)
-    require_positive_ints(1 << 16, parts=parts)
     old, mine = program[name], [f"{name}.{i}" for i in range(parts)]
     shared = replace(old, seconds=old.seconds / parts, bytes=old.bytes / parts)
 
@@ -69,7 +66,6 @@ def op_assign(program: Program, name: str, device: int) -> dict[str, Operator]:
 
 
 def op_order(program: Program, first: str, then: str) -> dict[str, Operator]:
-    require_one_of(program, first=first, then=then)
     return {**program, then: replace(program[then], after=(*program[then].after, first))}
 
 
@@ -105,7 +101,6 @@ Constraint = Callable[[dict[str, int]], bool]  # of devices by name
 
 
 def assignments(program: Program, devices: int, allowed: Constraint) -> Iterator[dict[str, int]]:
-    require_positive_ints(devices=devices)
     for picked in product(range(devices), repeat=len(program)):
         if allowed(assigned := dict(zip(program, picked))):
             yield assigned
@@ -130,7 +125,7 @@ def search(
     fits: Constraint,
     allowed: Constraint = lambda _: True,
     before=lambda a, b: False,
-) -> Found:
+) -> SearchResult:
     """The shortest of all plans that fit: `allowed` assignments, one order per device with a `before` b.
     Looked at: plans, fitting or not, that differ in what some device does when."""
     best, seen = (float("inf"), {}), set()
@@ -146,7 +141,7 @@ def search(
                 for own in lists:
                     plan = in_row(plan, own)
                 best = min(best, (max(times(plan).values()), plan), key=lambda one: one[0])
-    return Found(best[1], best[0], len(seen))
+    return SearchResult(best[1], best[0], len(seen))
 
 
 def pipeline_program(*forward_s: float, microbatches: int = 2):

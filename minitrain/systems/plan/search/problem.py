@@ -1,6 +1,6 @@
-"""The one problem of every search: a chain of layers, devices in levels, and a word for each layer and level.
+"""The one problem of every search: a chain of layers, devices in levels, a sharding for each of both.
 
-    word   x is needed   y comes as   W on a device          sent besides, of W
+    sharding   x is needed   y comes as   W on a device          sent besides, of W
     dp     rows          rows         whole                  dW: an all-reduce, once a step
     sdp    rows          rows         1/p, gathered in use   two all-gathers and a reduce-scatter
     col    whole         cols         its columns            -
@@ -20,7 +20,7 @@ from the innermost level outwards, gathers back inwards, so that slow links carr
 Left out: latency, weights while they are gathered. Sizes and rates that are powers of two make sums exact.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -28,32 +28,27 @@ from math import inf, prod
 from operator import itemgetter, truediv
 from typing import NamedTuple
 
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonempty, require_one_of, require_positive, require_positive_ints
 
 
-class Word(NamedTuple):
+class Sharding(NamedTuple):
     x: str
     y: str
     dy: str
     dx: str
 
 
-WORDS = {
-    "dp": Word("rows", "rows", "rows", "rows"),
-    "sdp": Word("rows", "rows", "rows", "rows"),
-    "col": Word("whole", "cols", "cols", "sum"),
-    "row": Word("cols", "sum", "whole", "cols"),
-    "tp": Word("whole", "sum", "whole", "sum"),
-    "all": Word("whole", "whole", "whole", "whole"),
+SHARDINGS = {
+    "dp": Sharding("rows", "rows", "rows", "rows"),
+    "sdp": Sharding("rows", "rows", "rows", "rows"),
+    "col": Sharding("whole", "cols", "cols", "sum"),
+    "row": Sharding("cols", "sum", "whole", "cols"),
+    "tp": Sharding("whole", "sum", "whole", "sum"),
+    "all": Sharding("whole", "whole", "whole", "whole"),
 }
 CUT = ("rows", "cols")  # a tensor of which a device has 1/p
 SHARED = ("col", "row", "tp")  # weights of which a device uses 1/p
+SPLIT = ("dp", "sdp", "col", "row", "tp")  # the work is split, too
 
 
 class Layer(NamedTuple):
@@ -68,13 +63,11 @@ class Layer(NamedTuple):
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
-    require_positive_ints(takes=takes, gives=gives)
     return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
 
 
 def block(name: str, width: int, inner: int) -> Layer:
-    """width -> inner -> width, for the word tp; the inner result is kept."""
-    require_positive_ints(width=width, inner=inner)
+    """width -> inner -> width, for the sharding tp; the inner result is kept."""
     return Layer(name, width, width, 2 * width * inner, 4 * width * inner, keeps=inner)
 
 
@@ -84,16 +77,16 @@ class Level(NamedTuple):
 
 
 class Option(NamedTuple):
-    """What a layer does: a word for each level; `again`: its inner results are computed again in backward."""
+    """A sharding for each level; `again`: inner results of the layer are computed again in backward."""
 
-    words: tuple[str, ...]
+    shardings: tuple[str, ...]
     again: bool = False
 
     def __str__(self) -> str:
-        return "·".join(self.words) + "'" * self.again
+        return "·".join(self.shardings) + "'" * self.again
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search returns: its choice, what it costs, and how many partial or whole choices it priced."""
 
     choice: object
@@ -121,26 +114,22 @@ class Problem:
     flops_per_s: float
     memory_bytes: float = inf
     microbatches: int = 1
-    words: tuple[str, ...] = ("dp", "sdp", "col", "row")
+    shardings: tuple[str, ...] = ("dp", "sdp", "col", "row")
     skips: tuple[tuple[int, int], ...] = ()
     ends: str = "rows"
     element_bytes: int = 4
     state_bytes: int = 16  # of a weight with its gradient and AdamW's moments
 
     def __post_init__(self) -> None:
-        require_nonempty(layers=self.layers, words=self.words)
-        require_one_of(WORDS, **{f"words[{i}]": word for i, word in enumerate(self.words)})
+        require_nonempty(layers=self.layers, shardings=self.shardings)
+        for sharding in self.shardings:
+            require_one_of(SHARDINGS, shardings=sharding)
         require_one_of(("rows", "whole"), ends=self.ends)
-        require_positive_ints(
-            rows=self.rows, microbatches=self.microbatches, element_bytes=self.element_bytes
-        )
-        require_positive_ints(
-            **{f"levels[{i}].devices": level.devices for i, level in enumerate(self.levels)}
-        )
-        require_positive(
-            flops_per_s=self.flops_per_s, bytes_per_s=[level.bytes_per_s for level in self.levels]
-        )
-        require_nonnegative(state_bytes=self.state_bytes)
+        require_positive_ints(rows=self.rows, microbatches=self.microbatches)
+        require_positive(flops_per_s=self.flops_per_s)
+        for level in self.levels:
+            require_positive_ints(devices=level.devices)
+            require_positive(bytes_per_s=level.bytes_per_s)
         for i, j in self.skips:
             if not 0 <= i < j - 1 < len(self.layers) - 1:
                 raise ValueError(f"skip {(i, j)} of {len(self.layers)} layers; it goes past at least one")
@@ -159,57 +148,54 @@ class Problem:
         for level in reversed(self.levels):
             if devices > 1:
                 if devices % (here := min(level.devices, devices)):
-                    raise ValueError(
-                        f"{devices} devices do not fill levels of {self.levels}; take a multiple"
-                    )
+                    raise ValueError(f"{devices} devices do not fill levels of {self.levels}; use a multiple")
                 levels.append(Level(here, level.bytes_per_s))
                 devices //= here
         if devices > 1:
-            raise ValueError(f"{devices} times the {self.devices} devices there are; take fewer")
+            raise ValueError(f"{devices} times the {self.devices} devices there are; use fewer")
         return tuple(reversed(levels))
 
     def options(self, levels: Sequence[Level]) -> list[Option]:
-        return [Option(words) for words in product(self.words, repeat=len(levels))]
+        return [Option(shardings) for shardings in product(self.shardings, repeat=len(levels))]
 
-    # ---- bytes that a device sends on each level ----------------------------------------------------------
-    def weight_bytes(self, layer: Layer, words: Sequence[str], levels: Sequence[Level]):
+    def weight_bytes(self, layer: Layer, shardings: Sequence[str], levels: Sequence[Level]):
         """(in every microbatch, once a step) for the weights and their gradients."""
         often, once = [0.0] * len(levels), [0.0] * len(levels)
-        shard = layer.weights * self.element_bytes * fraction(words, levels, (*SHARED, "sdp"))
+        shard = layer.weights * self.element_bytes * fraction(shardings, levels, (*SHARED, "sdp"))
         whole = shard
-        for i, (word, level) in enumerate(zip(words, levels)):  # gathered from the outermost level inwards
-            if word == "sdp":
+        for i, (sharding, level) in enumerate(zip(shardings, levels)):  # gathers go inwards
+            if sharding == "sdp":
                 often[i] = 3 * (level.devices - 1) * whole  # two gathers; the reduce-scatter is one backwards
                 whole *= level.devices
-        for i, (word, level) in reversed(list(enumerate(zip(words, levels)))):
-            if word == "dp":
+        for i, (sharding, level) in reversed(list(enumerate(zip(shardings, levels)))):
+            if sharding == "dp":
                 once[i] = 2 * (level.devices - 1) / level.devices * shard
                 shard /= level.devices
         return often, once
 
-    def edge_bytes(self, source: Layer, words, then, levels: Sequence[Level]) -> tuple[tuple, tuple]:
-        """(forward, backward) of the activation from a layer with `words` to one with `then` or the end."""
+    def edge_bytes(self, source: Layer, shardings, then, levels: Sequence[Level]) -> tuple[tuple, tuple]:
+        """(forward, backward) of the activation from a layer with `shardings` to `then`, or the end."""
         size = source.gives * self.rows * self.element_bytes
-        placed = lambda what, some: tuple(getattr(WORDS[word], what) for word in some)
+        placed = lambda what, some: tuple(getattr(SHARDINGS[sharding], what) for sharding in some)
         end = (self.ends,) * len(levels)
         x, dx = (end, end) if then is None else (placed("x", then), placed("dx", then))
-        return moved(placed("y", words), x, size, levels), moved(dx, placed("dy", words), size, levels)
+        return moved(placed("y", shardings), x, size, levels), moved(
+            dx, placed("dy", shardings), size, levels
+        )
 
-    # ---- seconds and memory -------------------------------------------------------------------------------
     def compute_seconds(self, layer: Layer, option: Option, levels: Sequence[Level]) -> float:
         """Forward and backward, 1 + 2, of a microbatch; one more forward if `again`."""
-        here = fraction(option.words, levels, [word for word in WORDS if word != "all"])
+        here = fraction(option.shardings, levels, SPLIT)
         return (3 + option.again) * layer.flops * self.rows * here / self.flops_per_s
 
     def memory(self, layer: Layer, option: Option, levels: Sequence[Level], in_flight: int = 1) -> float:
-        stored = layer.weights * fraction(option.words, levels, (*SHARED, "sdp"))
-        x = layer.takes * fraction([WORDS[word].x for word in option.words], levels, CUT)
-        inside = layer.keeps * fraction(option.words, levels, [word for word in WORDS if word != "all"])
+        stored = layer.weights * fraction(option.shardings, levels, (*SHARED, "sdp"))
+        x = layer.takes * fraction([SHARDINGS[sharding].x for sharding in option.shardings], levels, CUT)
+        inside = layer.keeps * fraction(option.shardings, levels, SPLIT)
         kept = self.rows * self.element_bytes * (in_flight * (x + inside * (not option.again)))
         once = self.rows * self.element_bytes * inside * option.again
         return self.state_bytes * stored + kept + once
 
-    # ---- of all choices, and of one ------------------------------------------------------------------------
     def graph(
         self,
         layers: range | None = None,
@@ -221,19 +207,18 @@ class Problem:
         """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
         seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
         are not in it; the last one gives rows, or `ends`."""
-        require_one_of(("seconds", "bytes"), unit=unit)
-        layers = range(len(self.layers)) if layers is None else layers
-        levels, counted = self.mesh(self.devices if devices is None else devices), unit == "bytes"
-        options = [self.options(levels)] * len(layers) if options is None else options
+        layers = layers or range(len(self.layers))
+        levels, counted = self.mesh(devices or self.devices), unit == "bytes"
+        options = options or [self.options(levels)] * len(layers)
 
         def price(sent, share=1):
             return sum(sent) if counted else share * sum(map(truediv, sent, rates))
 
         def edge(i, a, b=None):
-            return sum(map(price, self.edge_bytes(self.layers[i], a.words, b and b.words, levels)))
+            return sum(map(price, self.edge_bytes(self.layers[i], a.shardings, b and b.shardings, levels)))
 
         def node(i, option):
-            often, once = self.weight_bytes(self.layers[i], option.words, levels)
+            often, once = self.weight_bytes(self.layers[i], option.shardings, levels)
             own = 0 if counted else self.compute_seconds(self.layers[i], option, levels)
             return own + price(often) + price(once, 1 / self.microbatches)
 
@@ -278,8 +263,8 @@ def moved(
     return tuple(sent)
 
 
-def fraction(words: Sequence[str], levels: Sequence[Level], that_cut: Sequence[str]) -> float:
-    return 1 / prod(level.devices for word, level in zip(words, levels) if word in that_cut)
+def fraction(shardings: Sequence[str], levels: Sequence[Level], that_cut: Sequence[str]) -> float:
+    return 1 / prod(level.devices for sharding, level in zip(shardings, levels) if sharding in that_cut)
 
 
 @dataclass(frozen=True)
@@ -322,3 +307,20 @@ def example(**changes) -> Problem:
     layers = tuple(linear(name, *shape) for name, shape in shapes.items())
     sizes = dict(rows=1024, microbatches=4, memory_bytes=2**26, flops_per_s=2.0**44)
     return Problem(**dict(layers=layers, levels=(Level(2, 2.0**30), Level(2, 2.0**34)), **sizes) | changes)
+
+
+def exhaustive(problem: Problem, unit: str = "seconds") -> SearchResult:
+    """The cheapest choice; of equal ones that which comes first in the order of `problem.shardings`."""
+    return every(problem.graph(unit=unit), problem.memory_bytes)
+
+
+def every(graph: Graph, memory_bytes: float = inf) -> SearchResult:
+    fitting = (one for one in graph.every() if one[1] <= memory_bytes)
+    cost, _, picks = cheapest(fitting, memory_bytes)
+    return SearchResult(graph.choice(picks), cost, graph.size)
+
+
+def least(choices: Iterable, cost: Callable[..., float]) -> SearchResult:
+    priced = [(cost(choice), choice) for choice in choices]
+    best, choice = cheapest(priced)
+    return SearchResult(choice, best, len(priced))

@@ -19,8 +19,7 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints
-from minitrain.systems.plan.search.problem import Found, Graph, Level, Option, Problem, cheapest
+from minitrain.systems.plan.search.problem import Graph, Level, Option, Problem, SearchResult, cheapest
 
 Run = tuple[range, int]  # layers and devices of a stage
 Cut = tuple[Run, ...]
@@ -37,9 +36,6 @@ class Stage(NamedTuple):
 
 
 Plan = tuple[Stage, ...]
-
-
-# ---- what a plan costs ------------------------------------------------------------------------------------
 
 
 def pipelined(times: Sequence[float], microbatches: int) -> float:
@@ -83,12 +79,8 @@ def with_behind(stages: Sequence) -> list[tuple]:
     return list(zip(stages, reversed(range(len(stages)))))
 
 
-# ---- which plans there are --------------------------------------------------------------------------------
-
-
 def cuts(layers: int, devices: int, sizes: Sequence[int], start: int = 0) -> Iterator[Cut]:
     """Every way to give all layers, in runs, and all devices, in groups of these sizes, to stages."""
-    require_ints(layers=layers)
     if start == layers and devices == 0:
         yield ()
     for end, here in product(range(start + 1, layers + 1), sizes):
@@ -99,15 +91,11 @@ def cuts(layers: int, devices: int, sizes: Sequence[int], start: int = 0) -> Ite
 
 def sizes_of(problem: Problem) -> list[int]:
     """Groups of devices that fill levels, of one or more nodes or of a part of one."""
-    found = []
-    for devices in range(1, problem.devices + 1):
-        try:
-            problem.mesh(devices)
-        except ValueError:
-            continue
-        if problem.devices % devices == 0:
-            found.append(devices)
-    return found
+    sizes, inside = {1}, 1
+    for level in reversed(problem.levels):
+        sizes |= {inside * part for part in range(1, level.devices + 1)}
+        inside *= level.devices
+    return sorted(size for size in sizes if problem.devices % size == 0)
 
 
 def all_cuts(problem: Problem) -> list[Cut]:
@@ -116,22 +104,16 @@ def all_cuts(problem: Problem) -> list[Cut]:
 
 def handed_over(runs: Sequence[range], at: int) -> Iterator[list[range]]:
     """The stage `at` gives its first layer to the one before it, or its last to the one behind."""
-    for beside in (at - 1, at + 1):
-        if 0 <= beside < len(runs) and len(mine := runs[at]) > 1:
-            changed, theirs = list(runs), runs[beside]
-            if beside < at:
-                changed[at], changed[beside] = mine[1:], range(theirs.start, theirs.stop + 1)
-            else:
-                changed[at], changed[beside] = mine[:-1], range(theirs.start - 1, theirs.stop)
-            yield changed
+    starts = [runs[0].start, *(run.stop for run in runs)]
+    for boundary, moved in ((at, 1), (at + 1, -1)):
+        if 0 < boundary < len(runs) and len(runs[at]) > 1:
+            ends = [start + moved * (i == boundary) for i, start in enumerate(starts)]
+            yield [range(a, b) for a, b in zip(ends, ends[1:])]
 
 
 def with_recomputation(problem: Problem) -> tuple[bool, ...]:
     """Of an option, whether inner results may be computed again: nothing to choose where no layer has any."""
     return (False, True) if any(layer.keeps for layer in problem.layers) else (False,)
-
-
-# ---- the best of them -------------------------------------------------------------------------------------
 
 
 def stage_graphs(problem: Problem, run: Run, behind: int, families: Families | None = None) -> list[Graph]:
@@ -149,7 +131,7 @@ def every_plan(
     families: Families | None = None,
     among: Iterable[Cut] | None = None,
     time: Callable[[Sequence[float], int], float] = pipelined,
-) -> Found:
+) -> SearchResult:
     """The fastest of all plans, of equal ones the first. `time` grows with each stage's, so a stage is priced
     with all its choices once, wherever it stands. Looked at: plans, fitting or not."""
 
@@ -172,7 +154,7 @@ def every_plan(
         if all(plan):
             found.append((time(times, problem.microbatches), plan))
     best, plan = cheapest(found, problem.memory_bytes)
-    return Found(plan, best, space)
+    return SearchResult(plan, best, space)
 
 
 def by_stages(problem: Problem, stage: Callable, join: Callable) -> Iterator[tuple[float, Plan]]:

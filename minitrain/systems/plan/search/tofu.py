@@ -19,10 +19,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_positive_ints
-from minitrain.systems.plan.search.exhaustive import every
-from minitrain.systems.plan.search.optcnn import eliminate
-from minitrain.systems.plan.search.problem import Found, Graph, Problem
+from minitrain.systems.plan.search.layerwise import eliminate
+from minitrain.systems.plan.search.problem import Graph, Problem, SearchResult, every
 
 OPERATORS = {"forward": "mk,kn->mn", "dx": "mn,kn->mk", "dW": "mk,mn->kn"}
 ACTIVATION, MATRIX = "rc", "kn"  # rows or columns (features); inputs or outputs
@@ -62,7 +60,7 @@ def sizes_of(problem: Problem) -> list[dict[str, int]]:
     return [dict(m=problem.rows, k=layer.takes, n=layer.gives) for layer in problem.layers]
 
 
-def tofu(problem: Problem) -> Found:
+def tofu(problem: Problem) -> SearchResult:
     """`cost`: elements moved by all workers in forward and backward. Looked at: ways to cut an operator."""
     layers, cost, looked_at = sizes_of(problem), 0.0, 0
     halved = uncut(layers)
@@ -74,14 +72,14 @@ def tofu(problem: Problem) -> Found:
         ways = {(i, name): way for i, one in each for name, (_, way) in best_ways(i, *one).items()}
         halved = Halved(activations, tuple(matrices), ways)
         looked_at += best_ways.cache_info().currsize * len(OPERATORS) * len("mkn")
-    return Found(halved, cost * problem.devices, looked_at)
+    return SearchResult(halved, cost * problem.devices, looked_at)
 
 
-def every_halving(problem: Problem) -> Found:
+def every_halving(problem: Problem) -> SearchResult:
     """The least elements over all cuts of all tensors and operators, in all steps at once."""
     layers = sizes_of(problem)
     cuts, cost, size = every(graph_of(layers, uncut(layers), len(problem.levels))[0])
-    return Found(cuts, cost * problem.devices, size)
+    return SearchResult(cuts, cost * problem.devices, size)
 
 
 def uncut(layers: Sequence[dict[str, int]]) -> Halved:
@@ -93,7 +91,6 @@ def graph_of(layers: Sequence[dict[str, int]], halved: Halved, steps: int = 1) -
     """A chain of so many more steps: the first activation's cuts, then each matrix's with those of the
     activation it makes; edges cost the elements that a worker moves. And for (layer, x, W, y) the best way
     to cut each operator: {name: (elements, indices)}."""
-    require_positive_ints(8, steps=steps)
     then = lambda cuts, letters: [(*cuts, *more) for more in product(letters, repeat=steps)]
 
     @cache

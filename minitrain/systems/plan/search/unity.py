@@ -22,7 +22,7 @@ from itertools import count
 
 import numpy
 
-from minitrain.systems.plan.search.problem import Found
+from minitrain.systems.plan.search.problem import SearchResult
 
 Graph = tuple  # (operator, arguments ..); partition and combine carry their dim: ("partition", 0, x)
 
@@ -141,7 +141,9 @@ def _price(g: Graph, shapes, rates: Rates) -> tuple[float, int, int]:
     return time + 2 * rates.launch_s, rows, columns // 2 if g[0] == "glu" else columns
 
 
-def optimize(g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most: int = 3000, slack=3.0) -> Found:
+def optimize(
+    g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most: int = 3000, slack=3.0
+) -> SearchResult:
     """The cheapest graph that rewrites lead to: cheapest first, through those that cost up to `slack` times
     the best, `most` of them."""
     best, seen, tie = (seconds(g, shapes, rates), g), {g}, count()
@@ -156,16 +158,16 @@ def optimize(g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most: in
                 price = seconds(new, shapes, rates)
                 best = min(best, (price, new), key=lambda one: one[0])
                 heappush(waiting, (price, next(tie), new))
-    return Found(best[1], best[0], len(seen))
+    return SearchResult(best[1], best[0], len(seen))
 
 
-def sequential(g: Graph, shapes, rates: Rates) -> Found:
+def sequential(g: Graph, shapes, rates: Rates) -> SearchResult:
     """The best algebra on one device, then the best parallel form of that."""
     first = optimize(g, shapes, Rates(1, rates.flops_per_s, rates.bytes_per_s, rates.launch_s), (algebra,))
     then = optimize(first.choice, shapes, rates, (parallel,))
-    return Found(then.choice, then.cost, first.looked_at + then.looked_at)
+    return SearchResult(then.choice, then.cost, first.looked_at + then.looked_at)
 
 
-def every_graph(g: Graph, shapes, rates: Rates) -> Found:
+def every_graph(g: Graph, shapes, rates: Rates) -> SearchResult:
     """The cheapest of all that rewrites lead to."""
     return optimize(g, shapes, rates, most=10**9, slack=float("inf"))

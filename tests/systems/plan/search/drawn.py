@@ -15,7 +15,7 @@ def chain(seed: int, layers: int = 4, levels: int = 2, **changes) -> Problem:
 def blocks(seed: int, layers: int = 4, levels: int = 2, **changes) -> Problem:
     draw = random.Random(seed)
     some = tuple(block(f"{i}", 256, 2 ** draw.randint(7, 11)) for i in range(layers))
-    return Problem(some, **sizes(draw, levels) | dict(words=("dp", "sdp", "tp")) | changes)
+    return Problem(some, **sizes(draw, levels) | dict(shardings=("dp", "sdp", "tp")) | changes)
 
 
 def sizes(draw: random.Random, levels: int) -> dict:

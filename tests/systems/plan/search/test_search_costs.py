@@ -1,5 +1,5 @@
 """What the one problem says a choice costs, against a run of it: forward and backward of a chain of products
-and blocks under drawn words, on ranks, every byte on every level, what is stored and kept, and the replay.
+and blocks under drawn shardings, on ranks, every byte on every level, what is stored and kept, and the replay.
 """
 
 import random
@@ -15,7 +15,7 @@ from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.plan.search.problem import CUT, WORDS, Level, Option, Problem, block, linear
+from minitrain.systems.plan.search.problem import CUT, SHARDINGS, Level, Option, Problem, block, linear
 
 ELEMENT = 8
 LAYERS = (linear("a", 16, 32), linear("b", 32, 16), block("c", 16, 64), linear("d", 16, 16))
@@ -31,12 +31,14 @@ def problem(degrees, layers=LAYERS, **changes):
 
 def drawn_words(seed, degrees, layers):
     draw = random.Random(seed)
-    words = [[word for word in WORDS if (word == "tp") <= bool(layer.keeps)] for layer in layers]
-    words = [
-        [word for word in some if not layer.keeps or word not in ("col", "row")]
-        for some, layer in zip(words, layers)
+    shardings = [
+        [sharding for sharding in SHARDINGS if (sharding == "tp") <= bool(layer.keeps)] for layer in layers
     ]
-    return [tuple(draw.choice(some) for _ in degrees) for some in words]
+    shardings = [
+        [sharding for sharding in some if not layer.keeps or sharding not in ("col", "row")]
+        for some, layer in zip(shardings, layers)
+    ]
+    return [tuple(draw.choice(some) for _ in degrees) for some in shardings]
 
 
 class Levels:
@@ -91,27 +93,27 @@ class Levels:
         half = self.n + 1
         return x.permute(*range(half, 2 * half), *range(half))
 
-    def stored(self, w, words, part):
+    def stored(self, w, shardings, part):
         """`part` 0: the only matrix or a block's first; 1: its second."""
-        for level, word in enumerate(words):
-            cut = {"col": "cols", "row": "rows", "tp": ("cols", "rows")[part], "sdp": "rows"}.get(word)
+        for level, sharding in enumerate(shardings):
+            cut = {"col": "cols", "row": "rows", "tp": ("cols", "rows")[part], "sdp": "rows"}.get(sharding)
             w = w if cut is None else self.own(w, self.dim(cut, level), level)
         return w
 
-    def gathered(self, w, words):
-        for level, word in enumerate(words):
-            if word == "sdp":
+    def gathered(self, w, shardings):
+        for level, sharding in enumerate(shardings):
+            if sharding == "sdp":
                 w = collectives.all_gather(w.contiguous(), self.groups[level], level)
         return w
 
-    def summed(self, dw, words):
+    def summed(self, dw, shardings):
         """Over the levels whose devices have other rows: sdp keeps its part, dp gets all again."""
         for kind in ("sdp", "dp"):
             for level in reversed(range(self.n)):
-                if words[level] == kind:
+                if shardings[level] == kind:
                     dw = collectives.reduce_scatter(dw.contiguous(), self.groups[level], level)
-        for level, word in enumerate(words):
-            if word == "dp":
+        for level, sharding in enumerate(shardings):
+            if sharding == "dp":
                 dw = collectives.all_gather(dw.contiguous(), self.groups[level], level)
         return dw
 
@@ -146,16 +148,16 @@ def one_process(problem):
     return [[w.grad for w in some] for some in weights]
 
 
-def run(problem, words, numbers=True):
+def run(problem, shardings, numbers=True):
     """(worst difference from one process, {what: bytes by level}, bytes of states, bytes kept, ledger)."""
     levels = Levels([level.devices for level in problem.levels])
     x, weights, dy = whole_tensors(problem)
     stored = [
-        [levels.stored(levels.digits(w), word, part) for part, w in enumerate(some)]
-        for some, word in zip(weights, words)
+        [levels.stored(levels.digits(w), sharding, part) for part, w in enumerate(some)]
+        for some, sharding in zip(weights, shardings)
     ]
-    placement = lambda j, what: [getattr(WORDS[word], what) for word in words[j]]
-    ends, count, sent = [problem.ends] * levels.n, len(words), {}
+    placement = lambda j, what: [getattr(SHARDINGS[sharding], what) for sharding in shardings[j]]
+    ends, count, sent = [problem.ends] * levels.n, len(shardings), {}
     with Ledger() as ledger:
 
         def counted(what, fn, *args):
@@ -165,7 +167,7 @@ def run(problem, words, numbers=True):
             sent[what] = [a - b + c for a, b, c in zip(read(), before, sent.get(what, [0] * levels.n))]
             return result
 
-        kept, results, grads = [], [], [[] for _ in words]
+        kept, results, grads = [], [], [[] for _ in shardings]
         for j in range(count):
             came = [
                 counted(("forward", i, j), levels.move, results[i], placement(i, "y"), placement(j, "x"))
@@ -176,7 +178,7 @@ def run(problem, words, numbers=True):
             kept.append([])
             for w in stored[j]:
                 kept[j].append(y)
-                y = levels.product(y, counted(("weights", j), levels.gathered, w, words[j]))
+                y = levels.product(y, counted(("weights", j), levels.gathered, w, shardings[j]))
             results.append(y)
         counted(("forward", count - 1, None), levels.move, results[-1], placement(count - 1, "y"), ends)
         coming = {
@@ -193,9 +195,9 @@ def run(problem, words, numbers=True):
         for j in reversed(range(count)):
             gradient = sum(coming[j][1:], coming[j][0])
             for part in reversed(range(len(stored[j]))):
-                w = counted(("weights", j), levels.gathered, stored[j][part], words[j])
+                w = counted(("weights", j), levels.gathered, stored[j][part], shardings[j])
                 dw = levels.product(levels.turned(kept[j][part]), gradient)
-                grads[j].insert(0, counted(("weights", j), levels.summed, dw, words[j]))
+                grads[j].insert(0, counted(("weights", j), levels.summed, dw, shardings[j]))
                 gradient = levels.product(gradient, levels.turned(w))
             for i, to in problem.edges:
                 if to == j:
@@ -207,23 +209,23 @@ def run(problem, words, numbers=True):
     worst = 0.0
     for j, some in enumerate(one_process(problem) if numbers else []):
         for part, (whole, mine) in enumerate(zip(some, grads[j])):
-            own = levels.stored(levels.digits(whole), words[j], part)
+            own = levels.stored(levels.digits(whole), shardings[j], part)
             assert own.shape == mine.shape
             worst = max(worst, (own - mine).abs().max().item())
     numel = lambda tensors: sum(tensor.numel() for some in tensors for tensor in some)
     return worst, sent, numel(stored) * problem.state_bytes, numel(kept) * ELEMENT, ledger
 
 
-def formula(problem, words):
+def formula(problem, shardings):
     found = {}
     for j, layer in enumerate(problem.layers):
-        often, once = problem.weight_bytes(layer, words[j], problem.levels)
+        often, once = problem.weight_bytes(layer, shardings[j], problem.levels)
         found["weights", j] = [a + b for a, b in zip(often, once)]
         for i, to in (*problem.edges, (j, None)):
-            if i == j and (to is not None or j == len(words) - 1):
-                then = None if to is None else words[to]
+            if i == j and (to is not None or j == len(shardings) - 1):
+                then = None if to is None else shardings[to]
                 for way, size in zip(
-                    ("forward", "backward"), problem.edge_bytes(layer, words[j], then, problem.levels)
+                    ("forward", "backward"), problem.edge_bytes(layer, shardings[j], then, problem.levels)
                 ):
                     found[way, i, to] = list(size)
     return found
@@ -238,20 +240,20 @@ CASES = [
 def rank(cases):
     rows = []
     for case, seed in cases:
-        words = drawn_words(seed, case.levels, case.layers)
-        worst, sent, states, kept, ledger = run(case, words)
+        shardings = drawn_words(seed, case.levels, case.layers)
+        worst, sent, states, kept, ledger = run(case, shardings)
         rows.append((worst, sent, states, kept, ledger.events))
     return rows
 
 
 def check(case, seed, row):
-    words = drawn_words(seed, case.levels, case.layers)
+    shardings = drawn_words(seed, case.levels, case.layers)
     worst, sent, states, kept, _ = row
-    assert worst == 0, (words, worst)
-    assert sent == formula(case, words), words
-    options = [Option(word) for word in words]
+    assert worst == 0, (shardings, worst)
+    assert sent == formula(case, shardings), shardings
+    options = [Option(sharding) for sharding in shardings]
     memory = sum(case.memory(layer, option, case.levels) for layer, option in zip(case.layers, options))
-    assert memory == states + kept, words
+    assert memory == states + kept, shardings
     return options
 
 
@@ -264,11 +266,11 @@ def test_every_byte_on_ranks():
     by_rank = launch.run(rank, CASES, ranks=4)
     for number, (case, seed) in enumerate(CASES):
         options = [check(case, seed, rows[number]) for rows in by_rank][0]
-        shown |= {word for option in options for word in option.words}
+        shown |= {sharding for option in options for sharding in option.shardings}
         assert replayed(case, {r: rows[number][4] for r, rows in enumerate(by_rank)}) == pytest.approx(
             case_seconds(case, options), rel=1e-9
         )
-    assert shown == set(WORDS)
+    assert shown == set(SHARDINGS)
 
 
 def case_seconds(case, options):
@@ -297,6 +299,6 @@ def test_levels_of_other_sizes():
     for degrees in ((2, 4), (4, 2), (2, 2, 2)):
         case = problem(degrees)
         for seed in range(1):
-            words = drawn_words(seed, degrees, case.layers)
-            worst, sent, *held, ledger = dryrun.run(run, case, words, False, rank=5, ranks=8)
+            shardings = drawn_words(seed, degrees, case.layers)
+            worst, sent, *held, ledger = dryrun.run(run, case, shardings, False, rank=5, ranks=8)
             check(case, seed, (worst, sent, *held, None))

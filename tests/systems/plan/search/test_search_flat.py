@@ -1,4 +1,4 @@
-"""Searches for the words of layers, all devices together: each against every choice of its space."""
+"""Searches for the shardings of layers, all devices together: each against every choice of its space."""
 
 import math
 import random
@@ -9,10 +9,17 @@ from itertools import product
 import numpy
 import pytest
 
-from minitrain.systems.plan.search import automap, flexflow, hypar, placement, tofu
-from minitrain.systems.plan.search.autoddl import autoddl, descend
-from minitrain.systems.plan.search.exhaustive import every, exhaustive
-from minitrain.systems.plan.search.optcnn import eliminate, optcnn
+from minitrain.systems.plan.search import automap, layerwise, simulated, tofu
+from minitrain.systems.plan.search.layerwise import (
+    autoddl,
+    descend,
+    eliminate,
+    fastest,
+    frontier,
+    optcnn,
+    tensoropt,
+    unbeaten,
+)
 from minitrain.systems.plan.search.problem import (
     Graph,
     Layer,
@@ -20,11 +27,12 @@ from minitrain.systems.plan.search.problem import (
     Option,
     Problem,
     cheapest,
+    every,
     example,
+    exhaustive,
     linear,
 )
 from minitrain.systems.plan.search.race import every_placement, every_simulated
-from minitrain.systems.plan.search.tensoropt import every_point, fastest, frontier, tensoropt, unbeaten
 from tests.systems.plan.search.drawn import blocks, chain
 
 
@@ -92,16 +100,18 @@ def test_tensoropt():
     for seed in range(4):
         graph = drawn_graph(seed, 5, 4, [(i, i + 1) for i in range(4)])
         front, looked_at = frontier(graph)
-        assert [point[:2] for point in front] == [point[:2] for point in every_point(graph)]
+        assert [point[:2] for point in front] == [point[:2] for point in unbeaten(graph.every())]
         assert all((graph.cost(picks), graph.bytes(picks)) == (cost, size) for cost, size, picks in front)
         assert looked_at < graph.size
         for cap in {size for _, size, _ in front}:
             assert fastest(front, cap)[0] == every(graph, cap).cost
             assert [p for p in front if p[1] <= cap] == frontier(graph, cap)[0]
     for seed in range(2):
-        problem = chain(seed, words=("dp", "sdp", "col"))
+        problem = chain(seed, shardings=("dp", "sdp", "col"))
         found = tensoropt(problem)
-        assert [point[:2] for point in found.choice] == [point[:2] for point in every_point(problem.graph())]
+        assert [point[:2] for point in found.choice] == [
+            point[:2] for point in unbeaten(problem.graph().every())
+        ]
         cap = found.choice[len(found.choice) // 2][1]
         assert (
             tensoropt(replace(problem, memory_bytes=cap)).cost
@@ -114,15 +124,12 @@ def test_tensoropt():
         frontier(drawn_graph(0, 3, 2, [(0, 1), (1, 2), (0, 2)]))
 
 
-# ---- FlexFlow ---------------------------------------------------------------------------------------------
-
-
 def test_flexflow():
     """The walk finds what every choice, simulated, gives; a changed layer simulated alone is the whole
     simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting.
     """
-    problem = example(words=("dp", "col", "row"))
-    found, best = flexflow.flexflow(problem), every_simulated(problem)
+    problem = example(shardings=("dp", "col", "row"))
+    found, best = simulated.flexflow(problem), every_simulated(problem)
     assert found.cost == best.cost and found.looked_at < best.looked_at / 4
     check_delta(problem)
     check_stationary()
@@ -131,13 +138,13 @@ def test_flexflow():
 def check_delta(problem):
     draw, options = random.Random(1), problem.options(problem.levels)
     choice = [options[0]] * 4
-    delta = flexflow.Delta(flexflow.tasks_of(problem, choice))
+    delta = simulated.Delta(simulated.tasks_of(problem, choice))
     saved = 0
     for _ in range(100):
         choice[draw.randrange(4)] = draw.choice(options)
-        tasks, before = flexflow.tasks_of(problem, choice), delta.recomputed
-        assert delta.change(tasks) == flexflow.simulate(tasks)
-        assert delta.end == [flexflow.ends(tasks)[task.name] for task in tasks]
+        tasks, before = simulated.tasks_of(problem, choice), delta.recomputed
+        assert delta.change(tasks) == simulated.simulate(tasks)
+        assert delta.end == [simulated.ends(tasks)[task.name] for task in tasks]
         saved += len(tasks) - (delta.recomputed - before)
     assert saved > 0.2 * 100 * len(tasks)
     still = delta.recomputed
@@ -146,23 +153,23 @@ def check_delta(problem):
 
 
 def check_stationary():
-    problem = chain(3, layers=2, levels=1, words=("dp", "col", "row"))
+    problem = chain(3, layers=2, levels=1, shardings=("dp", "col", "row"))
     options = problem.options(problem.levels)
     states = list(product(options, repeat=2))
-    cost = {state: flexflow.simulate(flexflow.tasks_of(problem, state)) for state in states}
+    cost = {state: simulated.simulate(simulated.tasks_of(problem, state)) for state in states}
     beta = 2 / min(cost.values())
     moves = numpy.zeros((9, 9))
     for i, state in enumerate(states):
         for layer, option in product(range(2), options):
             proposal = (*state[:layer], option, *state[layer + 1 :])
-            chance = flexflow.acceptance(cost[state], cost[proposal], beta) / 6
+            chance = simulated.acceptance(cost[state], cost[proposal], beta) / 6
             moves[i, states.index(proposal)] += chance
             moves[i, i] += 1 / 6 - chance
     wanted = numpy.array([math.exp(-beta * cost[state]) for state in states])
     wanted /= wanted.sum()
     assert abs(wanted @ moves - wanted).max() < 1e-15 and abs(moves.sum(1) - 1).max() < 1e-15
     assert wanted.max() > 4 * wanted.min()  # uniform would not do
-    visits = Counter(flexflow.walk(problem, 10_000, beta, seed=0))
+    visits = Counter(simulated.walk(problem, 10_000, beta, seed=0))
     counted = numpy.array([visits[state] for state in states]) / 10_000
     assert abs(counted - wanted).max() < 0.03
 
@@ -170,17 +177,14 @@ def check_stationary():
 def test_flexflow_overlaps():
     """What is simulated is never longer than the sum, and shorter where sums of gradients hide."""
     for seed in range(3):
-        problem = chain(seed, words=("dp", "col", "row"))
+        problem = chain(seed, shardings=("dp", "col", "row"))
         graph = problem.graph()
         for picks in ((0, 0, 0, 0), (4, 8, 4, 8), (1, 5, 0, 8)):
             choice = graph.choice(picks)
-            time = flexflow.simulate(flexflow.tasks_of(problem, choice))
+            time = simulated.simulate(simulated.tasks_of(problem, choice))
             assert time <= graph.cost(picks) * (1 + 1e-12)
-    data_parallel = flexflow.tasks_of(example(), [Option(("dp", "dp"))] * 4)
-    assert flexflow.simulate(data_parallel) < 0.98 * example().graph().cost((0, 0, 0, 0))
-
-
-# ---- by bytes ---------------------------------------------------------------------------------------------
+    data_parallel = simulated.tasks_of(example(), [Option(("dp", "dp"))] * 4)
+    assert simulated.simulate(data_parallel) < 0.98 * example().graph().cost((0, 0, 0, 0))
 
 
 def test_tofu():
@@ -268,19 +272,19 @@ def test_hypar():
     every one of four levels; on each level the sum is that of the best of 2^L choices.
     """
     problem = Problem(ALEXNET, 256, (Level(2, 2.0**30),) * 4, 2.0**42)
-    found, best = hypar.hypar(problem), hypar.hypar(problem, every)
+    found, best = layerwise.hypar(problem), layerwise.hypar(problem, every)
     assert found == best._replace(looked_at=found.looked_at) and best.looked_at == 4 * 2**8
-    words = {layer.name: set(option.words) for layer, option in zip(ALEXNET, found.choice)}
-    assert all(words[f"conv{i}"] == {"dp"} for i in range(1, 6))
-    assert words["fc6"] == words["fc7"] == {"row"}
+    shardings = {layer.name: set(option.shardings) for layer, option in zip(ALEXNET, found.choice)}
+    assert all(shardings[f"conv{i}"] == {"dp"} for i in range(1, 6))
+    assert shardings["fc6"] == shardings["fc7"] == {"row"}
     assert found.cost < problem.cost([Option(("dp",) * 4)] * 8, unit="bytes") / 2
     optimal = 0
     for seed in range(10):
         problem = chain(seed)
-        assert hypar.hypar(problem).cost == hypar.hypar(problem, every).cost
-        joint = exhaustive(replace(problem, words=hypar.WORDS), "bytes").cost
-        assert hypar.hypar(problem).cost >= joint
-        optimal += hypar.hypar(problem).cost == joint
+        assert layerwise.hypar(problem).cost == layerwise.hypar(problem, every).cost
+        joint = exhaustive(replace(problem, shardings=layerwise.HYPAR_SHARDINGS), "bytes").cost
+        assert layerwise.hypar(problem).cost >= joint
+        optimal += layerwise.hypar(problem).cost == joint
     assert 5 <= optimal < 10  # level after level is a heuristic
 
 
@@ -302,9 +306,6 @@ def test_autoddl():
     assert any(traps)  # one start is not enough
 
 
-# ---- learned and played -----------------------------------------------------------------------------------
-
-
 def test_rl_placement():
     """On 6 operators and 2 devices the policy ends, for at least 9 of 10 seeds, at the fastest of all 64
     placements; it does on 4 layers and 4 devices; without the reward it does not.
@@ -314,12 +315,12 @@ def test_rl_placement():
     )
     best = every_placement(six)
     assert best.looked_at == 64 and best.choice in ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
-    ends = [placement.reinforce(six, seed=seed) for seed in range(10)]
+    ends = [simulated.reinforce(six, seed=seed) for seed in range(10)]
     assert sum(found.cost == best.cost for found in ends) >= 9
-    assert all(found.cost == placement.step_seconds(six, found.choice) for found in ends)
-    blind = [placement.reinforce(six, seed=seed, rate=0.0) for seed in range(10)]
+    assert all(found.cost == simulated.placement_seconds(six, found.choice) for found in ends)
+    blind = [simulated.reinforce(six, seed=seed, rate=0.0) for seed in range(10)]
     assert sum(found.cost == best.cost for found in blind) < 5
-    assert placement.reinforce(example()).cost == every_placement(example()).cost
+    assert simulated.reinforce(example()).cost == every_placement(example()).cost
 
 
 def test_automap():
@@ -336,13 +337,13 @@ def test_automap():
         memory_bytes=60 * 2**20,
     )
     found = automap.automap(mlp)
-    assert [option.words for option in found.choice] == [("col",), ("row",)]
+    assert [option.shardings for option in found.choice] == [("col",), ("row",)]
     up, down = mlp.layers
     assert mlp.edge_bytes(up, ("col",), ("row",), levels) == ((0,), (0,))
     assert mlp.edge_bytes(down, ("row",), None, levels)[0] == (2 * 3 / 4 * 256 * 1024 * 4,)
     assert automap.propagate({"W0": "f1"}, 2) == {"W0": "f1", "x1": "f1", "W1": "f1"}  # one decision
-    assert automap.words_of(automap.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
-    assert automap.words_of(automap.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
+    assert automap.shardings_of(automap.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
+    assert automap.shardings_of(automap.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
     for seed in range(3):
         problem = replace(example(), levels=levels) if seed == 0 else chain(seed, levels=1)
         price, every_one = automap.pricer(problem), list(automap.reachable(problem))
@@ -356,7 +357,7 @@ def test_automap():
 
 def test_of_equals_the_first_and_what_is_there_stays():
     """Each rule where it alone decides."""
-    names = [Option((word,)) for word in "abcd"]
+    names = [Option((sharding,)) for sharding in "abcd"]
     alone = Graph([names], [[5, 2, 2, 9]], {}, [[0, 0, 0, 0]])
     assert [descend(alone, [start])[0] for start in range(4)] == [[1], [1], [2], [1]]
     assert [descend(alone, [start])[1] for start in (0, 1)] == [2, 1], (
@@ -390,10 +391,10 @@ def test_of_equals_the_first_and_what_is_there_stays():
 
 
 def test_what_is_looked_at_is_counted(monkeypatch):
-    problem = chain(2, layers=3, levels=1, words=("dp", "col", "row"))
+    problem = chain(2, layers=3, levels=1, shardings=("dp", "col", "row"))
     priced = {}
-    steps = [*flexflow.walk(problem, 50, None, 3, priced)]
-    found = flexflow.flexflow(problem, steps=50, seed=3)
+    steps = [*simulated.walk(problem, 50, None, 3, priced)]
+    found = simulated.flexflow(problem, steps=50, seed=3)
     assert found.looked_at == len(priced) == len({*priced}) and len(steps) == 50
     assert found.cost == min(priced.values()) and priced[found.choice] == found.cost
     graph, sweeps = problem.graph(unit="bytes"), 0
@@ -408,9 +409,11 @@ def test_what_is_looked_at_is_counted(monkeypatch):
         lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts),
     )
     assert automap.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
-    times, seconds = [], placement.step_seconds
-    monkeypatch.setattr(placement, "step_seconds", lambda *given: times.append(given[1]) or seconds(*given))
-    found = placement.reinforce(problem, steps=3, batch=4)
+    times, seconds = [], simulated.placement_seconds
+    monkeypatch.setattr(
+        simulated, "placement_seconds", lambda *given: times.append(given[1]) or seconds(*given)
+    )
+    found = simulated.reinforce(problem, steps=3, batch=4)
     assert len({*times}) == len(times), "each is timed once"
     assert times[found.looked_at :] in ([], [found.choice]), (
         "and its end, if it was never drawn, is not counted"
@@ -421,10 +424,14 @@ def test_a_placement_pays_for_its_messages():
     """Two devices, two layers of 3·2·256·256·8 FLOPs: one after the other, and x there and back between them."""
     two = Problem((linear("0", 256, 256),) * 2, 8, (Level(2, 8.0), Level(1, 64.0)), 2.0**10)
     layer, message = 3 * 2 * 256 * 256 * 8 / 2**10, 2 * 256 * 8 * 4 / 64
-    assert placement.step_seconds(two, (0, 0)) == 2 * layer
-    assert placement.step_seconds(two, (0, 1)) == placement.step_seconds(two, (1, 0)) == 2 * layer + message
+    assert simulated.placement_seconds(two, (0, 0)) == 2 * layer
+    assert (
+        simulated.placement_seconds(two, (0, 1))
+        == simulated.placement_seconds(two, (1, 0))
+        == 2 * layer + message
+    )
     wide = replace(two, layers=(linear("0", 512, 256), linear("1", 256, 256)))
-    assert placement.step_seconds(wide, (0, 1)) == 3 * layer + message, (
+    assert simulated.placement_seconds(wide, (0, 1)) == 3 * layer + message, (
         "nobody sends the first layer its input"
     )
 
@@ -444,7 +451,7 @@ def test_words_meet_levels():
         example().mesh(3)
     with pytest.raises(ValueError, match="8 devices|there are"):
         example().mesh(8)
-    with pytest.raises(ValueError, match="words"):
-        example(words=("dp", "mp"))
+    with pytest.raises(ValueError, match="shardings"):
+        example(shardings=("dp", "mp"))
     assert str(Option(("dp", "tp"), True)) == "dp·tp'"
     assert blocks(0).graph().size == 9**4

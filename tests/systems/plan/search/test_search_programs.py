@@ -15,7 +15,7 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan.search import autotuning, nnscaler, unity
+from minitrain.systems.plan.search import nnscaler, simulated, unity
 from minitrain.systems.plan.search.nnscaler import (
     Operator,
     in_row,
@@ -89,9 +89,6 @@ def closure(graph, rules):
     return seen
 
 
-# ---- nnScaler ---------------------------------------------------------------------------------------------
-
-
 def test_nnscaler():
     """1F1B, an interlaced pipeline and co-shard are written with the three primitives alone, with the times that
     they have; the expert's constraints leave 34 of 5,136 plans, the fastest among them.
@@ -114,10 +111,10 @@ def check_1f1b():
                 program = op_assign(program, f"{kind}{device}", device)
             program = in_row(program, [str(action) for action in actions])
         costs = Costs(F=1, B=2, stage={i: i + 1 for i in range(p)})
-        simulated = simulate(schedule, costs)
+        played = simulate(schedule, costs)
         ends = times(program)
-        assert max(ends.values()) == simulated.makespan
-        assert all(ends[str(span.entry)] == span.end for spans in simulated.spans for span in spans)
+        assert max(ends.values()) == played.makespan
+        assert all(ends[str(span.entry)] == span.end for spans in played.spans for span in spans)
 
 
 def check_interlaced():
@@ -156,9 +153,6 @@ def check_co_shard():
         times({"x": Operator(1)})
 
 
-# ---- DeepSpeed-Autotuning ---------------------------------------------------------------------------------
-
-
 def test_deepspeed_autotuning():
     """No configuration runs that is over memory; the best that ran is the best of the whole grid; and the bytes
     of the simulated step are those of dry runs of every ZeRO stage with 1 and 2 microbatches.
@@ -168,33 +162,33 @@ def test_deepspeed_autotuning():
 
         def run(config):
             ran.append(config)
-            assert autotuning.memory(problem, config) <= problem.memory_bytes, "out of memory"
-            return autotuning.step_seconds(problem, config)
+            assert simulated.memory(problem, config) <= problem.memory_bytes, "out of memory"
+            return simulated.step_seconds(problem, config)
 
-        found, best = autotuning.autotune(problem, run), autotuning.every_config(problem)
-        assert found.cost == best.cost == autotuning.step_seconds(problem, found.choice)
+        found, best = simulated.autotune(problem, run), simulated.every_config(problem)
+        assert found.cost == best.cost == simulated.step_seconds(problem, found.choice)
         assert found.looked_at == len(ran) == len(set(ran)) < best.looked_at / 2
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        autotuning.autotune(replace(problem, memory_bytes=1))
+        simulated.autotune(replace(problem, memory_bytes=1))
     alike, ran = replace(example(), memory_bytes=2**40), []
-    found = autotuning.autotune(alike, lambda config: ran.append(config) or 1.0)
-    assert ran == autotuning.grid(alike) and found == (ran[0], 1.0, len(ran)), (
+    found = simulated.autotune(alike, lambda config: ran.append(config) or 1.0)
+    assert ran == simulated.grid(alike) and found == (ran[0], 1.0, len(ran)), (
         "as fast is not slower; the first"
     )
-    assert autotuning.grid(alike)[:3] == [autotuning.Config(0, rows) for rows in (1024, 512, 256)]
-    full = replace(example(), memory_bytes=autotuning.memory(example(), autotuning.Config(3, 1)))
-    assert autotuning.autotune(full).choice == autotuning.every_config(full).choice == autotuning.Config(3, 1)
+    assert simulated.grid(alike)[:3] == [simulated.Config(0, rows) for rows in (1024, 512, 256)]
+    full = replace(example(), memory_bytes=simulated.memory(example(), simulated.Config(3, 1)))
+    assert simulated.autotune(full).choice == simulated.every_config(full).choice == simulated.Config(3, 1)
     odd = replace(example(), rows=6, microbatches=2)
-    assert {config.rows for config in autotuning.grid(odd)} == {3}, "an odd number has no half"
+    assert {config.rows for config in simulated.grid(odd)} == {3}, "an odd number has no half"
     uneven = replace(example(layers=(block("b", 4, 8),), rows=4, microbatches=1), memory_bytes=2**40)
-    assert autotuning.memory(uneven, autotuning.Config(0, 2)) == 16 * 2 * 4 * 8 + 2 * (4 + 8) * 4
+    assert simulated.memory(uneven, simulated.Config(0, 2)) == 16 * 2 * 4 * 8 + 2 * (4 + 8) * 4
     config = small(tied=False, num_layers=1)
     parameters = sum(parameter.numel() for parameter in GPT(config).parameters())
-    for zero, microbatches in product(autotuning.STAGES, (1, 2)):
+    for zero, microbatches in product(simulated.STAGES, (1, 2)):
         strategy = Strategy(dp=4, zero=zero, microbatches=microbatches)
         loss = 2 * 3 * 4 if zero == 0 else 0
         sent = dryrun.run(bytes_of_a_step, strategy, config, rank=1, ranks=4)
-        assert abs(sent - autotuning.sent_bytes(parameters, 4, zero, microbatches)) <= 2 * 16 + loss
+        assert abs(sent - simulated.sent_bytes(parameters, 4, zero, microbatches)) <= 2 * 16 + loss
 
 
 def bytes_of_a_step(strategy, config):
@@ -204,9 +198,6 @@ def bytes_of_a_step(strategy, config):
     with Ledger() as ledger:
         run.step(run.batch(rows, 1))
     return ledger.sent_bytes()
-
-
-# ---- all of them ------------------------------------------------------------------------------------------
 
 
 # Priced by hand: OptCNN 2·16³ + 16²; Tofu 2 levels of 4 layers, 8 cuts of an operator's tensors, 3 operators of 3

@@ -9,11 +9,10 @@ import pytest
 
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.systems.plan.search import alpa, galvatron, piper, stages, tensoropt
-from minitrain.systems.plan.search.aceso import aceso, primitives, resized, slowest, starts
-from minitrain.systems.plan.search.exhaustive import every
-from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, example, linear
+from minitrain.systems.plan.search import layerwise, staged, stages
+from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
 from minitrain.systems.plan.search.race import every_run
+from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
 from tests.systems.plan.search.drawn import blocks, chain
 
 
@@ -56,7 +55,7 @@ def test_all_cuts():
 
 def test_every_plan_is_the_best_of_what_the_layers_up_say():
     """Each stage priced once finds what all plans, each computed whole, do; also where a stage fits nowhere."""
-    problem = chain(1, layers=3, levels=1, words=("dp", "col"))
+    problem = chain(1, layers=3, levels=1, shardings=("dp", "col"))
     every = [
         tuple(stages.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
         for cut in stages.all_cuts(problem)
@@ -103,9 +102,9 @@ def test_piper():
     """
     recomputed = []
     for seed in range(2):
-        problem = blocks(seed, layers=6, words=("dp", "tp"))
-        for case in [replace(problem, memory_bytes=inf), *capped(piper.piper, problem)]:
-            found, best = piper.piper(case), piper.every_piper_plan(case)
+        problem = blocks(seed, layers=6, shardings=("dp", "tp"))
+        for case in [replace(problem, memory_bytes=inf), *capped(staged.piper, problem)]:
+            found, best = staged.piper(case), staged.every_piper_plan(case)
             assert found.cost == best.cost and found.looked_at < best.looked_at
             times = [stages.stage_seconds(case, stage) for stage in found.choice]
             assert (
@@ -114,14 +113,14 @@ def test_piper():
             recomputed.append(any(option.again for stage in found.choice for option in stage.options))
     assert any(recomputed) and not recomputed[0]
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        piper.piper(replace(problem, memory_bytes=1))
+        staged.piper(replace(problem, memory_bytes=1))
 
 
 def test_of_equal_plans_piper_takes_that_with_fewest_stages():
     """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
     layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
-    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, words=("dp",))
-    found = piper.piper(problem)
+    problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, shardings=("dp",))
+    found = staged.piper(problem)
     alone = stages.Stage(range(0, 1), 1, (Option(()),))
     assert found.cost == stages.stage_seconds(problem, alone)
     assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
@@ -129,42 +128,42 @@ def test_of_equal_plans_piper_takes_that_with_fewest_stages():
 
 def test_alpa():
     """The integer program is exact, and takes Megatron's cut for a wide MLP, data parallelism for a wide batch;
-    stages and words are the best of all plans within memory; for equal blocks no plan is faster than the
+    stages and shardings are the best of all plans within memory; for equal blocks no plan is faster than the
     best that a person would try, uniform in all of them.
     """
     fast = (Level(4, 2.0**34),)
-    words = lambda rows, width: [
-        o.words[0]
+    shardings = lambda rows, width: [
+        o.shardings[0]
         for o in program(
             Problem(
                 (linear("up", 512, width), linear("down", width, 512)),
                 rows,
                 fast,
                 2.0**44,
-                words=("dp", "col", "row"),
+                shardings=("dp", "col", "row"),
             )
         )
     ]
-    assert words(64, 8192) == ["col", "row"] and words(65536, 512) == ["dp", "dp"]
+    assert shardings(64, 8192) == ["col", "row"] and shardings(65536, 512) == ["dp", "dp"]
     for seed in range(1):
-        problem = chain(seed, words=("dp", "col", "row"))
+        problem = chain(seed, shardings=("dp", "col", "row"))
         graph = problem.graph()
-        free = alpa.intra(graph)
+        free = staged.intra(graph)
         assert free[0] == every(graph).cost == graph.cost(free[1])
         cap = 0.9 * graph.bytes(free[1])
-        assert alpa.intra(graph, cap)[0] == every(graph, cap).cost and alpa.intra(graph, 1) is None
-        for case in (problem, *capped(alpa.alpa, problem)[:1]):
-            found = alpa.alpa(case)
+        assert staged.intra(graph, cap)[0] == every(graph, cap).cost and staged.intra(graph, 1) is None
+        for case in (problem, *capped(staged.alpa, problem)[:1]):
+            found = staged.alpa(case)
             assert found.cost == stages.every_plan(case).cost == stages.seconds(case, found.choice)
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        alpa.alpa(replace(problem, memory_bytes=1))
+        staged.alpa(replace(problem, memory_bytes=1))
     check_megatron()
 
 
 def program(problem):
     graph = problem.graph()
-    return graph.choice(alpa.intra(graph)[1])
+    return graph.choice(staged.intra(graph)[1])
 
 
 def check_megatron():
@@ -176,14 +175,16 @@ def check_megatron():
             (Level(2, rate), Level(2, 2.0**35)),
             2.0**44,
             microbatches=microbatches,
-            words=("dp", "tp"),
+            shardings=("dp", "tp"),
         )
         manual = []
-        for cut in galvatron.even_cuts(gpt):
-            for words in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
-                plan = tuple(stages.Stage(run, devices, (Option(words),) * len(run)) for run, devices in cut)
+        for cut in staged.even_cuts(gpt):
+            for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
+                plan = tuple(
+                    stages.Stage(run, devices, (Option(shardings),) * len(run)) for run, devices in cut
+                )
                 manual.append(stages.seconds(gpt, plan))
-        assert alpa.alpa(gpt).cost == min(manual) < max(manual) / 1.4
+        assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
 
 
 def test_aceso():
@@ -202,7 +203,7 @@ def test_aceso():
 
 
 def test_aceso_changes_one_thing():
-    """Where it starts the work is most even; a stage of other layers or devices keeps its words as far as there
+    """Where it starts the work is most even; a stage of other layers or devices keeps its shardings as far as there
     are levels, and a new layer is as the one beside it; primitives are of the bottleneck, by bytes before time.
     """
     problem = example()
@@ -212,7 +213,9 @@ def test_aceso_changes_one_thing():
     for plan in begun:
         cut = tuple((stage.layers, stage.devices) for stage in plan)
         assert work(cut) == min(work(one) for one in stages.all_cuts(problem) if len(one) == len(cut))
-        assert {word for stage in plan for option in stage.options for word in option.words} <= {"dp"}
+        assert {sharding for stage in plan for option in stage.options for sharding in option.shardings} <= {
+            "dp"
+        }
     outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
     stage = stages.Stage(range(1, 3), 4, (outer, inner))
     assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
@@ -234,17 +237,17 @@ def test_galvatron():
     """22 candidates for 8 GPUs, of 34 before dp and sdp may not mix; on 4 layers the best of all plans that the
     tree allows, within memory.
     """
-    found = galvatron.candidates(8)
-    assert len(found) == len(set(found)) == 22 and len(galvatron.candidates(8, mixed=True)) == 34
+    found = staged.candidates(8)
+    assert len(found) == len(set(found)) == 22 and len(staged.candidates(8, mixed=True)) == 34
     assert [sum(pp == degree for pp, _ in found) for degree in (1, 2, 4, 8)] == [11, 7, 3, 1]
     assert (1, ("dp", "tp", "dp")) not in found and (1, ("dp", "sdp", "tp")) not in found
     with pytest.raises(ValueError, match="power of two"):
-        galvatron.candidates(6)
+        staged.candidates(6)
     for seed in range(3):
         problem = blocks(seed, levels=2 + (seed == 0))
-        for case in [problem, *capped(galvatron.galvatron, problem)]:
-            found = galvatron.galvatron(case)
-            best = stages.every_plan(case, galvatron.tree_options(case), galvatron.even_cuts(case))
+        for case in [problem, *capped(staged.galvatron, problem)]:
+            found = staged.galvatron(case)
+            best = stages.every_plan(case, staged.tree_options(case), staged.even_cuts(case))
             assert found.cost == best.cost == stages.seconds(case, found.choice)
             assert found.looked_at < best.looked_at
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
@@ -256,29 +259,26 @@ def test_galvatron_bmw():
     """
     faster = 0
     for seed in range(3):
-        problem = blocks(seed, words=("sdp", "tp"))
-        for case in [problem, *capped(galvatron.galvatron, problem)]:
-            found, before = galvatron.galvatron_bmw(case), galvatron.galvatron(case)
-            best = stages.every_plan(case, galvatron.bmw_options(case), every_run(case))
+        problem = blocks(seed, shardings=("sdp", "tp"))
+        for case in [problem, *capped(staged.galvatron, problem)]:
+            found, before = staged.galvatron_bmw(case), staged.galvatron(case)
+            best = stages.every_plan(case, staged.bmw_options(case), every_run(case))
             assert best.cost <= found.cost <= before.cost and found.cost == stages.seconds(case, found.choice)
             assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
             faster += found.cost < before.cost
     assert faster >= 3
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        galvatron.galvatron_bmw(replace(problem, memory_bytes=1))
+        staged.galvatron_bmw(replace(problem, memory_bytes=1))
 
 
-# ---- what a search says that it looked at ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("search", [piper.piper, galvatron.galvatron, galvatron.galvatron_bmw])
+@pytest.mark.parametrize("search", [staged.piper, staged.galvatron, staged.galvatron_bmw])
 def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     """Also of cuts in which a later stage turns out not to fit."""
-    problem = blocks(0, layers=3, words=("dp", "tp"))
+    problem = blocks(0, layers=3, shardings=("dp", "tp"))
     tight = capped(search, problem)[-1]
-    counted, whole = [], tensoropt.frontier
+    counted, whole = [], layerwise.frontier
     monkeypatch.setattr(
-        tensoropt, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
+        layerwise, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
     )
     for case in (problem, tight):
         counted.clear()
@@ -286,16 +286,16 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
 
 
 def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
-    problem = chain(0, layers=3, levels=1, words=("dp", "col"))
-    programs, sums, solve, stages_of = [], [], alpa.intra, alpa.by_stages
+    problem = chain(0, layers=3, levels=1, shardings=("dp", "col"))
+    programs, sums, solve, stages_of = [], [], staged.intra, staged.by_stages
 
     def by_stages(problem, stage, join):
         return stages_of(problem, stage, lambda here, rest: sums.append(here) or join(here, rest))
 
-    monkeypatch.setattr(alpa, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
-    monkeypatch.setattr(alpa, "by_stages", by_stages)
-    found = alpa.alpa(problem)
-    # 6 runs of layers on 1 and 2 devices: 1 and 2 words for each layer, as many squared for each of 0 to 2 edges
+    monkeypatch.setattr(staged, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
+    monkeypatch.setattr(staged, "by_stages", by_stages)
+    found = staged.alpa(problem)
+    # 6 runs of layers on 1 and 2 devices: 1 and 2 shardings for each layer, as many squared for each of 0 to 2 edges
     layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
     assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
 

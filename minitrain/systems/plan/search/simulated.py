@@ -1,0 +1,250 @@
+"""Searches that price a choice by simulating it: a random walk, a learned placement, runs that memory allows.
+
+FlexFlow   Metropolis over choices: accept with min(1, exp(beta·(cost - new cost))). Forward, backward,
+           conversions and sums of gradients each run on the compute stream or a level's link, in list order,
+           so they overlap; `Delta` computes again only what moves in time after one layer changed
+RL         REINFORCE places whole operators: logits[operators, devices]; reward -log(step time), normalised in
+           the batch; logits += rate · mean of reward · (one-hot of what was drawn - probabilities)
+DeepSpeed  what ZeRO's bytes and kept activations say will not fit is never run; of the rest, for each stage
+           the microbatch halves from the largest that fits until it is slower. Bytes sent by each of n
+           devices in a step of m microbatches, in units of (n-1)/n of the parameters:
+           stage 0, 1: 2     2: m + 1     3: 3·m      (proved against dry runs of data_parallel/)
+
+Jia et al. 2018 (FlexFlow), arXiv:1807.05358, sections 4 to 6; Mirhoseini et al. 2017, arXiv:1706.04972;
+Microsoft 2021, DeepSpeed tutorial "Autotuning". Differs: FlexFlow's operators run on all devices, tokens are
+rows; the policy is a table, not a recurrent network; the tuner by a learned model is left out.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy
+
+from minitrain.pipeline import simulate as pipeline_simulate
+from minitrain.pipeline.schedule import F, Schedule
+from minitrain.pipeline.simulate import Costs
+from minitrain.plan.accounting.memory_formulas import zero_bytes
+from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest, least
+
+
+class Task(NamedTuple):
+    name: tuple
+    stream: str
+    seconds: float
+    needs: tuple = ()  # names
+
+
+def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
+    """One microbatch. The same names, streams and needs for every choice: only the seconds differ."""
+    tasks, levels, shardings = [], problem.levels, [*(option.shardings for option in choice), None]
+
+    def sent(name, sizes, needs):
+        for i in reversed(range(len(levels))):
+            tasks.append(Task((*name, i), f"link{i}", sizes[i] / levels[i].bytes_per_s, needs))
+            needs = ((*name, i),)
+        return needs
+
+    forward, backward, gathers, sums, thirds = [], [], [], [], []
+    for j, (layer, option) in enumerate(zip(problem.layers, choice)):
+        there, back = problem.edge_bytes(layer, shardings[j], shardings[j + 1], levels)
+        often, once = problem.weight_bytes(layer, shardings[j], levels)
+        forward.append(there)
+        backward.append(back)
+        gathers.append([size / 3 for size in often])
+        sums.append([a + b / problem.microbatches for a, b in zip(gathers[j], once)])
+        thirds.append(problem.compute_seconds(layer, option, levels) / 3)
+    needs = ()
+    for j, third in enumerate(thirds):
+        ready = sent(("gather", j), gathers[j], ())
+        tasks.append(Task(("F", j), "compute", third, needs + ready))
+        needs = sent(("to", j), forward[j], (("F", j),))
+    for j in reversed(range(len(thirds))):
+        needs = sent(("back to", j), backward[j], needs)
+        ready = sent(("again", j), gathers[j], ())
+        if j + 1 < len(thirds):
+            sent(("sum", j + 1), sums[j + 1], (("B", j + 1),))  # behind what this backward waits for
+        tasks.append(Task(("B", j), "compute", 2 * thirds[j], needs + ready))
+        needs = (("B", j),)
+    sent(("sum", 0), sums[0], needs)
+    return tasks
+
+
+def ends(tasks: Sequence[Task]) -> dict[tuple, float]:
+    done, free = {}, {}
+    for task in tasks:
+        start = max([free.get(task.stream, 0.0), *(done[name] for name in task.needs)])
+        done[task.name] = free[task.stream] = start + task.seconds
+    return done
+
+
+def simulate(tasks: Sequence[Task]) -> float:
+    return max(ends(tasks).values())
+
+
+class Delta:
+    """A simulation that is kept, and what follows each task: in its stream, and by need."""
+
+    def __init__(self, tasks: Sequence[Task]):
+        self.tasks, self.recomputed, last = list(tasks), 0, {}
+        place = {task.name: at for at, task in enumerate(tasks)}
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = [[] for _ in tasks]
+        for at, task in enumerate(tasks):
+            self.before.append([place[name] for name in task.needs] + last.get(task.stream, []))
+            for other in self.before[at]:
+                self.after[other].append(at)
+            last[task.stream] = [at]
+        done = ends(tasks)
+        self.end = [done[task.name] for task in tasks]
+
+    def change(self, tasks: Sequence[Task]) -> float:
+        """The time with these in place of the old ones."""
+        waiting = [at for at, (old, new) in enumerate(zip(self.tasks, tasks)) if old.seconds != new.seconds]
+        self.tasks, queued = list(tasks), set(waiting)
+        while waiting:
+            at = heappop(waiting)
+            queued.discard(at)
+            end = max([0.0, *(self.end[other] for other in self.before[at])]) + self.tasks[at].seconds
+            self.recomputed += 1
+            if end != self.end[at]:
+                self.end[at] = end
+                for other in self.after[at]:
+                    if other not in queued:
+                        queued.add(other)
+                        heappush(waiting, other)
+        return max(self.end)
+
+
+def acceptance(cost: float, new: float, beta: float) -> float:
+    return 1.0 if new <= cost else math.exp(beta * (cost - new))
+
+
+def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: dict | None = None):
+    """Where the walk is after each step, from data parallelism on; `priced`: the cost of all it looked at."""
+    draw, options = random.Random(seed), problem.options(problem.levels)
+    choice, priced = (options[0],) * len(problem.layers), {} if priced is None else priced
+    delta = Delta(tasks_of(problem, choice))
+    cost = priced[choice] = max(delta.end)
+    beta = 5 / cost if beta is None else beta
+    for _ in range(steps):
+        layer, option = draw.randrange(len(choice)), draw.choice(options)
+        proposal = (*choice[:layer], option, *choice[layer + 1 :])
+        if proposal not in priced:
+            priced[proposal] = delta.change(tasks_of(problem, proposal))
+        if draw.random() < acceptance(cost, priced[proposal], beta):
+            choice, cost = proposal, priced[proposal]
+        yield choice
+
+
+def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> SearchResult:
+    """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth
+    of the start."""
+    priced: dict[tuple[Option, ...], float] = {}
+    for _ in walk(problem, steps, beta, seed, priced):
+        pass
+    best = min(priced, key=priced.__getitem__)
+    return SearchResult(best, priced[best], len(priced))
+
+
+def placement_seconds(problem: Problem, placement: Sequence[int]) -> float:
+    """Forward and backward of an operator as one action; the message is that of the widest layer."""
+    ranks = [[] for _ in range(problem.devices)]
+    for microbatch in range(problem.microbatches):
+        for layer, device in enumerate(placement):
+            ranks[device].append(F(layer, microbatch))
+    alone = Option(())
+    times = {i: problem.compute_seconds(layer, alone, ()) for i, layer in enumerate(problem.layers)}
+    size = max(layer.takes for layer in problem.layers[1:]) * problem.rows * problem.element_bytes
+    message = 2 * size / problem.levels[-1].bytes_per_s
+    schedule = Schedule("placement", ranks, len(times), problem.microbatches)
+    return pipeline_simulate.simulate(schedule, Costs(F=1, send=message, stage=times)).makespan
+
+
+def reinforce(
+    problem: Problem, steps: int = 100, batch: int = 16, rate: float = 0.7, seed: int = 0
+) -> SearchResult:
+    """Where the policy ends: its likeliest placement. Looked at: different ones that it drew."""
+    draw, operators, devices = numpy.random.default_rng(seed), len(problem.layers), problem.devices
+    logits, time = numpy.zeros((operators, devices)), cache(lambda placed: placement_seconds(problem, placed))
+    seen = {}
+    for _ in range(steps):
+        shares = numpy.exp(logits - logits.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        below = shares.cumsum(1)[None] < draw.random((batch, operators, 1))
+        placed = numpy.minimum(below.sum(2), devices - 1)
+        seen |= {(one := tuple(map(int, row))): time(one) for row in placed}
+        reward = -numpy.log([seen[tuple(map(int, row))] for row in placed])
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-9)
+        drawn = numpy.eye(devices)[placed]  # [batch, operators, devices]
+        logits += rate * (advantage[:, None, None] * (drawn - shares)).mean(0)
+    likeliest = tuple(map(int, logits.argmax(1)))
+    return SearchResult(likeliest, time(likeliest), len(seen))
+
+
+STAGES = (0, 1, 2, 3)
+
+
+class Config(NamedTuple):
+    zero: int
+    rows: int  # of a microbatch on a device
+
+
+def memory(problem: Problem, config: Config) -> float:
+    """Bytes of a device in float32: states as ZeRO cuts them, and each layer's input and inner results."""
+    parameters = sum(layer.weights for layer in problem.layers)
+    kept = sum(layer.takes + layer.keeps for layer in problem.layers)
+    states = zero_bytes(parameters, problem.devices, config.zero, weight=4, gradient=4, optimizer=8)
+    return states + config.rows * kept * problem.element_bytes
+
+
+def sent_bytes(parameters: int, devices: int, zero: int, microbatches: int, element_bytes: int = 4) -> float:
+    times = (2, 2, microbatches + 1, 3 * microbatches)[zero]
+    return times * parameters * element_bytes * (devices - 1) / devices
+
+
+def step_seconds(problem: Problem, config: Config, launch_s: float = 1e-4) -> float:
+    """Of all rows of a step, those of `problem.microbatches`, shared out to the devices."""
+    microbatches = problem.rows * problem.microbatches // (config.rows * problem.devices)
+    flops = 3 * sum(layer.flops for layer in problem.layers) * config.rows
+    parameters = sum(layer.weights for layer in problem.layers)
+    sent = sent_bytes(parameters, problem.devices, config.zero, microbatches, problem.element_bytes)
+    work = microbatches * (launch_s * len(problem.layers) + flops / problem.flops_per_s)
+    return work + sent / min(level.bytes_per_s for level in problem.levels)
+
+
+def grid(problem: Problem) -> list[Config]:
+    """Every stage with every microbatch that halves a device's rows."""
+    rows, sizes = problem.rows * problem.microbatches // problem.devices, []
+    while rows >= 1:
+        sizes.append(rows)
+        if rows % 2:
+            break
+        rows //= 2
+    return [Config(zero, size) for zero in STAGES for size in sizes]
+
+
+def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> SearchResult:
+    """The fastest of what was run; of equal ones that which ran first. Looked at: runs."""
+    run = run or (lambda config: step_seconds(problem, config))
+    tried: dict[Config, float] = {}
+    for zero in STAGES:
+        fitting = [c for c in grid(problem) if c.zero == zero and memory(problem, c) <= problem.memory_bytes]
+        before = float("inf")
+        for config in fitting:  # the largest microbatch first
+            tried[config] = run(config)
+            if tried[config] > before:
+                break
+            before = tried[config]
+    time, best = cheapest(((time, config) for config, time in tried.items()), problem.memory_bytes)
+    return SearchResult(best, time, len(tried))
+
+
+def every_config(problem: Problem) -> SearchResult:
+    """The fastest of the whole grid that fits; looked at: the grid."""
+    every = grid(problem)
+    fitting = (config for config in every if memory(problem, config) <= problem.memory_bytes)
+    return least(fitting, lambda config: step_seconds(problem, config))._replace(looked_at=len(every))

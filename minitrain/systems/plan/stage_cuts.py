@@ -1,0 +1,412 @@
+"""Where to cut a pipeline into stages by the time of a whole step: DAPPLE, AutoPipe, GraphPipe. No torch.
+
+DAPPLE     step = warm-up + steady + ending: F_0+…+F_Q, (m-1)(F_Q+B_Q), B_Q+…+B_0 and the sum of gradients;
+           the pivot Q is the stage that never waits in between (`paper_latency`). Links are stages of their
+           own. It leaves out that a pivot waits twice. With `rest` the F+B of the stages behind it and K its
+           warm-up
+             latency  =  max over Q of  sum over s <= Q of (F_s+B_s)  +  (m-1)(F_Q+B_Q)  +  w(F_Q)  +  w(B_Q)
+             w(t) = max(0, rest - (K-1)·t); for m <= K the larger of the two waits alone
+           No step is faster; simulated 1F1B with stage times up to a factor of 3 apart is at most 4 % slower.
+AutoPipe   units are embedding | attention 1 | MLP 1 | … | head; one leaves the stage that waits least, as
+           long as the simulated step gets shorter. The first microbatches run in halves of their rows.
+GraphPipe  a model with branches stays a graph of stages. What counts is its depth, the stages on the longest
+           path: equal stages take (m + depth - 1)·(F + B), and hold as many microbatches as stages are on
+           their longest path to the end: 3 + 2 + 2 + 1 = 8 for a diamond, 10 for a chain of four.
+
+Fan et al. 2021, arXiv:2007.01045, section 4; Liu et al. 2022 (AutoPipe), IEEE Cluster; Jeon et al. 2024,
+arXiv:2406.17145. Differs: `plan_dapple` minimises `latency`; AutoPipe's backwards are in halves too, and a
+simulator prices; GraphPipe with one device per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from minitrain.pipeline.partition import Number, balanced, divided, undominated
+from minitrain.pipeline.schedule import Action, B, F, Schedule
+from minitrain.pipeline.schedules.one_direction import alternate, check_sizes, one_f_one_b
+from minitrain.pipeline.simulate import Measured, Simulation, simulate
+from minitrain.ranks.checks import (
+    require_ints,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
+
+Devices = tuple[int, ...]  # how many of each machine
+
+
+class Stage(NamedTuple):
+    F: Number
+    B: Number
+    sync: Number = 0  # sum of gradients after the last backward
+
+
+def paper_latency(stages: Sequence[Stage], m: int) -> Number:
+    """Warm-up, steady, ending, with the paper's pivot: found from the last stage back to the first."""
+    require_positive_ints(m=m)
+    F, B, sync = zip(*((stage.F, stage.B, stage.sync) for stage in stages))
+    steady = [(m - 1) * (f + b) for f, b in zip(F, B)]
+    pivot = len(stages) - 1
+    for s in reversed(range(pivot)):
+        if steady[s] > steady[pivot] + sum(F[s + 1 : pivot]) + sum(B[s + 1 : pivot]):
+            pivot = s
+    ends = [sync[s] + sum(B[s : pivot + 1]) - sum(B[pivot + 1 : s + 1]) for s in range(len(stages))]
+    return sum(F[: pivot + 1]) + steady[pivot] + max(ends)
+
+
+class Ahead(NamedTuple):
+    """What a stage needs to know of those behind it, from the start of their first forward on."""
+
+    rest: Number = 0  # sum of F+B
+    first: Number = 0  # end of the first one's last backward
+    all: Number = 0  # end of everything
+
+
+def in_front(stage: Stage, behind: Ahead, number: int, m: int) -> Ahead:
+    """The same with one more stage in front; `number` stages are behind it."""
+    own, k = m * (stage.F + stage.B), min(number + 1, m)
+    waits = max(0, behind.rest - (k - 1) * stage.F), max(0, behind.rest - (k - 1) * stage.B)
+    first = max(own + (sum(waits) if m > k else max(waits)), stage.F + behind.first + stage.B)
+    return Ahead(behind.rest + stage.F + stage.B, first, max(stage.F + behind.all, first + stage.sync))
+
+
+def latency(stages: Sequence[Stage], m: int) -> Number:
+    """The time of a 1F1B step of m microbatches, from below."""
+    behind = Ahead()
+    for number, stage in enumerate(reversed(stages)):
+        behind = in_front(stage, behind, number, m)
+    return behind.all
+
+
+@dataclass(frozen=True)
+class Model:
+    """Per layer: forward and backward of a microbatch on one device, bytes of weights and of its input."""
+
+    forward: Sequence[Number]
+    backward: Sequence[Number]
+    weights: Sequence[Number]
+    activations: Sequence[Number]
+
+    def __post_init__(self) -> None:
+        require_nonnegative(**vars(self))
+        require_one_of([len(self.forward)], **{f"len({name})": len(of) for name, of in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`machines[i]` devices in machine i; bytes per time inside a machine and between two."""
+
+    machines: Devices
+    inside: Number
+    between: Number
+
+    def __post_init__(self) -> None:
+        require_positive(machines=self.machines, inside=self.inside, between=self.between)
+
+    def bandwidth(self, *groups: Devices) -> Number:
+        """Of the slowest link among these devices."""
+        return self.inside if sum(any(counts) for counts in zip(*groups)) == 1 else self.between
+
+
+class DapplePlan(NamedTuple):
+    time: Number
+    stages: tuple[tuple[range, Devices], ...]
+
+
+def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluster) -> Stage:
+    """Layers on replicas, which split each microbatch and sum their gradients in a ring."""
+    n, lists = sum(devices), (model.forward, model.backward, model.weights)
+    forward, backward, weights = (sum(numbers[layers.start : layers.stop]) for numbers in lists)
+    sync = divided(2 * (n - 1) * weights, n * cluster.bandwidth(devices))
+    return Stage(divided(forward, n), divided(backward, n), sync)
+
+
+def link_stage(model: Model, layer: int, source: Devices, to: Devices, cluster: Cluster) -> Stage:
+    """The message into `layer`, both ways, as a stage."""
+    time = divided(model.activations[layer], cluster.bandwidth(source, to))
+    return Stage(time, time)
+
+
+def stages_of(planned: Sequence[tuple[range, Devices]], model: Model, cluster: Cluster) -> list[Stage]:
+    """Stages and links in turn, as `latency` and a 1F1B schedule of 2p-1 stages take them."""
+    stages = []
+    for i, (layers, devices) in enumerate(planned):
+        if i:
+            stages.append(link_stage(model, layers.start, planned[i - 1][1], devices, cluster))
+        stages.append(compute_stage(model, layers, devices, cluster))
+    return stages
+
+
+def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
+    """Every number of devices from every machine, at least one in all."""
+    return (devices for devices in product(*(range(count + 1) for count in free)) if any(devices))
+
+
+def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
+    """For each number of devices: fresh machines first, machines in use first, or spread evenly."""
+    for n in range(1, sum(free) + 1):
+        found = set()
+        for used_first in (False, True):
+            left, devices = n, [0] * len(free)
+            for i in sorted(range(len(free)), key=lambda i: (free[i] < machines[i]) != used_first):
+                devices[i] = min(free[i], left)
+                left -= devices[i]
+            found.add(tuple(devices))
+        spread = [0] * len(free)
+        for _ in range(n):
+            open_machines = [i for i in range(len(free)) if spread[i] < free[i]]
+            spread[max(open_machines, key=lambda i: (-spread[i], free[i]))] += 1
+        yield from sorted(found | {tuple(spread)})
+
+
+def plan_dapple(model: Model, cluster: Cluster, m: int, placements: Callable = all_placements) -> DapplePlan:
+    """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
+    with fewest stages.
+
+    Stages go in front of stages, keeping all that no other beats in every number of `Ahead`: the latency
+    never falls if one rises, so this equals trying everything. `paper_placements` tries fewer, for clusters
+    where all are too many."""
+    require_positive_ints(m=m)
+    # (layers left, devices left, devices of the stage behind, stages and links behind) -> (Ahead, stages)
+    frontier = {(len(model.forward), cluster.machines, (), 0): [(Ahead(), ())]}
+    whole = []
+    for end in range(len(model.forward), 0, -1):
+        for key in [key for key in frontier if key[0] == end]:
+            _, free, behind, number = key
+            unbeaten = undominated(frontier.pop(key))
+            for start, devices in product(range(end), list(placements(free, cluster.machines))):
+                left = tuple(a - b for a, b in zip(free, devices))
+                if start and not any(left):
+                    continue
+                added = [link_stage(model, end, devices, behind, cluster)] if behind else []
+                added.append(compute_stage(model, range(start, end), devices, cluster))
+                found = []
+                for ahead, stages in unbeaten:
+                    for stages_behind, stage in enumerate(added, number):
+                        ahead = in_front(stage, ahead, stages_behind, m)
+                    found.append((ahead, ((range(start, end), devices), *stages)))
+                if start:
+                    frontier.setdefault((start, left, devices, number + len(added)), []).extend(found)
+                else:
+                    whole += found
+    ahead, stages = min(whole, key=lambda found: (found[0].all, len(found[1])))
+    return DapplePlan(ahead.all, stages)
+
+
+class AutoPipePlan(NamedTuple):
+    time: Number
+    cut: tuple[range, ...]
+
+
+def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> AutoPipePlan:
+    """The cut of units into p stages that the search ends at, and its simulated 1F1B step.
+
+    Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
+    require_nonnegative(forward=forward, backward=backward)
+    check_sizes("plan_autopipe", p=p, m=m)
+    cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
+    best = simulated_step(cut, forward, backward, m)
+    while True:
+        master = min(range(p), key=best.idle)
+        tried = [
+            (simulated_step(moved, forward, backward, m), moved) for moved in without_one_unit(cut, master)
+        ]
+        faster = min(tried, key=lambda pair: pair[0].makespan, default=None)
+        if faster is None or faster[0].makespan >= best.makespan:
+            return AutoPipePlan(best.makespan, cut)
+        best, cut = faster
+
+
+def simulated_step(
+    cut: Sequence[range], forward: Sequence[Number], backward: Sequence[Number], m: int
+) -> Simulation:
+    """1F1B over these stages."""
+    schedule = one_f_one_b(len(cut), m)
+    times = {
+        (kind, stage): sum(numbers[units.start : units.stop])
+        for kind, numbers in (("F", forward), ("B", backward))
+        for stage, units in enumerate(cut)
+    }
+    return simulate(schedule, Measured({action: times[action[:2]] for action in schedule.place}))
+
+
+def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]]:
+    """The cuts in which a unit of the stage went to a neighbour, who may hand one on to the next."""
+    starts, found = [units.start for units in cut] + [cut[-1].stop], []
+    for moves in [{stage: 1}, {stage + 1: -1}, {stage: 1, stage - 1: 1}, {stage + 1: -1, stage + 2: -1}]:
+        ends = [start + moves.get(i, 0) for i, start in enumerate(starts)]
+        moved = tuple(range(a, b) for a, b in zip(ends, ends[1:]))
+        if all(0 < i < len(cut) for i in moves) and all(moved):
+            found.append(moved)
+    return found
+
+
+def sliced(p: int, m: int, k: int = 1) -> Schedule:
+    """1F1B with the first k of m microbatches in halves: units 2i and 2i+1 if i < k, else unit i + k."""
+    check_sizes("sliced", p=p, m=m)
+    require_ints(0, m, k=k)
+
+    def halves(action: Action) -> list[Action]:
+        i = action.microbatch
+        return [action._replace(microbatch=unit) for unit in ([2 * i, 2 * i + 1] if i < k else [i + k])]
+
+    whole = one_f_one_b(p, m).ranks
+    ranks = tuple(tuple(unit for action in entries for unit in halves(action)) for entries in whole)
+    return Schedule(f"1F1B, p={p}, m={m}, {k} in halves", ranks, p, m + k)
+
+
+def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Measured:
+    """A half takes half of the time."""
+    share = {action: Fraction(1, 2) if action.microbatch < 2 * k else 1 for action in schedule.place}
+    return Measured({action: (F if action.kind == "F" else B) * part for action, part in share.items()})
+
+
+def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
+    """The fewest halved microbatches that make the whole step (p-1)·F/2 shorter; all m always do."""
+    require_positive(F=F, B=B)
+
+    def time(k: int) -> Number:
+        schedule = sliced(p, m, k)
+        return simulate(schedule, sliced_times(schedule, k, F, B)).makespan
+
+    whole = time(0)
+    return next(k for k in range(m + 1) if whole - time(k) >= (p - 1) * F * Fraction(1, 2))
+
+
+Edges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class GraphSchedule(Schedule):
+    """Stage j needs stage i for every edge (i, j); its backward comes first."""
+
+    edges: Edges = ()
+    chain = False
+
+    @cached_property
+    def needs(self) -> dict[Action, tuple[Action, ...]]:
+        def before(kind: str, stage: int, unit: int) -> tuple[Action, ...]:
+            if kind == "F":
+                return tuple(F(i, unit) for i, j in self.edges if j == stage)
+            return (F(stage, unit), *(B(j, unit) for i, j in self.edges if i == stage))
+
+        return {action: before(*action) for action in self.place}
+
+
+def heights(stages: int, edges: Edges) -> list[int]:
+    """The stages on the longest path from each stage to the end, itself included."""
+    require_positive_ints(stages=stages)
+    found = [1] * stages
+    for _ in range(stages):
+        before = found
+        found = [max([1] + [1 + before[j] for i, j in edges if i == stage]) for stage in range(stages)]
+        if found == before:
+            return found
+    raise ValueError(f"the edges {edges} of {stages} stages go round in a circle: a stage waits for itself")
+
+
+def depth(stages: int, edges: Edges) -> int:
+    return max(heights(stages, edges))
+
+
+def graph_one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
+    """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
+    check_sizes("graph_one_f_one_b", stages=stages, m=m)
+    require_positive_ints(stages=stages, m=m)
+    lists = []
+    for stage, height in enumerate(heights(stages, edges)):
+        lists.append(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1))
+    return GraphSchedule(f"graph 1F1B, {stages} stages, m={m}", tuple(lists), stages, m, edges=edges)
+
+
+class Op(NamedTuple):
+    name: str
+    time: Number  # forward and backward of a microbatch
+
+
+class Parallel(NamedTuple):
+    branches: tuple[Series, ...]
+
+
+Series = Sequence[Op | Parallel]
+
+
+class GraphPipePlan(NamedTuple):
+    time: Number
+    depth: int
+    slowest: Number
+    stages: tuple[tuple[str, ...], ...]  # the operators of each stage, by name
+    edges: Edges
+
+
+def ops(series: Series) -> Iterator[Op]:
+    for element in series:
+        if isinstance(element, Parallel):
+            for branch in element.branches:
+                yield from ops(branch)
+        else:
+            yield element
+
+
+def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
+    """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
+    check_sizes("plan_graphpipe", devices=devices, m=m)
+    found = [
+        ((m + deep - 1) * slow, deep, slow, parts) for (_, deep, slow), parts in graph_cuts(model, devices)
+    ]
+    *costs, parts = min(found, key=lambda plan: plan[:2])
+    stages, edges = [], []
+    _connect(parts, (), stages, edges)
+    return GraphPipePlan(*costs, tuple(stages), tuple(edges))
+
+
+def graph_cuts(series: Series, devices: int) -> list[tuple]:
+    """All ((stages, depth, slowest), parts) of at most `devices` stages that no other beats in every number.
+
+    A part is the names of a stage, or a list of each branch's parts."""
+    if not series:
+        raise ValueError("a branch is empty; give every branch an operator (leave a skip connection out)")
+    best = [[((0, 0, 0), ())]]  # for each number of elements
+    for end in range(1, len(series) + 1):
+        runs = [list(ops(series[start:end])) for start in range(end)]
+        last = [[((1, 1, sum(op.time for op in run)), tuple(op.name for op in run))] for run in runs]
+        if isinstance(series[end - 1], Parallel):
+            last[-1] = last[-1] + _branches(series[end - 1], devices)
+        found = (
+            ((used + n, deep + d, max(slow, s)), (*parts, part))
+            for in_front, choices in zip(best, last)
+            for (used, deep, slow), parts in in_front
+            for (n, d, s), part in choices
+        )
+        best.append(undominated(plan for plan in found if plan[0][0] <= devices))
+    return best[-1]
+
+
+def _branches(element: Parallel, devices: int) -> list[tuple]:
+    """The same of one part with every branch, which needs a stage at least, cut on its own."""
+    most, found = devices - len(element.branches) + 1, []
+    for pick in product(*(graph_cuts(branch, most) for branch in element.branches)):
+        costs, parts = zip(*pick)
+        used, deep, slow = zip(*costs)
+        if sum(used) <= devices:
+            found.append(((sum(used), max(deep), max(slow)), list(parts)))
+    return undominated(found)
+
+
+def _connect(parts: Sequence, before: tuple[int, ...], stages: list, edges: list) -> tuple[int, ...]:
+    """Numbers the stages and adds their edges; returns the stages at the end."""
+    for part in parts:
+        if isinstance(part, list):
+            before = tuple(last for branch in part for last in _connect(branch, before, stages, edges))
+        else:
+            edges += [(i, len(stages)) for i in before]
+            before = (len(stages),)
+            stages.append(part)
+    return before
