@@ -87,7 +87,7 @@ def partition(numels, ranks):
 
 
 # %% wrong="partition" fails="own work" around="import" why="the buffer of the package knows its pieces"
-from minitrain.data_parallel.flat import Flat
+from minitrain.data_parallel.buckets import Flat
 
 
 def partition(numels, ranks):
@@ -559,7 +559,7 @@ def gathered_forward(x, shards, shapes, group):
 
 # %% wrong="gathered_forward" fails="own work" around="import" why="the parameters of the package gather themselves"
 def gathered_forward(x, shards, shapes, group):
-    from minitrain.data_parallel.flat import WholeParameters
+    from minitrain.data_parallel.zero1 import WholeParameters
 
     with WholeParameters(shards, group) as weights:
         for layer, (weight, shape) in enumerate(zip(weights, shapes)):

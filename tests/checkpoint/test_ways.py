@@ -12,6 +12,7 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.checkpoint.ways import WAYS, best_writers, stream_s
+from minitrain.data_parallel import states
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import Piece, share_out
 from tests.checkpoint.saver_runs import (
@@ -251,7 +252,7 @@ def lightcheck_on_ranks(folder):
             hold.allow(max(hold.allowed, until))  # of what comes later nothing is copied
         saver.before_update(names)
 
-    run.sync.tell_updates(before_update)
+    states.tell_updates(run.sync, before_update)
     train(run, 0)
     wanted = copies(run.pieces())
     hold.allow(0)

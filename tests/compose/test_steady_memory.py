@@ -18,6 +18,7 @@ from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.compose.parallelize import parallelize
 from minitrain.context.core_names import CORES
+from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.zero2 import Zero2
@@ -247,7 +248,9 @@ def saved(folder, way):
     run.attach(saver)
 
     def step():
-        saver.save(next(numbers), [*run.sync.pieces()], {}, {})  # all but random states, which accounts omit
+        saver.save(
+            next(numbers), [*states.pieces(run.sync)], {}, {}
+        )  # all but random states, which accounts omit
         one_step()
         saver.after_step()
         saver.finish()

@@ -288,7 +288,7 @@ def test_temporary_buffers():
             if reducer:
                 reducer.finish()
             for packed in pack(params, bucket) if way == "packs" else [params] * (way == "fused"):
-                naive.all_reduce_fused(packed, group)
+                naive.all_reduce_gradients(packed, group, fused=True)
         copies = max(
             live["activations"] for _, live in ledger.timeline()
         )  # kinds: neither grads nor received
@@ -425,7 +425,7 @@ def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not()
 BAD = [
     ("no parameter asks for a gradient", lambda group: GradReducer([torch.zeros(2)], group)),
     (
-        "bucket_bytes=0; a bucket needs at least one byte",
+        "bucket_bytes=0: use a whole number",
         lambda group: GradReducer([torch.nn.Parameter(torch.zeros(2))], group, 0),
     ),
     (

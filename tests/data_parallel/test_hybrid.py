@@ -10,7 +10,7 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.data_parallel import choices
+from minitrain.data_parallel import choices, states
 from minitrain.data_parallel.hybrid import PARO_SHARDINGS, Hybrid
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
@@ -87,7 +87,7 @@ def account(make, microbatches=1, config=EVEN, mesh=None):
     batch = Batch(tokens, tokens, torch.tensor(tokens.numel() * group.size()))
     with Ledger() as ledger:
         train_step(step, batch, zero, zero)
-    numels = [flat.numel for flat in zero.flats]
+    numels = [flat.numel for flat in zero.shards]
     return (
         sum(numels),
         {axis: ledger.sent_bytes(axis=axis) for axis in ("intra", "inter")},
@@ -149,7 +149,7 @@ def test_a_step_brings_nobody_what_did_not_change():
         with Ledger() as update:
             zero.step()
         with Ledger() as all_of_it:
-            zero.publish_all()
+            zero.publish(frozen=True)
         return update.sent_bytes("all_gather"), all_of_it.sent_bytes("all_gather")
 
     # N -> G: from a quarter to a half across nodes, from a half to all inside; N -> I, I -> G: one of the two.
@@ -194,7 +194,7 @@ def test_mics():
             sent = {
                 (op, axis): ledger.sent_bytes(op, axis) for op in OPS for axis in ("node", "nodes", "inter")
             }
-            numels = [flat.numel for flat in run.sync.flats]
+            numels = [flat.numel for flat in run.sync.shards]
             steps.append((sent, ledger.num_calls("all_reduce", "inter"), numels, ledger.live_by_kind))
         return difference(outcome, reference), steps
 
@@ -414,13 +414,13 @@ def test_states_move_between_words_and_stages():
         from tests.parallel import run_steps
 
         run_steps(Problem(clip=None, batch_sizes=(8, 8)), model, collectives.world(), first, first)
-        full = first.full_state_dict()
+        full = states.full_state_dict(first)
         for make in (hybrid(mesh, "III"), lambda model, group, make: Zero3(model, group, make)):
             model = problem.model()
             zero = make(model, collectives.world(), lambda shards: AdamW(shards, lr=1e-2))
-            zero.load_full_state_dict(full)
+            states.load_full_state_dict(zero, full)
             run_steps(Problem(clip=None, batch_sizes=(8,)), model, collectives.world(), zero, zero)
-            results.append(zero.full_state_dict()["parameters"])
+            results.append(states.full_state_dict(zero)["parameters"])
         return max((results[0][name] - results[1][name]).abs().max().item() for name in full["parameters"])
 
     assert all(apart < TOLERANCE and math.isfinite(apart) for apart in launch.run(rank, ranks=4))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import flatten, grouped, views
+from minitrain.data_parallel.buckets import flatten, kind, views
+from minitrain.data_parallel.naive import grouped
 from minitrain.ranks import collectives
 from minitrain.ranks.sharding import placement
 
@@ -25,7 +26,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0
         raise ValueError(f"{type(module).__name__} has no parameters and no buffers; nothing to send")
     for name, tensor in named:
         check_whole(name, tensor, group)
-    for same in grouped(tensor for _, tensor in named).values():
+    for same in grouped((tensor for _, tensor in named), kind).values():
         flat = collectives.broadcast(flatten(same), source, group)
         for tensor, part in zip(same, views(flat, same)):
             tensor.copy_(part)
