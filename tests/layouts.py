@@ -36,7 +36,7 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.product_passes import multiply_in, roll_scales
 from minitrain.compose.run import Run
-from minitrain.compose.run_states import kept_buffers
+from minitrain.compose.run_states import saved_buffers
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
 from minitrain.model.config import GPTConfig
@@ -406,7 +406,7 @@ def one_process(case: Draw) -> Outcome:
     return Outcome(
         totals,
         {name: param.grad * updated for name, param in trainable.items()},
-        {name: param.detach() for name, param in model.named_parameters()} | kept_buffers(model.layers),
+        {name: param.detach() for name, param in model.named_parameters()} | saved_buffers(model.layers),
     )
 
 

@@ -108,7 +108,7 @@ class RunStates:
     def _more_pieces(self) -> list[Piece]:
         found = []
         for layer in self.model.layers if self.config else ():
-            own = {f"parameters/{name}": x for name, x in kept_buffers([layer]).items()}
+            own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
             own |= {f"amax/{name}": one.history for name, one in scales_of([layer]).items()}
             copies = placement(next(layer.parameters())).copies if own else None
             holders = (self.token_group, *self._same_params(), *([copies] if copies is not None else []))
@@ -133,7 +133,7 @@ class RunStates:
         self.settle()
         full, group = states.full_state_dict(self.sync), self.stage_group
         if self.config:
-            kept = kept_buffers(self.model.layers)
+            kept = saved_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
             full["amax"] = histories(self.model.layers)
         if group is None:
@@ -150,9 +150,10 @@ class RunStates:
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
         if self.config:
-            found = {name: tuple(x.shape) for name, x in state["parameters"].items()}
-            check_names(found, shapes_of(self.config))
-            for name, buffer in kept_buffers(self.model.layers).items():
+            check_names(
+                {name: tuple(x.shape) for name, x in state["parameters"].items()}, shapes_of(self.config)
+            )
+            for name, buffer in saved_buffers(self.model.layers).items():
                 buffer.copy_(state["parameters"][name])
             load_histories(self.model.layers, state.get("amax", {}))
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
@@ -187,27 +188,27 @@ def begins_anew(piece: Piece, saved) -> bool:
 
 def shapes_of(config: GPTConfig) -> Shapes:
     model = GPT(config, device="meta")
-    named = (*model.named_parameters(), *kept_buffers(model.layers).items())
+    named = (*model.named_parameters(), *saved_buffers(model.layers).items())
     return {name: tuple(x.shape) for name, x in named}
 
 
-def check_names(found: Shapes, wanted: Shapes) -> None:
-    """Is a state that has `found` one of a model that wants these?"""
-    layers = [
-        max((int(name.split(".")[1]) + 1 for name in names if LAYER.match(name)), default=0)
-        for names in (found, wanted)
-    ]
-    if layers[0] != layers[1]:
-        with_ends = f"{layers[0]} layers, this model {layers[1]}, embedding and head included"
-        raise ValueError(f"the state has {with_ends}: it is of another model")
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            here, there = list(found.get(name, ())), list(wanted.get(name, ()))
-            here, there = here if name in found else "not at all", there if name in wanted else "has none"
+def check_names(saved: Shapes, wanted: Shapes) -> None:
+    """ValueError if what was saved is not of a model that wants these."""
+
+    def layers(names: Iterable[str]) -> int:
+        return max((int(name.split(".")[1]) + 1 for name in names if LAYER.match(name)), default=0)
+
+    if layers(saved) != layers(wanted):
+        both = f"{layers(saved)} layers, this model {layers(wanted)}, embedding and head included"
+        raise ValueError(f"the state has {both}: it is of another model")
+    for name in sorted(wanted.keys() | saved.keys()):
+        if wanted.get(name) != saved.get(name):
+            here = list(saved[name]) if name in saved else "not at all"
+            there = list(wanted[name]) if name in wanted else "has none"
             raise ValueError(f"the state has {name} {here}, this model {there}: it is of another model")
 
 
-def kept_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
+def saved_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
     """What is part of a model's state and no parameter, by its name in the whole: biases of routers."""
     routed = {layer.name: layer.mlp.router for layer in layers if mixtures([layer])}
     return {f"{name}.mlp.router.{n}": x for name, router in routed.items() for n, x in router.named_buffers()}

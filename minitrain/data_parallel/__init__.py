@@ -1,7 +1,7 @@
 """Data parallelism: each rank has its own rows of the batch. A Sync sums gradients and owns the optimizer.
 
 First  naive, buckets, bucketed  gradients summed after backward, or hidden behind it, in flat buffers
-then   sync                      what all stages share: when gradients are complete, optimizers by name and shape
+then   sync                      what all stages share: when gradients are complete, who owns the optimizer
        replicated                everything whole on every rank
        zero1, zero2              optimizer states, then gradients, in shards
        sharded_units, zero3      parameters too, whole only while a layer needs them

@@ -54,16 +54,12 @@ class PlainValues:
         """Of the groups with the same values, those with the same states."""
         return holders
 
-    def read_state(self, one: Flat, state: dict) -> dict:
+    def unchanged(self, one: Flat, state: dict) -> dict:
         return state
 
-    def written_state(self, one: Flat, state: dict) -> dict:
-        """What the optimizer gets of a loaded state."""
-        return state
-
-    def everywhere(self, one: Flat, state: dict) -> dict:
-        """The state on all ranks."""
-        return state
+    read_state = unchanged  # what is saved of the optimizer's
+    written_state = unchanged  # what the optimizer gets of what was saved
+    everywhere = unchanged  # on all ranks, from the one that has it
 
 
 def values_of(sync: Sync) -> PlainValues:

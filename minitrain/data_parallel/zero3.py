@@ -81,7 +81,7 @@ class Zero3(Sync):
         for param in self.trainable:
             param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
-    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace
+    # ---- how parameters are cut and sent: what hybrid sharding and ZeRO++ replace
 
     def levels(self) -> tuple[ProcessGroup, ...]:
         """The groups over whose ranks a gradient is a sum, if its placement names no others."""

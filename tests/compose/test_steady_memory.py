@@ -244,7 +244,7 @@ def test_on_four_ranks():
 def saved(folder, way):
     """A checkpoint behind each step, and a step beside its copy."""
     one_step, _, run = training(DENSE, Strategy(dp=2, zero=2, precision="float64"))
-    saver, numbers = Saver(Store(folder), way=way), count()
+    saver, numbers = Saver(Store(folder), policy=way), count()
     run.attach(saver)
 
     def step():
