@@ -39,6 +39,7 @@ from minitrain.compose.run import Run
 from minitrain.compose.run_states import saved_buffers
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
+from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.experts_config import FIXED, ROUTERS, ExpertsConfig
@@ -46,9 +47,10 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.plan.strategy import AXES, PARO_SHARDINGS, Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy_checks import AXES
 from minitrain.precision.policies import POLICIES, PRODUCTS
-from minitrain.ranks.events import WAYS
+from minitrain.ranks.events import DIRECTIONS
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from tests.saving import (
@@ -389,7 +391,7 @@ def one_process(case: Draw) -> Outcome:
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
         loss = cross_entropy_sum(model(tokens), targets)
-        if (more := losses.taken()) is not None:
+        if (more := losses.collect()) is not None:
             loss = loss + more
         loss = loss / (targets != MASKED).sum()
         loss.backward()
@@ -443,7 +445,7 @@ def begin(case: Draw, lent: dict | None = None):
         "FLOPs": ledger.flops,
         "peak": ledger.peak_by_kind,
         "host": (ledger.host_peak_bytes, ledger.host_by_kind),
-        "copied": {way: ledger.copied_bytes(way) for way in WAYS},
+        "copied": {one: ledger.copied_bytes(one) for one in DIRECTIONS},
         "bytes": {
             call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call))
             for call in calls
@@ -597,7 +599,7 @@ FEATURES = {
     "ZeRO-1": lambda s, c: s.zero == 1,
     "ZeRO-2": lambda s, c: s.zero == 2,
     "ZeRO-3": lambda s, c: s.zero == 3,
-    "hybrid": lambda s, c: s.word and s.nodes == 1,
+    "hybrid": lambda s, c: s.hybrid and s.nodes == 1,
     "hybrid, groups of nodes": lambda s, c: s.nodes > 1,
     "tp": lambda s, c: s.tp > 1,
     "tp, sequence": lambda s, c: s.sequence_parallel,

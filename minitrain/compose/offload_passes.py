@@ -49,7 +49,7 @@ def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
     def gather(flat: UnitBuffer) -> Chain | Transfer:
         if flat.groups[0].size() == 1:
             return to_device(flat.shard, out=flat.whole)
-        out = collectives.announce_buffer(torch.empty_like(flat.shard, device=flat.whole.device))
+        out = collectives.announce("buffer", torch.empty_like(flat.shard, device=flat.whole.device))
         copy = to_device(flat.shard, out=out)
         return Chain(copy, lambda shard: collectives.all_gather(shard, flat.groups[0], out=flat.whole))
 
@@ -63,11 +63,11 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     stages = [part for _, part in module.items()] if isinstance(module, Stages) else [module]
     for stage in stages:
 
-        def stays(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
+        def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
             return [*(sync.gathered_buffers() or stage.parameters()), *stage.buffers()]
 
         layers = stage.layers if hasattr(stage, "layers") else elements(stage)
-        AwayActivations(stays).watch(stage, layers)
+        AwayActivations(resident).watch(stage, layers)
 
 
 def update_on_host(sync: Sync, strategy: Strategy) -> None:

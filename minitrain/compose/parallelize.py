@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
-from minitrain.compose.expert_passes import ExpertGroups, spread_experts
+from minitrain.compose.expert_passes import ExpertGroups, expert_hooks, place_on_ranks
 from minitrain.compose.offload_passes import offload
 from minitrain.compose.product_passes import multiply_in
 from minitrain.compose.products_by_name import PRODUCTS
@@ -42,6 +42,7 @@ from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
+from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import accumulate
@@ -61,8 +62,8 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
-from minitrain.tensor_parallel.model import cut_layers, seen_in_slices
-from minitrain.tensor_parallel.sequence import own_time
+from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
+from minitrain.tensor_parallel.sequence import local_tokens
 
 
 def parallelize(
@@ -98,16 +99,17 @@ def parallelize(
     elif strategy.pipelined:
         schedule = strategy.build_schedule()
     experts = ExpertGroups(strategy, mesh) if config and config.experts else None
-    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts) if config else model
+    pairs = Halves() if strategy.hides_transfers(schedule) else None
+    hooks = expert_hooks(config, strategy, mesh, experts, pairs) if experts else Hooks()
+    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts, hooks) if config else model
     mixed.widen(module.parameters() if config else (), strategy.policy)
     freeze(module, frozen, config)
 
     places, memory, in_slices, losses, played = Places(seed), None, set(), None, None
-    pairs = Halves() if strategy.hides_transfers(schedule) else None
     if config:
         loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
         if experts:
-            in_slices |= spread_experts(module, strategy, mesh, experts, pairs)
+            in_slices |= place_on_ranks(module, strategy, mesh, experts)
             layers = {number: stage.layers for number, stage in module.items()}
             losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
         multiply_in(module, strategy, mesh)
@@ -131,7 +133,7 @@ def parallelize(
     if config:
         recompute_in(module, strategy, mesh, places, memory)
     if schedule is None:
-        more = dict(router_loss=losses.taken) if losses else {}
+        more = dict(router_loss=losses.collect) if losses else {}
         forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
     else:
         sync.driven = True
@@ -179,9 +181,9 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 
 
 def build(
-    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts, hooks: Hooks
 ) -> GPT | Stages:
-    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device)
+    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device, hooks=hooks)
     if experts:
         settings["expert_part"] = experts.part
     if schedule is None:
@@ -214,7 +216,7 @@ def cut_model(
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap)
     how |= dict(products=PRODUCTS.get(strategy.products))
     loss_fn = cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
-    return loss_fn, seen_in_slices(module.layers) if strategy.sequence_parallel else set()
+    return loss_fn, sequence_sharded_params(module.layers) if strategy.sequence_parallel else set()
 
 
 def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
@@ -237,8 +239,10 @@ def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
     if strategy.tp == 1:
         return {}
     group = mesh.group("tp")
-    own = dict(own=lambda positions: own_time(positions, group)) if strategy.sequence_parallel else {}
-    return dict(part=group.rank(), **own)
+    parts = dict(part=group.rank())
+    if strategy.sequence_parallel:
+        parts["local_positions"] = lambda positions: local_tokens(positions, group)
+    return parts
 
 
 def layout_of(strategy: Strategy, schedule: Schedule | None):
@@ -287,7 +291,7 @@ def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
 def make_sync(
     module: nn.Module, strategy: Strategy, mesh: Mesh, make_optimizer: MakeOptimizer | None
 ) -> Sync:
-    if strategy.word:
+    if strategy.hybrid:
         inside, by_node = ("intra", *strategy.context_axes), None
         if strategy.nodes > 1:
             size = strategy.node * strategy.cp

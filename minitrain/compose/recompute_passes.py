@@ -40,9 +40,7 @@ def recompute_in(
     if not any(policy.drops for policy in policies):
         return
     results = Results()
-    for part in module.modules():
-        if hasattr(part, "result"):
-            part.result = results
+    module.hooks.result = results
     hold = in_parts(mesh.group("tp")) if strategy.recompute_partition else None
     for number, stage in module.items():
         for layer in stage.layers:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.ranks import collectives
-from minitrain.ranks.sharding import own_slice, placement, whole_shape
+from minitrain.ranks.sharding import local_shard, placement, whole_shape
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -64,7 +64,7 @@ class Sync:
                 states = [self._first_states.pop(param, {}) for param in one.params]
                 for key, value in states[0].items():
                     if key != "step" and isinstance(value, Tensor):
-                        cut = [own_slice(state[key], param) for state, param in zip(states, one.params)]
+                        cut = [local_shard(state[key], param) for state, param in zip(states, one.params)]
                         value = (
                             one.local_shard(one.pack(cut), slice(len(one.cuts))).view_as(one.shard).clone()
                         )

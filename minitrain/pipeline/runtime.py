@@ -56,11 +56,11 @@ class Runner:
     communicate themselves. `around("F1.2")` is entered around each action: `ledger.phase` makes an account by
     action. `memory` holds what a slice leaves to later ones (SliceMemory; `SliceMemory({})` for stages
     without attention). `cut(batch, schedule)` makes the units, if rows are not to be shared evenly.
-    `at(step, first_row)` is told which rows of the global batch come next. `router_losses.taken(stage)` gives
-    what a stage's forward adds to the loss by itself. `before_backward`, if set, is called once a step before
-    the rank's first backward; where it says True, on all ranks alike, the forwards until then run again
-    (post_validation.py). `pairs` lets the halves of a pair take turns, unless both are of one stage, whose
-    parameters ZeRO-3 gathers for one pass at a time."""
+    `at(step, first_row)` is told which rows of the global batch come next. `router_losses.collect(stage)`
+    gives what a stage's forward adds to the loss by itself. `before_backward`, if set, is called once a step
+    before the rank's first backward; where it says True, on all ranks alike, the forwards until then run
+    again (post_validation.py). `pairs` lets the halves of a pair take turns, unless both are of one
+    stage, whose parameters ZeRO-3 gathers for one pass at a time."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
 
@@ -223,7 +223,7 @@ class Runner:
             y = self.run(stage, kept.x, positions)
         if stage == self.schedule.stages - 1:
             y = self.loss_fn(y, targets) / self.batch.num_valid
-        also = self.router_losses.taken(stage) if self.router_losses else None
+        also = self.router_losses.collect(stage) if self.router_losses else None
         kept.also = None if also is None else also / self.batch.num_valid
         if y.requires_grad:
             kept.end = y if y.dim() == 0 else torch.autograd.graph.get_gradient_edge(y)

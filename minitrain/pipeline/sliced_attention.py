@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.attention.alibi import Alibi, check_bias
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
+from minitrain.attention.placed import Alibi, check_bias
 from minitrain.pipeline.schedule import Schedule
 from minitrain.ranks.torch_private import in_backward
 

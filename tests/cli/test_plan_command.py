@@ -145,18 +145,6 @@ def test_a_file_for_another_task_is_refused(tmp_path):
     assert isinstance(error, ValueError) and "4 ranks, 4 rows of 64 tokens" in str(error)
 
 
-def test_no_torch_before_names_are_known(tmp_path):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain import cli\n"
-        "r = CliRunner().invoke(main.app, ['plan', '--model', 'nope'])\nprint('torch' in sys.modules, r.exception)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("False no model is called 'nope'"), done
-
-
 def test_the_launcher_is_for_the_nodes_of_the_machine(capsys):
     alone = replace(machine("a100"), devices_per_node=1)
     run = Task(presets["small"], alone, 2, 4, 64).run(Strategy(dp=2, precision="bfloat16"))
@@ -202,7 +190,7 @@ def test_reasons_and_parts_come_largest_first():
     assert (
         plan_command.memory(best) == "Memory of 1 in GB on the fullest rank: parameters 1.0, activations 2.0"
     )
-    assert [plan_command.in_words(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
+    assert [plan_command.readable(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
 
 
 def test_a_plan_is_for_one_set_of_sizes():

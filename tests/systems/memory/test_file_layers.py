@@ -7,7 +7,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.events import Copy, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.file_layers import FiledLayers
+from minitrain.systems.memory.file_optimizer import FiledLayers
 from minitrain.systems.memory.files import FileStore
 from tests.parallel import small
 from tests.systems.memory.test_window import POSITIONS, TOKENS, loss_of, make_model, train_plainly, uniform
@@ -58,7 +58,7 @@ def taken(layers):
 
 def reads(ledger):
     """A piece begins to be read, +, and is waited for, -."""
-    read = {event.id for event in ledger.events if type(event) is Copy and event.way == "from_disk"}
+    read = {event.id for event in ledger.events if type(event) is Copy and event.direction == "from_disk"}
     found = (event for event in ledger.events if type(event) in (Copy, Wait) and event.id in read)
     return "".join("+" if type(event) is Copy else "-" for event in found)
 
