@@ -84,7 +84,7 @@ class Sides:
         self.state = local_state(width)
         self.pieces, self.theirs = pieces_of(self.state), dtensors(self.state, self.group)
         self.store = Store(self.folder / "ours", keep=1000)
-        self.saver = Saver(self.store, way=way)
+        self.saver = Saver(self.store, policy=way)
 
     def our_save(self) -> None:
         self.step += 1

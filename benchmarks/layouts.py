@@ -38,6 +38,7 @@ from benchmarks.measure import (
 )
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.pipeline.partition import even
@@ -83,7 +84,7 @@ def ours(name: str) -> Step:
     run = parallelize(CONFIG, STRATEGIES[name], sgd)
     batch = run.batch(Rows(draw, ROWS, LENGTH), 0)
     return lambda: run.step(batch), lambda: {
-        name: run.sync.full_tensor(param) for param, name in run.sync.names.items()
+        name: states.full_tensor(run.sync, param) for param, name in run.sync.names.items()
     }
 
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 from minitrain import launch
+from minitrain.data_parallel import states
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.data.batches import random_tokens
@@ -52,7 +53,7 @@ def steps(
             zero.finish()
             zero.step()
 
-        return our_step, lambda name: zero.full_tensor(model.get_parameter(name))
+        return our_step, lambda name: states.full_tensor(zero, model.get_parameter(name))
     if stage == 3:
         mesh = DeviceMesh.from_group(group, "cpu")
         for layer in model.layers:

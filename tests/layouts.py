@@ -36,8 +36,9 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.product_passes import multiply_in, roll_scales
 from minitrain.compose.run import Run
-from minitrain.compose.run_states import kept_buffers
+from minitrain.compose.run_states import saved_buffers
 from minitrain.context.core_names import CORES
+from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
@@ -407,7 +408,7 @@ def one_process(case: Draw) -> Outcome:
     return Outcome(
         totals,
         {name: param.grad * updated for name, param in trainable.items()},
-        {name: param.detach() for name, param in model.named_parameters()} | kept_buffers(model.layers),
+        {name: param.detach() for name, param in model.named_parameters()} | saved_buffers(model.layers),
     )
 
 
@@ -455,7 +456,7 @@ def begin(case: Draw, lent: dict | None = None):
 
 def step_of(case: Draw, run: Run, step: int) -> Tensor:
     result = run.step(run.batch(case.rows(step), step), case.clip)
-    grads = [run.sync.grad_of(kept) for kept in run.sync.held if run.scale]
+    grads = [states.grad_of(run.sync, one) for one in run.sync.shards if run.scale]
     for grad in (grad for grad in grads if grad is not None):  # as an optimizer has them
         if result.updated:
             grad /= run.sync.param_groups[0]["grad_scale"]
@@ -468,7 +469,7 @@ def on_rank(case: Draw) -> tuple[Outcome, dict]:
     run, loss, account = begin(case)
     losses = [loss, *(step_of(case, run, step) for step in range(1, STEPS))]
     run.settle()
-    grads, params = run.sync.full_grads(), run.state_dict()["parameters"]
+    grads, params = states.full_grads(run.sync), run.state_dict()["parameters"]
     return Outcome([loss.item() for loss in losses], grads, params), account
 
 
@@ -477,7 +478,7 @@ def on_rank_saved(case: Draw, folder: Path) -> tuple:
     run, loss, account = begin(case)
     losses = [loss, *(step_of(case, run, step) for step in range(1, STEPS))]
     run.settle()
-    grads, state = run.sync.full_grads(), run.state_dict()
+    grads, state = states.full_grads(run.sync), run.state_dict()
     outcome = Outcome([loss.item() for loss in losses], grads, state["parameters"])
     return outcome, account, save(run, folder), check_layout(run), state_of(run)
 

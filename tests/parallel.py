@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
@@ -131,8 +132,12 @@ def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
     losses = run_steps(problem, model, group, zero, zero)
     return Outcome(
         losses,
-        {name: zero.full_grad(param) for name, param in model.named_parameters() if param.requires_grad},
-        {name: zero.full_tensor(param) for name, param in model.named_parameters()},
+        {
+            name: states.full_grad(zero, param)
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        },
+        {name: states.full_tensor(zero, param) for name, param in model.named_parameters()},
     )
 
 
@@ -161,7 +166,7 @@ def train_parallel(
         run.total(run.step(run.batch(rows_of_problem(problem, step), step), problem.clip).loss).item()
         for step in range(len(problem.batch_sizes))
     ]
-    return Outcome(losses, run.sync.full_grads(), run.sync.full_tensors())
+    return Outcome(losses, states.full_grads(run.sync), states.full_tensors(run.sync))
 
 
 def train_pipeline(

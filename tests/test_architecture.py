@@ -356,6 +356,22 @@ def test_budgets_of_lines(what):
     )
 
 
+def closure_lines(module: str, ground: str = "minitrain.ranks") -> int:
+    """Lines of a module and of all of minitrain that it stands on, down to the ground."""
+    seen, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        if name not in seen and not name.startswith(ground):
+            seen.add(name)
+            todo += graph()[name]
+    return sum(len(MODULES[name].read_text().splitlines()) for name in seen)
+
+
+def test_a_reader_of_zero_opens_few_lines():
+    assert closure_lines("minitrain.data_parallel.zero1") <= 400
+    assert closure_lines("minitrain.data_parallel.zero2") <= 500
+
+
 def test_no_drawer_for_odds_and_ends():
     assert not {path.name for path in SOURCES} & {"utils.py", "common.py", "helpers.py", "misc.py"}
 

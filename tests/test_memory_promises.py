@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.data_parallel.replicated import Replicated
@@ -144,12 +145,16 @@ def started(make):
     zero.zero_grad()
 
     def read(full):
-        for state in (full["parameters"], *full["optimizer"].values(), *map(zero.state_of, zero.held)):
+        for state in (
+            full["parameters"],
+            *full["optimizer"].values(),
+            *(states.state_of(zero, one) for one in zero.shards),
+        ):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.sum()
-        for kept in zero.held:
-            kept.shard.sum()
+        for one in zero.shards:
+            one.shard.sum()
 
     return zero, read
 
@@ -160,17 +165,20 @@ def test_states_are_loaded_one_after_the_other():
 
     def rank(make):
         zero, read = started(make)
-        full = zero.full_state_dict()
+        full = states.full_state_dict(zero)
         peaks = []
-        for load in (lambda: zero.load_pieces(zero.whole_of(full)), lambda: zero.load_full_state_dict(full)):
+        for load in (
+            lambda: states.load_pieces(zero, states.saved_whole(zero, full)),
+            lambda: states.load_full_state_dict(zero, full),
+        ):
             with Ledger() as ledger:
                 read(full)
                 before = ledger.live_bytes
                 load()
             assert ledger.live_bytes == before
             peaks.append(ledger.peak_bytes - before)
-        states = [p for p in zero.pieces_to_load(zero.whole_of(full)) if p.name.startswith("optimizer/")]
-        return peaks, [piece.values.device.type for piece in states]
+        pieces = states.pieces_to_load(zero, states.saved_whole(zero, full))
+        return peaks, [piece.values.device.type for piece in pieces if piece.name.startswith("optimizer/")]
 
     for make, parts in STAGES.items():
         (alone, checked), devices = dryrun.run(rank, make, ranks=RANKS)

@@ -8,6 +8,6 @@ listing     what is in a folder, to print
 load        fill pieces from whatever pieces were saved
 snapshot    what a rank saves, copied into memory that is allocated once, a block at a time
 saver       what ranks do together to save, beside training
-ways        when they copy, write and wait, as papers have it
+save_policies  when they copy, write and wait, as papers have it
 exchange    plain safetensors, as other programs read and write them
 """

@@ -1,6 +1,6 @@
 """Saver: what ranks do together so that a folder of checkpoints gets one more, beside training or not.
 
-    with Saver(store, device, way="asynchronous") as saver:        on every rank
+    with Saver(store, device, policy="asynchronous") as saver:        on every rank
         run.attach(saver)                                           so that updates wait: before_update
         saver.save(step, run.pieces(), run.plain_state(), manifest)
         ...                                                         steps; after each of them
@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from minitrain.checkpoint.format import Written, write_file
+from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
 from minitrain.checkpoint.snapshot import GivenUp, Snapshot, parameter_of
 from minitrain.checkpoint.store import Store, file_name
-from minitrain.checkpoint.ways import Way, named
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_device
+from minitrain.ranks.checks import require_device, require_one_of
 from minitrain.ranks.pieces import Piece, share_out
 
 UNDER_WAY, WRITTEN, COMMITTED, FAILED = range(4)
@@ -71,7 +71,7 @@ class Save:
     def left_bytes(self) -> int:
         """Not written yet."""
         snapshot = self.snapshot
-        return sum(block.bytes for block in snapshot.blocks[snapshot.taken :])
+        return sum(block.bytes for block in snapshot.blocks[snapshot.written :])
 
 
 class Saver:
@@ -81,11 +81,14 @@ class Saver:
         self,
         store: Store,
         device: torch.device | str = "cpu",
-        way: Way | str = "sync",
+        policy: SavePolicy | str = "sync",
         clock: Callable[[], float] = time.perf_counter,
     ):
         require_device(device=device)
-        self.store, self.device, self.way, self.clock = store, device, named(way), clock
+        if not isinstance(policy, SavePolicy):
+            require_one_of(SAVE_POLICIES, policy=policy)
+            policy = SAVE_POLICIES[policy]
+        self.store, self.device, self.policy, self.clock = store, device, policy, clock
         self.group = collectives.world()
         self.rank = self.group.rank()
         self.waits: list[Wait] = []
@@ -94,7 +97,7 @@ class Saver:
         self.update_s = 0.0  # of the last step, from the first `before_update` on, without waits
         self._update_began: tuple[float, int] | None = None  # when, and after how many waits
         self.snapshots = [
-            Snapshot(device, self.way.chunk_bytes, self.way.slots) for _ in range(self.way.snapshots)
+            Snapshot(device, self.policy.chunk_bytes, self.policy.slots) for _ in range(self.policy.snapshots)
         ]
         self._under_way: deque[Save] = deque()
         self._order: dict[str, int] = {}  # parameters as updates want them
@@ -109,17 +112,17 @@ class Saver:
     # ---- what training calls ------------------------------------------------------------------------------
 
     def save(self, step: int, pieces: list[Piece], plain: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Begin a checkpoint of a step, and do at once of it what the way says."""
+        """Begin a checkpoint of a step, and do at once of it what the policy says."""
         if self.closed:
             raise ValueError(f"step {step} cannot be saved: the saver is closed; make a new one")
-        while len(self._under_way) >= self.way.snapshots:
+        while len(self._under_way) >= self.policy.snapshots:
             first = self._under_way[0]
             self._wait(first, "previous save", first.left_bytes, lambda: self._end(first))
         in_use = [save.snapshot for save in self._under_way]
         snapshot = next(snapshot for snapshot in self.snapshots if snapshot not in in_use)
         save = Save(step, plain, manifest, snapshot)
         try:
-            share = share_out(pieces, self.way.writers)
+            share = share_out(pieces, self.policy.writers)
             last = len(self._order)
             snapshot.begin(sorted(share, key=lambda piece: self._order.get(parameter_of(piece), last)))
             if self.rank == 0 and not self.busy:
@@ -131,15 +134,15 @@ class Saver:
         save.copying = self._copier.submit(self._copy, save)
         if save is self._under_way[0]:
             save.task = self._writer.submit(self._write, save)
-        if self.way.copy == "now":
+        if self.policy.copy == "now":
             self._wait(save, "copy", snapshot.bytes, snapshot.wait)
-        if self.way.write == "now":
+        if self.policy.write == "now":
             self._wait(save, "write", snapshot.bytes, lambda: self._end(save))
 
     def before_update(self, names: Iterable[str] | None = None) -> None:
         """Return when parameters of these names and their states may change; None: all that is saved."""
         self._update_began = self._update_began or (self.clock(), len(self.waits))
-        if self.way.by_layer and names is not None:
+        if self.policy.by_layer and names is not None:
             names = list(names)
             for name in names:
                 self._order.setdefault(name, len(self._order))

@@ -66,7 +66,7 @@ class Snapshot:
         self.move = move
         self.blocks: list[Block] = []
         self._last_of: dict[str, int] = {}  # blocks up to the last of a parameter
-        self.copied = self.taken = 0  # blocks
+        self.copied = self.written = 0  # blocks
         self.error: BaseException | None = None
         self.given_up = False
 
@@ -99,7 +99,7 @@ class Snapshot:
         with outside_modes():  # what a writer has to know of them, without their memory
             nothing = {dtype: torch.empty((), dtype=dtype) for dtype in {p.values.dtype for p in pieces}}
             self.pieces = [replace(p, values=nothing[p.values.dtype].expand(p.shape)) for p in pieces]
-        self.copied = self.taken = 0
+        self.copied = self.written = 0
         self.error, self.given_up, self._told = None, False, False
         if self.stream:
             self._computed = torch.cuda.current_stream(self.stream.device).record_event()
@@ -110,7 +110,7 @@ class Snapshot:
             return
         if size > (free := psutil.virtual_memory().available):
             sizes = f"{size / 1e9:.3g} GB of host memory, and {free / 1e9:.3g} GB are left"
-            raise MemoryError(f"a snapshot needs {sizes}; save from fewer slots (way 'datastates')")
+            raise MemoryError(f"a snapshot needs {sizes}; save from fewer slots (policy 'datastates')")
         self.memory = None
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
         self.memory = collectives.announce_host(memory, "checkpoint")
@@ -181,7 +181,7 @@ class Snapshot:
 
     def _free_chunks(self) -> int:
         """Chunks that are written: so many of the first."""
-        return self.blocks[self.taken].chunk if self.taken < len(self.blocks) else len(self._ends)
+        return self.blocks[self.written].chunk if self.written < len(self.blocks) else len(self._ends)
 
     def _place(self, number: int, last: int | None = None) -> Tensor:
         """Of a block, or of several of a piece, which lie one behind the other."""
@@ -211,7 +211,7 @@ class Snapshot:
             yield self._place(number, last).numpy()
             number = last + 1
             with self.changed:
-                self.taken = max(self.taken, number)
+                self.written = max(self.written, number)
                 self.changed.notify_all()
 
 

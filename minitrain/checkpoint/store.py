@@ -23,6 +23,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from typing import Any
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
 from minitrain.checkpoint.format import Damaged, File, Written, reading
 from minitrain.checkpoint.header import HASH_DIGITS, digest
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 MANIFEST, WRITING, REMOVING, DAMAGED = "manifest.json", ".writing", ".removing", ".damaged"
 OURS = re.compile(rf"step-([0-9]{{8,}})({WRITING}|{REMOVING})?")
@@ -48,8 +50,7 @@ class Store:
     """The checkpoints of one run. `damaged` says what is wrong with those that were found so."""
 
     def __init__(self, folder: Path | str, keep: int = 2, disk: Disk | None = None):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least 1 checkpoint is kept")
+        require_positive_ints(sys.maxsize, keep=keep)
         self.folder, self.keep, self.disk, self._lock = Path(folder), keep, disk or Disk(), None
         self._good: set[int] = set()
         self.damaged: dict[int, str] = {}
@@ -99,9 +100,8 @@ class Store:
         if not self._holds_lock():
             self.unlock()
             self.lock()
-        if step < 0 or (later := [other for other in self.steps() if other >= step and self.is_good(other)]):
-            if step < 0:
-                raise ValueError(f"step={step}: steps count from 0")
+        require_ints(step=step)
+        if later := [other for other in self.steps() if other >= step and self.is_good(other)]:
             raise ValueError(f"{self.path(later[0])} is there already; remove it, or write to another folder")
         for left in self._left_behind():
             self.disk.remove(left)
@@ -244,8 +244,8 @@ class Store:
 
 def manifest_text(step: int, files: Iterable[Written], plain: dict[str, Any]) -> bytes:
     """JSON that begins with the hash of what follows it."""
-    if taken := plain.keys() & {"hash", "step", "files"}:
-        raise ValueError(f"a manifest has its own {min(taken)}; give yours another name")
+    if reserved := plain.keys() & {"hash", "step", "files"}:
+        raise ValueError(f"a manifest has its own {min(reserved)}; give yours another name")
     try:
         body = json.dumps({"step": step, "files": [asdict(file) for file in files], **plain})[1:]
     except (TypeError, ValueError) as error:

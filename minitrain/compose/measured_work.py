@@ -129,7 +129,7 @@ def _add_up(sync: Sync) -> None:
         reducer.close()
     for param in sync.trainable:
         param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-    sync.arrived(sync.trainable)
+    sync.on_microbatch_grads(sync.trainable)
 
 
 class _Marks:

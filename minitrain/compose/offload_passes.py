@@ -41,7 +41,7 @@ def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
     Over the link in a step: the shards up twice for each microbatch, the gradients down."""
     if "parameters" not in strategy.offloads:
         return
-    for flat in sync.flats:
+    for flat in sync.shards:
         shard = flat.shard.detach()
         host = new_host(shard.shape, shard.dtype, pinned=shard.is_cuda, kind="parameters")
         flat.shard.data = to_host(shard, out=host).wait()
@@ -64,7 +64,7 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     for stage in stages:
 
         def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
-            return [*(sync.lives() or stage.parameters()), *stage.buffers()]
+            return [*(sync.gathered_buffers() or stage.parameters()), *stage.buffers()]
 
         layers = stage.layers if hasattr(stage, "layers") else elements(stage)
         AwayActivations(resident).watch(stage, layers)
@@ -77,7 +77,7 @@ def update_on_host(sync: Sync, strategy: Strategy) -> None:
         return
     if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
         optimizer.update = fused_adamw
-    sync.send_to(HostOptimizer(optimizer, delayed=strategy.delayed_update))
+    sync.optimizer = sync.listener = HostOptimizer(optimizer, delayed=strategy.delayed_update)
 
 
 def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
@@ -89,7 +89,7 @@ def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> Fil
     optimizer = sync.optimizer
     if optimizer is None:
         return None
-    if sync.host:
+    if isinstance(optimizer, HostOptimizer):
         cure = "leave it out to keep them in files"
         raise ValueError(f"offload='optimizer' keeps the states on the host: {cure}")
     params = [param for group in optimizer.param_groups for param in group["params"]]

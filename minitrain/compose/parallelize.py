@@ -35,7 +35,8 @@ from minitrain.compose.recompute_passes import recompute_in
 from minitrain.compose.run import Run
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
-from minitrain.data_parallel.sync import MakeOptimizer, Sync, all_names, parts_of
+from minitrain.data_parallel.states import elements_of
+from minitrain.data_parallel.sync import MakeOptimizer, Sync
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
@@ -121,7 +122,9 @@ def parallelize(
     mixed.keep_gradients(module.parameters(), strategy.policy)
     sync = make_sync(module, strategy, mesh, make_optimizer)
     mixed.keep_states(sync.optimizer, strategy.policy)
-    mixed.round_by_place(sync.held, sync.names, numbers, strategy.policy, seed)
+    mixed.round_by_place(
+        [(one.shard, elements_of(one)) for one in sync.shards], sync.names, numbers, strategy.policy, seed
+    )
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
     scale = mixed.loss_scale(sync.optimizer, strategy.policy, factor, window)
 
@@ -195,7 +198,8 @@ def build(
 def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None) -> None:
     """A tied table has two names, on both ends; a pattern may be about layers of other ranks."""
     tied = {"layers.0.tokens": f"layers.{config.num_layers + 1}.out.weight"} if config and config.tied else {}
-    for param, name in all_names(parts_of(module)).items():
+    parts = module.parts() if isinstance(module, Stages) else [{p: n for n, p in module.named_parameters()}]
+    for param, name in (pair for part in parts for pair in part.items()):
         if any(fnmatchcase(one, pattern) for pattern in patterns for one in (name, tied.get(name, name))):
             param.requires_grad_(False)
 

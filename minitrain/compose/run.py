@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from minitrain.compose.product_passes import roll_scales
 from minitrain.compose.run_states import RunStates
 from minitrain.context import layout as layouts
+from minitrain.data_parallel.states import tell_updates
 from minitrain.data_parallel.sync import Sync
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, rows_of
@@ -99,8 +100,8 @@ class Run(RunStates):
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
-        if self.sync.host:
-            self.sync.host.early = clip is None and self.scale is None
+        if self.sync.listener:
+            self.sync.listener.early = clip is None and self.scale is None
         if self.late is None:
             step, more = (scaled_train_step, (self.scale,)) if self.scale else (train_step, ())
             return step(self.forward_backward, batch, self.sync, self.sync, *more, clip, self.stage_group)
@@ -198,4 +199,4 @@ class Run(RunStates):
     def attach(self, saver) -> None:
         """Updates wait for what a checkpoint/saver.py has not copied yet. The last thing before training: not
         before `update_in_files`."""
-        self.sync.tell_updates(saver.before_update)
+        tell_updates(self.sync, saver.before_update)

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.load import agree
 from minitrain.compose.product_passes import histories, load_histories, scales_of
+from minitrain.data_parallel import states
 from minitrain.memory.pools import is_fake
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
@@ -50,13 +51,13 @@ class RunStates:
         """Views of all tensors of this rank that a run needs to go on; of random states copies. Ranks that
         hold the same say so."""
         self.settle()
-        found = [*self.sync.pieces(*self._beside()), *self._more_pieces()]
-        return found + ([] if is_fake(found[0].values) else self._random_pieces())
+        pieces = [*states.pieces(self.sync, *self._same_params()), *self._more_pieces()]
+        return pieces + ([] if is_fake(pieces[0].values) else self._random_pieces())
 
     def plain_state(self) -> dict[str, Any]:
         """What is no tensor: counts of steps, the scale of the loss."""
         self.settle()
-        plain = {"numbers": self.sync.numbers_of_states()}
+        plain = {"numbers": states.numbers_of_states(self.sync)}
         return plain | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_pieces(self, saved) -> list[str]:
@@ -71,14 +72,14 @@ class RunStates:
     def _check(self, saved) -> None:
         own = {name: tuple(whole_shape(param)) for param, name in self.sync.names.items()}
         check_names(saved.shapes("parameters"), shapes_of(self.config) if self.config else own)
-        for piece in (*self.sync.pieces_to_load(saved, *self._beside()), *self._more_pieces()):
+        for piece in (*states.pieces_to_load(self.sync, saved, *self._same_params()), *self._more_pieces()):
             if not begins_anew(piece, saved):
                 saved.check(piece)
 
     def _load(self, saved) -> list[str]:
         if self.scale and "loss_scale" in saved.plain:
             self.scale.load_state_dict(saved.plain["loss_scale"])
-        self.sync.load_pieces(saved, *self._beside())
+        states.load_pieces(self.sync, saved, *self._same_params())
         left = 0
         for piece in self._more_pieces():
             if begins_anew(piece, saved):
@@ -101,16 +102,16 @@ class RunStates:
         set_random_state(tuple(piece.values for piece in own), self.device)
         return lost
 
-    def _beside(self) -> list[ProcessGroup]:
+    def _same_params(self) -> list[ProcessGroup]:
         return [self.mesh.group("tp")] if self.strategy.tp > 1 else []
 
     def _more_pieces(self) -> list[Piece]:
         found = []
         for layer in self.model.layers if self.config else ():
-            own = {f"parameters/{name}": x for name, x in kept_buffers([layer]).items()}
+            own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
             own |= {f"amax/{name}": one.history for name, one in scales_of([layer]).items()}
             copies = placement(next(layer.parameters())).copies if own else None
-            holders = (self.token_group, *self._beside(), *([copies] if copies is not None else []))
+            holders = (self.token_group, *self._same_params(), *([copies] if copies is not None else []))
             holders = tuple(group for group in holders if group.size() > 1)
             found += [whole_piece(name, x, holders) for name, x in own.items()]
         return sorted(found, key=lambda piece: piece.name)  # alike on ranks that have other layers as well
@@ -130,9 +131,9 @@ class RunStates:
 
     def _whole_state(self) -> dict[str, Any]:
         self.settle()
-        full, group = self.sync.full_state_dict(), self.stage_group
+        full, group = states.full_state_dict(self.sync), self.stage_group
         if self.config:
-            kept = kept_buffers(self.model.layers)
+            kept = saved_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
             full["amax"] = histories(self.model.layers)
         if group is None:
@@ -149,21 +150,22 @@ class RunStates:
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
         if self.config:
-            found = {name: tuple(x.shape) for name, x in state["parameters"].items()}
-            check_names(found, shapes_of(self.config))
-            for name, buffer in kept_buffers(self.model.layers).items():
+            check_names(
+                {name: tuple(x.shape) for name, x in state["parameters"].items()}, shapes_of(self.config)
+            )
+            for name, buffer in saved_buffers(self.model.layers).items():
                 buffer.copy_(state["parameters"][name])
             load_histories(self.model.layers, state.get("amax", {}))
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
-        self.sync.load_full_state_dict(state)
+        states.load_full_state_dict(self.sync, state)
 
 
 def make_states(run: RunStates) -> None:
     """In a dry run: the optimizer's states as its first step makes them, without that step's work."""
-    for kept in run.sync.held:
-        if run.sync.is_updated(kept) and not run.sync.optimizer.state.get(kept.shard):
-            kept.shard.grad = torch.zeros_like(kept.shard, dtype=kept.shard.grad_dtype)
+    for one in run.sync.shards:
+        if states.is_updated(run.sync, one) and not run.sync.optimizer.state.get(one.shard):
+            one.shard.grad = torch.zeros_like(one.shard, dtype=one.shard.grad_dtype)
     run.sync.optimizer.step()
     run.sync.zero_grad()
 
@@ -186,27 +188,27 @@ def begins_anew(piece: Piece, saved) -> bool:
 
 def shapes_of(config: GPTConfig) -> Shapes:
     model = GPT(config, device="meta")
-    named = (*model.named_parameters(), *kept_buffers(model.layers).items())
+    named = (*model.named_parameters(), *saved_buffers(model.layers).items())
     return {name: tuple(x.shape) for name, x in named}
 
 
-def check_names(found: Shapes, wanted: Shapes) -> None:
-    """Is a state that has `found` one of a model that wants these?"""
-    layers = [
-        max((int(name.split(".")[1]) + 1 for name in names if LAYER.match(name)), default=0)
-        for names in (found, wanted)
-    ]
-    if layers[0] != layers[1]:
-        with_ends = f"{layers[0]} layers, this model {layers[1]}, embedding and head included"
-        raise ValueError(f"the state has {with_ends}: it is of another model")
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            here, there = list(found.get(name, ())), list(wanted.get(name, ()))
-            here, there = here if name in found else "not at all", there if name in wanted else "has none"
+def check_names(saved: Shapes, wanted: Shapes) -> None:
+    """ValueError if what was saved is not of a model that wants these."""
+
+    def layers(names: Iterable[str]) -> int:
+        return max((int(name.split(".")[1]) + 1 for name in names if LAYER.match(name)), default=0)
+
+    if layers(saved) != layers(wanted):
+        both = f"{layers(saved)} layers, this model {layers(wanted)}, embedding and head included"
+        raise ValueError(f"the state has {both}: it is of another model")
+    for name in sorted(wanted.keys() | saved.keys()):
+        if wanted.get(name) != saved.get(name):
+            here = list(saved[name]) if name in saved else "not at all"
+            there = list(wanted[name]) if name in wanted else "has none"
             raise ValueError(f"the state has {name} {here}, this model {there}: it is of another model")
 
 
-def kept_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
+def saved_buffers(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
     """What is part of a model's state and no parameter, by its name in the whole: biases of routers."""
     routed = {layer.name: layer.mlp.router for layer in layers if mixtures([layer])}
     return {f"{name}.mlp.router.{n}": x for name, router in routed.items() for n, x in router.named_buffers()}

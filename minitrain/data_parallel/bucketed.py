@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import GradBucket, InOrder, pack
+from minitrain.data_parallel.buckets import GradBucket, InOrder, Sent, pack
 from minitrain.data_parallel.naive import trainable_once
 from minitrain.ranks.collectives import all_reduce
 
@@ -26,9 +26,10 @@ class GradReducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = 25_000_000):
         self.group, self.enabled = group, True
-        self.on_sum: Callable[[GradBucket], None] | None = None  # told of each sum as soon as it is there
+        self.on_sum: Callable[[GradBucket], None] = lambda bucket: None  # told of each sum that is there
+        self.eager = lambda: False  # whether somebody waits for it
         self.buckets = [GradBucket(packed) for packed in pack(trainable_once(params)[::-1], bucket_bytes)]
-        self._in_order, self._handles = InOrder(self.buckets, self._start), []
+        self._in_order, self._sent = InOrder(self.buckets, self._start), []
         params = self._in_order.bucket_of
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in params]
 
@@ -39,43 +40,41 @@ class GradReducer:
             self._in_order.complete(param)
 
     def _start(self, bucket: GradBucket) -> None:
-        if self.on_sum and self._handles:
+        if self._sent and self.eager():
             self._settle()
         handle = all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True)
-        self._handles.append((bucket, handle))
+        self._sent.append(Sent(bucket, handle))
 
     def _settle(self) -> None:
         """Wait for the first bucket under way."""
-        bucket, handle = self._handles.pop(0)
-        handle.wait()
-        if self.on_sum:
-            self.on_sum(bucket)
+        sent = self._sent.pop(0)
+        sent.handle.wait()
+        self.on_sum(sent.bucket)
 
-    def ready(self, params: Iterable[nn.Parameter]) -> None:
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
         """These gradients are complete: for a pipeline, which sets `enabled = False` and knows when."""
         for param in params:
             if param in self._in_order.bucket_of and param.grad is not None:
                 self._in_order.bucket_of[param].put(param)
                 self._in_order.complete(param)
 
-    def arrived(self, params: Iterable[nn.Parameter]) -> None:
+    def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
         """A microbatch is done: nothing travels yet."""
 
-    def lives(self) -> tuple:
+    def gathered_buffers(self) -> tuple:
         return ()
 
     def finish(self) -> None:
         """Wait until every bucket holds the sum over the group."""
         if self._in_order.waiting:
-            waiting = [bucket for bucket in self.buckets if not self._in_order.full(bucket)]
-            places = [pair for bucket in waiting for pair in bucket.place.items()]
+            places = [pair for bucket in self._in_order.waiting for pair in bucket.place.items()]
             empty = [tuple(param.shape) for param, place in places if param.grad is not place]
             raise ValueError(
                 f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the "
                 "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the "
                 "last backward"
             )
-        while self._handles:
+        while self._sent:
             self._settle()
         self._in_order.reset()
 

@@ -1,21 +1,30 @@
-"""Buckets: parameters packed into flat buffers of about `bucket_bytes`, started in one order when full.
+"""Flat buffers: parameters packed into buckets, which divide by the ranks and are sent in one order.
 
     pack        [p9, p8, p7, ...]    ->  [p9, p8] [p7] ...    same dtype and device, at most bucket_bytes each
     InOrder     p7 complete, p9, p8  ->  start([p9, p8]), start([p7])
+    Flat        W1[F, D]  b1[F]  W2[D, F]  ->  whole[P] = W1 | b1 | W2 | padding    P = the next multiple of n
+                                               shard[P/n] = whole[rank P/n : (rank+1) P/n]
 
-The network matches calls by order, not by name, so buckets start in list order even if a later one is full
-first.
-Sends nothing. Memory: a GradBucket is the gradients (`param.grad` are views of it).
-Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3.
+The network matches calls by order, not by name, so a bucket waits for those before it in the list. A shard is
+cut wherever n says, in the middle of a matrix if it must: an optimizer works on elements. Padding costs at
+most n-1 elements per buffer. Sends nothing. Memory: `param.grad` are views of a GradBucket.
+Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3; Zhao et al. 2023, PyTorch FSDP,
+arXiv:2304.11277, section 3.2.3. FSDP2 cuts every parameter along dim 0 and copies into and out of the buffer.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.collectives import Handle
+from minitrain.ranks.sharding import Placement, Shard, placement
 
 
 def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
@@ -23,33 +32,20 @@ def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def grouped(items: Iterable, key: Callable = kind) -> dict:
-    """{key: the items that have it, in order}."""
-    groups: dict = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key: Callable = kind) -> list[list[nn.Parameter]]:
-    """Parameters of equal key in buckets of at most `bucket_bytes`; a larger one has a bucket of its own."""
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes={bucket_bytes}; a bucket needs at least one byte, say 25_000_000")
+def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key=kind) -> list[list[nn.Parameter]]:
+    """Parameters of equal key in buckets of at most `bucket_bytes`; a larger one has a bucket to itself."""
+    require_positive_ints(10**18, bucket_bytes=bucket_bytes)
     buckets: list[list[nn.Parameter]] = []
-    for same in grouped(params, key).values():
-        held = None
-        for param in same:
-            if held is None or held and held + grad_bytes(param) > bucket_bytes:
-                buckets.append([])
-                held = 0
-            buckets[-1].append(param)
-            held += grad_bytes(param)
+    last: dict = {}  # of each key: a bucket, and the bytes left in it
+    for param in params:
+        size = param.numel() * param.grad_dtype.itemsize
+        bucket, room = last.get(key(param), ([], -1))
+        if size > room:
+            bucket, room = [], bucket_bytes
+            buckets.append(bucket)
+        bucket.append(param)
+        last[key(param)] = bucket, room - size
     return buckets
-
-
-def grad_bytes(param: nn.Parameter) -> int:
-    """Of its gradient, which may be of another dtype."""
-    return param.numel() * param.grad_dtype.itemsize
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -64,8 +60,38 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like)]
 
 
+class Flat:
+    """The layout of parameters in one padded buffer, cut over groups, one inside the other."""
+
+    def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
+        self.params, self.groups = params, groups
+        *starts, numel = accumulate((param.numel() for param in params), initial=0)
+        self.start_of = dict(zip(params, starts))
+        self.padding = -numel % math.prod(group.size() for group in groups)
+        self.numel = numel + self.padding
+        self.shard, self.cuts = params[0], ()  # for an optimizer; of one parameter, nothing is cut yet
+
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """A new flat buffer [P] with copies of tensors shaped like the parameters."""
+        return flatten([*tensors, tensors[0].new_zeros(self.padding)])
+
+    def local_shard(self, flat: Tensor, cuts: slice = slice(None)) -> Tensor:
+        """This rank's slice of a flat buffer: [P/n] if all groups cut it, or those in `cuts` only."""
+        for group in self.groups[cuts]:
+            size = flat.numel() // group.size()
+            flat = flat.narrow(0, group.rank() * size, size)
+        return flat
+
+    def cut(self, local: Tensor, cuts: slice = slice(None)) -> None:
+        """Make this rank's slice the shard: a parameter for the optimizer."""
+        self.cuts, at = tuple(Shard(0, group) for group in self.groups[cuts]), placement(self.params[0])
+        self.shard = nn.Parameter(local.detach(), requires_grad=self.params[0].requires_grad)
+        self.shard.grad_dtype = self.params[0].grad_dtype
+        self.shard.placement = Placement(self.cuts, at.summed_over, at.copies, at.cut_over)
+
+
 class GradBucket:
-    """Parameters whose gradients live in one flat buffer."""
+    """Parameters whose gradients are views of one flat buffer."""
 
     def __init__(self, params: list[nn.Parameter], padding: int = 0):
         require_ints(padding=padding)
@@ -80,6 +106,14 @@ class GradBucket:
             param.grad = self.place[param]  # frees what backward allocated
 
 
+class Sent(NamedTuple):
+    """A collective under way, for the gradients of one bucket."""
+
+    bucket: Any
+    handle: Handle
+    is_last: bool = True  # of the step: no later microbatch adds to it
+
+
 class InOrder:
     """Counts complete gradients, and calls `start(bucket)` for each full bucket, in the order of the list."""
 
@@ -89,29 +123,20 @@ class InOrder:
         self.reset()
 
     def reset(self) -> None:
-        self.arrived = {bucket: set() for bucket in self.buckets}
-        self.waiting, self.started = deque(self.buckets), set()
+        self.completed = {bucket: set() for bucket in self.buckets}
+        self.waiting = deque(self.buckets)
 
     def complete(self, param: nn.Parameter) -> None:
         """ValueError if its bucket is on its way: what is added now would be lost, or sent by some only."""
         bucket = self.bucket_of[param]
-        if bucket in self.started:
-            raise _grown(param)
-        self.arrived[bucket].add(param)
-        while self.waiting and self.full(self.waiting[0]):
-            self.started.add(bucket := self.waiting.popleft())
-            self.start(bucket)
+        if bucket not in self.waiting:
+            cure = (
+                "give layers that share it one backward, or set enabled=False and call on_step_grads(params)"
+            )
+            raise ValueError(f"a gradient {list(param.shape)} grew after its bucket was sent; {cure}")
+        self.completed[bucket].add(param)
+        while self.waiting and self.is_full(self.waiting[0]):
+            self.start(self.waiting.popleft())
 
-    def full(self, bucket) -> bool:
-        return len(self.arrived[bucket]) == len(bucket.params)
-
-    def missing(self) -> list[nn.Parameter]:
-        """Parameters without a gradient, of buckets that are not full."""
-        params = (param for bucket in self.buckets if not self.full(bucket) for param in bucket.params)
-        return [param for param in params if param.grad is None]
-
-
-def _grown(param: nn.Parameter) -> ValueError:
-    case = f"the gradient of a parameter of shape {list(param.shape)} grew after its bucket was sent"
-    cure = "give layers that share it one backward, or set enabled=False and call ready(params) at last"
-    return ValueError(f"{case}; {cure}")
+    def is_full(self, bucket) -> bool:
+        return len(self.completed[bucket]) == len(bucket.params)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 
 # Letters of parameters, gradients and optimizer state, none cut finer than the next.
 PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
@@ -38,18 +38,15 @@ class Cluster:
     per_node: int
 
     def __post_init__(self):
-        if min(self.ranks, self.per_node) < 1 or self.ranks % self.per_node:
+        require_positive_ints(ranks=self.ranks, per_node=self.per_node)
+        if self.ranks % self.per_node:
             raise ValueError(f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a multiple")
 
-    def fits(self, factor: int) -> bool:
-        """Whether groups of `factor` neighbours lie inside nodes, or are made of whole ones."""
-        if factor < 1 or self.ranks % factor:
-            return False
-        return self.per_node % factor == 0 or factor % self.per_node == 0
-
     def factors(self) -> list[int]:
-        """Into how many pieces a state can be cut, ascending: divisors of k, then k times divisors of n."""
-        return [factor for factor in range(1, self.ranks + 1) if self.fits(factor)]
+        """Into how many pieces a state can be cut, ascending: groups of so many neighbours lie inside nodes,
+        or are made of whole ones."""
+        W, k = self.ranks, self.per_node
+        return [f for f in range(1, W + 1) if W % f == 0 and (k % f == 0 or f % k == 0)]
 
 
 @dataclass(frozen=True, order=True)
@@ -62,9 +59,10 @@ class Choice:
 
     def __post_init__(self):
         p, g, o = self.factors
-        if min(p, g, o) < 1 or g % p or o % g:
+        require_positive_ints(parameters=p, gradients=g, optimizer=o)
+        if g % p or o % g:
             kinds = "parameters, gradients and optimizer state"
-            raise ValueError(f"factors {p}, {g}, {o} of {kinds}: each must be positive and divide the next")
+            raise ValueError(f"factors {p}, {g}, {o} of {kinds}: each must divide the next")
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -117,8 +115,9 @@ def amsp_choices(cluster: Cluster) -> list[Choice]:
 
 def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
     """Model states of one rank by kind, in bf16 with Adam. Gathered copies are buffers: not in here."""
-    require_ints(parameters=parameters)
-    return {kind: float(held) for kind, held in _held(choice, parameters).items()}
+    require_positive_ints(10**18, parameters=parameters)
+    sizes = zip(STATE_BYTES.items(), choice.factors)
+    return {kind: float(Fraction(size * parameters, factor)) for (kind, size), factor in sizes}
 
 
 def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1) -> Traffic:
@@ -132,21 +131,12 @@ def traffic_by_term(choice: Choice, parameters: int, cluster: Cluster, microbatc
     return {name: Traffic(float(inside), float(across)) for name, (inside, across) in terms.items()}
 
 
-def _held(choice: Choice, parameters: int) -> dict[str, Fraction]:
-    sizes = zip(STATE_BYTES.items(), choice.factors)
-    return {kind: Fraction(size * parameters, factor) for (kind, size), factor in sizes}
-
-
 def _terms(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> dict[str, tuple]:
     """{name: fractions of bytes sent inside, across}"""
-    W, k, m = cluster.ranks, cluster.per_node, microbatches
-    for factor in choice.factors:
-        if not cluster.fits(factor):
-            fitting = ", ".join(map(str, cluster.factors()))
-            raise ValueError(f"{factor} pieces do not fit {W} ranks on nodes of {k}; choose from {fitting}")
-    for name, count in (("parameters", parameters), ("microbatches", microbatches)):
-        if count < 1:
-            raise ValueError(f"{name}={count}; a step has at least one")
+    require_positive_ints(10**18, parameters=parameters, microbatches=microbatches)
+    W, k, m, fitting = cluster.ranks, cluster.per_node, microbatches, cluster.factors()
+    if not set(choice.factors) <= set(fitting):
+        raise ValueError(f"{choice} does not fit {W} ranks on nodes of {k}; choose from {fitting}")
     F_p, F_g, F_o = choice.factors
     lines = {  # name: how often, from pieces, to pieces
         "gather for forward and backward": (2 * m, 1, F_p),  # every microbatch: what is cut is not kept whole
@@ -175,25 +165,23 @@ def plans(
     choices, parameters: int, cluster: Cluster, *, intra_bytes_per_s, inter_bytes_per_s, microbatches=1
 ) -> list[ShardingPlan]:
     """Every choice with its price. The bandwidths are one rank's, per direction."""
-    for name, rate in (("intra_bytes_per_s", intra_bytes_per_s), ("inter_bytes_per_s", inter_bytes_per_s)):
-        if not 0 < rate < float("inf"):
-            raise ValueError(f"{name}={rate} is not a bandwidth; give a positive number")
+    require_positive(intra_bytes_per_s=intra_bytes_per_s, inter_bytes_per_s=inter_bytes_per_s)
     priced = []
     for choice in choices:
         inside, across = _sent(choice, parameters, cluster, microbatches)
         seconds = inside / Fraction(intra_bytes_per_s) + across / Fraction(inter_bytes_per_s)
-        held, sent = sum(_held(choice, parameters).values()), Traffic(float(inside), float(across))
-        priced.append(ShardingPlan(choice, float(held), sent, float(seconds)))
+        memory = sum(Fraction(n * parameters, f) for n, f in zip(STATE_BYTES.values(), choice.factors))
+        sent = Traffic(float(inside), float(across))
+        priced.append(ShardingPlan(choice, float(memory), sent, float(seconds)))
     return priced
 
 
 def cheapest(limit_bytes: float, candidates: Iterable[ShardingPlan]) -> ShardingPlan:
-    """The fastest plan that holds at most `limit_bytes` per rank; of equally fast ones the smallest."""
+    """The fastest plan that needs at most `limit_bytes` per rank; of equally fast ones the smallest."""
     candidates = list(candidates)
-    if not candidates:
-        raise ValueError("no choice to search in; give at least one, such as paro_choices(cluster).values()")
+    require_nonempty(candidates=candidates)
     fitting = [plan for plan in candidates if plan.memory_bytes <= limit_bytes]
     if not fitting:
-        least = f"the smallest holds {min(plan.memory_bytes for plan in candidates) / 1e9:g} GB: add ranks"
-        raise ValueError(f"no choice holds at most {limit_bytes / 1e9:g} GB per rank; {least}")
+        least = f"the smallest needs {min(plan.memory_bytes for plan in candidates) / 1e9:g} GB: add ranks"
+        raise ValueError(f"no choice needs at most {limit_bytes / 1e9:g} GB per rank; {least}")
     return min(fitting, key=lambda plan: (plan.seconds, plan.memory_bytes, plan.choice))

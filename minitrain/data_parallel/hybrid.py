@@ -35,21 +35,23 @@ from minitrain.ranks.collectives import Handle, all_gather, all_reduce, reduce_s
 
 
 class HybridBuffer(UnitBuffer):
-    """A flat buffer of which this rank holds what `kept` cuts leave and updates what `updated` cuts leave."""
+    """A flat buffer whose parameters are cut `param_cuts` times, and the optimizer's state `state_cuts`."""
 
-    def __init__(self, params: list[nn.Parameter], groups: tuple, kept: int, updated: int):
-        self.kept, self.updated = kept, updated
+    def __init__(self, params: list[nn.Parameter], groups: tuple, param_cuts: int, state_cuts: int):
+        self.param_cuts, self.state_cuts = param_cuts, state_cuts
         super().__init__(params, *groups)
 
     def divide(self) -> None:
-        self.held = self.own(self.whole, slice(self.kept)).clone() if self.kept else self.whole
-        self.cut(self.own(self.held, slice(self.kept, self.updated)), slice(self.updated))
+        cuts = slice(self.param_cuts)
+        self.param_shard = self.local_shard(self.whole, cuts).clone() if self.param_cuts else self.whole
+        between = slice(self.param_cuts, self.state_cuts)
+        self.cut(self.local_shard(self.param_shard, between), slice(self.state_cuts))
 
     def free(self) -> None:
-        if self.kept:
+        if self.param_cuts:
             super().free()
         else:
-            self.wait()  # it stays whole
+            self.wait()  # it remains whole
 
 
 class Chain:
@@ -90,60 +92,57 @@ class Hybrid(Zero3):
             sizes = " x ".join(str(group.size()) for group in by_node)
             raise ValueError(f"by_node is {sizes} ranks of the {intra.size()} of intra; use mesh.blocks")
         self.groups, self.stage, self.by_node = (intra, inter), sharding, by_node
-        self.kept, self.summed, self.updated = ("NIG".index(letter) for letter in sharding)  # numbers of cuts
+        self.param_cuts, self.grad_cuts, self.state_cuts = ("NIG".index(letter) for letter in sharding)
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
 
     def levels(self) -> tuple[ProcessGroup, ...]:
         return self.groups
 
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> HybridBuffer:
-        return HybridBuffer(params, groups, self.kept, self.updated)
+        return HybridBuffer(params, groups, self.param_cuts, self.state_cuts)
 
     def gather(self, flat: HybridBuffer) -> Handle | Chain:
         """Whole parameters from what ranks hold: inside the node, or across and then inside."""
         intra, inter = flat.groups
-        if self.kept == 1 and self._by_node(intra):
-            pieces = all_gather(flat.held, self.by_node[1], async_op=True)
+        if self.param_cuts == 1 and self._by_node(intra):
+            pieces = all_gather(flat.param_shard, self.by_node[1], async_op=True)
             return Chain(pieces, lambda place: gather_inside(place, *self.by_node, flat.whole))
-        if self.kept == 1:
-            return all_gather(flat.held, intra, out=flat.whole, async_op=True)
-        across = all_gather(flat.held, inter, async_op=True)
+        if self.param_cuts == 1:
+            return all_gather(flat.param_shard, intra, out=flat.whole, async_op=True)
+        across = all_gather(flat.param_shard, inter, async_op=True)
         return Chain(across, lambda piece: self._gather(piece, intra, flat.whole))
 
     def scatter(self, flat: HybridBuffer, grads: Tensor) -> Handle | Chain:
         """What is summed after each microbatch: nothing, inside the node, or over all ranks."""
         intra, inter = flat.groups
-        if self.summed == 0:
+        if self.grad_cuts == 0:
             return Chain(grads)
         if self._by_node(intra):
             inside = Chain(hierarchical_reduce_scatter(grads, *self.by_node))
         else:
             inside = reduce_scatter(grads, intra, async_op=True)
-        return inside if self.summed == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
+        return inside if self.grad_cuts == 1 else Chain(inside, lambda piece: reduce_scatter(piece, inter))
 
     def complete(self, flat: HybridBuffer) -> Tensor:
         """Once per step: cut the gradient as finely as the optimizer state, and sum it over replicas."""
-        for group in flat.groups[self.summed : self.updated]:
+        for group in flat.groups[self.grad_cuts : self.state_cuts]:
             flat.sum = self._scatter(flat.sum, group)
         intra, inter = flat.groups
-        if self.updated == 2:
+        if self.state_cuts == 2:
             return flat.sum
-        piece = flat.sum if self.updated == 1 else self._scatter(flat.sum, intra)  # across nodes travels 1/k
+        whole = self.state_cuts == 0  # on every rank; across nodes travels 1/k all the same
+        piece = self._scatter(flat.sum, intra) if whole else flat.sum
         all_reduce(piece, inter, out=piece)
-        return piece if self.updated == 1 else self._gather(piece, intra, flat.sum)
+        return self._gather(piece, intra, flat.sum) if whole else piece
 
-    def publish(self) -> None:
-        """Give every rank what it holds of the parameters, the last cut first."""
-        self._publish([flat for flat in self.flats if flat.shard.requires_grad])
-
-    def publish_all(self) -> None:
-        self._publish(self.flats)
-
-    def _publish(self, flats: list[HybridBuffer]) -> None:
-        for flat in flats:
-            for cuts in range(self.updated, self.kept, -1):
-                piece, whole = (flat.own(flat.held, slice(self.kept, end)) for end in (cuts, cuts - 1))
-                self._gather(piece, flat.groups[cuts - 1], whole)
+    def publish(self, frozen: bool = False) -> None:
+        """Give every rank its shard of the updated parameters, the last cut first."""
+        for flat in self.shards:
+            if frozen or flat.shard.requires_grad:
+                for cuts in range(self.state_cuts, self.param_cuts, -1):
+                    ends = (slice(self.param_cuts, end) for end in (cuts, cuts - 1))
+                    piece, whole = (flat.local_shard(flat.param_shard, end) for end in ends)
+                    self._gather(piece, flat.groups[cuts - 1], whole)
 
     def _by_node(self, group: ProcessGroup) -> bool:
         return self.by_node is not None and group is self.groups[0]

@@ -11,12 +11,12 @@ Raises ValueError if a parameter got no gradient on this rank: another may have 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.1. Differs: SUM instead of a mean of means.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import flatten, grouped, views
+from minitrain.data_parallel.buckets import flatten, kind, views
 from minitrain.ranks.collectives import all_reduce
 
 
@@ -27,15 +27,19 @@ def all_reduce_gradients(params: Iterable[nn.Parameter], group: ProcessGroup, *,
         for param in params:
             all_reduce(param.grad, group, out=param.grad)
         return
-    for same in grouped(params).values():
-        all_reduce_fused(same, group)
+    for same in grouped(params, kind).values():
+        flat = flatten(param.grad for param in same)
+        all_reduce(flat, group, out=flat)
+        for param, part in zip(same, views(flat, same)):
+            param.grad.copy_(part)
 
 
-def all_reduce_fused(params: list[nn.Parameter], group: ProcessGroup) -> None:
-    flat = flatten(param.grad for param in params)
-    all_reduce(flat, group, out=flat)
-    for param, part in zip(params, views(flat, params)):
-        param.grad.copy_(part)
+def grouped(items: Iterable, key: Callable) -> dict:
+    """{key: the items that have it, in order}."""
+    groups: dict = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

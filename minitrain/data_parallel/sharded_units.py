@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import grouped
-from minitrain.data_parallel.flat import Flat
+from minitrain.data_parallel.buckets import Flat, views
+from minitrain.data_parallel.naive import grouped
 from minitrain.ranks import collectives
 from minitrain.ranks.collectives import Handle
 
@@ -26,18 +26,22 @@ class UnitBuffer(Flat):
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         super().__init__(params, *groups)
         self.whole = self.pack(params)
-        self.places = self.views(self.whole)
+        self.places = views(self.whole, params)
         self.divide()
         self.handle: Handle | None = None
         self.grads: Tensor | None = None  # of the whole, while they come in
         self.sum: Tensor | None = None  # of what came back, over the microbatches
-        self.arrived = 0
-        self.stays = False  # whole, whoever frees it (Zero3.stay)
+        self.num_grads = 0  # parameters whose gradient is complete in this backward
+        self.keep_gathered = False  # whoever frees it (Zero3.keep_gathered)
         self.free()
 
     def divide(self) -> None:
         """The shard gets memory of its own."""
-        self.cut(self.own(self.whole).clone())
+        self.cut(self.local_shard(self.whole).clone())
+
+    def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
+        """A parameter's place in a flat buffer, in its shape."""
+        return flat.narrow(0, self.start_of[param], param.numel()).view(param.shape)
 
     @property
     def is_whole(self) -> bool:
@@ -56,7 +60,7 @@ class UnitBuffer(Flat):
             param.data = place
 
     def free(self) -> None:
-        if self.stays:
+        if self.keep_gathered:
             return
         self._settle()  # gathered for nothing
         for param in self.params:
@@ -105,15 +109,15 @@ def elements(module: nn.Module) -> list[nn.Module]:
     """The default units: members of lists inside (ModuleList, ModuleDict, Sequential), and children beside.
 
     Within a list only what cannot be called is opened: a block may hold lists (experts), and is one unit."""
-    lists, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), []
+    lists, units = (nn.ModuleList, nn.ModuleDict, nn.Sequential), []
     for child in module.children():
         can_be_called = type(child).forward is not nn.Module.forward
         holds_lists = any(isinstance(inner, lists) for inner in child.modules())
         if not can_be_called or holds_lists and not isinstance(module, lists):
-            found += elements(child)
+            units += elements(child)
         elif any(True for _ in child.parameters()):
-            found.append(child)
-    return found
+            units.append(child)
+    return units
 
 
 def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_of: Mapping) -> list[Unit]:

@@ -1,22 +1,22 @@
-"""States: what a Sync keeps, in pieces for a checkpoint of any layout, or whole by name.
+"""What a Sync has, as functions of it: whole parameters, and states in pieces for a checkpoint of any layout.
 
     parameters/W                 this rank's rectangles of W, as views (pieces.py)
     optimizer/W/exp_avg          likewise: a tensor of the optimizer that is cut as what it belongs to
     optimizer/W/step             a tensor of another shape is a number of the whole, alike on all that have W
     numbers_of_states            what is no tensor: {"W": {"step": 7}}
 
-Where to go on from is told by any object with
+What was saved is any object with
     states_of(W)                 {"exp_avg": (dtype, shape of the whole)}
     plain["numbers"]             numbers_of_states of all ranks
     fill(piece)                  writes what was saved into a piece
-checkpoint/load.py has one over files; `Whole`, here, one over whole tensors. The optimizer's states are made
-from what it says, one parameter or buffer after the other, and filled before the optimizer gets them: so it
-does not matter whether it keeps them here, on the host or in files. What is kept comes in the order of names,
-so that ranks which hold the same meet at the same piece. Parameters that are updated together (in one buffer)
-need equal numbers. Sends nothing but for `full_state_dict`, which gathers (n-1)/n of what it returns.
+checkpoint/load.py has one over files, `WholeTensors` is one over tensors. The optimizer's states are made
+from what it says, one shard after the other, and filled before the optimizer gets them: so it does not matter
+whether they are here, on the host or in files. Shards come in the order of names, so that ranks which have
+the same meet at the same piece. Parameters updated together (in one buffer) need equal numbers. Sends nothing
+but for `full_*`, which gather (n-1)/n of what they return, cut by cut.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -24,37 +24,275 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks import collectives
+from minitrain.data_parallel.buckets import Flat, views
+from minitrain.data_parallel.sync import Sync
+from minitrain.ranks import collectives, sharding
 from minitrain.ranks.pieces import Piece, part_of, pieces_of, whole_piece
-from minitrain.ranks.sharding import full_tensor, placement, whole_shape
+from minitrain.ranks.sharding import placement, whole_shape
 
 
-class WholeParameter:
-    """A parameter that this rank has as it is; flat.Flat has the same interface for a slice of many."""
+class PlainValues:
+    """How tensors are stored: as they are. A Sync may have other `values`: codes with scales (scaled.py)."""
 
-    def __init__(self, param: nn.Parameter):
-        self.shard, self.params = param, [param]
+    def decode(self, one: Flat, local: Tensor) -> Tensor:
+        """The numbers of a shard, of its gradient, or of a state."""
+        return local
 
-    def unfold(self, kept: Tensor) -> list[Tensor]:
-        """What all ranks keep, put together: a tensor for each parameter."""
-        return [kept.detach().clone()]
+    def encode(self, name: str, whole: Tensor) -> dict[str, Tensor]:
+        """The tensors that are saved of a parameter, by name."""
+        return {f"parameters/{name}": whole}
 
-    def pieces(self) -> list[tuple[nn.Parameter, int, int]]:
-        """Elements first .. last of which parameter are kept, in the order of the shard."""
-        return [(self.shard, 0, self.shard.numel())]
+    def extra_tensors(self, one: Flat) -> dict[str, Tensor]:
+        """What else is saved of it, by kind."""
+        return {}
+
+    def is_updated(self, one: Flat) -> bool:
+        """Whether this rank has states of it."""
+        return one.shard.requires_grad
+
+    def state_holders(self, holders: tuple[ProcessGroup, ...]) -> tuple[ProcessGroup, ...]:
+        """Of the groups with the same values, those with the same states."""
+        return holders
+
+    def unchanged(self, one: Flat, state: dict) -> dict:
+        return state
+
+    read_state = unchanged  # what is saved of the optimizer's
+    written_state = unchanged  # what the optimizer gets of what was saved
+    everywhere = unchanged  # on all ranks, from the one that has it
 
 
-class Whole:
-    """Whole tensors by name, to fill pieces from: `parameters`, and {name: {key: value}} of the optimizer."""
+def values_of(sync: Sync) -> PlainValues:
+    return getattr(sync, "values", PlainValues())
 
-    def __init__(self, parameters: dict[str, Tensor], states: dict[str, dict], **more: Tensor):
-        self.states, self.tensors = states, {f"parameters/{name}": x for name, x in parameters.items()} | more
+
+# ---- the whole of a parameter
+
+
+def full_tensor(sync: Sync, param: nn.Parameter) -> Tensor:
+    """The whole of a parameter of the model, on every rank (all that have it must ask)."""
+    return _full(sync, all_shards(sync), lambda one: one.shard, param)[sync.names[param]]
+
+
+def full_grad(sync: Sync, param: nn.Parameter) -> Tensor:
+    """The whole of its gradient, after `finish()`."""
+    return _full(sync, sync.shards, lambda one: grad_of(sync, one), param)[sync.names[param]]
+
+
+def full_tensors(sync: Sync) -> dict[str, Tensor]:
+    """All parameters, whole, by name: a buffer is gathered once, not for each of its parameters."""
+    return _full(sync, all_shards(sync), lambda one: one.shard)
+
+
+def full_grads(sync: Sync) -> dict[str, Tensor]:
+    """All gradients likewise, after `finish()`."""
+    shards = [one for one in sync.shards if one.shard.requires_grad]
+    return _full(sync, shards, lambda one: grad_of(sync, one))
+
+
+def _full(sync: Sync, shards: list[Flat], local_of: Callable, only: nn.Parameter | None = None) -> dict:
+    whole = {}
+    for one in shards:
+        if only is None or any(only is param for param in one.params):
+            for param, part in unfold(sync, one, local_of(one)):
+                if only is None or only is param:
+                    whole[sync.names[param]] = sharding.full_tensor(part, placement(param).shards).clone()
+    return whole
+
+
+def unfold(sync: Sync, one: Flat, local: Tensor | None) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """All ranks' shards, gathered over the cuts of their buffer, in the shapes of its parameters."""
+    local = values_of(sync).decode(one, local).detach().to(one.params[0].device)  # from the host, perhaps
+    return zip(one.params, views(sharding.full_tensor(local.reshape(-1), one.cuts), one.params))
+
+
+def grad_of(sync: Sync, one: Flat) -> Tensor | None:
+    """The gradient that the optimizer sees, wherever it is."""
+    return sync.listener.grad_of(one.shard) if sync.listener else one.shard.grad
+
+
+def all_shards(sync: Sync) -> list[Flat]:
+    """Frozen parameters too, in the order of names."""
+    updated = {param for one in sync.shards for param in one.params}
+    frozen = [Flat([param]) for param in sync.names if param not in updated]
+    return sorted([*sync.shards, *frozen], key=lambda one: sync.names[one.params[0]])
+
+
+# ---- in pieces
+
+
+def pieces(sync: Sync, *same: ProcessGroup) -> Iterator[Piece]:
+    """Views of what this rank has of parameters and optimizer states. `same`: groups whose ranks have the
+    same parameters, where neither a cut nor a sum goes over them."""
+    settle(sync)
+    for one in all_shards(sync):
+        yield from parameter_pieces(sync, one, same)
+        yield from state_pieces(sync, one, state_of(sync, one), same)
+
+
+def pieces_to_load(sync: Sync, saved, *same: ProcessGroup) -> Iterator[Piece]:
+    """As `load_pieces` will fill them, but without memory for states. ValueError: numbers differ for what
+    is updated together."""
+    for one in all_shards(sync):
+        yield from parameter_pieces(sync, one, same)
+        yield from state_pieces(sync, one, new_state(sync, one, saved, "meta"), same)
+
+
+@torch.no_grad()
+def load_pieces(sync: Sync, saved, *same: ProcessGroup) -> None:
+    """Fill parameters and states from `saved`. A parameter without states there has none here."""
+    settle(sync)
+    for one in all_shards(sync):
+        for piece in parameter_pieces(sync, one, same):
+            saved.fill(piece)
+        state = new_state(sync, one, saved)
+        for piece in state_pieces(sync, one, state, same):
+            saved.fill(piece)
+        if is_updated(sync, one):
+            state = values_of(sync).written_state(one, state)
+            if state:
+                sync.optimizer.state[one.shard] = state
+            else:
+                with suppress(KeyError):
+                    del sync.optimizer.state[one.shard]
+    if hasattr(sync.optimizer, "refresh"):  # it has copies of the parameters
+        sync.optimizer.refresh()
+    sync.publish(frozen=True)
+
+
+def tell_updates(sync: Sync, before_update: Callable[[list[str] | None], None]) -> None:
+    """Call before_update(names) before parameters of these names or their states change, as soon as backward
+    where the host updates; None: before all of them do."""
+    names = {one.shard: [sync.names[param] for param in one.params] for one in sync.shards}
+    sync.before_update = lambda shard=None: before_update(names.get(shard))
+    if hasattr(sync.optimizer, "before_update"):
+        sync.optimizer.before_update = sync.before_update
+
+
+def settle(sync: Sync) -> None:
+    """Wait for an update that the host is still making."""
+    if hasattr(sync.optimizer, "settle") and sync.optimizer.settle():
+        sync.publish()
+
+
+def is_updated(sync: Sync, one: Flat) -> bool:
+    return bool(sync.optimizer) and values_of(sync).is_updated(one)
+
+
+def numbers_of_states(sync: Sync) -> dict[str, dict]:
+    """What states have beside tensors, such as a count of steps: {name: {key: value}}."""
+    numbers: dict[str, dict] = {}
+    for one in sync.shards:
+        plain = {key: x for key, x in state_of(sync, one).items() if not isinstance(x, Tensor)}
+        numbers |= {sync.names[param]: plain for param in one.params} if plain else {}
+    return numbers
+
+
+def parameter_pieces(sync: Sync, one: Flat, same: tuple = ()) -> Iterator[Piece]:
+    holders = holders_of(sync, one, same)
+    yield from _cut_pieces(sync, "parameters/{}", one, one.shard, holders)
+    for kind, value in values_of(sync).extra_tensors(one).items():
+        yield whole_piece(f"{kind}/{sync.names[one.params[0]]}", value, holders)
+
+
+def state_pieces(sync: Sync, one: Flat, state: dict[str, Any], same: tuple = ()) -> Iterator[Piece]:
+    """`state` is the optimizer's, or one to be loaded."""
+    holders = values_of(sync).state_holders(holders_of(sync, one, same))
+    cuts = [cut.group for cut in placement(one.shard).shards]
+    cuts += [group for group in sync.key_of[one.params[0]].cut_over if group not in cuts]
+    everyone = (*holders, *(group for group in cuts if group.size() > 1))
+    for key in sorted(state):
+        if isinstance(state[key], Tensor) and state[key].shape == one.shard.shape:
+            yield from _cut_pieces(sync, "optimizer/{}/" + key, one, state[key], holders)
+        elif isinstance(state[key], Tensor):
+            for param in one.params:
+                yield whole_piece(f"optimizer/{sync.names[param]}/{key}", state[key], everyone)
+
+
+def _cut_pieces(sync: Sync, name: str, one: Flat, values: Tensor, holders: tuple) -> Iterator[Piece]:
+    values, used = values.detach(), 0
+    for param, first, last in elements_of(one):
+        whole = last - first == values.numel()
+        part = values if whole else values.view(-1)[used : used + last - first]
+        used += last - first
+        yield from pieces_of(name.format(sync.names[param]), part, param, first, last, holders)
+
+
+def elements_of(one: Flat) -> list[tuple[nn.Parameter, int, int]]:
+    """Elements first .. last of which parameters the shard has, in its order; then comes padding."""
+    begin, size, elements = 0, one.numel, []
+    for cut in one.cuts:
+        size //= cut.group.size()
+        begin += cut.group.rank() * size
+    for param, start in one.start_of.items():
+        first, last = (min(max(end - start, 0), param.numel()) for end in (begin, begin + size))
+        if first < last:
+            elements.append((param, first, last))
+    return elements
+
+
+def holders_of(sync: Sync, one: Flat, same: tuple) -> tuple[ProcessGroup, ...]:
+    """Groups that together are the ranks with the same values of a shard."""
+    key, cuts = sync.key_of[one.params[0]], {cut.group for cut in placement(one.shard).shards}
+    holders = [group for group in key.groups if group not in cuts]
+    holders += [key.copies] if key.copies is not None else []
+    seen = [set(collectives.members(group)) for group in (*key.cut_over, *key.groups)]
+    for group in same:
+        if all(len(set(collectives.members(group)) & ranks) == 1 for ranks in seen):
+            holders.append(group)
+    return tuple(group for group in holders if group.size() > 1)
+
+
+# ---- states of the optimizer
+
+
+def state_of(sync: Sync, one: Flat) -> dict[str, Any]:
+    """The optimizer's own state of a shard, wherever it is."""
+    if not is_updated(sync, one):
+        return {}
+    on_host = hasattr(sync.optimizer, "host_state")
+    state = sync.optimizer.host_state(one.shard) if on_host else sync.optimizer.state.get(one.shard, {})
+    return values_of(sync).read_state(one, state)
+
+
+def new_state(sync: Sync, one: Flat, saved, device: torch.device | str | None = None) -> dict[str, Any]:
+    """The optimizer's state of a shard as `saved` has it, its tensors still to be filled."""
+    if not is_updated(sync, one):
+        return {}
+    names = [sync.names[param] for param in one.params]
+    numbers = [saved.plain.get("numbers", {}).get(name, {}) for name in names]
+    tensors = [saved.states_of(name) for name in names]
+    for name, plain, of_name in zip(names, numbers, tensors):
+        if plain != numbers[0] or of_name.keys() != tensors[0].keys():
+            first, other = _described(numbers[0], tensors[0]), _described(plain, of_name)
+            cure = "and here they are updated together: use zero=0, or freeze what was frozen"
+            raise ValueError(f"{names[0]} has the states {first}, {name} {other}, {cure}")
+    state = copied(dict(numbers[0]))
+    for key, (dtype, shape) in tensors[0].items():
+        cut = all(of_name[key][1] == tuple(whole_shape(param)) for of_name, param in zip(tensors, one.params))
+        if cut and key != "step":  # of a parameter that is a number both have its shape
+            state[key] = torch.zeros_like(one.shard, dtype=dtype, device=device, requires_grad=False)
+        else:  # torch's optimizers count steps on the host
+            there = device or ("cpu" if key == "step" else one.shard.device)
+            state[key] = torch.zeros(shape, dtype=dtype, device=there)
+    return state
+
+
+def _described(numbers: dict, tensors: dict) -> str:
+    return ", ".join(sorted([*(f"{key}={x}" for key, x in numbers.items()), *tensors])) or "none"
+
+
+# ---- whole states
+
+
+class WholeTensors:
+    """What was saved, as whole tensors: by the names of pieces, and states {name: {key: value}}."""
+
+    def __init__(self, tensors: dict[str, Tensor], states: dict[str, dict]):
+        self.states, self.tensors, self.plain = states, dict(tensors), {"numbers": {}}
         for name, state in states.items():
             self.tensors |= {f"optimizer/{name}/{k}": x for k, x in state.items() if isinstance(x, Tensor)}
-        numbers = {
-            name: {k: x for k, x in s.items() if not isinstance(x, Tensor)} for name, s in states.items()
-        }
-        self.plain = {"numbers": numbers}
+            self.plain["numbers"][name] = {k: x for k, x in state.items() if not isinstance(x, Tensor)}
 
     def states_of(self, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         state = self.states.get(name, {})
@@ -65,172 +303,38 @@ class Whole:
         piece.values.copy_(part_of(whole, piece.start, piece.shape))
 
 
-class States:
-    """Part of a Sync, whose `held`, `names`, `key_of`, `optimizer` and `host` it reads and writes."""
-
-    # ---- in pieces
-
-    def pieces(self, *beside: ProcessGroup) -> Iterator[Piece]:
-        """Views of what this rank has of parameters and optimizer states. `beside`: groups whose ranks have
-        the same parameters, where neither a cut nor a sum goes over them."""
-        self.settle()
-        for kept in self.by_name():
-            yield from self.pieces_of_parameters(kept, beside)
-            yield from self.pieces_of_states(kept, self.state_of(kept), beside)
-
-    def pieces_to_load(self, saved, *beside: ProcessGroup) -> Iterator[Piece]:
-        """As `load_pieces` will fill them, but without memory for states. ValueError: numbers differ for what
-        is updated together."""
-        for kept in self.by_name():
-            yield from self.pieces_of_parameters(kept, beside)
-            yield from self.pieces_of_states(kept, self.new_state(kept, saved, "meta"), beside)
-
-    @torch.no_grad()
-    def load_pieces(self, saved, *beside: ProcessGroup) -> None:
-        """Take parameters and states from `saved`. A parameter without states there has none here."""
-        self.settle()
-        if self.host:
-            self.host.updates = 0
-        for kept in self.by_name():
-            for piece in self.pieces_of_parameters(kept, beside):
-                saved.fill(piece)
-            self.load_state(kept, saved, beside)
-        if self.host:
-            self.host.refresh()
-        self.publish_all()
-
-    def load_state(self, kept, saved, beside: tuple = ()) -> None:
-        state = self.new_state(kept, saved)
-        for piece in self.pieces_of_states(kept, state, beside):
-            saved.fill(piece)
-        if self.is_updated(kept):
-            self.put_state(kept, state)
-
-    def numbers_of_states(self) -> dict[str, dict]:
-        """What states have beside tensors, such as a count of steps: {name: {key: value}}."""
-        found: dict[str, dict] = {}
-        for kept in self.held:
-            plain = {key: x for key, x in self.state_of(kept).items() if not isinstance(x, Tensor)}
-            found |= {self.names[param]: plain for param in kept.params} if plain else {}
-        return found
-
-    # ---- of one that is kept
-
-    def by_name(self) -> list:
-        """All that this rank keeps, frozen parameters too, by the name of the first in each."""
-        kept = [*self.held, *(WholeParameter(param) for param in self.frozen())]
-        return sorted(kept, key=lambda one: self.names[one.params[0]])
-
-    def is_updated(self, kept) -> bool:
-        return bool(self.optimizer) and kept.shard.requires_grad
-
-    def pieces_of_parameters(self, kept, beside: tuple = ()) -> Iterator[Piece]:
-        yield from self._elements("parameters/{}", kept, kept.shard, self.holders(kept, beside))
-
-    def pieces_of_states(self, kept, state: dict[str, Any], beside: tuple = ()) -> Iterator[Piece]:
-        """`state` is the optimizer's, or one to be loaded."""
-        holders, cuts = self.holders(kept, beside), [cut.group for cut in placement(kept.shard).shards]
-        cuts += [group for group in self.key_of[kept.params[0]].cut_over if group not in cuts]
-        everyone = (*holders, *(group for group in cuts if group.size() > 1))
-        for key in sorted(state):
-            if not isinstance(state[key], Tensor):
-                continue
-            if state[key].shape == kept.shard.shape:
-                yield from self._elements("optimizer/{}/" + key, kept, state[key], holders)
+def full_state_dict(sync: Sync) -> dict[str, Any]:
+    """Copies of whole parameters and optimizer states by name, the same on all ranks that have them."""
+    settle(sync)
+    states: dict[str, dict] = {}
+    for one in sync.shards:
+        for key, value in values_of(sync).everywhere(one, state_of(sync, one)).items():
+            if isinstance(value, Tensor) and value.shape == one.shard.shape:
+                whole = [sharding.full_tensor(x, placement(p).shards) for p, x in unfold(sync, one, value)]
             else:
-                for param in kept.params:
-                    yield whole_piece(f"optimizer/{self.names[param]}/{key}", state[key], everyone)
+                whole = [value] * len(one.params)
+            for param, x in zip(one.params, whole):
+                states.setdefault(sync.names[param], {})[key] = copied(x)
+    return {"parameters": full_tensors(sync), "optimizer": states}
 
-    def _elements(self, name: str, kept, values: Tensor, holders: tuple) -> Iterator[Piece]:
-        values, used = values.detach(), 0
-        for param, first, last in kept.pieces():
-            whole = last - first == values.numel()
-            part = values if whole else values.view(-1)[used : used + last - first]
-            used += last - first
-            yield from pieces_of(name.format(self.names[param]), part, param, first, last, holders)
 
-    def holders(self, kept, beside: tuple) -> tuple[ProcessGroup, ...]:
-        """Groups that together are the ranks with the same values of what is kept."""
-        key, cuts = self.key_of[kept.params[0]], {cut.group for cut in placement(kept.shard).shards}
-        holders = [group for group in key.groups if group not in cuts]
-        holders += [key.copies] if key.copies is not None else []
-        seen = [set(collectives.members(group)) for group in (*key.cut_over, *key.groups)]
-        for group in beside:
-            if all(len(set(collectives.members(group)) & ranks) == 1 for ranks in seen):
-                holders.append(group)
-        return tuple(group for group in holders if group.size() > 1)
+def load_full_state_dict(sync: Sync, full: dict[str, Any]) -> None:
+    """Load this rank's part of what `full_state_dict` gave, in whatever layout."""
+    ours, theirs = set(sync.names.values()), set(full["parameters"])
+    if ours != theirs:
+        less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
+        raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
+    saved = saved_whole(sync, full)
+    for _ in pieces_to_load(sync, saved):
+        """What cannot be loaded is refused before anything is written."""
+    load_pieces(sync, saved)
 
-    def new_state(self, kept, saved, device: torch.device | str | None = None) -> dict[str, Any]:
-        """The optimizer's state of what is kept, as `saved` has it, its tensors still to be filled."""
-        if not self.is_updated(kept):
-            return {}
-        names = [self.names[param] for param in kept.params]
-        numbers = [saved.plain.get("numbers", {}).get(name, {}) for name in names]
-        found = [saved.states_of(name) for name in names]
-        for name, plain, tensors in zip(names, numbers, found):
-            if plain != numbers[0] or tensors.keys() != found[0].keys():
-                what = [sorted({*a, *b}) for a, b in ((numbers[0], found[0]), (plain, tensors))]
-                what = [
-                    ", ".join(f"{k}={p[k]}" if k in p else k for k in keys) or "none"
-                    for keys, p in zip(what, (numbers[0], plain))
-                ]
-                cure = "and here they are updated together: use zero=0, or freeze what was frozen"
-                raise ValueError(f"{names[0]} has the states {what[0]}, {name} {what[1]}, {cure}")
-        state = copied(dict(numbers[0]))
-        for key in found[0]:
-            dtype, shape = found[0][key]
-            shapes = [tensors[key][1] == tuple(whole_shape(p)) for tensors, p in zip(found, kept.params)]
-            if all(shapes) and key != "step":  # of a parameter that is a number both have its shape
-                state[key] = torch.zeros_like(kept.shard, dtype=dtype, device=device, requires_grad=False)
-            else:  # torch's optimizers count steps on the host
-                there = device or ("cpu" if key == "step" else kept.shard.device)
-                state[key] = torch.zeros(shape, dtype=dtype, device=there)
-        return state
 
-    def state_of(self, kept) -> dict[str, Any]:
-        """The optimizer's own state of what is kept, wherever it is."""
-        if not self.is_updated(kept):
-            return {}
-        return self.host.own_state(kept.shard) if self.host else self.optimizer.state.get(kept.shard, {})
-
-    def put_state(self, kept, state: dict[str, Any]) -> None:
-        if state:
-            self.optimizer.state[kept.shard] = state
-        else:
-            with suppress(KeyError):
-                del self.optimizer.state[kept.shard]
-
-    # ---- whole
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Copies of whole parameters and optimizer states by name, the same on all ranks that hold them."""
-        self.settle()
-        states: dict[str, dict] = {}
-        for kept in self.held:
-            state = self.optimizer.state.get(kept.shard, {}) if self.is_updated(kept) else {}
-            cut = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == kept.shard.shape]
-            device = kept.params[0].device  # what the host keeps is gathered from there
-            whole = {key: kept.unfold(state[key].to(device)) for key in cut}
-            for position, param in enumerate(kept.params):
-                name, shards = self.names[param], placement(param).shards
-                for key, value in state.items():
-                    full = full_tensor(whole[key][position], shards).clone() if key in cut else copied(value)
-                    states.setdefault(name, {})[key] = full
-        return {"parameters": self.full_tensors(), "optimizer": states}
-
-    def load_full_state_dict(self, full: dict[str, Any]) -> None:
-        """Take this rank's part of what `full_state_dict` gave, in whatever layout."""
-        ours, theirs = set(self.names.values()), set(full["parameters"])
-        if ours != theirs:
-            less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
-            raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
-        saved = self.whole_of(full)
-        for _ in self.pieces_to_load(saved):
-            """What cannot be loaded is refused before anything is written."""
-        self.load_pieces(saved)
-
-    def whole_of(self, full: dict[str, Any]) -> Whole:
-        return Whole(full["parameters"], full["optimizer"])
+def saved_whole(sync: Sync, full: dict[str, Any]) -> WholeTensors:
+    tensors: dict[str, Tensor] = {}
+    for name, whole in full["parameters"].items():
+        tensors |= values_of(sync).encode(name, whole)
+    return WholeTensors(tensors, full["optimizer"])
 
 
 def copied(value: Any) -> Any:

@@ -4,12 +4,11 @@
     optimizer.step()           on  weight shard[P/n]            1/n of the state, 1/n of its FLOPs
     all_gather(weight shard)   ->  parameters[P] on every rank
 
-An all-reduce is a reduce-scatter and an all-gather: here each rank updates what it owns between the two. It
-sends what data parallelism sends. With Adam in mixed precision a rank keeps 2 + 2 + 12/n bytes per parameter
-instead of 16.
-Sends (n-1)/n of the gradients and of the parameters per step: gradients of microbatches add up locally.
-Memory: parameters and gradients live in flat buffers, the shards are slices of them; sums come back in place.
-In a pipeline a bucket is of one stage and travels when the stage's last microbatch is done.
+An all-reduce is a reduce-scatter and an all-gather: here each rank updates its shard between the two. With
+Adam in mixed precision a rank keeps 2 + 2 + 12/n bytes per parameter instead of 16.
+Sends (n-1)/n of the gradients and of the parameters per step, as data parallelism: microbatches add up here.
+Memory: parameters and gradients are in flat buffers, shards are slices of them; sums come back in place. In a
+pipeline a bucket is of one stage and travels when its last microbatch is done.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os); before it Xu et al. 2020, weight-update
 sharding, arXiv:2004.13336, section 3, by a compiler. Differs: buckets and overlap, SUM instead of mean, the
 master copy belongs to the optimizer (`AdamW(..., master_dtype=torch.float32)`).
@@ -17,13 +16,38 @@ master copy belongs to the optimizer (`AdamW(..., master_dtype=torch.float32)`).
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import GradBucket
-from minitrain.data_parallel.flat import Flat, WholeParameters
-from minitrain.ranks.collectives import Handle, reduce_scatter
-from minitrain.ranks.sharding import placement
+from minitrain.data_parallel.buckets import Flat, GradBucket, InOrder, Sent, pack, views
+from minitrain.data_parallel.sync import Sync
+from minitrain.ranks.collectives import all_gather, reduce_scatter
+
+
+class WholeParameters(Sync):
+    """Stages 1 and 2: flat buffers have the whole parameters; a rank updates a slice of each, its shard."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
+        super().__init__(model, (group,), make_optimizer)
+        buckets = pack(reversed(self.trainable), bucket_bytes, self.key_of.get)  # as backward fills them
+        flats = [Flat(params, *self.key_of[params[0]].groups) for params in buckets]
+        self.weights: dict[Flat, Tensor] = {}  # the whole parameters
+        for flat in flats:
+            self.weights[flat] = flat.pack(flat.params)
+            for param, view in zip(flat.params, views(self.weights[flat], flat.params)):
+                param.data = view
+                param.register_post_accumulate_grad_hook(self._on_grad)
+            flat.cut(flat.local_shard(self.weights[flat]))
+        self.set_shards(flats)
+        self.in_order = InOrder(flats, self._send)
+
+    def publish(self, frozen: bool = False) -> None:
+        """All-gather the updated parameters."""
+        handles = []
+        for flat, whole in self.weights.items():
+            handles.append(all_gather(flat.shard.detach(), flat.groups[0], out=whole, async_op=True))
+        for handle in handles:
+            handle.wait()
 
 
 class Zero1(WholeParameters):
@@ -33,8 +57,8 @@ class Zero1(WholeParameters):
 
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
         super().__init__(model, group, make_optimizer, bucket_bytes)
-        self.grads = {flat: GradBucket(flat.params, flat.padding) for flat in self.flats}
-        self._sent: list[tuple[Flat, Handle]] = []
+        self.grads = {flat: GradBucket(flat.params, flat.padding) for flat in self.shards}
+        self._sent: list[Sent] = []
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """After a backward: the gradient goes to its place, where those of other microbatches add up."""
@@ -43,7 +67,7 @@ class Zero1(WholeParameters):
             if self.enabled and not self.driven:
                 self.in_order.complete(param)
 
-    def ready(self, params: Iterable[nn.Parameter]) -> None:
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
             if param in self.in_order.bucket_of and param.grad is not None:
                 self.grads[self.in_order.bucket_of[param]].put(param)
@@ -51,23 +75,21 @@ class Zero1(WholeParameters):
 
     def _send(self, flat: Flat) -> None:
         """A bucket is full: its sum comes back in place, in this rank's slice."""
-        if self.host and self._sent and placement(self._sent[0][0].params[0]).copies is None:
+        if self._sent and self.finalizes_early(self._sent[0].bucket):
             self._settle()
         grads = self.grads[flat].grads
-        handle = reduce_scatter(grads, flat.groups[0], out=flat.own(grads), async_op=True)
-        self._sent.append((flat, handle))
+        handle = reduce_scatter(grads, flat.groups[0], out=flat.local_shard(grads), async_op=True)
+        self._sent.append(Sent(flat, handle))
 
-    def _settle(self) -> Flat:
+    def _settle(self) -> None:
         """Wait for the first bucket under way."""
-        flat, handle = self._sent.pop(0)
-        flat.shard.grad = handle.wait()
-        self.final(flat)
-        return flat
+        sent = self._sent.pop(0)
+        self.finalize(sent.bucket, sent.handle.wait())
 
     def finish(self) -> None:
         if self.in_order.waiting:
-            raise self.no_gradient(self.in_order.missing())
+            raise self.missing_gradients(param for flat in self.in_order.waiting for param in flat.params)
         while self._sent:
-            self.add_copies(self._settle())
+            self._settle()
         self.in_order.reset()
-        self.all_final()
+        self.on_finish()

@@ -3,7 +3,7 @@
     bucket full  ->  reduce_scatter(bucket)  ->  grad shard[P/n]        and the rest of the bucket is freed
     optimizer.step() on the weight shard, all_gather, as in stage 1
 
-2 + 14/n bytes per parameter with Adam in mixed precision. m microbatches add up in two ways:
+2 + 14/n bytes per parameter with Adam in mixed precision. m microbatches add up in one of two places:
 
     accumulate="scatter"   every microbatch is reduce-scattered    sends m (n-1)/n of the gradients, holds P/n
     accumulate="keep"      the whole gradient adds up first        sends   (n-1)/n of the gradients, holds P
@@ -20,8 +20,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from minitrain.data_parallel.flat import Flat, WholeParameters
-from minitrain.ranks.collectives import Handle, reduce_scatter
+from minitrain.data_parallel.buckets import Flat, Sent
+from minitrain.data_parallel.zero1 import WholeParameters
+from minitrain.ranks.checks import require_one_of
+from minitrain.ranks.collectives import reduce_scatter
 
 
 class Zero2(WholeParameters):
@@ -30,9 +32,10 @@ class Zero2(WholeParameters):
     stage = 2
 
     def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000, accumulate="scatter"):
-        self.keep = keeps_gradients(accumulate)
+        require_one_of(("scatter", "keep"), accumulate=accumulate)
+        self.keep = accumulate == "keep"
         super().__init__(model, group, make_optimizer, bucket_bytes)
-        self._in_flight: tuple[Flat, Handle, bool] | None = None
+        self._sent: Sent | None = None
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """This parameter's gradient is complete; send the buckets that are full, in order."""
@@ -41,15 +44,15 @@ class Zero2(WholeParameters):
             if not self.in_order.waiting:
                 self.in_order.reset()  # for the next microbatch
 
-    def arrived(self, params: Iterable[nn.Parameter]) -> None:
+    def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
         if not self.keep:
-            self._send_those_of(params)
+            self._send_buckets_of(params)
 
-    def ready(self, params: Iterable[nn.Parameter]) -> None:
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
         if self.keep:
-            self._send_those_of(params)
+            self._send_buckets_of(params)
 
-    def _send_those_of(self, params: Iterable[nn.Parameter]) -> None:
+    def _send_buckets_of(self, params: Iterable[nn.Parameter]) -> None:
         bucket_of = self.in_order.bucket_of
         for flat in dict.fromkeys(bucket_of[param] for param in reversed(list(params)) if param in bucket_of):
             self._send(flat)
@@ -60,32 +63,28 @@ class Zero2(WholeParameters):
         grads = flat.pack([grad_of(param) for param in flat.params])
         for param in flat.params:
             param.grad = None
-        last = self.enabled and not self.driven  # a pipeline may have more of it
-        self._in_flight = flat, reduce_scatter(grads, flat.groups[0], async_op=True), last
+        is_last = self.enabled and not self.driven  # a pipeline may have more of it
+        self._sent = Sent(flat, reduce_scatter(grads, flat.groups[0], async_op=True), is_last)
 
     def _settle(self) -> None:
-        """Wait for the bucket in flight and add what came to its shard's gradient."""
-        if self._in_flight is not None:
-            (flat, handle, last), self._in_flight = self._in_flight, None
-            mine = handle.wait()
-            flat.shard.grad = mine if flat.shard.grad is None else flat.shard.grad.add_(mine)
-            if last:
-                self.final(flat)
+        """Wait for the bucket under way and add its sum to the shard's gradient."""
+        if self._sent is not None:
+            (flat, handle, is_last), self._sent = self._sent, None
+            grad, shard = handle.wait(), flat.shard
+            shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+            if is_last and self.finalizes_early(flat):
+                self.finalize(flat, shard.grad)
 
     def finish(self) -> None:
         self._settle()
-        if any(self.in_order.arrived.values()) or any(self.grad_of(flat) is None for flat in self.flats):
-            raise self.no_gradient(self.in_order.missing())
-        for flat in self.flats:
-            self.add_copies(flat)
-        self.all_final()
+        rest = [flat for flat in self.shards if flat not in self.finalized]
+        if any(self.in_order.completed.values()) or any(flat.shard.grad is None for flat in rest):
+            raise self.missing_gradients(param for flat in self.in_order.waiting for param in flat.params)
+        for flat in rest:
+            self.finalize(flat, flat.shard.grad)
+        self.on_finish()
 
 
 def grad_of(param: nn.Parameter) -> Tensor:
+    """Its gradient, zeros if no loss of this stage depends on it."""
     return param.new_zeros(param.shape, dtype=param.grad_dtype) if param.grad is None else param.grad
-
-
-def keeps_gradients(accumulate: str) -> bool:
-    if accumulate not in ("scatter", "keep"):
-        raise ValueError(f"accumulate={accumulate!r}; use 'scatter' (send each microbatch) or 'keep' (once)")
-    return accumulate == "keep"

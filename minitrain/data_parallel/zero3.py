@@ -11,7 +11,7 @@ Sends 3 (n-1)/n of the parameters per step (two gathers, one reduce-scatter), wi
 parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
 zero2.py, and every microbatch gathers anew, with `reshard=False` once. In a pipeline units are gathered and
 freed in each action of their stage, whose gradients are scattered when its backward (or W) is done, or once
-for all microbatches (`stay`).
+for all microbatches (`keep_gathered`).
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3 and 7.2.2 (P_os+g+p); Zhao et al. 2023, PyTorch
 FSDP, arXiv:2304.11277, section 3.2.1 and 3.3. Differs: SUM instead of mean; the last unit is freed after
 forward like all others; the order of prefetch is the order of the last forward.
@@ -24,12 +24,12 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.flat import Shards
+from minitrain.data_parallel.buckets import Sent
 from minitrain.data_parallel.sharded_units import Turns, Unit, UnitBuffer, assign, elements
-from minitrain.data_parallel.zero2 import keeps_gradients
+from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
-from minitrain.ranks.sharding import placement
 from minitrain.ranks.torch_private import in_backward, tree_leaves
 
 # The states of a buffer's parameters, and what moves it from one to the next:
@@ -45,13 +45,13 @@ from minitrain.ranks.torch_private import in_backward, tree_leaves
 #   none
 #      _on_grad of its first parameter makes a whole buffer of zeros
 #   accumulated  over parameters, and with accumulate="keep" over microbatches
-#      _on_grad of its last parameter (in a pipeline `arrived` or `ready`): _send
+#      _on_grad of its last parameter (in a pipeline `on_microbatch_grads` or `on_step_grads`): _send
 #   scattering   reduce_scatter under way, one buffer at a time
 #      the next _send, or finish: _settle
 #   summed       this rank's slice, over ranks and microbatches; finish makes it shard.grad
 
 
-class Zero3(Shards):
+class Zero3(Sync):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
 
     stage = 3
@@ -60,15 +60,15 @@ class Zero3(Shards):
     def __init__(
         self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
     ):
-        self.keep, self.reshard, self.prefetch = keeps_gradients(accumulate), reshard, prefetch
-        self.group = group
+        require_one_of(("scatter", "keep"), accumulate=accumulate)
+        self.group, self.reshard, self.prefetch, self.keep = group, reshard, prefetch, accumulate == "keep"
         super().__init__(model, self.levels(), make_optimizer)
         modules = list(elements(model) if units is None else units)
         self.units = assign(model, modules, self.make_flat, self.key_of)
         self.called: set[Unit] = set()  # in this step
-        self.hold(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
-        self.flat_of = {param: flat for flat in self.flats for param in flat.params}
-        self._in_flight: tuple[UnitBuffer, Handle, bool] | None = None
+        self.set_shards(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
+        self.flat_of = {param: flat for flat in self.shards for param in flat.params}
+        self._sent: Sent | None = None
         for part in self.parts:
             flats = {self.flat_of[param] for param in part}
             units = [unit for unit in self.units if unit.turns is None and not flats.isdisjoint(unit.flats)]
@@ -81,7 +81,7 @@ class Zero3(Shards):
         for param in self.trainable:
             param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
-    # ---- how parameters are cut and bytes travel: what hybrid sharding and ZeRO++ replace
+    # ---- how parameters are cut and sent: what hybrid sharding and ZeRO++ replace
 
     def levels(self) -> tuple[ProcessGroup, ...]:
         """The groups over whose ranks a gradient is a sum, if its placement names no others."""
@@ -162,51 +162,54 @@ class Zero3(Shards):
         param.grad = None
         if self.driven:
             return
-        flat.arrived += 1
-        if flat.arrived == len(flat.params):
-            flat.arrived = 0
+        flat.num_grads += 1
+        if flat.num_grads == len(flat.params):
+            flat.num_grads = 0
             flat.free()  # every operator that used these parameters has been differentiated
             if self.enabled or not self.keep:
                 self._send(flat)
 
-    def arrived(self, params: Iterable[nn.Parameter]) -> None:
-        """Told by a pipeline: free the stage, send what it has found."""
+    def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
+        """Called by a pipeline: free the stage, send its gradients."""
         for flat in dict.fromkeys(self.flat_of[param] for param in reversed(list(params))):
             for param in flat.params:
                 self._on_grad(flat, param)  # made by W, which no hook sees
             flat.free()
-            if flat.grads is not None and not self.keep and not flat.stays:
+            if flat.grads is not None and not self.keep and not flat.keep_gathered:
                 self._send(flat)
 
-    def stay(self, params: Iterable[nn.Parameter], whole: bool) -> None:
-        """Told by a pipeline: what is whole stays so, and gradients add up in it, until told otherwise."""
+    def keep_gathered(self, params: Iterable[nn.Parameter], keep: bool) -> None:
+        """Called by a pipeline: what is whole remains so, and gradients add up in it, until called again."""
         for flat in dict.fromkeys(self.flat_of[param] for param in params):
-            flat.stays = whole
+            flat.keep_gathered = keep
 
-    def ready(self, params: Iterable[nn.Parameter]) -> None:
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
         for flat in dict.fromkeys(self.flat_of[param] for param in params):
             if flat.grads is not None:
                 self._send(flat)
 
-    def lives(self) -> list[Tensor]:
-        return [flat.whole for flat in self.flats]
+    def gathered_buffers(self) -> list[Tensor]:
+        return [flat.whole for flat in self.shards]
 
     def _send(self, flat: UnitBuffer) -> None:
         """Scatter a buffer of gradients in the background; one at a time is under way."""
         self._settle()
         grads, flat.grads = flat.grads, None
-        last = self.sums_are_final and self.enabled and not self.driven
-        self._in_flight = flat, self.scatter(flat, grads), last
+        is_last = self.sums_are_final and self.enabled and not self.driven
+        self._sent = Sent(flat, self.scatter(flat, grads), is_last)
 
     def _settle(self) -> None:
-        """Wait for the gradients in flight and add what came to the shard's."""
-        if self._in_flight is not None:
-            (flat, handle, last), self._in_flight = self._in_flight, None
-            mine = handle.wait()
-            flat.sum = mine if flat.sum is None else flat.sum.add_(mine)
-            if last and self.host and placement(flat.params[0]).copies is None:
-                mine, flat.sum = flat.sum, None
-                self.host.take(flat.shard, mine)
+        """Wait for the gradients under way and add their sum to the shard's."""
+        if self._sent is not None:
+            (flat, handle, is_last), self._sent = self._sent, None
+            grad = handle.wait()
+            flat.sum = grad if flat.sum is None else flat.sum.add_(grad)
+            if is_last and self.finalizes_early(flat):
+                self._finalize_sum(flat)
+
+    def _finalize_sum(self, flat: UnitBuffer) -> None:
+        grad, flat.sum = self.complete(flat), None
+        self.finalize(flat, grad)
 
     def _check_called(self, flat: UnitBuffer) -> None:
         users = [unit for unit in self.units if flat in unit.flats]
@@ -218,30 +221,26 @@ class Zero3(Shards):
         """Every shard has its gradient, summed over ranks and microbatches; nothing is whole any more."""
         self._settle()
         self.called.clear()
-        for flat in self.flats:
+        for flat in self.shards:
             flat.free()
-        trainable = [flat for flat in self.flats if flat.shard.requires_grad]
-        away = {flat for flat in trainable if flat.sum is None and self.grad_of(flat) is not None}  # final
-        here = [flat for flat in trainable if flat not in away]
-        missing = [flat for flat in here if flat.sum is None]
-        missing += [flat for flat in trainable if flat.arrived or flat.grads is not None]
+        rest = [flat for flat in self.shards if flat.shard.requires_grad and flat not in self.finalized]
+        missing = [flat for flat in rest if flat.sum is None or flat.num_grads or flat.grads is not None]
         if missing:
-            raise self.no_gradient(param for flat in missing for param in flat.params)
-        for flat in here:
-            mine, flat.sum = self.complete(flat), None
-            self.found(flat, mine)
-        self.all_final()
+            raise self.missing_gradients(param for flat in missing for param in flat.params)
+        for flat in rest:
+            self._finalize_sum(flat)
+        self.on_finish()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the model's parameters can be read: `with zero.whole(): print(model.head.weight)`."""
-        for flat in self.flats:
+        for flat in self.shards:
             flat.start(self.gather)
             flat.wait()
         try:
             yield
         finally:
-            for flat in self.flats:
+            for flat in self.shards:
                 flat.free()
 
 

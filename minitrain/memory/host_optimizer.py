@@ -6,10 +6,11 @@
     device      2Ψ bytes and the gradients under way     host  2Ψ parameters, 2Ψ gradients, 12Ψ states
 
 for Ψ parameters in bfloat16 with float32 masters; all on the device are 16Ψ. Sent over the link in a step: 2Ψ
-down and 2Ψ up, once however many microbatches there are. `take` is told of every gradient that is a sum over
-ranks (data_parallel/sync.py); ZeRO-2 and 3 then free it, ZeRO-0 and 1 keep the buckets it lay in. Clipping
-and a scaled loss need the norm of all gradients before the first update: then `early` is False, updates begin
-in `step`, and the host takes the norm from what it has. With `early` a step that fails in backward is lost.
+down and 2Ψ up, once however many microbatches there are. It listens to a Sync (data_parallel/sync.py), which
+calls `on_grad_final` with every sum over ranks; ZeRO-2 and 3 then free it, ZeRO-0 and 1 keep the buckets it
+lay in. Clipping and a scaled loss need the norm of all gradients before the first update: then `early` is
+False, updates begin in `step`, and the host computes the norm from what it has. With `early` a step that
+fails in backward is lost.
 
     delayed     the update of step k runs beside step k + 1, which computes with the weights before it: as
                 training whose weights are one step late. The first `warmup_steps` updates are not delayed.
@@ -81,14 +82,14 @@ class HostOptimizer:
     # ---- gradients ----------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        self.taken()
+        self.on_finish()
         self._there.clear()
         self._begun.clear()
         self.exposed_elements = 0
         for twin in self.twin_of.values():
             twin.grad = None
 
-    def take(self, param: nn.Parameter, grad: Tensor) -> None:
+    def on_grad_final(self, param: nn.Parameter, grad: Tensor) -> None:
         """The gradient of a parameter is final: off to the host. One more may be on its way."""
         for before in list(self._coming)[:-1]:
             self._arrive(before)
@@ -105,10 +106,7 @@ class HostOptimizer:
         if self.early and not self._delays:
             self._begin(param)
 
-    def has_taken(self, param: Tensor) -> bool:
-        return param in self._there or param in self._coming
-
-    def taken(self) -> None:
+    def on_finish(self) -> None:
         """Backward has ended: wait for what is on its way."""
         for param in list(self._coming):
             self._arrive(param)
@@ -122,11 +120,11 @@ class HostOptimizer:
     # ---- updates ------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Begin the update of all gradients taken; wait for it, or delayed for the one before."""
+        """Begin the update of all gradients; wait for it, or delayed for the one before."""
         delays = self._delays
         if delays:
             self.settle()
-        self.taken()
+        self.on_finish()
         for param in [param for param in self.twin_of if param in self._there - self._begun]:
             self._begin(param)
         self.updates += 1
@@ -174,12 +172,13 @@ class HostOptimizer:
         """By parameter of the device. What is read is a copy there, what is written goes to the host."""
         return _States(self)
 
-    def own_state(self, param: Tensor) -> dict[str, Any]:
+    def host_state(self, param: Tensor) -> dict[str, Any]:
         """What the host has, no copy; an update under way must have been settled."""
         return self.inner.state.get(self.twin_of[param], {})
 
     def refresh(self) -> None:
-        """Take the parameters from the device, where they were written."""
+        """Copy the parameters from the device, where they and states were written."""
+        self.updates = max((int(state.get("step", 0)) for state in self.inner.state.values()), default=0)
         for param, twin in self.twin_of.items():
             if twin is not param:
                 to_host(param, out=twin).wait()
@@ -191,11 +190,11 @@ class HostOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The parameters of the device have been loaded before."""
         self.settle()
-        self.updates = state.get("updates", 0)
         self.inner.load_state_dict(state)
         for twin in self.twin_of.values():
             self._mark(twin)
         self.refresh()
+        self.updates = state.get("updates", 0)
 
 
 class _One:

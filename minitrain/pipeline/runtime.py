@@ -172,7 +172,7 @@ class Runner:
             case Reduce(stage):
                 params = list(self.stages[stage].parameters())
                 self.left.subtract(params)
-                self.reducer.ready([param for param in params if not self.left[param]])
+                self.reducer.on_step_grads([param for param in params if not self.left[param]])
             case Pair(forward, backward) if self.pairs and forward.stage != backward.stage:
                 self.pairs.take_turns(self.run_action, self.turn, backward, forward)
             case Pair(forward, backward):
@@ -242,7 +242,7 @@ class Runner:
         if ends:
             torch.autograd.backward(*map(tuple, zip(*ends)))
         if action.kind == "B":
-            self.reducer.arrived(self.stages[stage].parameters())
+            self.reducer.on_microbatch_grads(self.stages[stage].parameters())
         if stage:
             dx = kept.x.grad
             if dx is None:  # the stage lets no gradient through, and its neighbour waits for one
@@ -252,7 +252,7 @@ class Runner:
 
     def weights(self, action: Action) -> None:
         self.kept.pop((action.stage, action.microbatch)).later.weights()
-        self.reducer.arrived(self.stages[action.stage].parameters())
+        self.reducer.on_microbatch_grads(self.stages[action.stage].parameters())
 
     @torch.no_grad()
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:

@@ -4,10 +4,10 @@
     all_gather    stage 0          stage 2          stage 2          stage 0
     reduce_scatter                                             stage 2          stage 0
 
-`WholeStages` is the interpreter. It tells `reducer.stay(params, whole)` before each action whether the next
-one on this rank is of the same stage and in the same direction: then what is gathered stays whole and
-gradients add up in it. Sends 2 gathers and one reduce-scatter of each stage per step; without it each of m
-microbatches gathers twice and scatters once. Memory: one stage whole, and in backward its whole gradients,
+`WholeStages` is the interpreter. It tells `reducer.keep_gathered(params, keep)` before each action whether
+the next one on this rank is of the same stage and in the same direction: then what is gathered stays whole
+and gradients add up in it. Sends 2 gathers and one reduce-scatter of each stage per step; without it each of
+m microbatches gathers twice and scatters once. Memory: one stage whole, and in backward its whole gradients,
 in place of two units.
 Lamy-Poirier 2023, arXiv:2211.05953, section 4. Differs: gathers run ahead inside of a stage, not from one
 stage to the next.
@@ -20,7 +20,7 @@ from minitrain.pipeline.schedule import Action, parts
 
 
 class WholeStages(Runner):
-    """For schedules that are `breadth_first`, and reducers that have `stay`."""
+    """For schedules that are `breadth_first`, and reducers that have `keep_gathered`."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -29,5 +29,5 @@ class WholeStages(Runner):
         self.followed = {action for action, behind in pairwise(own) if alike(action, behind)}
 
     def act(self, action: Action) -> None:
-        self.reducer.stay(self.stages[action.stage].parameters(), action in self.followed)
+        self.reducer.keep_gathered(self.stages[action.stage].parameters(), action in self.followed)
         super().act(action)

@@ -73,10 +73,10 @@ def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None
 
 
 def round_by_place(shards: Iterable, names: Mapping, numbers: Callable, policy: Policy, seed: int) -> None:
-    """`shards`: what is updated, which knows the `pieces()` of its parameters; `numbers` of sharding.py."""
-    for shard in shards if policy.by_chance else ():
-        named = [(names[piece[0]], partial(numbers, *piece)) for piece in shard.pieces()]
-        shard.shard.chance = Chance(named, seed)
+    """`shards`: what is updated, and [(parameter, first, last)] of its elements; `numbers` of sharding.py."""
+    for shard, elements in shards if policy.by_chance else ():
+        named = [(names[part[0]], partial(numbers, *part)) for part in elements]
+        shard.chance = Chance(named, seed)
 
 
 def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -12,6 +12,7 @@ import torch
 from minitrain import launch
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
+from minitrain.data_parallel import states
 from minitrain.model.experts_config import ExpertsConfig
 from tests.checkpoint.saver_runs import ALL, Hold, adamw, copies, differing, run_of, train
 from tests.parallel import small
@@ -60,16 +61,16 @@ def at_the_boundary(folder, clip=None, make_optimizer=adamw, **layout):
     for number, case in enumerate(CASES):
         way, attached = case
         step = 2 * number + 1
-        with Saver(Store(f"{folder}/{number}"), way=way) as saver:
+        with Saver(Store(f"{folder}/{number}"), policy=way) as saver:
             hold = Hold(saver.snapshots[0], ALL)
-            run.sync.tell_updates(partial(asked, saver, hold) if attached else lambda names: None)
+            states.tell_updates(run.sync, partial(asked, saver, hold) if attached else lambda names: None)
             train(run, step, clip=clip)  # a way by layers has learnt an order
             wanted = copies(run.pieces())
             hold.allow(0)
             saver.save(step, run.pieces(), run.plain_state(), {})
             train(run, step + 1, clip=clip)
             run.settle()
-            run.sync.settle()
+            states.settle(run.sync)
             hold.allow()
             saver.finish()
             found[case] = differing(saver.store, step, wanted), [wait.why for wait in saver.waits]
@@ -78,7 +79,7 @@ def at_the_boundary(folder, clip=None, make_optimizer=adamw, **layout):
 
 def asked(saver, hold, names):
     """Let go of what the update asks for, and of no more."""
-    until = saver.snapshots[0].until(names if saver.way.by_layer else None)
+    until = saver.snapshots[0].until(names if saver.policy.by_layer else None)
     hold.allow(max(hold.allowed, until))
     saver.before_update(names)
 

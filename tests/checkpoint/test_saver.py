@@ -7,16 +7,16 @@ import pytest
 
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
+from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
 from minitrain.checkpoint.saver import NotSaved, Saver, Wait, told
 from minitrain.checkpoint.store import Store
-from minitrain.checkpoint.ways import WAYS, Way
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import Piece
 from tests.checkpoint.saver_runs import HeldDisk, Hold, copies, differing, run_of, some_pieces, train
 from tests.parallel import check_refusals
 
-SLOW = Way(copy="beside")
+SLOW = SavePolicy(copy="overlapped")
 KEPT = "older checkpoints are as they were, training can go on"
 
 
@@ -40,7 +40,7 @@ def plain_waits(saver):
 def train_and_save(folder, way):
     run, wanted, losses = run_of(dp=2, zero=2), {}, []
     small = replace(way, chunk_bytes=way.chunk_bytes and 4000)
-    with Saver(Store(folder, keep=9), way=small) as saver:
+    with Saver(Store(folder, keep=9), policy=small) as saver:
         run.attach(saver)
         for step in range(8):
             losses += train(run, step)
@@ -55,7 +55,7 @@ def train_and_save(folder, way):
 
 def every_way(folder):
     plain = train(run_of(dp=2, zero=2), *range(8))
-    return plain, [train_and_save(f"{folder}/{name}", way) for name, way in WAYS.items()]
+    return plain, [train_and_save(f"{folder}/{name}", way) for name, way in SAVE_POLICIES.items()]
 
 
 def test_every_way_saves_what_was_there_and_training_does_not_notice(tmp_path):
@@ -72,7 +72,7 @@ def test_every_way_saves_what_was_there_and_training_does_not_notice(tmp_path):
 def one_after_the_other(folder, snapshots):
     """Saves of steps 1, 2 and 3; the disk of this rank begins to write when something waits for it."""
     disk, file_format.RUN_BYTES = HeldDisk(allowed=0), 64  # so that files gather nothing
-    saver = Saver(Store(folder, keep=9, disk=disk), way=replace(SLOW, snapshots=snapshots))
+    saver = Saver(Store(folder, keep=9, disk=disk), policy=replace(SLOW, snapshots=snapshots))
     real = saver._end
     saver._end = lambda save: (disk.allow(), real(save))
     for step in (1, 2, 3):
@@ -100,7 +100,7 @@ def test_a_save_waits_for_the_one_before_unless_there_are_two(tmp_path, snapshot
 
 def waits_before_update(folder):
     now = [0.0]
-    saver = Saver(Store(folder), way=SLOW, clock=lambda: now[0])
+    saver = Saver(Store(folder), policy=SLOW, clock=lambda: now[0])
     hold = Hold(saver.snapshots[0])
     saver.save(1, shared(16, 16), {}, {})
     saver.after_step()  # a step without an update
@@ -125,7 +125,7 @@ def waits_before_update(folder):
 def of_two_snapshots(folder):
     """The first is copied and not written, the second not copied: the update waits for that."""
     disk = HeldDisk(allowed=0)
-    saver = Saver(Store(folder, disk=disk), way=replace(SLOW, snapshots=2))
+    saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, snapshots=2))
     hold = Hold(saver.snapshots[1])
     for step in (1, 2):
         saver.save(step, shared(16), {}, {})
@@ -139,7 +139,7 @@ def of_two_snapshots(folder):
 
 def waits_for(folder):
     """Whose copies an update of one layer waits for, where the way knows layers, and where all change."""
-    saver, asked = Saver(Store(folder), way=replace(SLOW, by_layer=True)), []
+    saver, asked = Saver(Store(folder), policy=replace(SLOW, by_layer=True)), []
     hold, real = Hold(saver.snapshots[0]), saver.snapshots[0].wait
     saver.save(1, shared(16, 16), {}, {})
     saver.snapshots[0].wait = asked.append  # nothing is copied, and nobody waits
@@ -166,7 +166,7 @@ def one_is_slow(folder):
     """Rank 0 has written, rank 1 has not."""
     rank, file_format.RUN_BYTES = collectives.world().rank(), 64
     disk = HeldDisk(allowed=0 if rank else 9)
-    saver = Saver(Store(folder, disk=disk), way=SLOW)
+    saver = Saver(Store(folder, disk=disk), policy=SLOW)
     saver.save(1, shared(16, 16), {}, {})
     saver.before_update()
     if rank == 0:
@@ -191,7 +191,7 @@ def test_it_is_committed_when_all_have_written(tmp_path):
 def account(folder):
     """(bytes, calls) of: a save, a step while it is written, steps until it is complete, one without."""
     disk = HeldDisk(allowed=0)
-    saver, found = Saver(Store(folder, disk=disk), way=SLOW), []
+    saver, found = Saver(Store(folder, disk=disk), policy=SLOW), []
 
     def of(fn):
         with Ledger() as ledger:
@@ -220,7 +220,7 @@ def test_ranks_say_32_bytes_to_each_other_while_a_save_is_under_way(tmp_path):
 def breaks(folder, call, rank):
     """A save that works, one in which a call to the disk of a rank fails, one that works again."""
     disk = HeldDisk()
-    saver = Saver(Store(folder, disk=disk), way=SLOW)
+    saver = Saver(Store(folder, disk=disk), policy=SLOW)
     me = collectives.world().rank()
 
     def steps(step):
@@ -270,7 +270,7 @@ def test_what_one_rank_cannot_write_all_hear_in_one_line(tmp_path):
 
 def more_errors(folder):
     rank = collectives.world().rank()
-    saver, found = Saver(Store(f"{folder}/a", disk=HeldDisk()), way=SLOW), {}
+    saver, found = Saver(Store(f"{folder}/a", disk=HeldDisk()), policy=SLOW), {}
 
     def heard(name, fn):
         try:
@@ -294,7 +294,7 @@ def more_errors(folder):
     saver.save(4, shared(16), {}, {})
     heard("at close", saver.close)
     closed = saver.closed, our_threads()
-    synchronous = Saver(Store(f"{folder}/b", disk=(disk := HeldDisk())), way="sync")
+    synchronous = Saver(Store(f"{folder}/b", disk=(disk := HeldDisk())), policy="sync")
     disk.broken = "sync"
     heard("both, at once", lambda: synchronous.save(1, shared(16), {}, {}))
     disk.broken = ""
@@ -319,7 +319,7 @@ def test_no_error_is_lost(tmp_path):
 def two_at_once(folder, once):
     """Two snapshots: the first cannot be written, and with `once` the second can."""
     disk = HeldDisk(allowed=0)
-    saver = Saver(Store(folder, disk=disk), way=replace(SLOW, snapshots=2))
+    saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, snapshots=2))
     for step in (1, 2):
         saver.save(step, shared(16, value=step), {}, {})
     saver.before_update()
@@ -342,7 +342,7 @@ def leaves(folder):
     """An exception inside of `with`, a slot being written: nobody waits for other ranks, no thread is left."""
     file_format.RUN_BYTES = 64  # so that files gather nothing
     saver = Saver(
-        Store(folder, disk=(disk := HeldDisk(allowed=0))), way=replace(SLOW, chunk_bytes=64, slots=1)
+        Store(folder, disk=(disk := HeldDisk(allowed=0))), policy=replace(SLOW, chunk_bytes=64, slots=1)
     )
     snapshot = saver.snapshots[0]
     give_up, snapshot.give_up = snapshot.give_up, lambda: (give_up(), disk.allow())
@@ -367,16 +367,14 @@ def test_bad_input_is_refused(tmp_path):
         saver.save(1, [], {}, {})
 
     refused = {
-        "way='fast'; use one of sync, sync_sharded, snapshot,": lambda: Saver(Store(tmp_path), way="fast"),
+        "policy='fast': use sync, sync_sharded, snapshot,": lambda: Saver(Store(tmp_path), policy="fast"),
         "step 1 cannot be saved: the saver is closed": closed,
-        "copy='later'; use 'now' or 'beside'": lambda: Way(copy="later"),
-        "write='never'; use 'now' or 'behind'": lambda: Way(write="never"),
-        "slots=0; use 1 or more": lambda: Way(slots=0),
-        "writers=-1; use 1 or more": lambda: Way(writers=-1),
-        "slots=2, chunk_bytes=None, snapshots=1: slots hold": lambda: Way(slots=2),
-        "slots=2, chunk_bytes=9, snapshots=2: slots hold": lambda: Way(slots=2, chunk_bytes=9, snapshots=2),
-        "by_layer=True with copy='now': nothing is left": lambda: Way(by_layer=True),
-        "write='now' with copy='beside'": lambda: Way(copy="beside", write="now"),
+        "copy='later': use now, overlapped": lambda: SavePolicy(copy="later"),
+        "write='never': use now, background": lambda: SavePolicy(write="never"),
+        "slots=0: use a whole number": lambda: SavePolicy(slots=0),
+        "slots=2, chunk_bytes=None, snapshots=1: slots hold": lambda: SavePolicy(slots=2),
+        "by_layer=True with copy='now': nothing waits": lambda: SavePolicy(by_layer=True),
+        "write='now' with copy='overlapped'": lambda: SavePolicy(copy="overlapped", write="now"),
     }
     check_refusals(refused, ranks=1)
 

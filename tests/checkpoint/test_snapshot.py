@@ -266,5 +266,5 @@ def test_what_is_handed_to_a_writer_is_not_written_yet():
     snapshot.copy()
     blocks, seen = snapshot.blocks_of(pieces[0]), []
     for _ in blocks:
-        seen.append(snapshot.taken)
-    assert seen == [0, 2] and snapshot.taken == 3
+        seen.append(snapshot.written)
+    assert seen == [0, 2] and snapshot.written == 3

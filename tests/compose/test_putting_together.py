@@ -9,6 +9,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
@@ -103,7 +104,7 @@ def groups_and_losses(strategies):
         run = parallelize(replace(CONFIG, experts=None), strategy, partial(AdamW, lr=1e-2))
         losses = [run.total(run.step(run.batch(ROWS, step)).loss) for step in range(2)]
         groups = {axis: run.mesh.members(axis) for axis in run.mesh.shape}
-        grads = {name: run.sync.full_grad(param) for param, name in run.sync.names.items()}
+        grads = {name: states.full_grad(run.sync, param) for param, name in run.sync.names.items()}
         found.append((groups, torch.stack(losses), grads))
     return found
 

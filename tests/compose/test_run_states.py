@@ -10,6 +10,7 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.run_states import bytes_to_save, check_names, shapes_of
+from minitrain.data_parallel import states
 from minitrain.data_parallel.states import copied
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
@@ -165,7 +166,7 @@ def given_away(zero: int):
     run = parallelize(config, strategy, lambda params: AdamW(params), frozen=("layers.1.norm1.*",))
     run.step(run.batch(Rows(lambda _, rank, ranks: random_tokens(0, rank, ranks, 4, 8, 29), 4, 8), 0))
     state = run.state_dict()
-    before, wholes = copied(state), [run.sync.full_tensor(param) for param in run.sync.names]
+    before, wholes = copied(state), [states.full_tensor(run.sync, param) for param in run.sync.names]
     excess = sum(x.untyped_storage().nbytes() - x.nbytes for x in (*tensors_of(state), *wholes))
     for x in (*tensors_of(state), *wholes):
         x.zero_()
@@ -213,7 +214,7 @@ def of_rank(name: str, strategy: Strategy):
     run = parallelize(presets[name], strategy, lambda params: AdamW(params))
     written = bytes_to_save(run)
     held = sum(Fraction(piece.values.nbytes, piece.replicas) for piece in run.pieces())
-    return written, held, len(run.sync.held)
+    return written, held, len(run.sync.shards)
 
 
 @pytest.mark.parametrize(

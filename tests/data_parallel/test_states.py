@@ -10,8 +10,9 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.compose.offload_passes import update_in_files
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.data_parallel.states import Whole, copied
+from minitrain.data_parallel.states import WholeTensors, copied
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
@@ -148,7 +149,7 @@ def without_states(folder: Path):
         trained = start(dict(zero=zero), seed=2)
         steps(trained, 5)
         load(trained, checkpoint)
-        left = [key for kept in trained.sync.held for key in trained.sync.state_of(kept)]
+        left = [key for one in trained.sync.shards for key in states.state_of(trained.sync, one)]
         found.append((left, expected == steps(trained, 0)))
         half = folder / f"half-{zero}"
         frozen = start(dict(zero=zero))
@@ -197,7 +198,7 @@ def kept_elsewhere(folder: Path):
         ):
             run = start(layout, seed=seed)
             if name == "delayed":
-                run.sync.host.warmup_steps = 1
+                run.sync.listener.warmup_steps = 1
             yield name, run, update_in_files(run.sync, folder, 16) if name == "files" else None
 
     found, stores = [], []
@@ -211,7 +212,7 @@ def kept_elsewhere(folder: Path):
             stores.append(store)
             steps(again, 7, 4)  # more than the checkpoint has made
             load(again, checkpoint)
-            wrong, at = differing(again, whole), again.sync.host.updates if again.sync.host else 3
+            wrong, at = differing(again, whole), again.sync.listener.updates if again.sync.listener else 3
             same = other == name and steps(again, 3) == after
             found.append((name, other, wrong, at, same))
             if store:
@@ -327,7 +328,7 @@ def in_order():
     found = []
     for strategy in (Strategy(dp=2), Strategy(dp=2, zero=1), Strategy(dp=2, zero=3), Strategy(tp=2)):
         run = parallelize(small(num_layers=11), strategy, OPTIMIZERS["ours"], seed=3)
-        names = [run.sync.names[kept.params[0]] for kept in run.sync.by_name()]
+        names = [run.sync.names[one.params[0]] for one in states.all_shards(run.sync)]
         held = [(piece.name, piece.start) for piece in run.pieces() if not piece.name.startswith("random/")]
         found.append((names, held, strategy.zero or strategy.tp > 1))
     return found
@@ -363,7 +364,7 @@ def test_what_is_loaded_is_a_copy():
 
 @pytest.mark.parametrize("numbers", [{}, {"step": 3}])
 def test_whole_tensors_as_what_pieces_are_filled_from(numbers):
-    whole = Whole(
+    whole = WholeTensors(
         {"W": torch.ones(2, 3)}, {"W": dict(exp_avg=torch.zeros(2, 3), norm=torch.ones(()), **numbers)}
     )
     assert whole.states_of("W") == {"exp_avg": (torch.float32, (2, 3)), "norm": (torch.float32, ())}

@@ -11,6 +11,7 @@ import torch
 
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.data.batches import MASKED
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
@@ -104,12 +105,12 @@ def test_without_an_optimizer_there_are_gradients_and_no_updates():
         before = run.state_dict()
         run.step(run.batch(rows_of_problem(PROBLEM, 0), 0))
         for one, all_at_once in (
-            (run.sync.full_grad, run.sync.full_grads()),
-            (run.sync.full_tensor, run.sync.full_tensors()),
+            (partial(states.full_grad, run.sync), states.full_grads(run.sync)),
+            (partial(states.full_tensor, run.sync), states.full_tensors(run.sync)),
         ):
             assert all_at_once.keys() == set(run.sync.names.values())
             assert all(torch.equal(one(param), all_at_once[name]) for param, name in run.sync.names.items())
-        grads = run.sync.full_grads()
+        grads = states.full_grads(run.sync)
         run.load_state_dict(after := run.state_dict())
         same = all(
             torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items()
@@ -195,24 +196,24 @@ def test_a_state_goes_from_any_layout_to_any_other(words):
     problem = Problem(config=small(vocab_size=words, tied=words == 9), batch_sizes=(8,) * len(LAYOUTS))
 
     def rank(layouts):
-        states = []
+        saved = []
         for step, layout in enumerate(layouts):
             run = parallelize(
                 problem.config,
                 Strategy(**layout, precision="float64", bucket_bytes=3000),
                 adamw,
-                seed=3 if not states else 99,
+                seed=3 if not saved else 99,
                 frozen=[problem.frozen],
             )
-            if states:
-                run.load_state_dict(states[-1])
+            if saved:
+                run.load_state_dict(saved[-1])
             run.step(run.batch(rows_of_problem(problem, step), step), problem.clip)
-            states.append(run.state_dict())
-        return states
+            saved.append(run.state_dict())
+        return saved
 
     (whole,) = launch.run(rank, [{}] * len(LAYOUTS), ranks=1)
-    for states in launch.run(rank, LAYOUTS, ranks=4):
-        for layout, ours, theirs in zip(LAYOUTS, states, whole):
+    for saved in launch.run(rank, LAYOUTS, ranks=4):
+        for layout, ours, theirs in zip(LAYOUTS, saved, whole):
             for what in ("parameters", "optimizer"):
                 assert ours[what].keys() == theirs[what].keys(), (layout, what)
             for name, param in theirs["parameters"].items():
@@ -249,7 +250,7 @@ def one_step(zero, microbatches, schedule, dp, watch=None, problem=DEEP):
     batch = run.batch(rows_of_problem(problem, 0), 0)
     with Ledger() as ledger:
         run.step(batch)
-    once = 8 * sum(flat.numel for flat in run.sync.flats) * (dp - 1) // dp
+    once = 8 * sum(flat.numel for flat in run.sync.shards) * (dp - 1) // dp
     return run, {op: ledger.sent_bytes(op, axis="dp") / once for op in ("all_gather", "reduce_scatter")}
 
 
@@ -294,11 +295,12 @@ def told_and_sent(zero, microbatches, schedule):
             log[-1][2].extend({number[param] for param in flat.params})
             sent(flat)
 
-        sync.arrived, sync.ready = partial(tell, "arrived", sync.arrived), partial(tell, "ready", sync.ready)
+        sync.on_microbatch_grads = partial(tell, "microbatch", sync.on_microbatch_grads)
+        sync.on_step_grads = partial(tell, "step", sync.on_step_grads)
         sync._send = partial(send, sync._send)
         if zero == 1:
             sync.in_order.start = sync._send
-        buckets.update(Counter(number[flat.params[0]] for flat in sync.flats))
+        buckets.update(Counter(number[flat.params[0]] for flat in sync.shards))
 
     one_step(zero, microbatches, schedule, 2, watch)
     return log, buckets
@@ -314,7 +316,7 @@ def test_when_a_pipeline_sends_gradients(schedule):
         for stage, count in buckets.items():
             told = [(what, sent) for what, about, sent in log if about == stage]
             each, once = ([], [stage] * count) if zero == 1 else ([stage] * count, [])
-            assert told == [("arrived", each)] * m + [("ready", once)], zero
+            assert told == [("microbatch", each)] * m + [("step", once)], zero
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
@@ -328,16 +330,16 @@ def test_zero3_in_a_pipeline_is_never_whole(schedule):
 
         def watch(sync):
             sync.reshard = reshard
-            for flat in sync.flats:
+            for flat in sync.shards:
                 flat._resize = lambda numel, flat=flat, resize=flat._resize: (resize(numel), note(sync))
 
         def note(sync):
             nonlocal peak
-            peak = max(peak, sum(flat.whole.untyped_storage().nbytes() for flat in sync.flats))
+            peak = max(peak, sum(flat.whole.untyped_storage().nbytes() for flat in sync.shards))
 
         run, _ = one_step(3, 4, schedule, 2, watch)
-        sizes = sorted(8 * flat.numel for flat in run.sync.flats)
-        left = [flat for flat in run.sync.flats if flat.is_whole]
+        sizes = sorted(8 * flat.numel for flat in run.sync.shards)
+        left = [flat for flat in run.sync.shards if flat.is_whole]
         unread = all(param.isnan().all() for param in run.model.parameters())
         return peak, sum(sizes[-2:]), sum(sizes), len(left), unread
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.data_parallel import states
 from minitrain.data_parallel.sharded_units import elements
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
@@ -186,7 +187,7 @@ def train(kind, units=None):
     for rank in range(group.size()):
         plain(inputs(rank)).square().sum().backward()
     apart = max(
-        (zero.full_grad(ours) - theirs.grad).abs().max().item()
+        (states.full_grad(zero, ours) - theirs.grad).abs().max().item()
         for ours, theirs in zip(model.parameters(), plain.parameters())
     )
     return apart, peaks[1], peaks[3], ledger.live_by_kind["buffers"]
@@ -304,8 +305,8 @@ def test_what_is_read_whole_of_a_frozen_parameter_is_a_copy():
         model = WithItsOwn()
         model.out.requires_grad_(False)
         zero = Zero1(model, collectives.world(), None)
-        zero.full_tensor(model.out).zero_()
-        zero.full_tensors()["out"].zero_()
+        states.full_tensor(zero, model.out).zero_()
+        states.full_tensors(zero)["out"].zero_()
         return model.out.tolist()
 
     assert launch.run(rank, ranks=1) == [[1.0] * 4]

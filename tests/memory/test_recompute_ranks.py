@@ -12,6 +12,7 @@ from minitrain import collectives, launch
 from minitrain.attention.dropout import Places
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.recompute_passes import in_parts, recompute_in
+from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
@@ -79,7 +80,7 @@ def trained(config: GPTConfig, strategy: Strategy) -> tuple:
     if run.runner and run.runner.memory:
         cores = [core for some in run.runner.memory.cores.values() for core in some]
         assert not any(core.kept for core in cores)  # a second pass keeps no slice for anybody
-    return losses, run.sync.full_grads(), run.state_dict()["parameters"]
+    return losses, states.full_grads(run.sync), run.state_dict()["parameters"]
 
 
 def differing(config: GPTConfig, base: dict, words) -> list[str]:

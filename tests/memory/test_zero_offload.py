@@ -348,10 +348,10 @@ def late_to_the_bit(delayed):
     run = start(exact(zero=2, offload="optimizer", delayed_update=delayed), warmup_steps=1)
     losses = []
     for number in range(5):
-        before = [run.sync.optimizer.twin_of[kept.shard].detach().clone() for kept in run.sync.held]
+        before = [run.sync.optimizer.twin_of[kept.shard].detach().clone() for kept in run.sync.shards]
         losses += steps(run, [number])
         if not delayed and number >= 1:
-            for kept, old in zip(run.sync.held, before):
+            for kept, old in zip(run.sync.shards, before):
                 kept.shard.data.copy_(old)
             run.sync.publish()
     return losses
@@ -393,8 +393,8 @@ def test_a_step_knows_nothing_of_the_one_before():
             host.zero_grad()
             for param in params:
                 param.grad = torch.ones_like(param)
-                host.take(param, param.grad)
-                assert param.grad is None and host.has_taken(param)
+                host.on_grad_final(param, param.grad)
+                assert param.grad is None
             host.step()
             assert not host.settle(), "nothing is under way"
         there_or_not = [host.grad_of(param) is not None for param in (here, there)]
@@ -403,19 +403,19 @@ def test_a_step_knows_nothing_of_the_one_before():
     assert found == [([True, True], 7, (28, 16)), ([False, True], 3, (12, 0)), ([False, False], 0, (0, 0))]
     assert here.tolist() == [-1] * 4 and there.tolist() == [-2.5] * 3 and host.updates == 3
     here.grad = torch.ones(4)
-    assert host.grad_of(here) is here.grad and not host.has_taken(here), "it is on the device yet"
+    assert host.grad_of(here) is here.grad, "it is on the device yet"
     with Ledger() as ledger:
         host.refresh()
     assert ledger.copied_bytes() == 16
-    assert host.own_state(there)["momentum_buffer"] is host.inner.state[there]["momentum_buffer"], "no copy"
+    assert host.host_state(there)["momentum_buffer"] is host.inner.state[there]["momentum_buffer"], "no copy"
 
 
 def test_gradients_on_their_way_are_forgotten_too():
     param = torch.nn.Parameter(torch.zeros(4))
     host = HostOptimizer(torch.optim.SGD([param], lr=1.0))
-    host.take(param, torch.ones(4))
+    host.on_grad_final(param, torch.ones(4))
     host.zero_grad()
-    assert not host.has_taken(param) and host.grad_of(param) is None
+    assert host.grad_of(param) is None
     host.step()
     assert param.tolist() == [0] * 4
 
@@ -427,11 +427,11 @@ def test_a_taken_over_optimizer_keeps_its_states_and_the_device_keeps_none():
     plain.step()
     before = plain.state[param]["momentum_buffer"]
     host = HostOptimizer(plain)
-    moved = host.own_state(param)["momentum_buffer"]
+    moved = host.host_state(param)["momentum_buffer"]
     assert torch.equal(moved, before) and moved is not before and pools.on_host(moved)
     assert param not in plain.state and [*host.state] == [param] and len(host.state) == 1
     del host.state[param]
-    assert param not in host.state and host.own_state(param) == {}
+    assert param not in host.state and host.host_state(param) == {}
     given = torch.full((4,), 2.0)
     host.state[param] = {"momentum_buffer": given}
     given.zero_()
@@ -454,7 +454,7 @@ def test_what_a_parameter_has_about_it_goes_along(kind):
             grad = torch.linspace(1, 2 + step, 40).to(param.grad_dtype)
             if away:
                 host.zero_grad()
-                host.take(param, grad)
+                host.on_grad_final(param, grad)
                 assert host.grad_of(param).dtype == grad.dtype
                 host.step()
             else:
@@ -467,15 +467,15 @@ def test_what_a_parameter_has_about_it_goes_along(kind):
 def test_what_an_update_or_a_state_makes_is_the_hosts():
     param = torch.nn.Parameter(torch.zeros(4))
     host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5))
-    host.take(param, torch.ones(4))
+    host.on_grad_final(param, torch.ones(4))
     host.step()
-    own = host.own_state(param)["momentum_buffer"]
+    own = host.host_state(param)["momentum_buffer"]
     assert pools.on_host(own) and own.untyped_storage().on_host == "optimizer state"
     assert host.twin_of[param].untyped_storage().on_host == "parameters"
     assert host.grad_of(param).untyped_storage().on_host == "gradients"
     again = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5))
     again.load_state_dict(copy.deepcopy(host.state_dict()))
-    assert again.own_state(param)["momentum_buffer"].untyped_storage().on_host == "optimizer state"
+    assert again.host_state(param)["momentum_buffer"].untyped_storage().on_host == "optimizer state"
 
 
 # ---- states -----------------------------------------------------------------------------------------------
@@ -522,22 +522,6 @@ def test_a_checkpoint_is_for_any_layout_with_or_without_offload():
 
     assert apart(run(plain, state)[0], rest) < 1e-12
     assert state["optimizer"]["layers.1.mlp.up.weight"]["step"] == 3
-
-
-def own_state(zero):
-    run = start(exact(dp=2, zero=zero, offload="optimizer"))
-    steps(run, range(2))
-    saved = run.sync.state_dict()
-    rest = steps(run, range(2, 4))
-    again = start(exact(dp=2, zero=zero, offload="optimizer"))
-    again.sync.load_state_dict(saved)
-    return rest, steps(again, range(2, 4))
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_ranks_own_state_goes_on_bit_for_bit(zero):
-    for rest, again in launch.run(own_state, zero, ranks=2):
-        assert rest == again
 
 
 def stale_twins(refresh):
@@ -632,8 +616,8 @@ def test_the_host_has_a_place_for_each_gradient_that_may_be_read(delayed, places
     host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=delayed, warmup_steps=2)
     for _ in range(4):
         host.zero_grad()
-        host.take(param, torch.ones(4))
-        host.taken()
+        host.on_grad_final(param, torch.ones(4))
+        host.on_finish()
         found.add(host.grad_of(param).data_ptr())
         host.step()
     assert len(found) == places
@@ -641,7 +625,7 @@ def test_the_host_has_a_place_for_each_gradient_that_may_be_read(delayed, places
     assert not host.settle(), "the last update has been waited for"
     again = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=delayed, warmup_steps=2)
     again.load_state_dict(state)
-    again.take(param, torch.ones(4))
+    again.on_grad_final(param, torch.ones(4))
     again.step()
     assert again.settle() == delayed, "no second warm-up"
 
@@ -654,14 +638,14 @@ def test_a_loaded_state_says_how_many_updates_were_begun():
         host = HostOptimizer(torch.optim.SGD([param], lr=1.0, momentum=0.5), delayed=True, warmup_steps=2)
         for _ in range(3):
             host.zero_grad()
-            host.take(param, torch.ones(4))
+            host.on_grad_final(param, torch.ones(4))
             host.step()
         assert host._pending, "the third update is under way"
         host.load_state_dict(state)
         assert not host.settle() and host.updates == state.get("updates", 0)
         assert not any(host.inner.state.values()), "of the state that was loaded"
         host.zero_grad()
-        host.take(param, torch.ones(4))
+        host.on_grad_final(param, torch.ones(4))
         host.step()
         return host.settle()
 
@@ -686,11 +670,11 @@ def test_a_delayed_update_reads_the_gradients_of_its_own_step():
     host = HostOptimizer(torch.optim.SGD([param], lr=1.0), delayed=True, warmup_steps=0)
     pools._worker("work").submit(gate.wait)
     try:
-        host.take(param, torch.ones(4))
+        host.on_grad_final(param, torch.ones(4))
         host.step()
         host.zero_grad()
-        host.take(param, torch.full((4,), 5.0))
-        host.taken()
+        host.on_grad_final(param, torch.full((4,), 5.0))
+        host.on_finish()
         assert torch.equal(param.detach(), torch.zeros(4))  # late
     finally:
         gate.set()

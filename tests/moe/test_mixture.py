@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.run_states import kept_buffers
+from minitrain.compose.run_states import saved_buffers
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
@@ -198,7 +198,7 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
     move_biases(model.layers, lambda layer: ())
     assert torch.equal(first.router.bias, 0.5 * torch.sign(4.0 - load)) and first.router.load == 0
     names = [f"layers.{n}.mlp.router.bias" for n in (1, 2)]
-    assert list(kept_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
+    assert list(saved_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
     model(torch.zeros(2, 8, dtype=torch.int64))
     RouterLosses({0: model.layers}).forget()
     assert first.router.load == second.router.load == 0 and first.losses is None, "done again, counted again"

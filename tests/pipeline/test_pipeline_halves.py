@@ -13,6 +13,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.mixture import mixtures
@@ -166,7 +167,7 @@ def trained(name: str, way: str) -> Outcome:
     run = made(CASES[name], way, SCHEDULES.get(name))
     losses = [step_of(CASES[name], run, step).item() for step in range(STEPS)]
     names = {param: name for param, name in run.sync.names.items() if param.requires_grad}
-    grads = {name: run.sync.full_grad(param) for param, name in names.items()}
+    grads = {name: states.full_grad(run.sync, param) for param, name in names.items()}
     return Outcome(losses, grads, run.state_dict()["parameters"])
 
 

@@ -10,6 +10,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.model.training.step import Batch, NoReducer, train_step
@@ -71,7 +72,7 @@ class Poisoned:
 
     def finish(self):
         self.sync.finish()
-        for kept in self.sync.held:
+        for kept in self.sync.shards:
             if self.step == POISONED and "layers.3.mlp.up.weight" in [
                 self.sync.names[param] for param in kept.params
             ]:
@@ -138,7 +139,12 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
     assert not any(
         channel_of(group).unwaited for group in (run.runner.group, run.runner.down)
     )  # every message was waited for
-    return losses, norms, {name: run.sync.full_tensor(param) for param, name in run.sync.names.items()}, again
+    return (
+        losses,
+        norms,
+        {name: states.full_tensor(run.sync, param) for param, name in run.sync.names.items()},
+        again,
+    )
 
 
 def far(ranks):

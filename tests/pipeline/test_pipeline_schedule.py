@@ -17,6 +17,7 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, NoReducer
@@ -611,13 +612,13 @@ def sharded_step(schedule: Schedule):
     )
     whole, parts_of = [], [{run.sync.flat_of[p] for p in s.parameters()} for s in run.runner.stages.values()]
     largest = max(8 * sum(flat.numel for flat in flats) for flats in parts_of)
-    for flat in run.sync.flats:
+    for flat in run.sync.shards:
         flat._resize = lambda numel, resize=flat._resize: (
             resize(numel),
-            whole.append(sum(one.whole.untyped_storage().nbytes() for one in run.sync.flats)),
+            whole.append(sum(one.whole.untyped_storage().nbytes() for one in run.sync.shards)),
         )
     every, trained = (
-        4 * sum(flat.numel for flat in run.sync.flats if flat.shard.requires_grad or frozen)
+        4 * sum(flat.numel for flat in run.sync.shards if flat.shard.requires_grad or frozen)
         for frozen in (True, False)
     )
     batch = run.batch(rows_of_problem(SHARDED, 0), 0)
@@ -626,7 +627,7 @@ def sharded_step(schedule: Schedule):
     counts = [ledger.sent_bytes("all_gather", axis="dp") / every]
     counts += [ledger.sent_bytes("reduce_scatter", axis="dp") / trained]
     held = max(whole) / largest, whole[-1]
-    return counts, held, Outcome(losses, run.sync.full_grads(), run.sync.full_tensors())
+    return counts, held, Outcome(losses, states.full_grads(run.sync), states.full_tensors(run.sync))
 
 
 SHARDED = Problem(config=small(num_layers=10), batch_sizes=(11,), microbatches=4)

@@ -9,6 +9,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, hashed
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.optim import AdamW
@@ -53,10 +54,10 @@ def test_every_element_draws_the_number_of_its_place_in_every_layout():
         wrong = []
         for strategy in [s for s in LAYOUTS if s.ranks == collectives.world().size()]:
             run = start(strategy, tied=strategy.pp > 1)
-            for kept in run.sync.held:
-                bits = kept.shard.chance.bits(7, kept.shard)
-                assert len(bits) == kept.shard.numel()
-                for param, part in zip(kept.params, kept.unfold(bits.view(kept.shard.shape))):
+            for one in run.sync.shards:
+                bits = one.shard.chance.bits(7, one.shard)
+                assert len(bits) == one.shard.numel()
+                for param, part in states.unfold(run.sync, one, bits.view(one.shard.shape)):
                     whole, name = full_tensor(part, placement(param).shards), run.sync.names[param]
                     places = Places(3)
                     places.at(7, 0)
@@ -87,7 +88,7 @@ def test_equal_gradients_give_equal_weights_and_a_run_goes_on_in_another_layout_
         different = [str(s) for s in layouts if not equal(trained(s, reference[0])[1], reference[1])]
         run = start(layouts[0])
         run.load_state_dict(reference[0])
-        for kept in run.sync.held:
+        for kept in run.sync.shards:
             kept.shard.chance.places.seed += 1
         step(run, 1)
         return different, equal(run.state_dict(), reference[1])

@@ -9,6 +9,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
@@ -229,7 +230,7 @@ def test_main_gradients_add_up_and_travel_in_float32():
                 with Ledger() as ledger:
                     run.step(run.batch(rows(0), 0), None)
                 sent[name] = ledger.sent_bytes("all_reduce") + ledger.sent_bytes("reduce_scatter")
-                grads = {run.sync.names[p]: run.sync.full_grad(p) for p in run.sync.trainable}
+                grads = {run.sync.names[p]: states.full_grad(run.sync, p) for p in run.sync.trainable}
                 found[str(strategy), name] = grads
             found[str(strategy), "bytes"] = sent["bfloat16_main_grads"], sent["bfloat16"]
         return found

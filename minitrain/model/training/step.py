@@ -49,16 +49,16 @@ class StepResult(NamedTuple):
 
 class Reducer(Protocol):
     """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an
-    order of its own says what they have found: `arrived(params)` after each, `ready(params)` after the
+    order of its own calls `on_microbatch_grads(params)` after each and `on_step_grads(params)` after the
     last."""
 
     enabled: bool
 
-    def ready(self, params: Iterable[nn.Parameter]) -> None: ...
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None: ...
 
-    def arrived(self, params: Iterable[nn.Parameter]) -> None: ...
+    def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None: ...
 
-    def lives(self) -> Iterable[Tensor]:
+    def gathered_buffers(self) -> Iterable[Tensor]:
         """Memory of parameters besides their own: a forward must not release it."""
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class NoReducer(Reducer):
 
     enabled = True
 
-    def lives(self) -> Iterable[Tensor]:
+    def gathered_buffers(self) -> Iterable[Tensor]:
         return ()
 
 

@@ -23,6 +23,7 @@ import torch
 
 from minitrain.checkpoint.saver import Saver
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Frequency:
@@ -35,8 +36,7 @@ class Frequency:
         window: int = 5,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if window < 1:
-            raise ValueError(f"window={window}: use at least 1 step to measure")
+        require_positive_ints(window=window)
         self.saver, self.every, self.window, self.clock = saver, every, window, clock
         self.steps = window  # between saves, for now
         self._since = 0  # the last save, in steps

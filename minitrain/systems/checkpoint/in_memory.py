@@ -114,7 +114,7 @@ class Shares:
 
     # ---- after a failure
 
-    def held(self) -> dict[str, list[str]]:
+    def verified_files(self) -> dict[str, list[str]]:
         """{step: names of undamaged files} in this rank's memory, of saves by as many ranks as there are."""
         self.disk.remove(self.store.folder / FETCHED)
         found = {}

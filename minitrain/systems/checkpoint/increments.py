@@ -40,8 +40,8 @@ class Increments:
 
     def __init__(self, rows: Mapping[str, int], bits: int | None = None, device: Any = "cpu"):
         """`rows`: {name of a parameter: its rows}; `bits`: 1 to 8, or None: rows as they are."""
-        if bits is not None and bits not in range(1, 9):
-            raise ValueError(f"bits={bits!r}: use 1 to 8, or None for rows as they are")
+        if bits is not None:
+            require_ints(1, 8, bits=bits)
         self.bits = bits
         self.touched = {
             name: torch.full((n,), -1, dtype=torch.int32, device=device) for name, n in rows.items()
@@ -82,8 +82,6 @@ class Increments:
 
 def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
     """[k, D] -> as they are, or codes and the scale and offset of each row."""
-    if bits is not None:
-        require_ints(1, 8, bits=bits)
     if bits is None:
         return {"values": rows}
     if not rows.numel():
@@ -97,8 +95,6 @@ def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
 
 def decoded(parts: Mapping[str, Tensor], bits: int | None, width: int) -> Tensor:
     """The rows [k, D] that `encoded` was given, or near."""
-    if bits is not None:
-        require_ints(1, 8, bits=bits)
     if bits is None:
         return parts["values"]
     codes = unpack(parts["codes"], bits, width).to(parts["scale"].dtype)

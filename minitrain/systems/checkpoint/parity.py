@@ -118,7 +118,7 @@ class ParityCopies:
         """The manifest of the newest step that is whole or can be made so, and the shares `wanted` (None:
         all), for Saved; a lost share is rebuilt first. Lost, on all ranks: more than one rank is gone."""
         shares = self.shares
-        have = gather_plain(shares.held(), shares.group)
+        have = gather_plain(shares.verified_files(), shares.group)
 
         def gone(step: str) -> list[int]:
             both = [{file_name(rank), PARITY} <= {*have[rank].get(step, ())} for rank in range(shares.ranks)]

@@ -27,6 +27,7 @@ import torch
 from minitrain.checkpoint.format import File
 from minitrain.checkpoint.store import file_name
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.pieces import Piece
 from minitrain.systems.checkpoint.in_memory import CHUNK_BYTES, Shares, gather_plain, tensor_of
 
@@ -35,8 +36,7 @@ class PeerCopies:
     """Every rank calls the same methods in the same order, with the same budgets."""
 
     def __init__(self, shares: Shares, peers: Mapping[int, Collection[int]], chunk_bytes: int = CHUNK_BYTES):
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={chunk_bytes}: use at least 1")
+        require_positive_ints(1 << 62, chunk_bytes=chunk_bytes)
         for rank in range(shares.ranks):
             others = set(peers.get(rank, ())) - {rank}
             if not others or not others <= set(range(shares.ranks)):
@@ -46,10 +46,10 @@ class PeerCopies:
                 )
         self.shares, self.chunk_bytes = shares, chunk_bytes
         self.keepers = {rank: sorted(set(peers[rank]) - {rank}) for rank in range(shares.ranks)}
-        self.kept = [rank for rank, keepers in self.keepers.items() if shares.rank in keepers]
+        self.hosted = [rank for rank, keepers in self.keepers.items() if shares.rank in keepers]
         self.copies = max(map(len, self.keepers.values()))
         self.step = None  # of the save under way
-        self.on_the_way: list[tuple[Any, Any]] = []
+        self.in_flight: list[tuple[Any, Any]] = []
 
     def save(
         self, step: int, pieces: Iterable[Piece], plain: dict[str, Any], manifest: dict[str, Any]
@@ -60,7 +60,7 @@ class PeerCopies:
         self.step, self.manifest, self.sent = step, manifest, 0
         folder = self.shares.store.writing(step)
         self.share = self.shares.open(file_name(self.shares.rank), step)
-        self.files = {rank: self.shares.disk.create(folder / file_name(rank)) for rank in self.kept}
+        self.files = {rank: self.shares.disk.create(folder / file_name(rank)) for rank in self.hosted}
 
     @property
     def left(self) -> int:
@@ -80,32 +80,33 @@ class PeerCopies:
     def _next_chunk(self) -> int:
         shares, first, bytes_sent = self.shares, self.sent, 0
         self.sent += self.chunk_bytes
-        for rank in self.kept:
+        for rank in self.hosted:
             size = min(self.chunk_bytes, self.written[rank].size - first)
             if size > 0:
-                way = dict(shape=(size,), dtype=torch.uint8, async_op=True)
-                arrival = collectives.receive(None, rank, shares.group, **way)
-                self.on_the_way.append((arrival, (self.files[rank], first)))
+                arrival = collectives.receive(
+                    None, rank, shares.group, shape=(size,), dtype=torch.uint8, async_op=True
+                )
+                self.in_flight.append((arrival, (self.files[rank], first)))
         mine = self.share[first : self.sent]
         for keeper in self.keepers[shares.rank] if len(mine) else ():
             departure = collectives.send(tensor_of(mine), keeper, shares.group, async_op=True)
-            self.on_the_way.append((departure, None))
+            self.in_flight.append((departure, None))
             bytes_sent += len(mine)
         return bytes_sent
 
     def settle(self) -> None:
         """What is on its way has arrived. After the last chunk the step counts."""
-        for handle, place in self.on_the_way:
+        for handle, place in self.in_flight:
             data = handle.wait()
             if place is not None:
                 self.shares.disk.write(*place, data.numpy())
-        self.on_the_way = []
+        self.in_flight = []
         if self.step is None or self.left:
             return
         for file in self.files.values():
             self.shares.disk.sync(file)
             self.shares.disk.close(file)
-        others = [self.written[rank] for rank in self.kept]
+        others = [self.written[rank] for rank in self.hosted]
         self.shares.commit(self.step, self.written, others, self.manifest)
         self.step = None
 
@@ -118,7 +119,7 @@ class PeerCopies:
         """The manifest of the newest step that is whole, and the shares `wanted` (None: all), for Saved. What
         a rank has not comes from the memory of one that has. Lost: whose share is nowhere, on all ranks."""
         shares = self.shares
-        have = gather_plain(shares.held(), shares.group)
+        have = gather_plain(shares.verified_files(), shares.group)
 
         def lost(step: str) -> str:
             there = {name for found in have for name in found.get(step, ())}

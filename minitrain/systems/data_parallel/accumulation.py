@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.flat import Flat
+from minitrain.data_parallel.buckets import Flat
 from minitrain.data_parallel.naive import with_gradients
 from minitrain.ranks.collectives import reduce_scatter
 

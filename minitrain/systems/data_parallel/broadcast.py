@@ -9,10 +9,11 @@ Li et al. 2020, arXiv:2006.15704, section 3.1. Differs: DDP sends buffers again 
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import flatten, grouped, views
+from minitrain.data_parallel.buckets import flatten, kind, views
+from minitrain.data_parallel.naive import grouped
 from minitrain.ranks import collectives
 from minitrain.ranks.sharding import placement
 
@@ -24,15 +25,13 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0
     if not named:
         raise ValueError(f"{type(module).__name__} has no parameters and no buffers; nothing to send")
     for name, tensor in named:
-        check_whole(name, tensor, group)
-    for same in grouped(tensor for _, tensor in named).values():
+        for cut in placement(tensor).shards:
+            if cut.group.size() > 1 and group in (cut.group, collectives.world()):
+                axis = collectives.axis_of(cut.group)
+                raise ValueError(
+                    f"{name} is cut over {axis}, whose ranks hold different slices; broadcast first"
+                )
+    for same in grouped((tensor for _, tensor in named), kind).values():
         flat = collectives.broadcast(flatten(same), source, group)
         for tensor, part in zip(same, views(flat, same)):
             tensor.copy_(part)
-
-
-def check_whole(name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    for cut in placement(tensor).shards:
-        if cut.group.size() > 1 and group in (cut.group, collectives.world()):
-            axis = collectives.axis_of(cut.group)
-            raise ValueError(f"{name} is cut over {axis}, whose ranks hold different slices; broadcast first")

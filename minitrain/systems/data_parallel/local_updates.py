@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.naive import trainable_once
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import all_reduce
 
 
@@ -21,8 +22,7 @@ class LocalUpdates:
     """`after_step()` follows every optimizer step; each k-th call averages the weights and returns True."""
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, every: int):
-        if every < 1:
-            raise ValueError(f"every={every}; average at least every step (1) or every few (8)")
+        require_positive_ints(every=every)
         self.params, self.group, self.every, self.steps = trainable_once(params), group, every, 0
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.buckets import flatten, pack, views
 from minitrain.data_parallel.naive import trainable_once
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import Handle, all_reduce
 
 
@@ -29,8 +30,7 @@ class NegotiatedReducer:
     """Used like GradReducer; `sequence` lists the parameters in the order in which they travelled."""
 
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, fusion_bytes=64_000_000, cycle=4):
-        if cycle < 1:
-            raise ValueError(f"cycle={cycle}; negotiate at least after every gradient (1)")
+        require_positive_ints(cycle=cycle)
         self.params, self.group, self.fusion_bytes = trainable_once(params), group, fusion_bytes
         self.cycle, self.enabled = cycle, True
         self._index = {param: index for index, param in enumerate(self.params)}

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.buckets import flatten, views
 from minitrain.data_parallel.naive import trainable_once, with_gradients
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.collectives import receive, send
 
 
@@ -36,11 +36,8 @@ def slices(numel: int, servers: int) -> list[slice]:
 
 
 def check(group: ProcessGroup, servers: int, staleness: int) -> None:
-    n = group.size()
-    if not 1 <= servers < n:
-        raise ValueError(f"servers={servers} of {n} ranks leaves nobody to work; choose 1 to {n - 1}")
-    if staleness < 0:
-        raise ValueError(f"staleness={staleness}; 0 waits for every answer, 1 lets one push be under way")
+    require_ints(1, group.size() - 1, servers=servers)  # the others work
+    require_ints(staleness=staleness)
 
 
 def serve(params, make_optimizer, steps: int, group: ProcessGroup, *, servers=1, staleness=0) -> Tensor:
@@ -81,15 +78,15 @@ class Worker:
             answers.append(receive(grad[part], server, self.group, async_op=True))
         self._under_way.append(answers)
         if len(self._under_way) > self.staleness:
-            self._take(self._under_way.popleft())
+            self._pull(self._under_way.popleft())
 
     def finish(self) -> None:
-        """Take in every answer still under way: the weights after the last step."""
+        """Pull every answer still under way: the weights after the last step."""
         while self._under_way:
-            self._take(self._under_way.popleft())
+            self._pull(self._under_way.popleft())
 
     @torch.no_grad()
-    def _take(self, answers: list) -> None:
+    def _pull(self, answers: list) -> None:
         flat = torch.cat([answer.wait() for answer in answers])
         for param, part in zip(self.params, views(flat, self.params)):
             param.copy_(part)

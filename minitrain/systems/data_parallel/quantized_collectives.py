@@ -14,7 +14,7 @@ two hops twice, and sums are in full precision: the error is at most half a step
 half a step for each of N partial sums.
 Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
 4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first hop;
-the largest is the peak. The gather holds what dequantising takes, and with `out` its result once more.
+the largest is the peak. The gather holds what dequantising takes.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 and 3.3. Differs: codes and scales are one message;
 sums, not means; the hops of consecutive buffers do not overlap; no fused kernels.
 """
@@ -26,32 +26,23 @@ from torch.distributed import ProcessGroup
 
 from minitrain.precision.blocks import FLOATS, Blocks, dequantize, from_bytes, quantize, to_bytes
 from minitrain.precision.formats import INT4, INT8
-from minitrain.ranks.collectives import all_gather, all_to_all, axis_of
+from minitrain.ranks.checks import require_one_of, require_positive_ints
+from minitrain.ranks.collectives import all_gather, all_to_all
 
 
-def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256, out=None) -> Tensor:
+def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256) -> Tensor:
     """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks.
 
-    The own shard comes back quantised too: ranks that compute with different weights would drift apart.
+    The rank's shard comes back quantised too: ranks that compute with different weights would drift apart.
     """
-    what, n, d, dtype, device = "quantized_all_gather", group.size(), shard.numel(), shard.dtype, shard.device
-    blocks = integer_blocks(what, bits, block)
-    _slice_length(what, shard, 1, bits, block)
-    if out is not None and (out.shape, out.dtype, out.device) != ((n * d,), dtype, device):
-        found = f"{out.dtype} {list(out.shape)} on {out.device}"
-        raise ValueError(f"{what}: out is {found}; it must be {dtype} {[n * d]} on {device}, {n} shards long")
-    messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(n, -1)
-    whole = dequantize(from_bytes(messages, d, blocks), dtype).view(-1)
-    if out is None:
-        return whole
-    out.detach().copy_(whole)
-    return out
+    blocks, length = integer_blocks(bits, block), slice_length(shard, 1, bits, block)
+    messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(group.size(), -1)
+    return dequantize(from_bytes(messages, length, blocks), shard.dtype).view(-1)
 
 
 def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None = 4, block=256) -> Tensor:
-    """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its owner."""
-    length = _slice_length(f"one_hop_reduce_scatter over {axis_of(group)}", flat, group.size(), bits, block)
-    slices = flat.detach().view(group.size(), length)
+    """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its rank."""
+    slices = flat.detach().view(group.size(), slice_length(flat, group.size(), bits, block))
     return _exchange_and_add(slices, group, bits, block, flat.dtype).to(flat.dtype)
 
 
@@ -61,24 +52,32 @@ def two_hop_reduce_scatter(
     """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
 
     `intra` are the ranks of this node, `inter` those of this place, in order of nodes. The first hop gives
-    place i what the places i of all nodes need, slices i, L+i, .., which do not lie side by side:
+    place i what the places i of all nodes need, slices i, L+i, .., which are not neighbours:
         flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]
     """
     places, nodes = intra.size(), inter.size()
-    what = f"two_hop_reduce_scatter over {axis_of(intra)} and {axis_of(inter)}"
-    slices = flat.detach().view(nodes, places, _slice_length(what, flat, places * nodes, bits, block))
+    slices = flat.detach().view(nodes, places, slice_length(flat, places * nodes, bits, block))
     by_place = rearrange(slices, "node place x -> place node x")
     of_node = _exchange_and_add(by_place, intra, bits, block, flat.dtype)
     return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
 
 
-def integer_blocks(what: str, bits: int, block: int) -> Blocks:
+def integer_blocks(bits: int, block: int) -> Blocks:
     """Integers of 8 or 4 bits, a float32 scale for every `block` of them."""
-    if bits not in (4, 8):
-        raise ValueError(f"{what}: bits={bits!r}; use 8 (codes to 127) or 4 (codes to 7)")
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"{what}: block={block!r}; use a whole number, 1 or more, 256 say")
+    require_one_of((4, 8), bits=bits)
+    require_positive_ints(block=block)
     return Blocks(INT8 if bits == 8 else INT4, (block,))
+
+
+def slice_length(flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
+    """Numbers for each rank, of a flat buffer that can be cut into a slice per rank and these into blocks."""
+    if flat.dim() != 1 or flat.dtype not in FLOATS or flat.numel() % ranks:
+        buffer = f"{flat.dtype} {list(flat.shape)} cannot be cut into {ranks} slices of floating numbers"
+        raise ValueError(f"{buffer}; use reshape(-1), float(), or pad with zeros")
+    if bits is not None:
+        integer_blocks(bits, block)
+        require_positive_ints(flat.numel() // ranks, block=block)
+    return flat.numel() // ranks
 
 
 def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
@@ -89,25 +88,8 @@ def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, blo
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)
     else:
-        blocks = integer_blocks("reduce_scatter", bits, block)
+        blocks = integer_blocks(bits, block)
         messages = all_to_all(to_bytes(quantize(pieces, blocks, fill=True)), group)
         received = dequantize(from_bytes(messages, pieces.shape[-1], blocks), wide)
         del messages
     return received.sum(0, dtype=wide)
-
-
-def _slice_length(what: str, flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
-    """Numbers for each rank, of a flat buffer that can be cut into a slice per rank and these into blocks."""
-    if flat.dim() != 1 or flat.dtype not in FLOATS:
-        found = f"{what}: the buffer is {flat.dtype} {list(flat.shape)}"
-        raise ValueError(f"{found}; it must be floating, with one dim: use reshape(-1), float()")
-    n, (d, rest) = flat.numel(), divmod(flat.numel(), ranks)
-    if rest:
-        raise ValueError(
-            f"{what}: {n} numbers are no multiple of {ranks} ranks; pad with {ranks - rest} zeros"
-        )
-    if bits is not None:
-        integer_blocks(what, bits, block)
-        if block > d:
-            raise ValueError(f"{what}: block={block}, but a shard has {d} numbers; use a smaller one, or pad")
-    return d

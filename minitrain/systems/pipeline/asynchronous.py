@@ -54,7 +54,9 @@ class AsynchronousRunner(Runner):
 
     def __init__(self, stages, schedule, group, loss_fn, policy: Policy, update: Update, **settings):
         check_policy(schedule, policy)
-        no_reducer = SimpleNamespace(arrived=lambda params: None, ready=lambda params: None)
+        no_reducer = SimpleNamespace(
+            on_microbatch_grads=lambda params: None, on_step_grads=lambda params: None
+        )
         super().__init__(stages, schedule, group, loss_fn, no_reducer, **settings)
         self.policy, self.update, self.weights = policy, update, {}
 

@@ -153,7 +153,7 @@ class Balanced(Runner):
 
     def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
         module = self.stages[stage]
-        stays = (*module.parameters(), *module.buffers(), *self.units[unit], *self.reducer.lives())
+        stays = (*module.parameters(), *module.buffers(), *self.units[unit], *self.reducer.gathered_buffers())
         self.saved[stage, unit] = saved = SavedTensors(stays, self.device)
         input_grad = InputGrad() if stage else None
         if input_grad:

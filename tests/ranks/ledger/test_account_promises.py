@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2, grad_of
@@ -170,7 +171,8 @@ def cut_twice():
     model.weight.placement = shard(torch.ones(4, 4), 0, mesh.group("tp")).placement
     zero = Zero1(model, mesh.group("dp"), lambda params: torch.optim.SGD(params, lr=1.0))
     return [
-        [collectives.axis_of(group) for group in piece.holders] for piece in zero.pieces(mesh.group("tp"))
+        [collectives.axis_of(group) for group in piece.holders]
+        for piece in states.pieces(zero, mesh.group("tp"))
     ]
 
 
@@ -194,17 +196,17 @@ def on_one_rank():
 
     mixed = nn.ParameterList([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)])
     zero = Zero1(mixed, world, adagrad)
-    assert [flat.shard.dtype for flat in zero.flats] == [
-        param.dtype for flat in zero.flats for param in flat.params
+    assert [flat.shard.dtype for flat in zero.shards] == [
+        param.dtype for flat in zero.shards for param in flat.params
     ]
-    assert set(zero.optimizer.state) == {flat.shard for flat in zero.flats}
+    assert set(zero.optimizer.state) == {flat.shard for flat in zero.shards}
 
     zero, sent = Zero2(nn.ParameterList(pair), world, adagrad, bucket_bytes=1), []
     zero.driven = True
     for param in zero.trainable:
         param.grad = torch.ones_like(param)
     with collectives.observe(lambda kind, subject: sent.append(subject.shape) if kind == "issue" else None):
-        zero.arrived(zero.trainable)
+        zero.on_microbatch_grads(zero.trainable)
         zero.finish()
     return sent
 

@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from minitrain import collectives, launch
 from minitrain.checkpoint.saver import Saver, Wait
 from minitrain.checkpoint.store import Store
@@ -78,7 +76,7 @@ def test_the_time_of_a_step_is_without_what_it_waited():
 def measured(folder):
     """Of a real run: what it hands to the formula, and what was saved otherwise than it was at its boundary."""
     run, seen, wanted = run_of(dp=2), [], {}
-    with Saver(Store(folder, keep=9), way="checkfreq") as saver:
+    with Saver(Store(folder, keep=9), policy="checkfreq") as saver:
         run.attach(saver)
         frequency = Frequency(saver, lambda *times: seen.append(times) or 2, window=2)
         for step in range(8):
@@ -108,8 +106,3 @@ def test_checkfreq(tmp_path):
         late = [b - a for a, b in zip(saves[2:], saves[3:])]
         assert saves[2] > 29 and set(late[4:]) == {1}  # copies are hidden now, and written within a step
         assert sum(sent) == 14 and sent[3] == 0 and sent[7] == 1  # every fourth step, once there was a save
-
-
-def test_a_window_of_no_steps_is_refused():
-    with pytest.raises(ValueError, match="^window=0: use at least 1 step to measure$"):
-        Frequency(SimpleNamespace(waits=[]), checkfreq_steps, window=0)

@@ -8,6 +8,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
@@ -94,18 +95,18 @@ def test_sums_are_of_codes_with_one_scale(deal):
             for microbatch in range(2):
                 for param, grad in zip(sync.trainable, gradients(group.rank(), microbatch)):
                     param.grad = grad.clone()
-                sync.arrived(sync.trainable)
+                sync.on_microbatch_grads(sync.trainable)
                 assert all(param.grad is None for param in sync.trainable)
             sync.finish()
             expected = by_hand(n, mu)
             for number, param in enumerate(sync.trainable):
                 codes, largest = expected[number]
-                assert (param.grad is not None) == sync.has(param)
-                if sync.has(param):
+                assert (param.grad is not None) == sync.updates(param)
+                if sync.updates(param):
                     assert param.grad.dtype == FP8 and torch.equal(param.grad.float(), codes)
                     assert torch.equal(param.grad_largest, largest)
                     assert torch.equal(sync.mu[param], next_mu(mu[number], param.grad, n))
-                whole = sync.full_grad(param)
+                whole = states.full_grad(sync, param)
                 assert torch.equal(whole, wide(codes.to(FP8), largest))
                 exact = sum(g[number].double() for r in range(n) for g in (gradients(r, 0), gradients(r, 1)))
                 reach = sum(
@@ -136,7 +137,7 @@ def test_sums_of_equal_gradients_overflow_until_the_factor_is_small_enough_and_t
                 param.grad = grad * (50 if number == 3 and group.rank() == 2 else 1)
                 exact.append(grad.float() * (53 if number == 3 else 4))
             sync.finish()
-            found = [sync.full_grad(param) for param in sync.trainable]
+            found = [states.full_grad(sync, param) for param in sync.trainable]
             assert all(x.isfinite().all() for x in found)
             lost.append(max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, exact)))
         return lost, [float(mu) for mu in sync.mu.values()]
@@ -156,7 +157,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_all():
                 if group.rank() == 1 and number == 1:
                     param.grad[0, 0] = bad
             sync.finish()
-            whole = [sync.full_grad(param) for param in sync.trainable]
+            whole = [states.full_grad(sync, param) for param in sync.trainable]
             found.append([x.isnan().all().item() for x in whole] + [whole[0].isfinite().all().item()])
         return found
 
@@ -176,7 +177,7 @@ def test_a_tied_table_on_both_ends_of_a_pipeline_is_one():
             for param, name in run.sync.names.items()
             if name == "layers.0.tokens" or "out.w" in name and "layers.3" in name
         ]
-        return run.sync.full_grad(table), run.sync.mu[table], run.sync.full_tensor(table)
+        return states.full_grad(run.sync, table), run.sync.mu[table], states.full_tensor(run.sync, table)
 
     (first, second), ((alone, *_),) = (
         launch.run(rank, strategy, ranks=strategy.ranks)
@@ -195,7 +196,7 @@ def test_copies_on_other_stages_add_up_without_being_cut_off():
         for other, found in zip(sync.trainable, gradients(0, 0)):
             other.grad = found
         sync.finish()
-        return ((sync.full_grad(param) - 2 * grad).abs().max() / grad.abs().max()).item()
+        return ((states.full_grad(sync, param) - 2 * grad).abs().max() / grad.abs().max()).item()
 
     assert all(far < 1 / 8 for far in launch.run(rank, ranks=2))
 
@@ -278,18 +279,18 @@ def test_dealt_out_whole_tensors_give_the_bits_of_replicas_in_less_memory():
         runs = [start(Strategy(dp=2, zero=zero, bucket_bytes=3000)) for zero in (0, 1)]
         results = [[run.step(batch_of(run, number)) for number in range(3)] for run in runs]
         alike = [torch.equal(a.loss, b.loss) for a, b in zip(*results)]
-        grads = equal(runs[0].sync.full_grads(), runs[1].sync.full_grads())
-        states = [run.state_dict() for run in runs]
+        grads = equal(states.full_grads(runs[0].sync), states.full_grads(runs[1].sync))
+        saved = [run.state_dict() for run in runs]
         resumed = [start(run.strategy) for run in runs]
-        for run, state in zip(resumed, reversed(states)):
+        for run, state in zip(resumed, reversed(saved)):
             run.load_state_dict(state)
             run.step(batch_of(run, 3))
         for run in runs:
             run.step(batch_of(run, 3))
         after = [run.state_dict() for run in (*runs, *resumed)]
-        same = equal(*states), all(equal(after[0], other) for other in after[1:])
+        same = equal(*saved), all(equal(after[0], other) for other in after[1:])
         sync = runs[1].sync
-        own = sum(param.numel() for param in sync.trainable if sync.has(param))
+        own = sum(param.numel() for param in sync.trainable if sync.updates(param))
         held = sum(
             x.nbytes
             for s in sync.optimizer.state.values()
@@ -318,7 +319,7 @@ def test_gradients_are_clipped_by_their_scales(zero):
     def rank():
         run = start(Strategy(dp=2, zero=zero))
         result = run.step(batch_of(run, 0), 0.01)
-        norm = sum(x.square().sum() for x in run.sync.full_grads().values()).sqrt()
+        norm = sum(x.square().sum() for x in states.full_grads(run.sync).values()).sqrt()
         return float(result.norm), float(norm)
 
     for before, after in launch.run(rank, ranks=2):

@@ -9,9 +9,10 @@ import torch
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.save_policies import SAVE_POLICIES, best_writers, stream_s
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
-from minitrain.checkpoint.ways import WAYS, best_writers, stream_s
+from minitrain.data_parallel import states
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import Piece, share_out
 from tests.checkpoint.saver_runs import (
@@ -39,10 +40,10 @@ def pieces(value=1.0):
 
 def saver_of(folder, name, **changes):
     """(saver, its disk, a hold of its copies), all that is asked for done at once."""
-    way, file_format.RUN_BYTES = WAYS[name], 64  # so that files gather nothing
+    way, file_format.RUN_BYTES = SAVE_POLICIES[name], 64  # so that files gather nothing
     changes = ({"chunk_bytes": CHUNK} if way.chunk_bytes else {}) | changes
     disk = HeldDisk()
-    saver = Saver(Store(folder, keep=9, disk=disk), way=replace(way, **changes))
+    saver = Saver(Store(folder, keep=9, disk=disk), policy=replace(way, **changes))
     return saver, disk, Hold(saver.snapshots[0], ALL)
 
 
@@ -129,7 +130,7 @@ def test_snapshot_stall_ckpt(tmp_path, name):
 def test_megascale_ckpt(tmp_path):
     """Two stages: training waits for the first alone. In recovery one of dp ranks reads and tells the others."""
     test_snapshot_stall_ckpt(tmp_path, "snapshot")
-    assert "MegaScale" in WAYS["snapshot"].paper
+    assert "MegaScale" in SAVE_POLICIES["snapshot"].paper
     everyone, one = zip(*launch.run(read_on_ranks, str(tmp_path), ranks=2))
     assert sum(everyone) == 2 * sum(one) == 2 * SHARE
 
@@ -154,7 +155,7 @@ def deepfreeze_on_ranks(folder):
     """A run whose parameters all four ranks hold alike."""
     run = run_of(dp=4)
     train(run, 0)
-    saver = Saver(Store(folder), way="deepfreeze")
+    saver = Saver(Store(folder), policy="deepfreeze")
     held = [p for p in run.pieces() if not p.name.startswith("random/")]  # a rank's own
     wanted = copies(held)
     total = sum(p.values.numel() * p.values.element_size() for p in wanted)
@@ -241,7 +242,10 @@ def test_torchsnapshot(tmp_path):
 
 
 def lightcheck_on_ranks(folder):
-    run, saver = run_of(dp=2, zero=2), Saver(Store(folder), way=replace(WAYS["lightcheck"], chunk_bytes=4000))
+    run, saver = (
+        run_of(dp=2, zero=2),
+        Saver(Store(folder), policy=replace(SAVE_POLICIES["lightcheck"], chunk_bytes=4000)),
+    )
     updates, hold, snapshot = [], Hold(saver.snapshots[0], ALL), saver.snapshots[0]
 
     def before_update(names):
@@ -251,7 +255,7 @@ def lightcheck_on_ranks(folder):
             hold.allow(max(hold.allowed, until))  # of what comes later nothing is copied
         saver.before_update(names)
 
-    run.sync.tell_updates(before_update)
+    states.tell_updates(run.sync, before_update)
     train(run, 0)
     wanted = copies(run.pieces())
     hold.allow(0)
@@ -383,5 +387,7 @@ def test_fastpersist(tmp_path):
 
 
 def test_every_way_has_a_paper_or_a_name():
-    assert all(way.paper for way in WAYS.values()) and len({way.paper for way in WAYS.values()}) == len(WAYS)
+    assert all(way.paper for way in SAVE_POLICIES.values()) and len(
+        {way.paper for way in SAVE_POLICIES.values()}
+    ) == len(SAVE_POLICIES)
     assert torch.equal(some_pieces(2)[0].values, torch.tensor([1.0, 2.0]).double())
