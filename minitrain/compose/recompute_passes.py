@@ -33,9 +33,9 @@ from minitrain.systems.plan.revolve import next_held
 
 
 def recompute_in(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh, places: Places, memory=None, early_stop: bool = True
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop: bool = True
 ) -> None:
-    """`memory`: of slices of sequences, if there are any. Comes behind all that adds hooks to layers."""
+    """Comes behind all that adds hooks to layers."""
     policies = parse(strategy.recompute)
     if not any(policy.drops for policy in policies):
         return
@@ -44,13 +44,11 @@ def recompute_in(
         if hasattr(part, "result"):
             part.result = results
     hold = in_parts(mesh.group("tp")) if strategy.recompute_partition else None
-    for number, stage in module.items():
+    how = dict(results=results, hold=hold, replay=[places.again], early_stop=early_stop)
+    for _, stage in module.items():
         for layer in stage.layers:
             layer.register_forward_pre_hook(results.know)
-        replay = [places.again, *([partial(memory.again, number)] if memory else [])]
-        plan = planned(stage.layers, policies)
-        how = dict(results=results, hold=hold, replay=replay, early_stop=early_stop)
-        stage.play = partial(play, plan, how)
+        stage.run_layers = partial(run_segments, planned(stage.layers, policies), how)
 
 
 Segments = list[tuple[list[nn.Module], Policy | None]]
@@ -70,8 +68,8 @@ def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
     return plan
 
 
-def play(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
-    """The layers of a stage, as GPT.play."""
+def run_segments(plan: Segments, how: dict, _layers, x: Tensor, positions: Tensor) -> Tensor:
+    """The layers of a stage, as GPT.run_layers."""
     for layers, policy in plan:
         run = partial(one_by_one, layers)
         if policy is None or not policy.drops:

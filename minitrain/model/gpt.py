@@ -53,11 +53,10 @@ def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
 class Embedding(nn.Module):
     """Layer 0: rows of the token table, plus learned positions, plus a norm where the model has them."""
 
-    token_rows = position_rows = staticmethod(lookup)  # who cuts the tables over ranks brings their own
-
     def __init__(self, config: GPTConfig, name: str, **place):
         super().__init__()
         self.config, self.name = config, name
+        self.token_rows = self.position_rows = lookup  # replaced where tables are cut over ranks
         self.tokens = nn.Parameter(torch.empty(config.vocab_size, config.d_model, **place))
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model, **place))
@@ -152,8 +151,6 @@ def one_by_one(layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Ten
 class GPT(nn.Module):
     """The model, or the slice `layers` of it (numbers from 0, the embedding, to L + 1, the head)."""
 
-    play = staticmethod(one_by_one)  # who runs layers again (memory/) brings another way through them
-
     def __init__(
         self,
         config: GPTConfig,
@@ -171,6 +168,7 @@ class GPT(nn.Module):
             choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
             raise ValueError(f"dtype = {dtype!r}; use {choices}")
         self.config, self.layers = config, Layers()
+        self.run_layers: Callable = one_by_one  # replaced where layers run again for their backward
         last, place = config.num_layers + 1, dict(dtype=dtype, device=device)
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
@@ -195,7 +193,7 @@ class GPT(nn.Module):
             raise ValueError(f"input is {list(x.shape)}; expected {expected}")
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
-        return self.play(self.layers, x, positions)
+        return self.run_layers(self.layers, x, positions)
 
 
 def share_table(config: GPTConfig, layers: Iterable[nn.Module]) -> None:

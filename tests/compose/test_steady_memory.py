@@ -30,6 +30,7 @@ from minitrain.model.training.step import Batch, accumulate, train_step, valid_t
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
+from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.collectives import arguments
@@ -64,9 +65,13 @@ def training(config, strategy):
         run.settle()
         if run.runner is None:
             return []
-        cores = run.runner.memory.cores.values() if run.runner.memory else ()
-        slices = [unit for some in cores for core in some for unit in core.kept]
-        return [*run.runner.kept, *run.runner.boundary, *slices]
+        memories = [hook for hook in run.runner.hooks if isinstance(hook, SliceMemory)]
+        cores = [core for memory in memories for some in memory.cores.values() for core in some]
+        return [
+            *run.runner.in_flight,
+            *run.runner.boundary,
+            *(unit for core in cores for unit in core.slices),
+        ]
 
     return step, left, run
 
@@ -310,7 +315,7 @@ def asynchronous():
     rank, schedule = collectives.world().rank(), one_f_one_b(2, 4)
     stages = Stages(DENSE, {rank: even(DENSE.num_layers, 2)[rank]}, seed=3, dtype=torch.float64)
     stages, policy = dict(stages.items()), each_its_own()
-    settings = dict(width=DENSE.d_model, check=False)
+    settings = dict(width=DENSE.d_model)
     run = AsynchronousRunner(
         stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0), **settings
     )

@@ -85,9 +85,7 @@ def in_slices(kind, schedule, name, sizes, layout, pp):
     dropping_scores_only(model, kind)
     reducer = GradReducer(model.parameters(), cp)
     schedule = on_each_rank(schedule, cp.size())
-    run = Runner(
-        stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, check=False, memory=memory
-    )
+    run = Runner(stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, hooks=[memory])
     whole = data_layout(name, sizes, layout, slices)
     tokens, targets = data()
     batch = Batch(
@@ -169,8 +167,7 @@ def test_one_device_without_a_group(kind):
             cross_entropy_sum,
             reducer,
             width=16,
-            check=False,
-            memory=memory,
+            hooks=[memory],
         )
         loss = run(Batch(*data(), torch.tensor(VALID)))
         return {"loss": loss} | {name: param.grad for name, param in model.global_parameters().items()}
@@ -182,12 +179,12 @@ def test_without_it_it_does_not():
     """Controls: gradients to earlier keys that are left out; places of the own slice in the mask."""
 
     def rank():
-        ends, call, found = SlicedAttention.ends, SlicedAttention.__call__, {}
+        ends, call, found = SlicedAttention.roots, SlicedAttention.__call__, {}
         way = ("dropout", seq1f1b(2, 2, 2), *RING, "zigzag")
         found["right"] = in_slices(*way, pp=2)
-        SlicedAttention.ends = lambda self, unit: self.kept.pop(unit) and []
+        SlicedAttention.roots = lambda self, unit: self.slices.pop(unit) and []
         found["gradients"] = in_slices(*way, pp=2)
-        SlicedAttention.ends = ends
+        SlicedAttention.roots = ends
         SlicedAttention.__call__ = lambda self, *qkv, dropout: call(
             self, *qkv, dropout=dropout._replace(first_token=self.now % 2)
         )

@@ -30,6 +30,7 @@ from minitrain.context.sliced import last_attention, sliced
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.ulysses_ring import dealt
 from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.pipeline.schedule import F
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
@@ -111,11 +112,11 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
     places, outs, sent = positions(whole, group, T).split(own), [], []
     for unit, (q, k, v) in enumerate(zip(*qkv)):
         more = dict(bias=Alibi(SLOPES, places[unit])) if bias else {}
-        with Ledger() as ledger, memory.during(0, unit):
+        with Ledger() as ledger, memory.around(None, F(0, unit)):
             outs.append(core(q, 2 * k / 2, 2 * v / 2, **more, **(dict(dropout=mask) if mask else {})))
         sent.append(ledger.sent_bytes())
     for unit in reversed(range(len(lengths))):
-        ends = memory.ends(0, unit)
+        ends = memory.extra_roots(0, unit)
         torch.autograd.backward(
             *map(list, zip((outs[unit], dout[unit].detach()), *(ends if keep_gradients else [])))
         )

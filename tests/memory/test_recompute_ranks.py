@@ -233,7 +233,8 @@ def kept(config: GPTConfig, core: str, layout: str) -> dict:
         blocks = torch.nn.ModuleList(run.model.layers[1:-1])
         x = torch.randn(*batch.tokens.shape, config.d_model, dtype=torch.bfloat16, requires_grad=True)
         with SavedTensors(blocks) as saved:
-            run.model.play.args[0][:] = [entry for entry in run.model.play.args[0] if entry[1] is not None]
+            plan = run.model.run_layers.args[0]
+            plan[:] = [entry for entry in plan if entry[1] is not None]
             run.model(x, batch.positions)
         found[word] = saved.bytes
     return found

@@ -319,9 +319,9 @@ def test_without_weight_gradients_it_does_not():
             lambda: chimera(4, 5),
             "chimera: m=5 microbatches; half of them goes each way, use an even number, 4 or 6",
         ),
-        (lambda: chimera(0, 4), "chimera: p=0; use a whole number, 1 or more"),
-        (lambda: hanayo(4, 4, 0), "hanayo: waves=0; use a whole number, 1 or more"),
-        (lambda: hanayo(4, 2.0, 1), "hanayo: m=2.0; use a whole number, 1 or more"),
+        (lambda: chimera(0, 4), "p=0: use a whole number from 1"),
+        (lambda: hanayo(4, 4, 0), "waves=0: use a whole number from 1"),
+        (lambda: hanayo(4, 2.0, 1), "m=2.0: use a whole number from 1"),
         (
             lambda: dualpipe(5, 20),
             "dualpipe: p=5 ranks; two directions meet between two ranks, use an even number, 4 or 6",

@@ -19,7 +19,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Sent, lower
-from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.runtime import Around, Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
@@ -139,10 +139,10 @@ def saved_by_action(schedule):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield
         if name[0] == "F":
-            kept = run.runner.kept[tuple(map(int, name[1:].split(".")))]
-            held[name] = kept.x.nbytes, kept.end is None
+            left = run.runner.in_flight[tuple(map(int, name[1:].split(".")))]
+            held[name] = left.x.nbytes, left.output is None
 
-    run.runner.around = watch
+    run.runner.hooks.append(Around(watch))
     run.forward_backward(batch)
     return saved, held
 
@@ -197,7 +197,6 @@ def drawn_by(entries):
         lambda y, targets: y.sum(),
         NoReducer(),
         width=1,
-        check=False,
     )
     ones = torch.ones(units, 30, dtype=torch.float64)
     torch.manual_seed(0)
@@ -260,7 +259,7 @@ def test_a_dry_run_of_recomputation_equals_the_real_one():
 
 def test_varuna_refuses():
     for call in (lambda: varuna(0, 1), lambda: varuna(2, 0)):
-        with pytest.raises(ValueError, match="varuna: .=0; use a whole number"):
+        with pytest.raises(ValueError, match=".=0: use a whole number from 1"):
             call()
 
 
@@ -302,8 +301,8 @@ def held_at_most(schedule, interpreter):
     def watched(step):
         do(step)
         if interpreter is Balanced:
-            held.append(runner.held_bytes)
-            first.append(runner.held_bytes) if isinstance(step, Action) and step.kind == "F" else None
+            held.append(runner.activation_bytes)
+            first.append(runner.activation_bytes) if isinstance(step, Action) and step.kind == "F" else None
 
     first, runner.do = [], watched
     with Ledger() as ledger:
@@ -313,7 +312,7 @@ def held_at_most(schedule, interpreter):
             yield
             alive.append(ledger.live_by_kind["activations"])
 
-        runner.around = watch
+        runner.hooks.append(Around(watch))
         run.forward_backward(batch)
     return max(held, default=0), first[:1], max(alive), ledger.sent_bytes("send")
 
@@ -351,7 +350,7 @@ def events_of(schedule, lent=None):
     run, batch = on_rank(schedule, MANY)
     run.runner.lent |= lent or {}
     with Ledger() as ledger:
-        run.runner.around = ledger.phase
+        run.runner.hooks.append(Around(ledger.phase))
         run.forward_backward(batch)
     return ledger, run.runner.lent
 
@@ -474,7 +473,7 @@ def test_bpipe_refuses():
         ValueError, match=r"late is stuck in its moves: rank 0 at Sent.*put H in front of what waits for it"
     ):
         lower(late)
-    with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
+    with pytest.raises(ValueError, match="p=0: use a whole number from 1"):
         bpipe(0, 3)
 
 
@@ -586,5 +585,5 @@ def test_contrastive_refuses():
     with pytest.raises(ValueError, match=r"\[3, 2\] and \[2, 2\]; give two"):
         contrastive_loss(torch.zeros(3, 2), torch.zeros(2, 2))
     for make in (naive, doubled):
-        with pytest.raises(ValueError, match="m=0; use a whole number"):
+        with pytest.raises(ValueError, match="m=0: use a whole number from 1"):
             make(2, 0)

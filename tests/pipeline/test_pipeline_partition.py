@@ -477,7 +477,7 @@ def test_an_uneven_cut_and_slices_equal_one_process():
         ("give each unit both", lambda: autopipe.plan_autopipe([1, 2], [1], 1, 1)),
         ("use 1 to 2 stages", lambda: autopipe.plan_autopipe([1, 2], [1, 2], 3, 1)),
         ("use 0 to 4", lambda: autopipe.sliced(2, 4, 5)),
-        ("use a whole number, 1 or more", lambda: autopipe.slices_needed(0, 2)),
+        ("use a whole number from 1", lambda: autopipe.slices_needed(0, 2)),
     ],
 )
 def test_what_is_refused(words, call):

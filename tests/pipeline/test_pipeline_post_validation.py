@@ -16,7 +16,7 @@ from minitrain.model.training.step import Batch, NoReducer, train_step
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Send, lower, pause
 from minitrain.pipeline.post_validation import PostValidation
-from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.chimera import chimera
@@ -79,7 +79,7 @@ class Poisoned:
         self.step += 1
 
 
-def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
+def train(schedule, shape, problem, plant=lambda post: None, stop=False):
     """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an
     all-reduce.
     """
@@ -111,15 +111,17 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
         [],
     )
 
+    ask = post.before_backward
+
     def asked():
-        again.append(post.before_backward())
+        again.append(ask())
         norms.append(post.norm)
         return again[-1]
 
-    losses, norms = [], []
+    losses, norms, post.before_backward = [], [], asked
     if not stop:
-        run.runner.before_backward = asked
-    plant(post, run)
+        run.runner.hooks.append(post)
+    plant(post)
     for step in range(STEPS):
         run.sync.param_groups[0]["lr"] = rate(step)
         batch = run.batch(rows_of_problem(problem, step), step)
@@ -237,7 +239,7 @@ def test_a_stage_without_anything_to_train_passes_the_sum_on():
         )
         post, norms = run.late or PostValidation(run.sync, limit, run.mesh.group("pp")), []
         if again and not word:
-            run.runner.before_backward = post.before_backward
+            run.runner.hooks.append(post)
         for step in range(3):
             batch = run.batch(rows_of_problem(PROBLEM, step), step)
             if not again:
@@ -266,18 +268,18 @@ def test_forwards_run_again_drop_again_what_they_dropped():
 def test_forwards_run_again_draw_again_what_they_drew():
     """A stage of one's own that draws from torch's random numbers."""
 
+    class Again(RunnerHooks):
+        restarts = True
+
+        def before_backward(self):
+            return True
+
     def drawn(again):
         stage, ones = Dropped(), torch.ones(4, 30, dtype=torch.float64)
         run = Runner(
-            {0: stage},
-            gpipe(1, 4),
-            collectives.world(),
-            lambda y, targets: y.sum(),
-            NoReducer(),
-            width=1,
-            check=False,
+            {0: stage}, gpipe(1, 4), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1
         )
-        run.before_backward = lambda: again
+        run.hooks.append(Again() if again else RunnerHooks())
         torch.manual_seed(0)
         loss = run(Batch(ones, ones, torch.ones(())))
         return loss.item(), stage.w.grad.item(), torch.rand(3).tolist()
@@ -294,16 +296,16 @@ def test_forwards_run_again_draw_again_what_they_drew():
 # ---- controls --------------------------------------------------------------------------------------------
 
 
-def never_again(post, run):
-    right = run.runner.before_backward
-    run.runner.before_backward = lambda: right() and False
+def never_again(post):
+    right = post.before_backward
+    post.before_backward = lambda: right() and False
 
 
-def keeps_the_wrong_step(post, run):
-    post.take_back = lambda: None
+def keeps_the_wrong_step(post):
+    post.undo = lambda: None
 
 
-def another_rate(post, run):
+def another_rate(post):
     post.set = lambda settings: None
 
 

@@ -187,7 +187,7 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
             F=draw.randint(1, 3), I=draw.randint(1, 3), W=draw.randint(1, 3), send=draw.randint(0, 2)
         )
         priority = draw.choice([{}, {"priority": order.__getitem__}])
-        found = greedy(place, len(place), m, costs, limit, split_it, kept=kept, **priority)
+        found = greedy(place, len(place), m, costs, limit, split_it, pending=kept, **priority)
         assert check(found) is found and found.splits_backward == split_it
         for rank in range(p):
             assert peak(found, rank, kept) <= limit[rank] and in_flight(found, rank, kept)[-1] == 0
@@ -237,13 +237,16 @@ def test_every_list_is_valid_and_holds_what_its_module_says():
 
 def test_bad_sizes():
     for make in (zb_h1, zb_h2, v_min, v_half, zb_v, lambda p, m: zb_interleaved(p, m, 2)):
-        for sizes, words in (((0, 4), "p=0; use a whole number"), ((4, 0), "m=0; use a whole number")):
+        for sizes, words in (
+            ((0, 4), "p=0: use a whole number from 1"),
+            ((4, 0), "m=0: use a whole number from 1"),
+        ):
             with pytest.raises(ValueError, match=words):
                 make(*sizes)
     for words, call in {
         "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8": lambda: zb_interleaved(4, 6, 2),
         "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
-        "m=0; use a whole number, 1 or more": lambda: greedy([0, 1], 2, 0),
+        "m=0: use a whole number from 1": lambda: greedy([0, 1], 2, 0),
         "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
         "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
         "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy(
@@ -285,7 +288,7 @@ def test_without_one_w_the_gradient_is_wrong():
     def train():
         weights = Runner.weights
         Runner.weights = lambda self, action: (
-            self.kept.pop(action[1:]) if action == W(1, 2) else weights(self, action)
+            self.in_flight.pop(action[1:]) if action == W(1, 2) else weights(self, action)
         )
         return train_pipeline(problem, dict(dp=1, pp=2), zb_v(2, 4))
 
@@ -358,10 +361,10 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
         runner = Runner(
             {1: stage}, schedule, collectives.world(), lambda y, _: y.square().sum(), NoReducer(), width=4
         )
-        take, weights = runner.take, runner.weights
+        get, weights = runner.get, runner.weights
 
         def watched(what):
-            x = take(what)
+            x = get(what)
             arrived.append(weakref.ref(x))
             return x
 
@@ -369,7 +372,7 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
             alive.append(sum(x() is not None for x in arrived))
             weights(action)
 
-        runner.take, runner.weights = watched, then
+        runner.get, runner.weights = watched, then
         tokens = torch.zeros(3, 2, dtype=torch.int64)
         runner(Batch(tokens, tokens, torch.tensor(6)))
 

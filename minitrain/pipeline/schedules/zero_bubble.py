@@ -17,21 +17,21 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose
 """
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
-from minitrain.pipeline.schedules.one_direction import check_sizes, depth_first
+from minitrain.pipeline.schedules.one_direction import depth_first
 from minitrain.pipeline.simulate import Simulation, Time
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
-    check_sizes("zb_h1", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks = [_straight(r, m, ahead=p - r - 1, held_back=r) for r in range(p)]
     return Schedule(f"ZB-H1, p={p}, m={m}", ranks, p, m)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
-    check_sizes("zb_h2", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks = [_straight(r, m, ahead=2 * (p - r - 1), held_back=2 * r) for r in range(p)]
     return Schedule(f"ZB-H2, p={p}, m={m}", ranks, p, m)
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, balanced, check_costs
 from minitrain.pipeline.schedule import Action, Schedule
-from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
-from minitrain.ranks.checks import require_ints, require_positive
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 class AutoPipePlan(NamedTuple):
@@ -34,7 +34,7 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
 
     Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
     check_costs("plan_autopipe", forward=forward, backward=backward)
-    check_sizes("plan_autopipe", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     if len(forward) != len(backward):
         raise ValueError(f"{len(forward)} forward times and {len(backward)} backward; give each unit both")
     cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
@@ -72,7 +72,7 @@ def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]
 
 def sliced(p: int, m: int, k: int = 1) -> Schedule:
     """1F1B with the first k of m microbatches in halves: units 2i and 2i+1 if i < k, else unit i + k."""
-    check_sizes("sliced", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     if not 0 <= k <= m:
         raise ValueError(f"sliced: k={k} of m={m} microbatches in halves; use 0 to {m}")
     whole = one_f_one_b(p, m).ranks

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
+from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.ranks.checks import require_positive_ints
 
 Edges = tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ def depth(stages: int, edges: Edges) -> int:
 
 def one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
-    check_sizes("one_f_one_b", stages=stages, m=m)
+    require_positive_ints(stages=stages, m=m)
     require_positive_ints(stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):
@@ -104,7 +104,7 @@ def ops(series: Series) -> Iterator[Op]:
 
 def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
-    check_sizes("plan_graphpipe", devices=devices, m=m)
+    require_positive_ints(devices=devices, m=m)
     found = [((m + deep - 1) * slow, deep, slow, parts) for (_, deep, slow), parts in cuts(model, devices)]
     *costs, parts = min(found, key=lambda plan: plan[:2])
     stages, edges = [], []
