@@ -66,26 +66,21 @@ class PostValidation(RunnerHooks):
         if self.unchecked:
             rule = "append it to the runner's hooks, or call post.validate()"
             raise ValueError(f"the step before has not been checked; {rule}")
-        rank, last = self.group.rank(), self.group.size() - 1
         self.squares = self.sum_squares().to(torch.float64)
-        if rank:
-            self.squares = self.squares + collectives.receive(self.squares, rank - 1, self.group)
-        if rank < last:
-            self.sending.append(collectives.send(self.squares, rank + 1, self.group, async_op=True))
+        if self.group.rank():
+            self.squares = self.squares + self.receive(-1)
+        self.send(+1)
         self.unchecked, self.then, self.before = True, self.settings(), None
-        if self.scale(self.squares) == 1:
+        if self.scale() == 1:
             state = copied(self.inner.state_dict()) if self.inner else {}
             self.before = [param.clone() for param in self.params], state
             self.optimizer.step()
 
     def before_backward(self) -> bool:
         """Have the weights changed since the forwards of this step? The same on all ranks."""
-        again = self.unchecked
-        if again:
-            self.validate()
-            again = self.scale(self.squares) != 1
+        changed = self.unchecked and self.validate() is not None and self.scale() != 1
         self.optimizer.zero_grad()
-        return again
+        return changed
 
     def finish(self) -> Tensor | None:
         """After the last step: its norm. Parameters are then final, and gradients those that were applied."""
@@ -95,13 +90,11 @@ class PostValidation(RunnerHooks):
 
     @torch.no_grad()
     def validate(self) -> tuple[Tensor, bool]:
-        """The norm of all gradients, and whether this rank's step was taken back."""
-        rank, last = self.group.rank(), self.group.size() - 1
-        if rank < last:
-            self.squares = collectives.receive(self.squares, rank + 1, self.group)
-        if rank:
-            self.sending.append(collectives.send(self.squares, rank - 1, self.group, async_op=True))
-        scale, stepped = self.scale(self.squares), self.before is not None
+        """The norm of all gradients, and whether this rank's step was undone."""
+        if self.group.rank() < self.group.size() - 1:
+            self.squares = self.receive(+1)
+        self.send(-1)
+        scale, stepped = self.scale(), self.before is not None
         if scale != 1:
             now = self.settings()
             if stepped:
@@ -127,6 +120,15 @@ class PostValidation(RunnerHooks):
         if self.inner is not self.optimizer:
             self.optimizer.publish()  # a Sync brings the model up to date
 
+    def receive(self, step: int) -> Tensor:
+        """From the next stage (+1) or the one before (-1)."""
+        return collectives.receive(self.squares, self.group.rank() + step, self.group)
+
+    def send(self, step: int) -> None:
+        to = self.group.rank() + step
+        if 0 <= to < self.group.size():
+            self.sending.append(collectives.send(self.squares, to, self.group, async_op=True))
+
     def settings(self) -> list[dict]:
         """The learning rate and all else that may change from step to step."""
         return [{name: x for name, x in group.items() if name != "params"} for group in self.param_groups]
@@ -144,9 +146,9 @@ class PostValidation(RunnerHooks):
                 total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
         return total
 
-    def scale(self, squares: Tensor) -> float:
+    def scale(self) -> float:
         """The factor for all gradients; 1 if nothing is clipped (as optim.clip_grad_norm)."""
-        return (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).item()
+        return (self.max_norm / (self.squares.sqrt() + 1e-6)).clamp(max=1.0).item()
 
 
 def copied(state: dict) -> dict:

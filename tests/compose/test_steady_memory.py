@@ -315,12 +315,14 @@ def asynchronous():
     rank, schedule = collectives.world().rank(), one_f_one_b(2, 4)
     stages = Stages(DENSE, {rank: even(DENSE.num_layers, 2)[rank]}, seed=3, dtype=torch.float64)
     stages, policy = dict(stages.items()), each_its_own()
-    settings = dict(width=DENSE.d_model)
-    run = AsynchronousRunner(
-        stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0), **settings
-    )
+    given = stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0)
+    run = AsynchronousRunner(*given, width=DENSE.d_model)
     tokens, targets = random_tokens(0, 0, 1, 4, LENGTH, 32, seed=5)
-    return lambda: run(Batch(tokens, targets, torch.tensor(8))), lambda: [*run.kept, *run.boundary, *run.used]
+    return lambda: run(Batch(tokens, targets, torch.tensor(8))), lambda: [
+        *run.in_flight,
+        *run.boundary,
+        *run.used,
+    ]
 
 
 def test_by_hand():

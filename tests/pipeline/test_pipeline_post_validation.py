@@ -84,14 +84,8 @@ def train(schedule, shape, problem, plant=lambda post: None, stop=False):
     all-reduce.
     """
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
-    run = parallelize(
-        problem.config,
-        strategy,
-        lambda params: AdamW(params, lr=1.0),
-        seed=3,
-        frozen=(problem.frozen,),
-        schedule=schedule,
-    )
+    settings = dict(seed=3, frozen=(problem.frozen,), schedule=schedule)
+    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), **settings)
     torch.manual_seed(collectives.world().rank())
     stages, reducer = run.mesh.group("pp"), Poisoned(run.sync)
     trained = [param for group in run.sync.param_groups for param in group["params"]]
@@ -106,10 +100,8 @@ def train(schedule, shape, problem, plant=lambda post: None, stop=False):
             total = total + square
         return total
 
-    post, again = (
-        PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None),
-        [],
-    )
+    post = PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None)
+    again = []
 
     ask = post.before_backward
 
@@ -215,14 +207,9 @@ def test_cut_parameters_bring_their_own_squares():
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sharded_states_are_taken_back(zero):
     """What was updated is a slice on each rank, and what the model has is gathered from it."""
-    assert (
-        far(
-            launch.run(
-                train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), replace(PROBLEM, microbatches=2), ranks=4
-            )
-        )
-        < TOLERANCE
-    )
+    problem = replace(PROBLEM, microbatches=2)
+    found = launch.run(train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), problem, ranks=4)
+    assert far(found) < TOLERANCE
 
 
 def test_a_stage_without_anything_to_train_passes_the_sum_on():
@@ -324,29 +311,16 @@ def test_control_forwards_that_saw_other_weights_are_no_use():
 
 
 def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else():
-    for schedule in (
-        one_f_one_b(4, 8),
-        zb_h1(4, 8),
-        zb_h2(4, 8),
-        gpipe(3, 4),
-        interleaved(4, 8, 2),
-        zb_v(4, 8),
-        v_half(4, 8),
-        bpipe(8, 16),
-    ):
+    made = [make(4, 8) for make in (one_f_one_b, zb_h1, zb_h2, zb_v, v_half)]
+    for schedule in (*made, gpipe(3, 4), interleaved(4, 8, 2), bpipe(8, 16)):
         halves = [pause(program, rank, schedule) for rank, program in enumerate(lower(schedule))]
         for (filling, rest), program in zip(halves, lower(schedule)):
             assert sorted(map(str, filling + rest)) == sorted(map(str, program))
         for part in (0, 1):
             for rank, both in enumerate(halves):
                 for other, others in enumerate(halves):
-                    assert [
-                        step.what for step in both[part] if isinstance(step, Send) and step.to == other
-                    ] == [
-                        step.what
-                        for step in others[part]
-                        if isinstance(step, Receive) and step.source == rank
-                    ]
+                    sent = [s.what for s in both[part] if type(s) is Send and s.to == other]
+                    assert sent == [s.what for s in others[part] if type(s) is Receive and s.source == rank]
 
 
 def test_refusals():
@@ -372,17 +346,9 @@ def test_refusals():
         ranks=1,
     )
     assert launch.run(lambda: make(1.0, lambda: torch.ones(()), shards=cut()).max_norm, ranks=1) == [1.0]
-    mine = check(
-        Schedule(
-            "both ways",
-            (
-                (F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)),
-                (F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2)),
-            ),
-            2,
-            3,
-        )
-    )
+    first = F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)
+    second = F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2)
+    mine = check(Schedule("both ways", (first, second), 2, 3))
     pause(lower(mine)[0], 0, mine)
     with pytest.raises(
         ValueError, match=r"rank 1 needs F0\.2, which comes behind a first backward, for F1\.2"

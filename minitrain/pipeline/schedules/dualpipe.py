@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from minitrain.pipeline.schedule import B, Entry, F, I, Pair, Schedule, W
 from minitrain.pipeline.schedules.one_direction import check_even
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 def dualpipe(p: int, m: int) -> Schedule:
@@ -50,8 +50,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:
     """The list of the rank with the stages h and stages-1-h; `early` and `late`: the microbatches of each."""
-    require_positive_ints(stages=stages)
-    require_ints(0, stages // 2 - 1, h=h)
     a = stages // 2 - 1 - h
     f0, b0 = (iter([(h, i) for i in early]) for _ in range(2))
     f1, b1 = (iter([(stages - 1 - h, i) for i in late]) for _ in range(2))

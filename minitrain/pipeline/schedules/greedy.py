@@ -115,7 +115,6 @@ class Memory:
 
 def dependencies(home: Home, stages: int, m: int, p: int, kinds: str) -> dict[Action, list[Action]]:
     """What each action needs; on each rank microbatches enter the first stage in their order."""
-    require_positive_ints(stages=stages, m=m, p=p)
     ranks = [[Action(kind, *at) for at in sorted(home) for kind in kinds if home[at] == r] for r in range(p)]
     needs = Schedule("", ranks, stages, m).needs
     for entries in ranks:
@@ -130,15 +129,14 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
         raise ValueError(f"{name}: {len(place)} ranks for stages={stages}; name a rank for each stage")
     rank = place if callable(place) else lambda stage, i: place[stage]
     home = {(stage, i): rank(stage, i) for stage in range(stages) for i in range(m)}
-    found = sorted(set(home.values()))
-    if found != list(range(len(found))):
-        raise ValueError(f"{name}: stages stand on the ranks {found}; ranks count from 0, each with a stage")
+    ranks = sorted(set(home.values()))
+    if ranks != list(range(len(ranks))):
+        raise ValueError(f"{name}: stages stand on the ranks {ranks}; ranks count from 0, each with a stage")
     return home
 
 
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One limit per rank, each enough for one microbatch to get through."""
-    require_positive_ints(p=p)
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
@@ -146,7 +144,7 @@ def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | 
     for rank, given in enumerate(each):
         count = max(count for (at, _), count in stages.items() if at == rank)
         if given is not None and given < (least := count * size):
-            found = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
+            what = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
             why = "all must forward before one goes backward: it would wait for ever"
-            raise ValueError(f"{name}: {found} and {why}; use limit={least} or more")
+            raise ValueError(f"{name}: {what} and {why}; use limit={least} or more")
     return each

@@ -19,7 +19,7 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import depth_first
 from minitrain.pipeline.simulate import Simulation, Time
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -48,7 +48,6 @@ def zb_interleaved(p: int, m: int, v: int) -> Schedule:
 
 def delayed(forwards: list[Action], backwards: list[Action], ahead: int, held_back: int) -> list[Action]:
     """`ahead` forwards; then F, I and the W of the I `held_back` places back, in turn; then the other W."""
-    require_ints(ahead=ahead, held_back=held_back)
     entries = forwards[:ahead]
     for k, backward in enumerate(backwards):
         entries += [*forwards[ahead + k : ahead + k + 1], backward]

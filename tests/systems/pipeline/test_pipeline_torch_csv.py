@@ -86,7 +86,7 @@ def test_both_ends_name_their_messages_in_one_order():
 
 
 REFUSED = {
-    "stage 1 is on rank 0 and on rank 1; PyTorch has each stage on one rank": lambda: to_csv(chimera(2, 2)),
+    "stage 0 is on rank 0 and on rank 1; PyTorch has each stage on one rank": lambda: to_csv(chimera(2, 2)),
     "no slices of a sequence, this has 2": lambda: to_csv(terapipe(2, 2, 2)),
     "no R; leave recomputation to the stages": lambda: to_csv(recomputed(gpipe(2, 2))),
     "is stuck: rank 0 at B0.0": lambda: to_csv(Schedule("", ((B(0, 0), F(0, 0)),), 1, 1)),
