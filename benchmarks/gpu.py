@@ -24,10 +24,12 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
+from minitrain.moe.experts import LowBits
 from minitrain.plan.accounting.compute import flops_per_token
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.plan.strategy import Strategy
-from minitrain.precision import products
+from minitrain.precision.products import fused
+from minitrain.precision.quantized_linear import LowLinear
 
 FP8 = ("fp8_tensor", "fp8_rows")
 
@@ -68,6 +70,10 @@ def step_of(kind: str, how: str, at: Size):
     if theirs:
         with_torchao(blocks)
     if how == "compiled":
+        low = [module for module in run.model.modules() if isinstance(module, (LowLinear, LowBits))]
+        compiled = fused(low[0].products) if low else None
+        for module in low:
+            module.products = compiled
         for block in blocks:
             block.compile()
     sizes = dict(batch_size=at.rows, length=at.length, vocab=at.config.vocab_size)
@@ -107,8 +113,6 @@ def measured(at: Size, cases: list[tuple[str, str]]) -> dict[tuple[str, str], fl
     for kind, how in cases:
         torch.manual_seed(0)
         torch.compiler.reset()
-        if how == "compiled":
-            products.fuse_casts()
         found[kind, how] = seconds(step_of(kind, how, at), at.rounds)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -154,14 +154,14 @@ def through_the_store(folder: str) -> float:
     with FileStore(folder, 0, buffer_bytes=EACH, buffers=8) as store:
         started = time.perf_counter()
         for number in range(COUNT):
-            store.give(str(number), data)
+            store.write(str(number), data)
         store.flush()
-        store.ahead(*map(str, range(4)))
+        store.prefetch(*map(str, range(4)))
         for number in range(COUNT):
-            store.take(str(number))
-            store.put_back(str(number))
+            store.read(str(number))
+            store.release(str(number))
             if number + 4 < COUNT:
-                store.ahead(str(number + 4))
+                store.prefetch(str(number + 4))
         return time.perf_counter() - started
 
 

@@ -113,7 +113,9 @@ def on_zipf(way: str) -> Step:
     counts = (share / share.sum() * TOKENS * TOP_K).long()
     counts[0] += TOKENS * TOP_K - counts.sum()
     rows = drawn(TOKENS * TOP_K, WIDTH) * WIDTH**0.5
-    return stepped(lambda x: experts.WAYS[way](x, counts, up, down, F.silu, gate), rows, [up, down, gate])
+    return stepped(
+        lambda x: experts.IMPLEMENTATIONS[way](x, counts, up, down, F.silu, gate), rows, [up, down, gate]
+    )
 
 
 STEPS = {

@@ -32,7 +32,7 @@ from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement
 from minitrain.tensor_parallel import overlap, sequence
-from minitrain.tensor_parallel.block import cut_attention, cut_mlp
+from minitrain.tensor_parallel.model import cut_attention, cut_mlp
 
 CONFIG = GPTConfig(
     vocab_size=64,

@@ -38,6 +38,7 @@ from minitrain.compose.product_passes import multiply_in, roll_scales
 from minitrain.compose.run import Run
 from minitrain.compose.run_states import kept_buffers
 from minitrain.context.core_names import CORES
+from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.experts_config import FIXED, ROUTERS, ExpertsConfig
@@ -45,7 +46,8 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.plan.strategy import AXES, PARO_SHARDINGS, Strategy
+from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy_checks import AXES
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.events import WAYS
 from minitrain.ranks.launch import dryrun
@@ -388,7 +390,7 @@ def one_process(case: Draw) -> Outcome:
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
         loss = cross_entropy_sum(model(tokens), targets)
-        if (more := losses.taken()) is not None:
+        if (more := losses.collect()) is not None:
             loss = loss + more
         loss = loss / (targets != MASKED).sum()
         loss.backward()
@@ -596,7 +598,7 @@ FEATURES = {
     "ZeRO-1": lambda s, c: s.zero == 1,
     "ZeRO-2": lambda s, c: s.zero == 2,
     "ZeRO-3": lambda s, c: s.zero == 3,
-    "hybrid": lambda s, c: s.word and s.nodes == 1,
+    "hybrid": lambda s, c: s.hybrid and s.nodes == 1,
     "hybrid, groups of nodes": lambda s, c: s.nodes > 1,
     "tp": lambda s, c: s.tp > 1,
     "tp, sequence": lambda s, c: s.sequence_parallel,

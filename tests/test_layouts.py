@@ -116,7 +116,7 @@ def test_the_draws_would_notice(what):
                 place(param, summed_over=(build.mesh.group("pp"),)) for param in build.module.parameters()
             ]
         elif what == "sums over tp of what saw slices":
-            module.seen_in_slices = lambda layers: set()
+            module.sequence_sharded_params = lambda layers: set()
         elif what == "sums over stages":
             module.share_stages = lambda *_: None
         elif what == "rows of experts come home in order":
@@ -125,16 +125,16 @@ def test_the_draws_would_notice(what):
             back = dispatch.Dispatch.back
             dispatch.Dispatch.back = lambda self, y, weights: back(self, y, weights.square())
         elif what == "losses of routers are sums over tokens":
-            taken, ranks = mixture.RouterLosses.taken, case.strategy.ranks
-            mixture.RouterLosses.taken = lambda self, stage=0: taken(self, stage) / ranks
+            collect, ranks = mixture.RouterLosses.collect, case.strategy.ranks
+            mixture.RouterLosses.collect = lambda self, stage=0: collect(self, stage) / ranks
         elif what == "experts are summed over what is left beside ep":
             groups = module.ExpertGroups
             module.ExpertGroups = lambda strategy, mesh: summed_over_ep(groups(strategy, mesh))
         elif what == "routers see slices over tp":
-            cut = expert_passes.cut
-            expert_passes.cut = lambda *arguments: cut(*arguments) and []
+            place_on_ranks = expert_passes.place_on_ranks
+            module.place_on_ranks = lambda *arguments: place_on_ranks(*arguments) and set()
         elif what == "whole rows decide who is dropped":
-            mixture.MixtureOfExperts.in_whole_rows = lambda self, chosen, positions: (chosen, None)
+            mixture.MixtureOfExperts.whole_rows = lambda self, chosen, positions: (chosen, None)
         else:
             dropout.Places.at = lambda self, step, first_row: None
         return on_rank(case)

@@ -113,9 +113,19 @@ class Checked:
         (dataclasses.make_dataclass("Fields", [("number", int)]), "a record"),
     ],
 )
-def test_why_a_function_is_left_out(function, why):
+def test_why_a_function_is_left_out(function, why, monkeypatch):
+    monkeypatch.setattr(nonsense, "doors", lambda: {"f"})
     found = nonsense.left_out("f", function)
     assert found is why if why is None else found.startswith(why)
+
+
+def test_doors_are_what_readers_take_and_what_takes_a_group():
+    source = (
+        "from minitrain.plan import fleet as f\nfrom minitrain.moe.router import route\nf.best(3)\nroute(x)"
+    )
+    assert nonsense.names_from(source) == {"plan.fleet", "plan.fleet.best", "moe.router.route"}
+    assert nonsense.is_door("nobody.calls", lambda x, group: x)
+    assert nonsense.left_out("nobody.calls", unsaid).startswith("inside: no chapter")
 
 
 def test_what_has_no_hint_is_read_by_what_it_is_given():

@@ -1,4 +1,4 @@
-"""The README keeps its word: its example prints what it says, its links exist, its commands are targets."""
+"""The README and docs keep their word: examples print what they say, links exist, commands are taken, the house is as drawn."""
 
 import re
 import runpy
@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minitrain.cli import main
+from minitrain.course import house, notebook
 from minitrain.model.config import presets
 from minitrain.plan.emit import plan_file
 from minitrain.plan.emit.training_job import Job
@@ -17,9 +18,9 @@ from minitrain.plan.strategy import Strategy
 from tests import layouts
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
-
-
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "".join(page.read_text() for page in PAGES)
 CODE = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
@@ -45,13 +46,13 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     Path("plan.json").write_text(plan_file.write(Job(Strategy(dp=2), presets["small"], 8, 256)))
     lines = [
         shlex.split(line, comments=True)
-        for line in re.findall(r"^(?:torchrun .*-m minitrain\.cli|minitrain) (train .*)$", TEXT, re.M)
+        for line in re.findall(r"^(?:torchrun .*-m minitrain|minitrain) (train .*)$", TEXT, re.M)
     ]
     assert len(lines) >= 5
     started = []
     monkeypatch.setattr(
         "minitrain.ranks.launch.run",
-        lambda fn, config, strategy, *_, ranks, **__: started.append((str(strategy), ranks)),
+        lambda fn, settings, *, ranks, **_: started.append((str(settings.strategy), ranks)),
     )
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     for words in lines:
@@ -60,20 +61,45 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     assert len(started) == len(lines) and all(ranks > 1 for _, ranks in started)
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("http") or (ROOT / target).exists(), (
-            f"README links to {target}, which is not there"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{target} is not there"
+
+
+def test_the_readme_is_short_and_leads_to_a_chapter_at_once():
+    assert len(README.split()) <= 1100
+    assert "](notebooks/" in "\n".join(README.splitlines()[:30]).replace("](notebooks/pictures", "")
+    for page in PAGES[1:]:
+        assert f"]({page.relative_to(ROOT)})" in README, f"the README does not lead to {page.name}"
+
+
+def test_chapters_and_their_minutes_are_those_of_the_notebooks():
+    told = {
+        n: (title, int(m))
+        for n, title, m in re.findall(r"^\| (\d\d) \| \[(.*?)\]\S+ \| (\d+) \|", README, re.M)
+    }
+    assert told.keys() == notebook.chapters().keys()
+    for number, path in notebook.chapters().items():
+        text = path.read_text()
+        minutes = re.search(r"(\d+) of them for the core path", text) or re.search(
+            r"\*\*Time\*\* (\d+) min", text
         )
+        title = re.search(r"# \d\d · ([^\\:]+)", text)[1]
+        assert told[number] == (title, int(minutes[1])), number
 
 
-def test_every_module_folder_is_on_the_map():
-    for folder in (ROOT / "minitrain").iterdir():
-        if folder.is_dir() and folder.name != "__pycache__":
-            assert f"minitrain/{folder.name}" in TEXT, f"the map does not know {folder.name}"
+def test_the_house_is_drawn_as_it_is():
+    """`python -m minitrain.course.house`, lines in hundreds."""
+    assert house.drawn() in README, house.drawn()
+
+
+def test_every_room_is_on_the_map():
+    rooms = {room for floor in house.floors() for room in floor} - {"__main__"}
+    assert all(re.search(rf"\b{room}\b", README) for room in rooms)
 
 
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for command in ("course", "test", "lab", "bench"):
+    for command in ("course", "test", "lab", "lint", "gpu"):
         assert re.search(rf"^{command}:", makefile, re.M)

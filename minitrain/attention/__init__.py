@@ -6,5 +6,5 @@ then   score_tiles         which scores a causal mask leaves of a tile
        hbm_traffic         what moves between slow and fast memory
        blockwise           attention and MLP by blocks
        packed              sequences of different lengths in one row
-beside alibi, dropout, placed              a bias and masks that are functions of the position of a score
+beside placed, dropout     a bias and masks that are functions of the position of a score
 """

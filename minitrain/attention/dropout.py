@@ -121,20 +121,20 @@ def all_of(positions: Tensor) -> Tensor:
 
 
 class DropRows(nn.Module):
-    """`layers.Dropout` by position. `own(positions)`: those of x `[B, T, D]`, where ranks share tokens."""
+    """`layers.Dropout` by position; `local_positions` picks those of x `[B, T, D]` where tokens are cut."""
 
-    def __init__(self, p: float, places: Places, site: str, own: Callable[[Tensor], Tensor] = all_of):
+    def __init__(self, p: float, places: Places, site: str, local_positions: Callable = all_of):
         super().__init__()
         if not 0 <= p < 1:
             raise ValueError(f"dropout p={p}; must be in [0, 1)")
-        self.p, self.places, self.site, self.own = p, places, site, own
+        self.p, self.places, self.site, self.local_positions = p, places, site, local_positions
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         if not (self.p and self.training):
             return x
         mask = DropMask(self.p, self.places.seed_of(self.site), self.places.first_row)
         channels = torch.arange(x.size(-1), device=x.device)
-        kept = mask.keep(x.size(0), 1, self.own(positions), channels).squeeze(1)
+        kept = mask.keep(x.size(0), 1, self.local_positions(positions), channels).squeeze(1)
         return torch.where(kept, x / (1 - self.p), 0.0)
 
 
@@ -159,13 +159,15 @@ def draws_by_place(places: Places, site: str) -> Callable[[Tensor], Tensor]:
     return draws
 
 
-def drop_by_place(layers: Iterable[nn.Module], places: Places, part: int = 0, own: Callable = all_of) -> None:
+def drop_by_place(
+    layers: Iterable[nn.Module], places: Places, part: int = 0, local_positions: Callable = all_of
+) -> None:
     """Every dropout of these layers, in place: of activations (row, position, channel), of scores, and what
     routers draw."""
     for layer in layers:
         for name, module in list(layer.named_children()):
             if isinstance(module, nn.Dropout):
-                setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", own))
+                setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", local_positions))
         if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
             layer.mlp.router.draws = draws_by_place(places, f"{layer.name}.router")
         if hasattr(layer, "attention"):

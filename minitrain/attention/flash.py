@@ -7,7 +7,7 @@ m is the largest score of a row so far, l the sum of e^(S - m), ~ of this tile a
 holds keys: O, l and m come and go for every K_j. Version 2 holds rows, in any order. Backward makes P = e^(S
 - lse) again and holds K_j, V_j and their gradients; version 2 has D = rowsum(dO · O) from a pass before, 1
 makes it of O_i. A fast memory of M numbers holds an outer tile of ceil(M/4K) tokens (keys in 1, rows in 2)
-and an inner one of min(that, K). `traffic.flash_traffic` counts a head; unmasked, c = ceil(N·4d/M):
+and an inner one of min(that, K). `hbm_traffic.flash_traffic` counts a head; unmasked, c = ceil(N·4d/M):
 
                 version 1 loads        stores          version 2 loads      stores         divisions  1   2
     forward     2Nd + c(2Nd+2N) + 2N   c(Nd+2N) + N    Nd + 2cNd            Nd + N                   cN   N
@@ -25,13 +25,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import in_order
 from minitrain.attention.hbm_traffic import UNCOUNTED, SlowMemory
 from minitrain.attention.kernel import FUSED, Kernel, recomputed, repeat_kv, row_sums, sum_kv_copies
-from minitrain.attention.placed import Placed, check_places, placed
+from minitrain.attention.placed import Alibi, Placed, check_places, placed
 from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
@@ -60,8 +59,7 @@ def flash_2(fast_elements=A100_ELEMENTS, memory=UNCOUNTED, order: Sequence[int] 
 
 def tile_sizes(fast_elements: int, width: int) -> tuple[int, int]:
     """Tokens of an outer and an inner tile for heads of this width: ceil(M/4d) and min(that, d)."""
-    if not 1 <= fast_elements <= 1 << 60:
-        raise ValueError(f"a fast memory of {fast_elements} elements; an A100 has {A100_ELEMENTS} of 2 bytes")
+    require_ints(1, 1 << 60, fast_elements=fast_elements)
     require_positive_ints(width=width)
     outer = -(-fast_elements // (4 * width))
     return outer, min(outer, width)

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitrain.ranks.checks import MOST, require_ints
+from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -24,8 +24,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 def pieces(length: int, size: int) -> list[slice]:
     """0 .. length in runs of `size`, the last one perhaps shorter."""
-    if size < 1:
-        raise ValueError(f"tiles of {size} tokens; a tile has 1 or more")
+    require_positive_ints(size=size)
     require_ints(0, MOST, length=length)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 

@@ -137,7 +137,7 @@ def doctor() -> None:
         first, later = _time_to_launch(), _time_to_launch()
         line(True, "4 ranks", f"first launch {first:.1f} s, next {later:.2f} s")
     except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
-        line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in the README")
+        line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in docs/commands.md")
     gpus = torch.cuda.device_count()
     found = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)"
     line(True, "GPUs", found)

@@ -7,13 +7,12 @@ one layer (measured_work.py) and the machine's rates. `--emit` writes the best o
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option, echo
 
-from minitrain.cli.replay_command import among
+from minitrain.cli.replay_command import among, known
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
@@ -111,8 +110,8 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
         break
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
-    text, notes, beside = (written, [], {}) if writer is plan_file else written
-    where = dict.fromkeys(writer.BESIDE[name] for name in beside)
+    text, notes, in_code = (written, [], {}) if writer is plan_file else written
+    where = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
     notes = [*notes, *(f"the rest is said in {place}" for place in where)]
     if refused:
         slower = one.step_s / best[0].step_s - 1
@@ -156,16 +155,6 @@ def same_sizes(one: GPTConfig, other: GPTConfig) -> bool:
     return (one.d_model, one.num_layers, one.num_heads) == (other.d_model, other.num_layers, other.num_heads)
 
 
-def known(names: dict, **given: str):
-    """What the name stands for, or the nearest names."""
-    (what, name), *_ = given.items()
-    if name in names:
-        return names[name]
-    near = get_close_matches(name, names, n=3, cutoff=0.4)
-    said = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
-    raise ValueError(f"no {what} is called {name!r}; {said}")
-
-
 def table(predictions: list[Prediction]) -> str:
     rows = [HEAD]
     for number, one in enumerate(predictions, start=1):
@@ -174,7 +163,7 @@ def table(predictions: list[Prediction]) -> str:
         part, seconds = max(one.parts.items(), key=lambda item: item[1])
         rows.append(
             (str(number), *map(str, (s.dp, s.pp, s.cp, s.tp, s.ep, s.zero)), schedule)
-            + (str(one.run.microbatch), str(s.microbatches), s.recompute, in_words(one.step_s))
+            + (str(one.run.microbatch), str(s.microbatches), s.recompute, readable(one.step_s))
             + (f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB", f"{part} {seconds / one.step_s:.0%}")
         )
     return aligned(rows, left=(7, 10, 14))
@@ -188,16 +177,16 @@ def memory(best: Prediction) -> str:
 def parts(best: Prediction) -> str:
     spent = [(part, seconds) for part, seconds in best.parts.items() if seconds]
     spent.sort(key=lambda item: -item[1])
-    rows = [(part, in_words(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
+    rows = [(part, readable(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
     return aligned(rows)
 
 
 def reasons(best: Prediction, other: Prediction) -> str:
     found = why(best, other)
     signs = {True: "+", False: "-"}
-    said = (f"{part} {signs[seconds > 0]}{in_words(abs(seconds))}" for part, seconds in found)
+    said = (f"{part} {signs[seconds > 0]}{readable(abs(seconds))}" for part, seconds in found)
     return ", ".join(said) or "they are equal"
 
 
-def in_words(seconds: float) -> str:
+def readable(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

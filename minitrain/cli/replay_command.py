@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
 from minitrain.model.config import GPTConfig, presets
-from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.simulate.machines import MACHINES, Machine
-from minitrain.plan.simulate.machines import machine as described
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints
 
@@ -24,6 +24,16 @@ DRAWN = 16  # stages: more cannot be read as a picture
 def among(*known: dict) -> Callable[[str], list[str]]:
     """What the Tab key offers: the keys that begin with what is typed."""
     return lambda incomplete: [name for names in known for name in names if name.startswith(incomplete)]
+
+
+def known(names: dict, **given: str):
+    """What the name stands for, or the nearest names."""
+    (what, name), *_ = given.items()
+    if name in names:
+        return names[name]
+    near = get_close_matches(name, names, n=3, cutoff=0.4)
+    said = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    raise ValueError(f"no {what} is called {name!r}; {said}")
 
 
 @options(flags(Strategy, unset=True))
@@ -52,12 +62,15 @@ def replay(
     minitrain replay llama3-70b --ranks 64 --tp 8 --pp 4 --sequence-parallel
     minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200
     """
-    if model not in presets:
-        raise ValueError(f"no preset is called {model!r}; choose from {', '.join(presets)}")
-    reached = dict(memory_efficiency=memory_efficiency, network_efficiency=network_efficiency)
-    target = replace(described(machine), compute_efficiency=compute_efficiency, **reached)
-    strategy = strategy_for(taken(Strategy, values), ranks)
-    config, hyper = presets[model], step_for(presets[model], strategy, batch, length)
+    config = known(presets, preset=model)
+    target = replace(
+        known(MACHINES, machine=machine),
+        compute_efficiency=compute_efficiency,
+        memory_efficiency=memory_efficiency,
+        network_efficiency=network_efficiency,
+    )
+    strategy = strategy_for(chosen(Strategy, values), ranks)
+    hyper = step_for(config, strategy, batch, length)
     for name, path in dict(trace=trace, picture=picture).items():
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"{name}={path}: give a file in a folder that is there")

@@ -18,9 +18,10 @@ import psutil
 import typer
 from typer import Option
 
+from minitrain.cli.replay_command import among, known
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.training.flags import flags, options, taken
+from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting.parameters import mlp_parameters, parameters
 from minitrain.plan.emit.plan_file import read
@@ -34,10 +35,6 @@ MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_
 CUT = ("NNN", "NNG", "NGG", "GGG")
 
 
-def begun(incomplete: str) -> list[str]:
-    return [name for name in presets if name.startswith(incomplete)]
-
-
 @options(
     flags(Hyperparameters, short=dict(batch_size="--batch")),
     flags(Strategy),
@@ -46,7 +43,7 @@ def begun(incomplete: str) -> list[str]:
 )
 def train(
     preset: Annotated[
-        str, Option(help=f"{', '.join(presets)}; every field is a flag too", autocompletion=begun)
+        str, Option(help=f"{', '.join(presets)}; every field is a flag too", autocompletion=among(presets))
     ] = "tiny",
     text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
     out: Annotated[Path | None, Option(help="folder for the log")] = None,
@@ -54,7 +51,7 @@ def train(
     checkpoint: Annotated[Path | None, Option(help="folder for checkpoints")] = None,
     every: Annotated[int, Option(help="steps from one checkpoint to the next")] = 100,
     keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
-    beside: Annotated[bool, Option("--async", help="save beside the next steps, not between them")] = False,
+    async_save: Annotated[bool, Option("--async", help="save beside the next steps")] = False,
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
     sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
@@ -68,21 +65,22 @@ def train(
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
-    if plan:
-        config, strategy, hyper = planned(plan, preset, values)
-    else:
-        strategy = Strategy(**taken(Strategy, values))
-        hyper, config = Hyperparameters(**taken(Hyperparameters, values)), configure(preset, values)
-    saving = Saving(checkpoint, every, keep, "asynchronous" if beside else "sync_sharded", resume)
     for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: use at least {least}")
-    check(config, strategy, hyper, text, out, saving, ranks_there(strategy))
+    if plan:
+        config, strategy, hyper = planned(plan, preset, values)
+    else:
+        strategy = Strategy(**chosen(Strategy, values))
+        hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
+    save_how = "asynchronous" if async_save else "sync_sharded"
+    saving = checkpoint, every, keep, save_how, resume
+    settings = Settings(config, strategy, hyper, text, out, report_every, sample, *saving)
+    check(settings, ranks_there(strategy))
     from minitrain.ranks import launch
 
     try:
-        settings = (config, strategy, hyper, text, out, saving, report_every, sample)
-        launch.run(train_on_rank, *settings, ranks=strategy.ranks, timeout_s=WEEK_S)
+        launch.run(train_on_rank, settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
         said = "nothing was saved, for there is no --checkpoint"
         if checkpoint:
@@ -92,13 +90,20 @@ def train(
 
 
 @dataclass(frozen=True)
-class Saving:
-    """Where checkpoints go, how often, and whether to begin with one."""
+class Settings:
+    """What every rank is told."""
 
-    folder: Path | None
-    every: int
+    config: GPTConfig
+    strategy: Strategy
+    hyper: Hyperparameters
+    text: Path | None
+    out: Path | None
+    report_every: int
+    sample: int
+    folder: Path | None  # of checkpoints
+    save_every: int
     keep: int
-    way: str
+    save_how: str
     resume: bool
 
     def store(self):
@@ -122,85 +127,75 @@ def ranks_there(strategy: Strategy) -> int:
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset for bytes of text, with what was given; as many positions as the length needs."""
-    if preset not in presets:
-        raise ValueError(f"unknown preset {preset!r}; there are {', '.join(presets)}")
-    changes, experts = taken(GPTConfig, values), taken(ExpertsConfig, values)
+    base = known(presets, preset=preset)
+    changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
+    if experts and base.experts is None and "num_experts" not in experts:
+        name, value = next(iter(experts.items()))
+        cure = f"preset {preset!r} has no experts; add num_experts, or use another"
+        raise ValueError(f"{name}={value}, but {cure}")
     if experts:
-        before = presets[preset].experts
-        if before is None and "num_experts" not in experts:
-            name, value = next(iter(experts.items()))
-            raise ValueError(
-                f"{name}={value}, but preset {preset!r} has no experts; add num_experts, or use another"
-            )
-        changes["experts"] = replace(before, **experts) if before else ExpertsConfig(**experts)
-    changes.setdefault("max_positions", max(values["length"], presets[preset].max_positions))
-    return replace(presets[preset], vocab_size=BYTES, **changes)
+        changes["experts"] = replace(base.experts, **experts) if base.experts else ExpertsConfig(**experts)
+    changes.setdefault("max_positions", max(values["length"], base.max_positions))
+    return replace(base, vocab_size=BYTES, **changes)
 
 
 def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig, Strategy, Hyperparameters]:
     """What a plan says, for bytes of text; flags may say the rest, and nothing that the plan says."""
     if not path.is_file():
         raise ValueError(f"plan={path}: no such file; minitrain plan --emit minitrain --out {path} makes one")
-    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**taken(Hyperparameters, values))
+    job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**chosen(Hyperparameters, values))
     changed = lambda one: [f.name for f in fields(one) if getattr(one, f.name) != f.default]
     said = [name for name in changed(hyper) if name in ("batch_size", "length")]
-    said += changed(Strategy(**taken(Strategy, values))) + ["preset"] * (preset != "tiny")
-    if said := [*said, *taken(GPTConfig, values), *taken(ExpertsConfig, values)]:
+    said += changed(Strategy(**chosen(Strategy, values))) + ["preset"] * (preset != "tiny")
+    if said := [*said, *chosen(GPTConfig, values), *chosen(ExpertsConfig, values)]:
         raise ValueError(f"{said[0]} beside --plan: {path} says it; leave it out, or change it there")
     hyper = replace(hyper, batch_size=job.rows, length=job.length)
     return replace(job.model, vocab_size=BYTES), job.strategy, hyper
 
 
-def check(
-    config: GPTConfig,
-    strategy: Strategy,
-    hyper: Hyperparameters,
-    text: Path | None,
-    out: Path | None,
-    saving: Saving,
-    ranks: int,
-) -> None:
+def check(settings: Settings, ranks: int) -> None:
+    config, strategy, hyper = settings.config, settings.strategy, settings.hyper
     strategy.check(config, ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     check_frozen(config, hyper)
-    train_text, _ = open_text(text, hyper.length)
-    check_memory(config, strategy, bool(saving.folder))
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-    check_saving(config, strategy, hyper, train_text, saving)
+    train_text, _ = open_text(settings.text, hyper.length)
+    check_memory(config, strategy, bool(settings.folder))
+    if settings.out:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    if settings.save_every < 1:
+        raise ValueError(f"every={settings.save_every}: use at least 1 step from one checkpoint to the next")
+    if settings.resume and not settings.folder:
+        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
+    if settings.folder:
+        check_checkpoints(settings, train_text)
 
 
-def check_saving(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, text, saving: Saving) -> None:
-    """A folder of checkpoints is new, or the run that made it goes on."""
+def check_checkpoints(settings: Settings, text) -> None:
+    """The folder is new, or the run that made its checkpoints goes on."""
     from minitrain.checkpoint.format import Damaged
     from minitrain.compose.trainer import check_identity, identity
 
-    if saving.every < 1:
-        raise ValueError(f"every={saving.every}: use at least 1 step from one checkpoint to the next")
-    if saving.resume and not saving.folder:
-        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
-    if not saving.folder:
-        return
-    saving.folder.mkdir(parents=True, exist_ok=True)
-    store = saving.store()
+    strategy = settings.strategy
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    store = settings.store()
     steps = store.steps()
-    if steps and not saving.resume:
-        there = f"{saving.folder} has checkpoints up to step {steps[-1]}"
+    if steps and not settings.resume:
+        there = f"{settings.folder} has checkpoints up to step {steps[-1]}"
         raise ValueError(f"{there}: add --resume to go on, or use another folder")
-    wanted = identity(config, hyper, strategy.precision, strategy.products)
+    wanted = identity(settings.config, settings.hyper, strategy.precision, strategy.products)
     for step in reversed(steps):
         try:
             manifest = store.manifest(step)
         except Damaged:  # the ranks say so
             continue
-        return check_identity(store.path(step), manifest, wanted, text, hyper)
+        return check_identity(store.path(step), manifest, wanted, text, settings.hyper)
 
 
 def open_text(path: Path | None, length: int) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
     from minitrain.model.data.batches import Text
 
-    train_text, held_out = (Text.open(path) if path else Text.found()).split()
+    train_text, held_out = (Text.open(path) if path else Text.builtin()).split()
     train_text.num_windows(length)
     return train_text, held_out if len(held_out) > length else None
 
@@ -237,8 +232,8 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
     sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
     pieces = {"N": 1, "I": strategy.sharers * strategy.cp, "G": strategy.dp * strategy.cp}
-    word = strategy.zero if strategy.word else CUT[strategy.zero]
-    spread, all_of_them = spread_parameters(config), parameters(config)
+    word = strategy.zero if strategy.hybrid else CUT[strategy.zero]
+    spread, all_of_them = expert_parameters(config), parameters(config)
     here = 0.0
     for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
         beside = max(strategy.ep, pieces[letter])
@@ -247,7 +242,7 @@ def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> i
     return int(here / (strategy.pp * strategy.tp) + saved)
 
 
-def spread_parameters(config: GPTConfig) -> int:
+def expert_parameters(config: GPTConfig) -> int:
     """Those of experts, which ep spreads over ranks."""
     counts = (config.experts_in(block) for block in range(1, config.num_layers + 1))
     return sum(counts) * mlp_parameters(config, matrices_only=True, width=config.expert_width)
@@ -256,16 +251,7 @@ def spread_parameters(config: GPTConfig) -> int:
 # ---- on every rank ---------------------------------------------------------------------------------------
 
 
-def train_on_rank(
-    config: GPTConfig,
-    strategy: Strategy,
-    hyper: Hyperparameters,
-    path: Path | None,
-    out: Path | None,
-    saving: Saving,
-    report_every: int,
-    sample: int,
-) -> None:
+def train_on_rank(settings: Settings) -> None:
     from tqdm import tqdm
 
     from minitrain.compose.parallelize import parallelize
@@ -274,22 +260,37 @@ def train_on_rank(
     from minitrain.model.training.step import measure_peak_flops
     from minitrain.ranks import launch
 
-    text, held_out = open_text(path, hyper.length)
-    settings = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
-    run = parallelize(config, strategy, hyper.make_optimizer, **settings)
-    peak_flops = measure_peak_flops(run.dtype, run.device)
-    settings = dict(held_out=held_out, out=out, report_every=report_every, peak_flops=peak_flops)
-    settings |= dict(store=saving.store(), save_every=saving.every, save_how=saving.way)
-    trainer = Trainer(run, text, hyper, **settings)
-    say = print if trainer.rank == 0 else lambda *_: None
-    say(
-        f"{parameters(config):,} parameters, {strategy}, {trainer.ranks} ranks on {run.device.type}, best "
-        f"matrix product of one {peak_flops / 1e9:.0f} GFLOP/s; {len(text):,} tokens of {text.name}"
+    strategy, hyper = settings.strategy, settings.hyper
+    text, held_out = open_text(settings.text, hyper.length)
+    run = parallelize(
+        settings.config,
+        strategy,
+        hyper.make_optimizer,
+        seed=hyper.seed,
+        frozen=hyper.frozen,
+        device=launch.device(),
     )
+    peak_flops = measure_peak_flops(run.dtype, run.device)
+    trainer = Trainer(
+        run,
+        text,
+        hyper,
+        held_out=held_out,
+        out=settings.out,
+        report_every=settings.report_every,
+        peak_flops=peak_flops,
+        store=settings.store(),
+        save_every=settings.save_every,
+        save_how=settings.save_how,
+    )
+    say = print if trainer.rank == 0 else lambda *_: None
+    size, best = f"{parameters(settings.config):,} parameters", f"{peak_flops / 1e9:.0f} GFLOP/s"
+    there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {best}"
+    say(f"{size}, {strategy}, {there}; {len(text):,} tokens of {text.name}")
     if line := emulation(run.model.layers, strategy):
         say(line)
-    if saving.resume:
-        say(trainer.resume() or f"no checkpoint in {saving.folder}: begins at step 0")
+    if settings.resume:
+        say(trainer.resume() or f"no checkpoint in {settings.folder}: begins at step 0")
     first, started, told = trainer.step, time.perf_counter(), 0
     for record in trainer.run():
         elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
@@ -299,10 +300,10 @@ def train_on_rank(
             told += 1
     for line in trainer.saver.notes if trainer.saver else ():
         say(line)
-    named = dict(log=out, checkpoints=saving.folder)
+    named = dict(log=settings.out, checkpoints=settings.folder)
     where = "".join(f"; {what} in {folder}" for what, folder in named.items() if folder)
     say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
-    say(f"It writes:\n{trainer.sample(n=sample)}")
+    say(f"It writes:\n{trainer.sample(n=settings.sample)}")
     if len(trainer.not_saved) > told:
         raise RuntimeError(trainer.not_saved[-1])  # of the last step
 

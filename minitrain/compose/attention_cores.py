@@ -1,10 +1,10 @@
-"""From a name (names.py) to what runs: an attention core, the layout that cuts batches, the core of a slice.
+"""From a name to what runs: an attention core, the layout that cuts batches, the core of a slice.
 
     core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")            core(q, k, v, bias=, dropout=)
     data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
     core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)      attend(q, k, v, lengths, bias=, dropout=)
 
-`groups` are those of the axes that names.CORES has for the core, and cp is all of them together, first
+`groups` are those of the axes that core_names.CORES has for the core, and cp is all of them together, first
 outermost: batches are cut over that group, by `data_layout`. Where heads are dealt by Ulysses the layout is
 that of the rings, whose ranks deal their tokens further. With slices (how many, or the tokens of each) every
 slice is laid out for itself, and so is the whole sequence of an evaluation. Sends nothing itself.
@@ -20,9 +20,8 @@ from torch.distributed import ProcessGroup
 from minitrain.context.core_names import dealt_to, even_slices
 from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
-from minitrain.context.layout import Layout, contiguous, striped, zigzag
-from minitrain.context.ring import ring_attention
-from minitrain.context.sliced import last_attention, sliced
+from minitrain.context.layout import Layout, contiguous, sliced, striped, zigzag
+from minitrain.context.ring import last_attention, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
 from minitrain.ranks.checks import require_one_of

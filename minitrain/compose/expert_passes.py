@@ -8,20 +8,25 @@ Sends nothing itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
 
+from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.gpt import GPT, Stages
+from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import mixtures
-from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.parallel import cut, spread
+from minitrain.moe.dispatch import AllToAll
+from minitrain.moe.parallel import CutExperts, Tokens, place_experts
+from minitrain.moe.router import Routing
 from minitrain.pipeline.halves import Halves
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.moe.travel import choose_way
+from minitrain.systems.moe.overlapped_experts import Chunks
+from minitrain.systems.moe.travel import Pull, Shadow, Table, experts_are_cheaper, table_of
+from minitrain.systems.moe.two_level import TwoLevels
 from minitrain.systems.plan.expert_placement import shadowed
-from minitrain.tensor_parallel.sequence import own_time
 
 
 class ExpertGroups:
@@ -29,40 +34,78 @@ class ExpertGroups:
     block hold the same ones, and `summed_over` are these, inside a node first."""
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
-        self.group, self.levels, names = None, {}, ("ep", "edp")
+        self.group, names = None, ("ep", "edp")
         self.part, self.summed_over = (0, 1), ()
         if strategy.ep == 1:
             return
         *outer, inner = strategy.data_axes
-        rows, inside = (*strategy.data_axes, *strategy.context_axes), (inner, *strategy.context_axes)
-        self.group, beside = mesh.blocks(*rows, size=strategy.ep, names=names)
-        self.part, self.summed_over = (self.group.rank(), strategy.ep), (beside,)
+        rows, node = (*strategy.data_axes, *strategy.context_axes), (inner, *strategy.context_axes)
+        self.group, replicas = mesh.blocks(*rows, size=strategy.ep, names=names)
+        self.part, self.summed_over = (self.group.rank(), strategy.ep), (replicas,)
         if outer:  # two levels, of which the blocks take up the inner one first
-            node = mesh.size(*inside)
-            _, near = mesh.blocks(*inside, size=min(node, strategy.ep), names=names)
-            self.summed_over = (near, beside if strategy.ep > node else mesh.group(*outer))
-        levels = dict(names=("ep_inside", "ep_across"), of=strategy.ep)
-        inside, across = mesh.blocks(*rows, size=strategy.ep_node, **levels)
-        self.levels = dict(across=across, inside=inside)
+            size = mesh.size(*node)
+            _, near = mesh.blocks(*node, size=min(size, strategy.ep), names=names)
+            self.summed_over = (near, replicas if strategy.ep > size else mesh.group(*outer))
+        names = ("ep_inside", "ep_across")
+        self.inside, self.across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
 
 
-def spread_experts(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh, experts: ExpertGroups, pairs: Halves | None
+def expert_hooks(
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
+) -> Hooks:
+    """How tokens and experts meet: the one place that says what is wrapped in what."""
+    axes = list(strategy.context_axes)
+    if strategy.tp > 1:
+        axes.append("tp")
+    tokens = Tokens(
+        tp_group=mesh.group("tp") if strategy.tp > 1 else None,
+        sequence_parallel=strategy.sequence_parallel,
+        row_group=mesh.group(*axes) if axes else None,
+        row_ranks=strategy.cp * strategy.tp if strategy.sequence_parallel else strategy.cp,
+    )
+    return Hooks(tokens=tokens, experts=travel(config, strategy, mesh, groups, pairs))
+
+
+def travel(
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
+) -> Callable:
+    """Shadow(Pull(rows that travel)), each as far as the strategy asks for it."""
+    if groups.group is None:
+        return AllToAll()
+    meanwhile = pairs.give_way if pairs else None
+    shared_by = (mesh.group("tp"),) if strategy.tp > 1 else ()
+    table = partial(table_of, group=groups.group, shared_by=shared_by)
+    width, gated = config.expert_width, config.activation in GATED
+
+    def pays(routing: Routing, training: bool) -> bool:
+        return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
+
+    def rule(rows: Table) -> Sequence[int]:
+        return shadowed(rows, config.d_model, width, 2 + gated)
+
+    if strategy.ep_chunks > 1:
+        hook = Chunks(groups.group, strategy.ep_chunks)
+    elif groups.inside.size() > 1:
+        hook = TwoLevels(groups.across, groups.inside, meanwhile)
+    else:
+        hook = AllToAll(groups.group, meanwhile)
+    if strategy.ep_travel != "tokens":
+        always = strategy.ep_travel == "experts"
+        hook = Pull(hook, groups.across, groups.inside, None if always else pays)
+    if strategy.ep_shadow:
+        hook = Shadow(hook, groups.group, table, rule, strategy.ep_shadow)
+    return hook
+
+
+def place_on_ranks(
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh, groups: ExpertGroups
 ) -> set[nn.Parameter]:
     """Experts over ep, each cut over tp; the parameters that see a slice of the tokens."""
-    in_slices, sequence = set(), strategy.sequence_parallel
-    rows = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
-    row_group = mesh.group(*rows) if rows else None
-    beside = (mesh.group("tp"),) if strategy.tp > 1 else ()
+    sliced = set()
     for layer in mixtures(module.layers):
-        if experts.group is not None:
-            meanwhile = pairs.give_way if pairs else None
-            spread(layer, experts.group, partial(Dispatch, group=experts.group, meanwhile=meanwhile))
-            how = dict(what=strategy.ep_travel, chunks=strategy.ep_chunks, most=strategy.ep_shadow)
-            how |= dict(beside=beside, rule=shadowed, meanwhile=meanwhile)
-            choose_way(layer, experts.group, **experts.levels, **how)
-        layer.row_group, layer.row_ranks = row_group, strategy.cp * (strategy.tp if sequence else 1)
+        if groups.group is not None:
+            place_experts(layer.experts, groups.group)
         if strategy.tp > 1:
-            own = partial(own_time, group=mesh.group("tp")) if sequence else None
-            in_slices |= set(cut(layer, mesh.group("tp"), own))
-    return in_slices
+            layer.experts = CutExperts(layer.experts, mesh.group("tp"))
+            sliced |= set(layer.router.parameters())
+    return sliced

@@ -62,10 +62,10 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
         return
     for stage in [part for _, part in module.items()] if isinstance(module, Stages) else [module]:
 
-        def stays(stage=stage) -> list[Tensor]:  # gathered parameters are views of these buffers
+        def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of these buffers
             return [*(sync.lives() or stage.parameters()), *stage.buffers()]
 
-        AwayActivations(stays).watch(stage, getattr(stage, "layers", None) or elements(stage))
+        AwayActivations(resident).watch(stage, getattr(stage, "layers", None) or elements(stage))
 
 
 def update_on_host(sync: Sync, strategy: Strategy) -> None:

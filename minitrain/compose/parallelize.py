@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
-from minitrain.compose.expert_passes import ExpertGroups, spread_experts
+from minitrain.compose.expert_passes import ExpertGroups, expert_hooks, place_on_ranks
 from minitrain.compose.offload_passes import offload
 from minitrain.compose.product_passes import multiply_in
 from minitrain.compose.products_by_name import PRODUCTS
@@ -34,6 +34,7 @@ from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
+from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import Batch, accumulate
@@ -54,8 +55,8 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
-from minitrain.tensor_parallel.model import cut_layers, seen_in_slices
-from minitrain.tensor_parallel.sequence import own_time
+from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
+from minitrain.tensor_parallel.sequence import local_tokens
 
 
 def parallelize(
@@ -126,7 +127,8 @@ class Build:
     router_losses: RouterLosses | None = None
     sequence_sharded_params: set[nn.Parameter] = field(default_factory=set)
     layout: Layout | None = None  # of the tokens over cp
-    hooks: list[RunnerHooks] = field(default_factory=list)
+    model_hooks: Hooks = field(default_factory=Hooks)
+    runner_hooks: list[RunnerHooks] = field(default_factory=list)
     scale: LossScale | None = None
     late: PostValidation | None = None
 
@@ -181,9 +183,15 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
 
 
 def make_groups(build: Build) -> None:
-    build.mesh = Mesh(**build.strategy.axes)
-    if build.config and build.config.experts:
-        build.experts = ExpertGroups(build.strategy, build.mesh)
+    strategy, pairs = build.strategy, None
+    build.mesh = Mesh(**strategy.axes)
+    if not (build.config and build.config.experts):
+        return
+    build.experts = ExpertGroups(strategy, build.mesh)
+    if strategy.hides_transfers(build.schedule):
+        pairs = Halves()
+        build.runner_hooks.append(pairs)
+    build.model_hooks = expert_hooks(build.config, strategy, build.mesh, build.experts, pairs)
 
 
 def build_layers(build: Build) -> None:
@@ -192,7 +200,8 @@ def build_layers(build: Build) -> None:
         build.module = build.model
         return
     part = build.experts.part if build.experts else (0, 1)
-    settings = dict(seed=build.seed, dtype=build.dtype, device=build.device, expert_part=part)
+    settings = dict(seed=build.seed, dtype=build.dtype, device=build.device)
+    settings |= dict(expert_part=part, hooks=build.model_hooks)
     if schedule is None:
         build.module = GPT(config, **settings)
     else:
@@ -225,17 +234,14 @@ def cut_over_tp(build: Build) -> None:
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap, products=products)
     build.loss_fn = cut_layers(layers, config.head_dim, config.vocab_size, group, **how)
     if strategy.sequence_parallel:
-        build.sequence_sharded_params |= seen_in_slices(layers)
+        build.sequence_sharded_params |= sequence_sharded_params(layers)
 
 
 def deal_experts(build: Build) -> None:
-    strategy, mesh, pairs = build.strategy, build.mesh, None
+    strategy, mesh = build.strategy, build.mesh
     if build.experts is None:
         return
-    if strategy.hides_transfers(build.schedule):
-        pairs = Halves()
-        build.hooks.append(pairs)
-    build.sequence_sharded_params |= spread_experts(build.module, strategy, mesh, build.experts, pairs)
+    build.sequence_sharded_params |= place_on_ranks(build.module, strategy, mesh, build.experts)
     layers = {number: stage.layers for number, stage in build.module.items()}
     build.router_losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
 
@@ -252,7 +258,7 @@ def attend_over_cp(build: Build) -> None:
         build.layout = data_layout(strategy.core, strategy.context_groups, strategy.layout, slices)
     if schedule and schedule.slices > 1:
         core = core_of_slices(strategy.core, groups, strategy.layout, slices) if groups else attend
-        build.hooks.append(look_back(dict(build.module.items()), schedule, core))
+        build.runner_hooks.append(look_back(dict(build.module.items()), schedule, core))
     elif groups:
         for layer in build.module.layers:
             if hasattr(layer, "attention"):
@@ -267,7 +273,7 @@ def drop_by_global_place(build: Build) -> None:
         group = build.mesh.group("tp")
         shard["part"] = group.rank()
         if build.strategy.sequence_parallel:
-            shard["own"] = partial(own_time, group=group)
+            shard["local_positions"] = partial(local_tokens, group=group)
     drop_by_place(build.module.layers, build.places, **shard)
 
 
@@ -308,9 +314,9 @@ def share_stages(build: Build) -> None:
 def sync_gradients(build: Build) -> None:
     strategy, mesh, policy = build.strategy, build.mesh, build.strategy.policy
     mixed.keep_gradients(build.module.parameters(), policy)
-    rows = mesh.group(*strategy.data_axes, *strategy.context_axes) if not strategy.word else None
+    rows = mesh.group(*strategy.data_axes, *strategy.context_axes) if not strategy.hybrid else None
     given = build.module, rows, build.make_optimizer
-    if strategy.word:
+    if strategy.hybrid:
         build.sync = shard_inside_a_node(build)
     elif policy.scaled:
         build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
@@ -350,20 +356,20 @@ def clip_late(build: Build) -> None:
         return sum_of_squares([param for group in sync.param_groups for param in group["params"]], like)
 
     build.late = PostValidation(sync, math.inf, build.mesh.group("pp"), squares)
-    build.hooks.append(build.late)
+    build.runner_hooks.append(build.late)
 
 
 def run_microbatches(build: Build) -> None:
     strategy, schedule, sync, losses = build.strategy, build.schedule, build.sync, build.router_losses
     if schedule is None:
-        asked = build.places.at, losses.taken if losses else lambda: None
+        asked = build.places.at, losses.collect if losses else lambda: None
         microbatches = strategy.microbatches
         build.forward_backward = accumulate(build.module, build.loss_fn, microbatches, sync, *asked)
         return
     sync.driven = True
-    build.hooks.append(ModelHooks(build.places, losses))
+    build.runner_hooks.append(ModelHooks(build.places, losses))
     if schedule.breadth_first and isinstance(sync, Zero3):
-        build.hooks.append(WholeStages(schedule, build.mesh.rank("pp")))
+        build.runner_hooks.append(WholeStages(schedule, build.mesh.rank("pp")))
     kind = build.runner or (Balanced if schedule.evicts else Runner)
     stages, units, group = (
         dict(build.module.items()),
@@ -372,7 +378,9 @@ def run_microbatches(build: Build) -> None:
     )
     boundary = dict(width=build.config.d_model, dtype=build.dtype, down=build.mesh.twin("pp"))
     boundary["sequence_shards"] = strategy.tp if strategy.sequence_parallel else 1
-    build.forward_backward = kind(stages, units, group, build.loss_fn, sync, hooks=build.hooks, **boundary)
+    build.forward_backward = kind(
+        stages, units, group, build.loss_fn, sync, hooks=build.runner_hooks, **boundary
+    )
 
 
 class ModelHooks(RunnerHooks):
@@ -390,4 +398,4 @@ class ModelHooks(RunnerHooks):
         return nullcontext()
 
     def extra_loss(self, stage: int) -> Tensor | None:
-        return self.router_losses.taken(stage) if self.router_losses else None
+        return self.router_losses.collect(stage) if self.router_losses else None

@@ -40,9 +40,7 @@ def recompute_in(
     if not any(policy.drops for policy in policies):
         return
     results = Results()
-    for part in module.modules():
-        if hasattr(part, "result"):
-            part.result = results
+    module.hooks.result = results
     hold = in_parts(mesh.group("tp")) if strategy.recompute_partition else None
     how = dict(results=results, hold=hold, replay=[places.again], early_stop=early_stop)
     for _, stage in module.items():

@@ -1,11 +1,10 @@
 """The cores over ranks by name, and what each asks of sizes, checked before any rank starts. No torch here.
 
 A core's groups are axes of a mesh whose product is cp, in this order (`Mesh(dp=2, ring=2, ulysses=2, tp=2)`),
-and tokens are laid out over all of them: choices.py makes layouts and cores. With Ulysses the layout is that
-of the rings, and each of their ranks deals its tokens to `ulysses` ranks.
+and tokens are laid out over all of them; compose/attention_cores.py makes layouts and cores. With Ulysses
+the layout is that of the rings, and each of their ranks deals its tokens to `ulysses` ranks.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,9 +39,10 @@ def check_choice(
     name: str, sizes: Mapping[str, int], layout: str, *, heads: int, slices=1, key_width=1, value_width=1
 ) -> None:
     """`sizes` of the core's groups; `heads`: query heads that a rank has before Ulysses (H/tp)."""
-    kind = _named("attention core", name, CORES)
-    _named("layout", layout, LAYOUTS)
-    team, ring, ulysses, why = *(sizes.get(axis, 1) for axis in ("team", "ring", "ulysses")), ""
+    require_one_of(CORES, core=name)
+    require_one_of(LAYOUTS, layout=layout)
+    kind, why = CORES[name], ""
+    team, ring, ulysses = (sizes.get(axis, 1) for axis in ("team", "ring", "ulysses"))
     if layout not in kind.layouts:
         why = f"layout {layout!r}; it is written for {', '.join(kind.layouts)}"
     elif tuple(sizes) != kind.axes:
@@ -88,11 +88,3 @@ def even_slices(length: int, count: int, ranks: int) -> list[int]:
         raise ValueError(f"{what}: each rank needs the same number of tokens, {count} or more")
     size, longer = divmod(length // ranks, count)
     return [(size + (number < longer)) * ranks for number in range(count)]
-
-
-def _named(what: str, name: str, table: Mapping[str, object]):
-    if name in table:
-        return table[name]
-    near = difflib.get_close_matches(name, table, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(table)}"
-    raise ValueError(f"no {what} {name!r}; {hint}")

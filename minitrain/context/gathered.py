@@ -4,7 +4,7 @@
     backward     dK, dV of all ranks                 -> reduce-scatter  dQ stays
 
 Nothing is hidden, and every rank holds K and V of the whole sequence. In return attention is as on one
-device, any mask, in fewer and larger tiles: all keys before a run of queries are one tile, whoever held them.
+device, any mask, in fewer and larger tiles: all keys before a run of queries are one tile, whosever they are.
 Communication grows with T and the K/V heads, attention with T² and all heads. Zig-zag is even here, too.
 
     sent, forward  (n-1) · 2·B·H_kv·T/n·K elements, as a ring      backward  the same; a ring sends twice that
@@ -59,23 +59,23 @@ def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile
     """What this rank's queries see of all keys in the order of the sequence, and the place of each of those
     in rank order (None: the same)."""
     ranks, length = group.size(), group.size() * k.size(-2)
-    held = [layout(rank, ranks, length) for rank in range(ranks)]
-    keys, by_rank = in_order(held), sum(held, [])
+    runs = [layout(rank, ranks, length) for rank in range(ranks)]
+    keys, by_rank = in_order(runs), sum(runs, [])
     order = positions_of(by_rank, q.device).argsort()[positions_of(keys, q.device)]
-    seen = tiles(last(held[group.rank()], q.size(-2)), keys, causal)
+    seen = tiles(last(runs[group.rank()], q.size(-2)), keys, causal)
     return seen, None if by_rank == list(keys) else order
 
 
-def in_order(held: list[list[range]]) -> list[range]:
+def in_order(runs: list[list[range]]) -> list[range]:
     """The runs of all ranks in the order of the sequence, document by document if there are any."""
 
     def by_start(runs: Iterable[range]) -> list[range]:
         return sorted(runs, key=lambda run: run.start)
 
-    if isinstance(held[0], Documents):
-        documents = zip(*(runs.parts for runs in held))
+    if isinstance(runs[0], Documents):
+        documents = zip(*(part.parts for part in runs))
         return Documents([by_start(sum(parts, [])) for parts in documents])
-    return by_start(sum(held, []))
+    return by_start(sum(runs, []))
 
 
 def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> tuple[Tensor, Tensor]:

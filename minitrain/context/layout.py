@@ -9,23 +9,28 @@ Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, 
 need, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask
 query i sees keys j <= i, so a tile is computed in full, or as a triangle ("causal"), or not at all, without a
 mask of numbers. Where documents share a row, `each_document` lays out each by itself: all ranks have their
-part of every one, and tiles stay within documents.
+part of every one, and tiles stay within documents. `sliced` lays out each slice of a pipeline over slices by
+itself; its queries see the keys of all slices so far, so work is as even as for a sequence.
 
 Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Zig-zag: Megatron-LM's context
 parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al. 2023,
-arXiv:2311.09431, section 3. Differs: one description for masks, work and tests.
+arXiv:2311.09431, section 3. Slices: Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024
+(Seq1F1B), arXiv:2406.03488, section 3. Differs: one description for masks, work and tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.packed import sequence_lengths
+from minitrain.context.core_names import slice_lengths
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_fractions, require_ints, require_positive_ints
 
 Layout = Callable[[int, int, int], list[range]]
 
@@ -119,13 +124,32 @@ def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
     return packed
 
 
+def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:
+    """`slices`: how many, as even as each rank can cut its tokens, or the tokens of each on all ranks.
+
+    slices of 8, zigzag, 2 ranks   rank 0: 0 1 6 7 | 8 9 14 15 | ..  rank 1: 2 3 4 5 | 10 11 12 13 | ..
+    slice 1 on rank 0              Q of 8 9 14 15          K, V of 0 1 6 7 8 9 14 15"""
+
+    def whole(rank: int, ranks: int, length: int) -> list[range]:
+        lengths, runs = slice_lengths(length, slices, ranks), []
+        for number, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
+            try:
+                runs += moved(layout(rank, ranks, size), start)
+            except ValueError as error:
+                what = f"slice {number} of {len(lengths)}, T={length}: {str(error).split(';')[0]}"
+                raise ValueError(f"{what}; cut other slices, or pad the sequence") from None
+        return runs
+
+    return whole
+
+
 def moved(runs: list[range], by: int) -> list[range]:
     """The same runs, so many positions later."""
     return [range(run.start + by, run.stop + by, run.step) for run in runs]
 
 
 def last(runs: list[range], count: int) -> list[range]:
-    """The last `count` tokens of these runs: the queries, where fewer come than keys (sliced.py)."""
+    """The last `count` tokens of these runs: the queries, where fewer come than keys (`sliced`)."""
     held, packed = sum(map(len, runs)), isinstance(runs, Documents)
     if count == held:
         return runs
@@ -223,3 +247,33 @@ def _places(runs: list[range]) -> Iterator[tuple[range, slice]]:
     for run in runs:
         yield run, slice(start, start + len(run))
         start += len(run)
+
+
+# ---- how even the work of a ring is ------------------------------------------------------------------------
+
+
+def entries(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1) -> list[list[Fraction]]:
+    """[step][rank]: scores that a ring computes and that count: between the queries of the rank and the keys
+    of the rank so many steps before, a token's score with itself counted as `diagonal` (papers: 1/2).
+
+    With c = T/n tokens per rank:  diagonal=1/2      diagonal=1                 large c, n = 2, 4, 8
+        contiguous                 n / (2n-1)        (nc+1) / ((2n-1)c+1)       2/3, 4/7, 8/15
+        striped                    nc / (nc+n-1)     (nc+1) / (nc+n)            1
+        zigzag                     1, and c²/2 in every step on every rank"""
+    require_fractions(diagonal=diagonal)
+    require_positive_ints(ranks=ranks, length=length)
+    runs = [layout(rank, ranks, length) for rank in range(ranks)]
+    # in step 0 every token's score with itself is one of them
+    less = length // ranks * (1 - Fraction(diagonal)) if causal else Fraction(0)
+
+    def count(step: int, rank: int) -> Fraction:
+        seen = tiles(runs[rank], runs[(rank - step) % ranks], causal)
+        return sum(tile.entries for tile in seen) - (less if step == 0 else 0)
+
+    return [[count(step, rank) for rank in range(ranks)] for step in range(ranks)]
+
+
+def efficiency(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1) -> Fraction:
+    """Work / (ranks x time), if each step takes as long as its fullest rank."""
+    table = entries(layout, ranks, length, causal=causal, diagonal=diagonal)
+    return Fraction(sum(map(sum, table)), ranks * sum(map(max, table)))

@@ -78,7 +78,7 @@ def flat_ring_backward(dout, q, k, v, out, lse, group: ProcessGroup) -> Tensors:
 
 def ring_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the
-    model. Fewer queries than keys are each rank's last (sliced.py). `how`: kernel, bias, dropout
+    model. Fewer queries than keys are each rank's last (layout.sliced). `how`: kernel, bias, dropout
     (`check_core`)."""
     kernel = check_core("ring_attention", q, k, v, fewer=True, **how)
     rings = Rings((group,), layout, causal)
@@ -171,6 +171,18 @@ def added(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
     for a, b in zip(ours, theirs):
         a.add_(b)
     return ours
+
+
+def last_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel = FUSED, **places) -> Tensor:
+    """q `[B, H, t, K]`, the last t of T tokens, k, v `[B, H_kv, T, K]` -> `[B, H, t, K]`, causal."""
+    check_places("last_attention", q, **places)
+    before, length = k.size(-2) - q.size(-2), k.size(-2)
+    if before < 0:
+        what = f"last_attention: {q.size(-2)} queries end where {length} keys do"
+        raise ValueError(f"{what}, so the first ones see nothing; give them their keys")
+    slices = lambda rank, ranks, length: [range(before), range(before, length)] if before else [range(length)]
+    alone = Rings((), slices, causal=True)  # a ring without ranks
+    return recomputed(ring_forward, ring_backward, q, k, v, alone, placed(kernel, **places))
 
 
 def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, bias=None, dropout=0.0) -> Kernel:

@@ -10,9 +10,9 @@ The adjoint of an all-to-all is the all-to-all back; autograd finds backward by 
     forward   (n-1)/n · (2H + 2H_kv) · B·T/n·K elements     backward  the same     per layer, H_kv = H:
     Ulysses   4 (P-1)/P · N·h/P                              Megatron's sequence parallelism   4 (P-1)/P · N·h
 
-n divides H; more ranks than heads need a ring beside (hybrid.py). K/V heads that n does not divide are copied
-n/gcd(n, H_kv) times each before they travel. The core gets tokens in their natural order, whatever the
-layout; of a sequence in slices (sliced.py) the last queries and all keys so far. Contiguous runs are as even
+n divides H; more ranks than heads need a ring, too (ulysses_ring.py). K/V heads that n does not divide are
+copied n/gcd(n, H_kv) times each before they travel. The core gets tokens in their natural order, whatever the
+layout; of a sequence in slices (`sliced`) the last queries and all keys so far. Contiguous runs are as even
 as any layout. Memory: q, k, v a second time as they travel and a third as they arrive, all O(T/n). Jacobs et
 al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three; grouped
 K/V heads; layouts; heads come before tokens in the shapes.
@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.alibi import Alibi
+from minitrain.attention.placed import Alibi
 from minitrain.context.layout import contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives

@@ -27,9 +27,8 @@ from torch.distributed import ProcessGroup
 from minitrain.attention.kernel import FUSED
 from minitrain.attention.placed import placed
 from minitrain.context.double_ring import check_crossing, double_ring_attention
-from minitrain.context.layout import Layout, contiguous, part, zigzag
+from minitrain.context.layout import Layout, contiguous, part, sliced, zigzag
 from minitrain.context.ring import Rings, ring_attention
-from minitrain.context.sliced import sliced
 from minitrain.context.ulysses import ulysses_attention
 
 
@@ -50,7 +49,7 @@ def heads_and_rings(
     q, k, v, ulysses, rings, core, layout=zigzag, slices=(), causal=True, kernel=FUSED, **places
 ) -> Tensor:
     """`rings`: their groups by name, `layout`: of the tokens over them. `slices`: the tokens of each slice so
-    far, of which the queries are the last (sliced.py); each is dealt by itself. `places`: bias, dropout
+    far, of which the queries are the last (`sliced`); each is dealt by itself. `places`: bias, dropout
     (placed.py)."""
     check_crossing(ulysses=ulysses, **rings)
     through = contiguous

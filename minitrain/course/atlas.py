@@ -50,21 +50,21 @@ def rows() -> list[Row]:
     return [Row(*line) for line in table[1:]]
 
 
-def search(words: str = "") -> list[Row]:
+def search(query: str = "") -> list[Row]:
     """Rows in which every word occurs, best first; all rows in file order when there is no word.
 
     A whole word counts more than the beginning of one, the name more than the idea, the idea more than the
     rest; letters inside a word come last ("ring" in "string").
     """
-    wanted = words.lower().split()
+    wanted = query.lower().split()
     ranked = [([_rank(word, row) for word in wanted], row) for row in rows()]
     found = [(sorted(ranks, reverse=True), row) for ranks, row in ranked if NOWHERE not in ranks]
     return [row for _, row in sorted(found, key=lambda one: one[0])]
 
 
-def near(words: str) -> str:
+def near(query: str) -> str:
     """Why a search found nothing: words close to one that no row has, or how often each occurs alone."""
-    wanted = words.lower().split()
+    wanted = query.lower().split()
     counts = {word: len(search(word)) for word in wanted}
     if all(counts.values()):
         return "each word occurs, but not together: " + ", ".join(f"{w} {n}" for w, n in counts.items())

@@ -4,7 +4,7 @@
     kills(save)        the same at every call in turn, in this process: an exception that nobody catches
     power_cuts(..)     every state that a power cut may leave (crash_model.py), each one loaded
     flips(path, look)  every byte of a file, one bit of each
-    Held(snapshot)     blocks are copied when they are allowed to be: a slow link without a clock
+    SlowCopy(snapshot)     blocks are copied when they are allowed to be: a slow link without a clock
 
 Only the calls that `checkpoint/disk.py` names are counted, for only their order matters after a crash.
 """
@@ -130,7 +130,7 @@ def flips(path: Path, look: Callable[[], str], every_bit: bool = False, first: i
     return found
 
 
-class Held:
+class SlowCopy:
     """Block number n of a snapshot is copied when more than n are allowed."""
 
     def __init__(self, snapshot, allowed: int = 0):

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 ARCHIVE = Path(__file__).with_name("course.zip")
 MARK = ".minitrain"
-PARTS = ("notebooks", "exercises", "README.md", "LICENSE")
+PARTS = ("notebooks", "exercises", "docs", "README.md", "CONTRIBUTING.md", "LICENSE")
 
 
 def find(start: Path, package: Path = PACKAGE) -> Path | None:

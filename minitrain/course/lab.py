@@ -25,7 +25,8 @@ from minitrain.course.notebook import CHAPTERS, key_among, numbered
 
 ROOT = CHAPTERS.parent
 FOLDERS = ("notebooks", "exercises")
-LINKS = ("minitrain", "benchmarks", "tests", "README.md", "LICENSE", "notebooks/pictures")
+LINKS = ("minitrain", "benchmarks", "tests", "docs", "README.md", "CONTRIBUTING.md", "LICENSE")
+LINKS += ("notebooks/pictures",)
 LINKS += tuple(f"{name}/AUTHORING.md" for name in FOLDERS) + ("exercises/README.md", "exercises/AGENTS.md")
 
 

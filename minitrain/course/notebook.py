@@ -1,7 +1,7 @@
 """What chapters need around the code they show: print a source, numbers beside formulas, run a notebook.
 
 A notebook owns the question, the module the code: `show(function)` prints what the module holds today, so
-text and code cannot drift apart. `beside` prints the table that ends every chapter. `execute` runs a chapter
+text and code cannot drift apart. `compare` prints the table that ends every chapter. `execute` runs a chapter
 headless.
 """
 
@@ -67,7 +67,7 @@ def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:
     return f"{place}:{number}", " ".join((text or "").partition("\n\n")[0].split()), source.rstrip()
 
 
-def beside(rows: Mapping[str, tuple], unit: str = "bytes") -> None:
+def compare(rows: Mapping[str, tuple], unit: str = "bytes") -> None:
     """Print {"what": (measured, formula)} as a table; the ratio is exact when both are integers."""
     width = max(map(len, rows), default=4)
     print(f"{'':{width}}  {'measured':>20}  {'formula':>20}  ratio   [{unit}]")

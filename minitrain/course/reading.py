@@ -19,7 +19,7 @@ WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 18  # of technical text; of code; a pi
 SHOWN = re.compile(
     r"\[`(minitrain/[\w/]+\.py):(\d+)`\]\(\.\./minitrain/[\w/]+\.py#L\d+\)(.*\n\n```python\n)(.*)"
 )
-NOT_READ = re.compile(r"\]\([^)]*\)|^\*\*Time\*\*.*|^---\n.*\(../README.md#the-map\).*", re.M)
+NOT_READ = re.compile(r"\]\([^)]*\)|^\*\*Time\*\*.*|^---\n.*\(../docs/map.md\).*", re.M)
 CODE = re.compile(r"(```.*?```|\[[^]\n]*\]\([^)\n]*\)|^#.*?$)", re.S | re.M)  # what no link is put into
 
 
@@ -134,9 +134,9 @@ def _with_neighbours(last: str, number: str, known: list[str]) -> str:
 
     back = [f"← {to(known[at - 1])}"] if at else []
     on = [f"{to(known[at + 1])} →"] if at + 1 < len(known) else []
-    line = " | ".join([*back, "[the map](../README.md#the-map)", *on])
+    line = " | ".join([*back, "[the map](../docs/map.md)", *on])
     text = last.rstrip("\n")
-    if "(../README.md#the-map)" in text.rpartition("\n")[2]:
+    if "(../docs/map.md)" in text.rpartition("\n")[2]:
         text = text.rpartition("\n")[0].rstrip("\n").removesuffix("---").rstrip("\n")
     return f"{text}\n\n---\n{line}"
 

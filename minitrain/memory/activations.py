@@ -1,6 +1,6 @@
 """Activations on the host: what autograd keeps of a layer leaves the device until its backward.
 
-    away = AwayActivations(stays)          stays(): what is on the device anyway and outlives the forward
+    away = AwayActivations(resident)        resident(): what is on the device anyway and outlives the forward
     away.watch(model, model.layers)
 
     forward     layer i saves x -> to_host(x) begins           x is free when layer i + 1 begins
@@ -73,11 +73,11 @@ class _Layer:
 class AwayActivations:
     """Sees what is saved in the forwards of the modules it watches."""
 
-    def __init__(self, stays: Callable[[], Iterable[Tensor]]):
-        self.stays = stays
+    def __init__(self, resident: Callable[[], Iterable[Tensor]]):
+        self.resident = resident
         self._hooks: list[saved_tensors_hooks] = []
         self._layer: _Layer | None = None
-        self._staying: set[int] = set()
+        self._resident_storages: set[int] = set()
         self._known: dict[int, tuple[weakref.ref, _Away]] = {}  # by storage, as long as it lives
 
     def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -90,7 +90,7 @@ class AwayActivations:
     def _begin(self, *_) -> None:
         if in_backward() or not torch.is_grad_enabled():
             return
-        self._staying = {storage_id(x.untyped_storage()) for x in self.stays()}
+        self._resident_storages = {storage_id(x.untyped_storage()) for x in self.resident()}
         self._known.clear()
         self._layer = _Layer(None)
         self._hooks.append(saved_tensors_hooks(self._pack, self._unpack))
@@ -112,7 +112,7 @@ class AwayActivations:
     def _pack(self, x: Tensor):
         storage = x.untyped_storage()
         key = storage_id(storage)
-        if key in self._staying or not storage.nbytes():
+        if key in self._resident_storages or not storage.nbytes():
             return x
         known, away = self._known.get(key, (None, None))
         if known is None or known() is not storage:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from minitrain.memory import pools
 from minitrain.memory.pools import Transfer, new_host, on_host, to_device, to_host
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import MOST, require_ints
 from minitrain.ranks.torch_private import fused_adamw_, in_backward
 
 
@@ -39,8 +40,7 @@ class HostOptimizer:
     """Takes over `optimizer`, whose parameters become copies on the host; those it had are the device's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, delayed: bool = False, warmup_steps: int = 40):
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps}; use how many updates are not delayed, 0 or more")
+        require_ints(0, MOST, warmup_steps=warmup_steps)
         self.inner, self.delayed, self.warmup_steps = optimizer, delayed, warmup_steps
         self.twin_of: dict[Tensor, nn.Parameter] = {}  # parameter of the device -> the host's
         self.updates = 0  # begun so far

@@ -32,14 +32,14 @@ LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 
 
 class Transfer:
-    """A copy under way. `way` is one of ranks/events.py's WAYS, `bytes` what moves.
+    """A copy under way. `direction` is one of ranks/events.py's WAYS, `bytes` what moves.
 
-    `finish` blocks until the numbers are there; `holds` is kept alive until then. An error of the copy is
+    `finish` blocks until the numbers are there; `sources` are kept alive until then. An error of the copy is
     raised by `wait`."""
 
-    def __init__(self, way: str, bytes: int, result: Tensor, finish: Callable[[], object], holds=()):
-        self.way, self.bytes = way, bytes
-        self._result, self._finish, self._holds = result, finish, holds
+    def __init__(self, direction: str, bytes: int, result: Tensor, finish: Callable[[], object], sources=()):
+        self.direction, self.bytes = direction, bytes
+        self._result, self._finish, self._sources = result, finish, sources
         collectives.announce_copy("copy", self)
 
     @property
@@ -50,7 +50,7 @@ class Transfer:
         """The copy, once it is complete. Waiting again gives it again."""
         if self._finish is not None:
             self._finish()
-            self._finish, self._holds = None, ()
+            self._finish, self._sources = None, ()
             collectives.announce_copy("copied", self)
         return self._result
 
@@ -103,18 +103,18 @@ def work(fn: Callable[[], object], like: Tensor) -> Future:
     return done
 
 
-def _copy(way: str, x: Tensor, out: Tensor) -> Transfer:
+def _copy(direction: str, x: Tensor, out: Tensor) -> Transfer:
     if out.shape != x.shape or out.dtype != x.dtype:
         found = f"out is {list(out.shape)} {out.dtype}, x {list(x.shape)} {x.dtype}"
-        raise ValueError(f"{way}: {found}; a copy changes neither, give an out like x")
+        raise ValueError(f"{direction}: {found}; a copy changes neither, give an out like x")
     x, out = x.detach(), out.detach()
     if is_fake(x):
         finish = _nothing
     elif x.is_cuda or out.is_cuda:
-        finish = _on_a_stream(way, x, out)
+        finish = _on_a_stream(direction, x, out)
     else:
-        finish = _worker(way).submit(_move, [x, out]).result
-    return Transfer(way, x.nbytes, out, finish, (x,))
+        finish = _worker(direction).submit(_move, [x, out]).result
+    return Transfer(direction, x.nbytes, out, finish, (x,))
 
 
 def _nothing() -> None:
@@ -127,25 +127,25 @@ def _move(both: list[Tensor]) -> None:
     out.copy_(x)
 
 
-def _on_a_stream(way: str, x: Tensor, out: Tensor) -> Callable[[], object]:
+def _on_a_stream(direction: str, x: Tensor, out: Tensor) -> Callable[[], object]:
     on_device = x if x.is_cuda else out
-    device, side = on_device.device, _stream(on_device.device, way)
+    device, side = on_device.device, _stream(on_device.device, direction)
     with outside_modes(), torch.cuda.stream(side), torch.no_grad():
         side.wait_stream(torch.cuda.current_stream(device))
         out.copy_(x, non_blocking=True)
         on_device.record_stream(side)
         done = side.record_event()
     # The host reads what it was sent; a kernel of the device waits on the device.
-    if way == "to_host":
+    if direction == "to_host":
         return done.synchronize
     return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
 @cache
-def _worker(way: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=f"copy {way}")
+def _worker(direction: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"copy {direction}")
 
 
 @cache
-def _stream(device: torch.device, way: str):
+def _stream(device: torch.device, direction: str):
     return torch.cuda.Stream(device)

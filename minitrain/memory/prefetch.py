@@ -21,6 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from minitrain.ranks.checks import MOST, require_ints, require_one_of
+
 POLICIES = ("belady", "lru")
 
 
@@ -39,16 +41,14 @@ class Prefetch:
         policy: str = "belady",
         circular: bool = True,
     ):
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}; use {' or '.join(POLICIES)}")
+        require_one_of(POLICIES, policy=policy)
+        require_ints(0, MOST, ahead=ahead)
         if not order:
             raise ValueError("no uses: give the order in which chunks are used in one pass")
-        if not isinstance(ahead, int) or ahead < 0:
-            raise ValueError(f"ahead={ahead!r}; use a number of uses to look ahead, 0 or more")
         largest = max(order, key=lambda chunk: sizes[chunk])
         if sizes[largest] > room_bytes:
-            found = f"chunk {largest!r} has {sizes[largest]:,} bytes"
-            raise ValueError(f"{found}, and there is room for {room_bytes:,}; give more room, or cut chunks")
+            what = f"chunk {largest!r} has {sizes[largest]:,} bytes"
+            raise ValueError(f"{what}, and there is room for {room_bytes:,}; give more room, or cut chunks")
         self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
         self.ahead, self.circular = ahead, circular
         self._fetch, self._evict = fetch, evict
@@ -57,7 +57,7 @@ class Prefetch:
             self._uses[chunk].append(position)
         self._here: dict[Hashable, Any] = {}  # chunk -> what fetch returned; least recently used first
         self._position = 0  # of the next use, in the order
-        self.held_bytes = 0
+        self.resident_bytes = 0
         self.fetched = self.fetched_bytes = self.evicted = self.evicted_bytes = self.late = 0
 
     def use(self, chunk: Hashable) -> Any:
@@ -108,7 +108,7 @@ class Prefetch:
 
     def _make_room(self, size: int, keep: set) -> bool:
         """Evict until `size` bytes are free, but none of `keep`: rather nothing at all, and False."""
-        free, victims = self.room_bytes - self.held_bytes, []
+        free, victims = self.room_bytes - self.resident_bytes, []
         candidates = [chunk for chunk in self._here if chunk not in keep]
         if self.policy == "belady":
             candidates.sort(key=lambda chunk: self.next_use(chunk, self._position), reverse=True)
@@ -125,12 +125,12 @@ class Prefetch:
 
     def _bring(self, chunk: Hashable) -> None:
         self._here[chunk] = self._fetch(chunk)
-        self.held_bytes += self.sizes[chunk]
+        self.resident_bytes += self.sizes[chunk]
         self.fetched += 1
         self.fetched_bytes += self.sizes[chunk]
 
     def _drop(self, chunk: Hashable) -> None:
         self._evict(chunk, self._here.pop(chunk))
-        self.held_bytes -= self.sizes[chunk]
+        self.resident_bytes -= self.sizes[chunk]
         self.evicted += 1
         self.evicted_bytes += self.sizes[chunk]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minitrain.memory.segment import Done, Hold, Results, Segment, held, storages, view
+from minitrain.memory.segment import Done, Hold, Results, Segment, saved_input, storages, view
 from minitrain.ranks.random_state import random_state, same, set_random_state
 from minitrain.ranks.torch_private import storage_id
 
@@ -108,7 +108,7 @@ class _First:
         kept, single = None, isinstance(made, Tensor)
         if self.keeps:
             tensors = [made] if single else made
-            kept = [held(x, self.segment.outer) for x in tensors]
+            kept = [saved_input(x, self.segment.outer) for x in tensors]
             self.known |= storages(tensors).keys()
         after = [(random_state(device), device) for device in devices]
         drawn = [new for new, old in zip(after, before) if not same(new[0], old)]

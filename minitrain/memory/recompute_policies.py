@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from minitrain.ranks.checks import require_text
 
 NAMES = ("norm1", "latents", "qkv", "core", "out", "norm2", "up", "act", "down", "experts")
-WORDS = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revolve:3, or a list full*2,none"
+USAGE = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revolve:3, or a list full*2,none"
 
 
 @dataclass(frozen=True)
@@ -45,46 +45,45 @@ class Policy:
 
 
 NONE, FULL = Policy(), Policy(again=True)
+POLICIES = {
+    "none": NONE,
+    "stage": NONE,
+    "full": FULL,
+    "selective": Policy(inside=frozenset({"core"})),
+    "sqrt": Policy(again=True, blocks=0),
+}
 
 
 def parse(text: str) -> list[Policy]:
     """One policy for each block in front, the last for all others; "stage" is none for blocks."""
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"recompute={text!r}; use {WORDS}")
-    found = []
+    require_text(recompute=text)
+    policies = []
     for item in text.split(","):
-        word, star, times = item.strip().partition("*")
+        name, star, times = item.strip().partition("*")
         if star and not (times.isdigit() and int(times)):
             raise ValueError(f"recompute={text!r}: {item!r} is repeated {times!r} times; use 1 or more")
-        found += [policy_of(word, text)] * int(times or 1)
-    if len(found) > 1 and any(policy.blocks != 1 or policy.slots for policy in found):
+        policies += [policy_of(name, text)] * int(times or 1)
+    if len(policies) > 1 and any(policy.blocks != 1 or policy.slots for policy in policies):
         rule = "every, sqrt and revolve are about all blocks of a stage; use one of them alone"
         raise ValueError(f"recompute={text!r}: {rule}")
-    return found
+    return policies
 
 
-def policy_of(word: str, text: str) -> Policy:
-    require_text(word=word)
-    kind, _, rest = word.partition(":")
-    match kind:
-        case "none" | "stage" | "full" | "selective" | "sqrt" if not rest:
-            if kind == "stage" and text != "stage":
-                raise ValueError(f"recompute={text!r}: stage is about whole stages; use it alone")
-            inside = Policy(inside=frozenset({"core"}))
-            return dict(full=FULL, selective=inside, sqrt=Policy(again=True, blocks=0)).get(kind, NONE)
-        case "keep" | "drop":
-            names = frozenset(rest.split("+"))
-            if wrong := sorted(names - set(NAMES)):
-                missing = f"no result is called {wrong[0]!r}"
-                raise ValueError(f"recompute={text!r}: {missing}; use {', '.join(NAMES)}")
-            return Policy(again=True, keep=names) if kind == "keep" else Policy(drop=names)
-        case "every" | "revolve":
-            if not (rest.isdigit() and int(rest)):
-                what = "blocks in a segment" if kind == "every" else "inputs kept at once"
-                raise ValueError(f"recompute={text!r}: {kind}:{rest}; give the number of {what}, 1 or more")
-            number = int(rest)
-            return Policy(again=True, blocks=number) if kind == "every" else Policy(again=True, slots=number)
-    raise ValueError(f"recompute={text!r}; use {WORDS}")
+def policy_of(name: str, text: str) -> Policy:
+    kind, _, rest = name.partition(":")
+    if name == "stage" and text != "stage":
+        raise ValueError(f"recompute={text!r}: stage is about whole stages; use it alone")
+    if name in POLICIES:
+        return POLICIES[name]
+    if kind in ("keep", "drop"):
+        names = frozenset(rest.split("+"))
+        if wrong := sorted(names - set(NAMES)):
+            missing = f"no result is called {wrong[0]!r}"
+            raise ValueError(f"recompute={text!r}: {missing}; use {', '.join(NAMES)}")
+        return Policy(again=True, keep=names) if kind == "keep" else Policy(drop=names)
+    if kind in ("every", "revolve") and rest.isdigit() and int(rest):
+        return Policy(again=True, **{"blocks" if kind == "every" else "slots": int(rest)})
+    raise ValueError(f"recompute={text!r}; use {USAGE}")
 
 
 def of_block(policies: list[Policy], block: int) -> Policy:
@@ -94,13 +93,13 @@ def of_block(policies: list[Policy], block: int) -> Policy:
 
 def segments(policies: list[Policy], blocks: range) -> list[tuple[range, Policy]]:
     """Consecutive blocks of a stage, each of a part of them: what is run again at once."""
-    own = of_block(policies, 0)
-    if own.slots:
-        return [(blocks, own)]
-    length = own.blocks or longest(len(blocks))
+    first = of_block(policies, 0)
+    if first.slots:
+        return [(blocks, first)]
+    length = first.blocks or longest(len(blocks))
     if length == 1:
         return [(range(block, block + 1), of_block(policies, block)) for block in blocks]
-    return [(blocks[start : start + length], own) for start in range(0, len(blocks), length)]
+    return [(blocks[start : start + length], first) for start in range(0, len(blocks), length)]
 
 
 def longest(blocks: int) -> int:

@@ -74,7 +74,7 @@ class Segment:
         """Inputs are kept through the hooks that are in force around the segment."""
         self.outer = saved_hooks() or (as_it_is, as_it_is)
         self.run, self.early_stop, self.results = run, early_stop, results
-        self.inputs = [held(x, self.outer, hold) for x in inputs]
+        self.inputs = [saved_input(x, self.outer, hold) for x in inputs]
         self.devices = {x.device for x in inputs if isinstance(x, Tensor)} or {torch.device("cpu")}
         generators = [partial(drawing_again, device) for device in self.devices]
         self.replay = [kept() for kept in (*generators, *replay)]
@@ -84,7 +84,7 @@ class Segment:
         self.outputs: dict[int, tuple] = {}  # of Slots that are views of results: which, and the view
         # what named results meet in the second pass
         self.frame: Callable = lambda segment, may_stop: None
-        self.found: dict[int, Tensor] = {}
+        self.recomputed: dict[int, Tensor] = {}
 
     def slot(self, number: int, x: Tensor) -> Slot:
         slot = Slot(self, number, x)
@@ -104,7 +104,7 @@ class Segment:
         return [number for number, slot in self.slots.items() if slot() is not None]
 
     def again(self) -> None:
-        """The second pass: fills `found`."""
+        """The second pass: fills `recomputed`."""
         if self.run is None:
             cure = "read ctx.saved_tensors once in a backward, or give retain_graph=True"
             raise RuntimeError(f"a recomputed tensor is opened a second time; {cure}")
@@ -123,10 +123,10 @@ class Segment:
                 made = self.run(*(given() for given in self.inputs))
                 for number, (index, place) in outside.items():
                     result = made[index] if isinstance(made, (tuple, list)) else made
-                    self.found[number] = result.detach().as_strided(*place)
+                    self.recomputed[number] = result.detach().as_strided(*place)
             except Done:
                 pass
-        if missing := [number for number in wanted if number not in self.found]:
+        if missing := [number for number in wanted if number not in self.recomputed]:
             said = f"the second pass saved {self.count} tensors, without the {missing[0]}th of the first"
             raise RuntimeError(f"recomputation: {said}; a forward must do the same each time")
         if not keeps_graph():
@@ -144,20 +144,20 @@ class Segment:
         if slot is None:
             return
         if (x.shape, x.dtype) != slot.like:
-            (shape, dtype), found = slot.like, f"{list(x.shape)} {x.dtype}"
-            said = f"tensor {number} was {list(shape)} {dtype} in the first pass and is {found} in the second"
+            (shape, dtype), now = slot.like, f"{list(x.shape)} {x.dtype}"
+            said = f"tensor {number} was {list(shape)} {dtype} in the first pass and is {now} in the second"
             raise RuntimeError(f"recomputation: {said}; a forward must do the same each time")
-        self.found[number] = x.detach()
+        self.recomputed[number] = x.detach()
 
 
 def open_slot(slot: Slot) -> Tensor:
     segment = slot.segment
-    if slot.number not in segment.found:
+    if slot.number not in segment.recomputed:
         segment.again()
-    return segment.found.pop(slot.number)
+    return segment.recomputed.pop(slot.number)
 
 
-def held(x, hooks: Pair, hold: Hold | None = None) -> Callable:
+def saved_input(x, hooks: Pair, hold: Hold | None = None) -> Callable:
     """Makes an input of the second pass."""
     if not (isinstance(x, Tensor) and x.is_floating_point()):
         return lambda: x

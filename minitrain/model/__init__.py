@@ -5,7 +5,7 @@ First  config              GPTConfig: every size and choice; presets of publishe
        gpt                 blocks, embedding, head, whole models and stages of them
 then   experts_config      which MLPs are experts, and how a token finds them
        mixture             a router and its experts in the place of an MLP (routers: moe/)
-       named_results       results that have a name, for whoever keeps some and makes others again
+       hooks               what techniques put between its layers: one object for all
 beside data/               deterministic batches of text
        training/           one step, its optimizer, hyperparameters
        fields              what both configs check alike

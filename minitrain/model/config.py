@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.fields import check_choice, check_least, check_names, check_types, divisors
+from minitrain.model.fields import Settings, divisors
 
 CHOICES = {
     "norm": ("rms", "layer"),
@@ -28,7 +28,7 @@ GATED = ("swiglu", "geglu")
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(Settings):
     """Sizes and variants of one model. `None` is replaced by a number that is derived from the width."""
 
     vocab_size: int = 256  # V; bytes are 256
@@ -55,18 +55,14 @@ class GPTConfig:
     rope_head_dim: int = 0  # MLA: width of the rotated part of each head
     experts: ExpertsConfig | None = None  # mixture of experts in the place of MLPs; None: all are dense
 
-    def __new__(cls, *args, **settings):
-        check_names(cls, settings)
-        return super().__new__(cls)
-
     def __post_init__(self):
         if isinstance(self.experts, dict):  # as plain values travel
             object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
-        check_types(self, leave_out=("experts",))
-        check_least(self, 1, ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions"))
-        check_least(self, 0, ("kv_latent", "query_latent", "rope_head_dim"))
+        self.check_types(leave_out=("experts",))
+        self.check_least(1, "vocab_size", "d_model", "num_layers", "num_heads", "max_positions")
+        self.check_least(0, "kv_latent", "query_latent", "rope_head_dim")
         for name, choices in CHOICES.items():
-            check_choice(self, name, choices)
+            self.check_choice(name, choices)
         width, heads = self.d_model, self.num_heads
         if _derived(self.head_dim) and width % heads:
             near = sorted(sorted(divisors(width), key=lambda n: abs(n - heads))[:2])

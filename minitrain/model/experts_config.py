@@ -12,14 +12,14 @@ Transformer and per group in GShard; a row is a group that no layout of ranks cu
 
 from dataclasses import dataclass
 
-from minitrain.model.fields import check_choice, check_least, check_names, check_types
+from minitrain.model.fields import Settings
 
 ROUTERS = ("top_k", "switch", "gshard", "deepseek", "expert_choice", "balanced")
 FIXED = {"switch": 1, "gshard": 2}  # routers that say themselves how many experts a token visits
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(Settings):
     """Loss terms are sums over tokens, divided by the valid tokens of the batch like the loss itself."""
 
     num_experts: int = 8  # E of a layer that has experts, shared ones not counted
@@ -39,21 +39,16 @@ class ExpertsConfig:
     node_limit: int = 0  # of deepseek: the groups that a token visits at most; 0: all
     route_scale: float = 1.0  # of deepseek: factor of the weights
 
-    def __new__(cls, *args, **settings):
-        check_names(cls, settings)
-        return super().__new__(cls)
-
     def __post_init__(self):
-        check_types(self)
-        check_choice(self, "router", ROUTERS)
-        check_least(self, 1, ("num_experts", "top_k", "expert_every", "route_nodes"))
-        counts = "shared_experts", "dense_first", "pyramid_layers", "pyramid_experts", "node_limit"
-        check_least(self, 0, counts)
-        for name in ("capacity_factor", "balance_alpha", "z_alpha", "bias_speed", "route_scale"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} = {getattr(self, name)}; use 0 or more, finite")
+        self.check_types()
+        self.check_choice("router", ROUTERS)
+        self.check_least(1, "num_experts", "top_k", "expert_every", "route_nodes")
+        self.check_least(
+            0, "shared_experts", "dense_first", "pyramid_layers", "pyramid_experts", "node_limit"
+        )
+        self.check_least(0, "capacity_factor", "balance_alpha", "z_alpha", "bias_speed", "route_scale")
         if self.expert_width is not None:
-            check_least(self, 1, ("expert_width",))
+            self.check_least(1, "expert_width")
         if bool(self.pyramid_layers) != bool(self.pyramid_experts):
             sizes = f"pyramid_layers = {self.pyramid_layers}, pyramid_experts = {self.pyramid_experts}"
             raise ValueError(f"{sizes}; a pyramid needs both")
@@ -69,12 +64,13 @@ class ExpertsConfig:
         plain = ExpertsConfig.__dataclass_fields__
         for name in ("bias_speed", "route_nodes", "node_limit", "route_scale"):
             if self.router != "deepseek" and getattr(self, name) != plain[name].default:
-                found = f"{name} = {getattr(self, name)}"
-                raise ValueError(f"{found} is for router 'deepseek', not {self.router!r}")
+                given = f"{name} = {getattr(self, name)}"
+                raise ValueError(f"{given} is for router 'deepseek', not {self.router!r}")
         nodes, limit = self.route_nodes, self.node_limit or self.route_nodes
         if limit > nodes:
-            found = f"node_limit = {limit} of route_nodes = {nodes}"
-            raise ValueError(f"{found}; use at most {nodes}, or 0 for all")
+            raise ValueError(
+                f"node_limit = {limit} of route_nodes = {nodes}; use at most {nodes}, or 0 for all"
+            )
         for experts in {self.num_experts, self.pyramid_experts or self.num_experts}:
             if experts % nodes or self.top_k % limit or self.top_k // limit > experts // nodes:
                 sizes = f"{experts} experts, route_nodes {nodes}, node_limit {limit}, top_k {self.top_k}"

@@ -29,34 +29,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.hooks import Hooks
 from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
 from minitrain.model.mixture import MixtureOfExperts
-from minitrain.model.named_results import call
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
 
 MASKED = -100  # a target that does not count
 
 
-def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
-    """Rows `ids` of the table. Where torch notices a wrong id (on a CPU) the error names it; to look first
-    would cost an operator everywhere and a synchronisation on a GPU."""
-    try:
-        return F.embedding(ids, table)
-    except IndexError:
-        size, place = table.size(0), ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
-        wrong = ids[tuple(place)].item()
-        raise ValueError(f"{what} {wrong} at {place}; {limit} is {size} (0..{size - 1})") from None
-
-
 class Embedding(nn.Module):
     """Layer 0: rows of the token table, plus learned positions, plus a norm where the model has them."""
 
-    def __init__(self, config: GPTConfig, name: str, **place):
+    def __init__(self, config: GPTConfig, name: str, hooks: Hooks | None = None, **place):
         super().__init__()
-        self.config, self.name = config, name
-        self.token_rows = self.position_rows = lookup  # replaced where tables are cut over ranks
+        self.config, self.name, self.hooks = config, name, hooks or Hooks()
         self.tokens = nn.Parameter(torch.empty(config.vocab_size, config.d_model, **place))
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model, **place))
@@ -69,9 +57,9 @@ class Embedding(nn.Module):
         if (length := tokens.size(1)) > (most := self.config.max_positions):
             cure = "cut the sequence or raise max_positions"
             raise ValueError(f"sequence {length} > max_positions {most}; {cure}")
-        x = self.token_rows(self.tokens, tokens, "token", "vocab_size")
+        x = self.hooks.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
-            x = x + self.position_rows(self.positions, positions, "position", "max_positions")
+            x = x + self.hooks.position_rows(self.positions, positions, "position", "max_positions")
         return self.dropout(self.norm(x), positions)
 
 
@@ -83,27 +71,38 @@ class Block(nn.Module):
     post       norm(x + f(x))                            the original; in deep models all tokens become alike
     deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights"""
 
-    result = staticmethod(call)
-
-    def __init__(self, config: GPTConfig, name: str, attention=causal_attention, part=0, parts=1, **place):
+    def __init__(
+        self,
+        config: GPTConfig,
+        name: str,
+        attention: Callable = causal_attention,
+        expert_part: tuple[int, int] = (0, 1),
+        hooks: Hooks | None = None,
+        **place,
+    ):
         super().__init__()
-        self.config, self.name = config, name
+        self.config, self.name, self.hooks = config, name, hooks or Hooks()
         kind = LatentAttention if config.kv_latent else Attention
-        self.norm1, self.attention = norm(config, **place), kind(config, attention, **place)
-        self.norm2, experts = norm(config, **place), config.experts_in(int(name.split(".")[-1]))
-        routed = partial(MixtureOfExperts, num_experts=experts, part=part, parts=parts)
-        self.mlp = (routed if experts else MLP)(config, **place)
+        self.norm1, self.attention = norm(config, **place), kind(config, attention, self.hooks, **place)
+        self.norm2 = norm(config, **place)
+        if experts := config.experts_in(int(name.split(".")[-1])):
+            self.mlp = MixtureOfExperts(config, experts, *expert_part, self.hooks, **place)
+        else:
+            self.mlp = MLP(config, hooks=self.hooks, **place)
         self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.hooks.block is not None:
+            return self.hooks.block(self, x, positions)
+
         def attention(x):
             return self.dropout1(self.attention(x, positions), positions)
 
         def mlp(x):
             return self.dropout2(self.mlp(x, positions), positions)
 
-        norm1 = partial(self.result, "norm1", self.norm1)
-        norm2 = partial(self.result, "norm2", self.norm2)
+        norm1 = partial(self.hooks.result, "norm1", self.norm1)
+        norm2 = partial(self.hooks.result, "norm2", self.norm2)
         match self.config.residual:
             case "pre":
                 x = x + attention(norm1(x))
@@ -125,9 +124,9 @@ def deepnorm(num_layers: int) -> tuple[float, float]:
 class Head(nn.Module):
     """Layer L+1: last norm (post-norm blocks have theirs already) and the scores of the whole vocabulary."""
 
-    def __init__(self, config: GPTConfig, name: str, **place):
+    def __init__(self, config: GPTConfig, name: str, hooks: Hooks | None = None, **place):
         super().__init__()
-        self.name = name
+        self.name, self.hooks = name, hooks or Hooks()
         self.norm = norm(config, **place) if config.residual in ("pre", "parallel") else nn.Identity()
         self.out = Linear(config.d_model, config.vocab_size, bias=False, **place)
 
@@ -161,23 +160,24 @@ class GPT(nn.Module):
         attention: Callable = causal_attention,
         layers: Iterable[int] | None = None,
         expert_part: tuple[int, int] = (0, 1),
+        hooks: Hooks | None = None,
     ):
-        """`expert_part` (i, n): of every layer of experts the i-th n-th, from 0."""
+        """`expert_part` (i, n): of every layer of experts the i-th n-th, from 0. `hooks`: those of
+        all layers (hooks.py)."""
         super().__init__()
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
-            raise ValueError(f"dtype = {dtype!r}; use {choices}")
-        self.config, self.layers = config, Layers()
-        self.run_layers: Callable = one_by_one  # replaced where layers run again for their backward
+        require_one_of((torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
+        self.config, self.hooks, self.layers = config, hooks or Hooks(), Layers()
+        self.run_layers: Callable = one_by_one  # or again for their backward (compose/recompute_passes.py)
         last, place = config.num_layers + 1, dict(dtype=dtype, device=device)
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
                 raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
-            kind = Embedding if number == 0 else Head if number == last else Block
-            extra = {}
-            if kind is Block:
-                extra = dict(attention=attention, part=expert_part[0], parts=expert_part[1])
-            self.layers.add_module(str(number), kind(config, f"layers.{number}", **extra, **place))
+            name, ends = f"layers.{number}", {0: Embedding, last: Head}
+            if number in ends:
+                layer = ends[number](config, name, self.hooks, **place)
+            else:
+                layer = Block(config, name, attention, expert_part, self.hooks, **place)
+            self.layers.add_module(str(number), layer)
         share_table(config, self.layers)
         for name, parameter in self.named_parameters():
             initialise(parameter, name, config, seed, expert_part[0])
@@ -189,8 +189,9 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
         if x.dim() < 2:
-            expected = "tokens [B, T] (or x [B, T, D] for later layers)"
-            raise ValueError(f"input is {list(x.shape)}; expected {expected}")
+            raise ValueError(
+                f"input is {list(x.shape)}; expected tokens [B, T], or x [B, T, D] of a later stage"
+            )
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
         return self.run_layers(self.layers, x, positions)
@@ -207,11 +208,11 @@ def share_table(config: GPTConfig, layers: Iterable[nn.Module]) -> None:
 class Stages(nn.Module):
     """The slices of a model on one rank of a pipeline, by stage: `Stages(config, {1: range(2, 4)})`."""
 
-    def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], **settings):
+    def __init__(self, config: GPTConfig, cuts: Mapping[int, Iterable[int]], hooks=None, **settings):
         super().__init__()
-        self.config, self.head = config, f"layers.{config.num_layers + 1}"
+        self.config, self.head, self.hooks = config, f"layers.{config.num_layers + 1}", hooks or Hooks()
         for number, layers in cuts.items():
-            self.add_module(str(number), GPT(config, layers=layers, **settings))
+            self.add_module(str(number), GPT(config, layers=layers, hooks=self.hooks, **settings))
         share_table(config, self.layers)
 
     def items(self) -> list[tuple[int, GPT]]:
@@ -228,12 +229,12 @@ class Stages(nn.Module):
     def parts(self) -> list[dict[nn.Parameter, str]]:
         """The parameters of each stage with their global names; last those that two stages here share."""
         tied = {f"{self.head}.out.weight": "layers.0.tokens"} if self.config.tied else {}
-        named = [stage.named_parameters() for _, stage in self.items()]
-        found = [{param: tied.get(name, name) for name, param in part} for part in named]
-        times = Counter(param for part in found for param in part)
-        shared = {param: name for part in found for param, name in part.items() if times[param] > 1}
-        alone = [{param: name for param, name in part.items() if param not in shared} for part in found]
-        return alone + [shared] * bool(shared)
+        stages = [stage.named_parameters() for _, stage in self.items()]
+        stages = [{param: tied.get(name, name) for name, param in stage} for stage in stages]
+        times = Counter(param for stage in stages for param in stage)
+        shared = {param: name for stage in stages for param, name in stage.items() if times[param] > 1}
+        parts = [{param: name for param, name in stage.items() if param not in shared} for stage in stages]
+        return [*parts, shared] if shared else parts
 
 
 def seed_of(name: str, seed: int = 0) -> int:

@@ -31,56 +31,11 @@ from torch import Tensor
 
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face_config import config_of
+from minitrain.model.hugging_face_config import config_of, families
 from minitrain.ranks.checks import require_positive_ints
 
 __all__ = ["config_of", "from_hugging_face", "halves", "incoming", "names_of", "outgoing", "to_hugging_face"]
 
-LLAMA = {
-    "norm1": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "norm2": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-MIXTRAL = LLAMA | {
-    "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
-}
-DEEPSEEK = LLAMA | {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.q_up": "self_attn.q_b_proj",  # without a query latent: q_proj
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.k_up": "self_attn.kv_b_proj",
-    "attention.v_up": "self_attn.kv_b_proj",
-    "mlp.router": "mlp.gate",
-    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj.weight",
-    "mlp.experts.up": "mlp.experts.{}.up_proj.weight",
-    "mlp.experts.down": "mlp.experts.{}.down_proj.weight",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-}
-GPT2 = {
-    "norm1": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.out": "attn.c_proj",
-    "norm2": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-TABLES = {"GPT-2": GPT2, "Llama": LLAMA, "Mixtral": MIXTRAL, "DeepSeek-V3": DEEPSEEK}
 # Which part of theirs is ours, where theirs is one.
 PARTS = {
     "GPT-2": {"attention.q": 0, "attention.k": 1, "attention.v": 2},
@@ -145,13 +100,8 @@ def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]
     A {} in their name is the number of an expert.
     """
     family, last, table = family_of(config), config.num_layers + 1, {}
-    inside, folder = TABLES[family], "h" if family == "GPT-2" else "layers"
-    outer = {
-        "layers.0.tokens": "wte.weight" if family == "GPT-2" else "embed_tokens.weight",
-        "layers.0.positions": "wpe.weight",
-        f"layers.{last}.norm": "ln_f" if family == "GPT-2" else "norm",
-        f"layers.{last}.out.weight": "lm_head.weight",
-    }
+    inside, folder = families()[family].modules, "h" if family == "GPT-2" else "layers"
+    outer = {ours.format(last=last): theirs for ours, theirs in families()[family].outer.items()}
     for name, value in GPT(config, device="meta").state_dict().items():
         module, _, kind = name.rpartition(".")
         number, _, inner = module.removeprefix("layers.").partition(".")
@@ -221,18 +171,18 @@ def _readers(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Callab
         raise ValueError(f"weights in FP8 with scales ({scaled[0]}, ..); write them in bfloat16 first")
     # Multi-token prediction modules, numbered after the last layer: nothing here has them.
     beside = tuple(name.removesuffix("eh_proj.weight") for name in bare if name.endswith(".eh_proj.weight"))
-    found, table = {}, TABLES[family_of(config)]
+    found, family = {}, family_of(config)
     for short, name in bare.items():
         if short.startswith(beside):
             continue
         if not config.experts or not (stacked := STACKED.fullmatch(short)):
-            short = short.replace(".mlp.", ".block_sparse_moe.") if table is MIXTRAL else short
+            short = short.replace(".mlp.", ".block_sparse_moe.") if family == "Mixtral" else short
             found[short] = partial(state.__getitem__, name)
             continue
         kinds = ("gate", "up") if stacked[2] == "gate_up" else ("down",)
         for e in range(config.experts.num_experts):
             for place, kind in enumerate(kinds):
-                theirs = stacked[1] + table[f"mlp.experts.{kind}"].format(e)
+                theirs = stacked[1] + families()[family].modules[f"mlp.experts.{kind}"].format(e)
                 found[theirs] = partial(_one_of_stacked, state, name, e, place, len(kinds))
     return found
 
@@ -258,7 +208,7 @@ def family_of(config: GPTConfig) -> str:
             return "DeepSeek-V3"
     names = ("norm", "positions", "activation", "bias", "residual", "kv_latent", "experts")
     said = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
-    raise ValueError(f"a model with {said} is none of {', '.join(TABLES)}")
+    raise ValueError(f"a model with {said} is none of {', '.join(families())}")
 
 
 def _all_alike(config: GPTConfig) -> bool:

@@ -8,133 +8,97 @@ speed of biases, dropout. Refused is what would change logits in silence: rescal
 file has YaRN, for 163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases
 in Llama, a router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their
 top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction module is left out.
+hugging_face.tsv has the names of sizes and modules by family.
 DeepSeek-AI 2024, arXiv:2412.19437, sections 2.1.2 and 4.3; Jiang et al. 2024, arXiv:2401.04088, table 1.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 
-# What a config.json may say, where that is not a size.
-GPT2_KNOWN = dict(
-    activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), scale_attn_by_inverse_layer_idx=(False,)
-)
-LLAMA_KNOWN = dict(hidden_act=("silu",), rope_scaling=(None,), attention_bias=(False,), mlp_bias=(False,))
-MIXTRAL_KNOWN = LLAMA_KNOWN | dict(sliding_window=(None,))
-DEEPSEEK_KNOWN = LLAMA_KNOWN | dict(
-    rms_norm_eps=(1e-6,),  # what the norms of the latents have in their code, whatever is said here
-    scoring_func=("sigmoid",),
-    topk_method=("noaux_tc",),
-    norm_topk_prob=(True,),
-    moe_layer_freq=(1,),
-    rope_interleave=(True,),
-)
+TABLE = Path(__file__).with_name("hugging_face.tsv")
+KINDS = {"llama": "Llama", "gpt2": "GPT-2", "mixtral": "Mixtral", "deepseek_v3": "DeepSeek-V3"}
+WRITTEN = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}
+
+
+class Family(NamedTuple):
+    """`sizes` and `modules` are ours to theirs; of a file's other settings `only` some have a counterpart."""
+
+    sizes: dict[str, str]
+    missing: dict[str, object]  # what a size is where the file does not say it
+    only: dict[str, list]
+    modules: dict[str, str]
+    outer: dict[str, str]  # of tables, the last norm and the head
+
+
+@cache
+def families() -> dict[str, Family]:
+    """The table, by the names of KINDS."""
+    found = {name: Family({}, {}, {}, {}, {}) for name in KINDS.values()}
+    with TABLE.open() as file:
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            ours, theirs = row["ours"], row["theirs"]
+            for family in (found[name] for name in row["families"].split()):
+                match row["kind"]:
+                    case "size":
+                        family.sizes[ours] = theirs
+                        if row["missing"]:
+                            family.missing[theirs] = json.loads(row["missing"])
+                    case "only":
+                        family.only[theirs] = json.loads(row["missing"])
+                    case "module":
+                        family.modules[ours] = theirs
+                    case "outer":
+                        family.outer[ours] = theirs
+    return found
 
 
 def config_of(settings: Mapping) -> GPTConfig:
     """The model of a config.json."""
-    match settings.get("model_type"):
-        case "gpt2":
-            _only(settings, GPT2_KNOWN)
-            return GPTConfig(
-                vocab_size=settings["vocab_size"],
-                d_model=settings["n_embd"],
-                num_layers=settings["n_layer"],
-                num_heads=settings["n_head"],
-                d_ff=settings.get("n_inner"),
-                max_positions=settings["n_positions"],
-                norm="layer",
-                norm_eps=settings.get("layer_norm_epsilon", 1e-5),
-                positions="learned",
-                activation="gelu" if settings.get("activation_function") == "gelu" else "gelu_tanh",
-                bias=True,
-                tied=settings.get("tie_word_embeddings", True),
-            )
-        case "llama":
-            _only(settings, LLAMA_KNOWN)
-            return _llama(settings, head_dim=settings.get("head_dim"))
-        case "mixtral":
-            _only(settings, MIXTRAL_KNOWN)
-            experts = ExpertsConfig(settings["num_local_experts"], settings["num_experts_per_tok"])
-            return _llama(settings, head_dim=settings.get("head_dim"), norm_eps=1e-5, experts=experts)
-        case "deepseek_v3":
-            _only(settings, DEEPSEEK_KNOWN | dict(v_head_dim=(settings["qk_nope_head_dim"],)))
-            return _llama(
-                settings,
-                head_dim=settings["qk_nope_head_dim"],
-                rope_head_dim=settings["qk_rope_head_dim"],
-                kv_latent=settings["kv_lora_rank"],
-                query_latent=settings.get("q_lora_rank") or 0,
-                experts=_deepseek_experts(settings),
-            )
-    known = "'llama', 'gpt2', 'mixtral' and 'deepseek_v3' are known here"
-    raise ValueError(f"model_type {settings.get('model_type')!r}; {known}")
+    if (name := KINDS.get(settings.get("model_type"))) is None:
+        raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
+    family = families()[name]
+    _only(settings, family.only)
+    given = {**family.missing, **settings}
+    sizes = {ours: given[theirs] for ours, theirs in family.sizes.items()}
+    if name == "GPT-2":
+        activation = "gelu" if settings.get("activation_function") == "gelu" else "gelu_tanh"
+        return GPTConfig(**sizes, norm="layer", positions="learned", bias=True, activation=activation)
+    # Older files have theta on top.
+    rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | (settings.get("rope_parameters") or {})
+    _only(rope, {"rope_type": ["default"]})
+    experts = None
+    if name == "Mixtral":
+        experts = ExpertsConfig(settings["num_local_experts"], settings["num_experts_per_tok"])
+    if name == "DeepSeek-V3":
+        _only(settings, {"v_head_dim": [settings["qk_nope_head_dim"]]})
+        sizes["query_latent"] = sizes["query_latent"] or 0
+        experts = _deepseek_experts(settings)
+    return GPTConfig(**sizes, rope_theta=rope["rope_theta"], experts=experts)
 
 
 def settings_of(config: GPTConfig, family: str) -> dict:
     """What a config.json says of the model; `family` as `hugging_face.family_of` calls it."""
-    c = config
+    if family not in WRITTEN:
+        raise ValueError(f"a config.json of {family} is not written here; {', '.join(WRITTEN)} are")
+    kind = next(kind for kind, name in KINDS.items() if name == family)
+    settings = dict(model_type=kind, architectures=[WRITTEN[family]])
+    settings |= {theirs: getattr(config, ours) for ours, theirs in families()[family].sizes.items()}
     if family == "GPT-2":
-        return dict(
-            model_type="gpt2",
-            architectures=["GPT2LMHeadModel"],
-            vocab_size=c.vocab_size,
-            n_embd=c.d_model,
-            n_layer=c.num_layers,
-            n_head=c.num_heads,
-            n_inner=int(c.d_ff),
-            n_positions=c.max_positions,
-            layer_norm_epsilon=c.norm_eps,
-            activation_function="gelu" if c.activation == "gelu" else "gelu_new",
-            tie_word_embeddings=c.tied,
-        )
-    kinds = {"Llama": "llama", "Mixtral": "mixtral"}
-    if family not in kinds:
-        raise ValueError(
-            f"a config.json of {family} is not written here; {' and '.join(kinds)} are, and GPT-2"
-        )
-    settings = dict(
-        model_type=kinds[family],
-        architectures=[f"{family}ForCausalLM"],
-        vocab_size=c.vocab_size,
-        hidden_size=c.d_model,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=int(c.num_kv_heads),
-        head_dim=int(c.head_dim),
-        intermediate_size=int(c.d_ff),
-        max_position_embeddings=c.max_positions,
-        rms_norm_eps=c.norm_eps,
-        rope_theta=c.rope_theta,
-        tie_word_embeddings=c.tied,
-        hidden_act="silu",
-    )
+        return settings | dict(activation_function="gelu" if config.activation == "gelu" else "gelu_new")
+    settings |= dict(rope_theta=config.rope_theta, hidden_act="silu")
     if family == "Mixtral":
-        settings |= dict(num_local_experts=c.experts.num_experts, num_experts_per_tok=c.experts.top_k)
+        experts = config.experts
+        settings |= dict(num_local_experts=experts.num_experts, num_experts_per_tok=experts.top_k)
     return settings
-
-
-def _llama(settings: Mapping, norm_eps: float = 1e-6, **other) -> GPTConfig:
-    """`norm_eps`: where the file says none."""
-    # Older files have theta on top.
-    rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | (settings.get("rope_parameters") or {})
-    _only(rope, {"rope_type": ("default",)})
-    return GPTConfig(
-        vocab_size=settings["vocab_size"],
-        d_model=settings["hidden_size"],
-        num_layers=settings["num_hidden_layers"],
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings.get("num_key_value_heads"),
-        d_ff=settings["intermediate_size"],
-        max_positions=settings["max_position_embeddings"],
-        norm_eps=settings.get("rms_norm_eps", norm_eps),
-        rope_theta=rope["rope_theta"],
-        tied=settings.get("tie_word_embeddings", False),
-        **other,
-    )
 
 
 def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
@@ -156,7 +120,7 @@ def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
     )
 
 
-def _only(settings: Mapping, known: dict[str, tuple]) -> None:
+def _only(settings: Mapping, known: Mapping[str, list]) -> None:
     for name, values in known.items():
         if (given := settings.get(name, values[0])) not in values:
             raise ValueError(

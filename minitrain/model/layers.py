@@ -5,9 +5,9 @@
 
 No layer stores how many heads it has: it counts them in the width it finds, so a layer whose weights were cut
 to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
-H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. So is
-`project(x, linears)`: where matrices are cut over ranks, another function first copies or gathers x there.
-`positions` `[T]` or `[B, T]` come with the tokens.
+H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. Linear
+layers are swapped as modules: cut over ranks, or with products in few bits. `positions` `[T]` or `[B, T]`
+come with the tokens; results that have a name are computed by `hooks.result` (hooks.py).
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
@@ -16,7 +16,7 @@ arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.model.named_results import call
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.model.hooks import Hooks
 
 
 class Linear(nn.Linear):
@@ -63,9 +62,8 @@ def norm(config: GPTConfig, width: int | None = None, **place) -> nn.Module:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, but it keeps only x for backward on every device. On CUDA torch's own kernel does so;
-    elsewhere torch builds the norm from parts which keep two copies of x, in float32 even if x is
-    bfloat16."""
+    """torch's, but it saves only x for backward on every device, as torch's kernel does on CUDA; elsewhere
+    torch builds the norm from parts that save two copies of x, in float32 even if x is bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.is_cuda else _RMSNorm.apply(x, self.weight, self.eps)
@@ -99,13 +97,14 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> t
     return g.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), dweight
 
 
-def project(x: Tensor, linears: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
-    """One input, several matrices: Q, K and V, or up and gate."""
-    return tuple(linear(x) for linear in linears)
+def project(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """One input, several matrices: Q, K and V, or up and gate. Modules that gather or quantise x do so once
+    for all: they have `together(x, linears)`."""
+    together = getattr(linears[0], "together", None)
+    return together(x, linears) if together else tuple(linear(x) for linear in linears)
 
 
 def heads_of(x: Tensor, head_dim: int) -> Tensor:
-    require_positive_ints(head_dim=head_dim)
     return rearrange(x, "b t (h k) -> b h t k", k=head_dim)
 
 
@@ -138,7 +137,7 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
     if v.size(-1) < q.size(-1) and bias is None and not dropout and q.device.type == "cpu":
         return recomputed(fused_forward, fused_backward, q, k, v, True)
     if bias is not None:
-        bias = bias.own(q) if isinstance(bias, Alibi) else bias
+        bias = bias.full(q) if isinstance(bias, Alibi) else bias
         bias = bias + future(q.size(-2), bias)
     settings = dict(is_causal=bias is None, enable_gqa=q.size(1) != k.size(1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, **settings)
@@ -146,7 +145,7 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
 
 def naive_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0):
     """The same in five lines: each FLOP and each saved tensor can be seen. Keeps `[B, H, T, T]` scores."""
-    bias = bias.own(q) if isinstance(bias, Alibi) else bias
+    bias = bias.full(q) if isinstance(bias, Alibi) else bias
     if (shared := q.size(1) // k.size(1)) > 1:
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + future(q.size(-2), q)
@@ -156,18 +155,17 @@ def naive_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: flo
 
 def future(length: int, like: Tensor) -> Tensor:
     """`[T, T]`: -inf where the key comes after the query, else 0. Added, for a sum saves nothing."""
-    require_positive_ints(length=length)
     return like.new_full((length, length), -math.inf).triu(1)
 
 
 class Attention(nn.Module):
     """Multi-head attention whose keys and values may be shared by groups of heads (GQA; one group: MQA)."""
 
-    project, result = staticmethod(project), staticmethod(call)
+    project = staticmethod(project)
 
-    def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
+    def __init__(self, config: GPTConfig, core: Callable = causal_attention, hooks=None, **place):
         super().__init__()
-        self.config, self.core = config, core
+        self.config, self.core, self.hooks = config, core, hooks or Hooks()
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q = Linear(config.d_model, heads, bias=config.bias, **place)
         self.k = Linear(config.d_model, kv_heads, bias=config.bias, **place)
@@ -178,9 +176,12 @@ class Attention(nn.Module):
             self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = self.result("qkv", partial(self.queries_keys_values, positions=positions), x)
-        out = self.result("core", partial(self.core, **self._extras(positions)), q, k, v)
-        return self.result("out", self.out, rearrange(out, "b h t k -> b t (h k)"))
+        q, k, v = self.hooks.result("qkv", partial(self.queries_keys_values, positions=positions), x)
+        return self.attend(q, k, v, positions)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        out = self.hooks.result("core", partial(self.core, **self._extras(positions)), q, k, v)
+        return self.hooks.result("out", self.out, rearrange(out, "b h t k -> b t (h k)"))
 
     def queries_keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """As the core takes them: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]`."""
@@ -207,7 +208,7 @@ class Attention(nn.Module):
         return extras
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention: of a token a latent c and a rotated key r, shared by all heads, are kept.
 
         [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
@@ -215,11 +216,9 @@ class LatentAttention(nn.Module):
 
     A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads."""
 
-    result = staticmethod(call)
-
-    def __init__(self, config: GPTConfig, core: Callable = causal_attention, **place):
-        super().__init__()
-        self.config, self.core = config, core
+    def __init__(self, config: GPTConfig, core: Callable = causal_attention, hooks=None, **place):
+        nn.Module.__init__(self)
+        self.config, self.core, self.hooks = config, core, hooks or Hooks()
         plain, turned, heads = config.head_dim, config.rope_head_dim, config.num_heads
         if config.query_latent:
             self.q_down = Linear(config.d_model, config.query_latent, bias=config.bias, **place)
@@ -234,11 +233,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is trained: keys and values of every head are written out, then attention as always."""
-        latents = self.result("latents", self.compress, x)
-        q, k, v = self.result("qkv", partial(self.expand, positions=positions), *latents)
-        extras = {"dropout": self.config.dropout} if self.config.dropout and self.training else {}
-        out = self.result("core", partial(self.core, **extras), q, k, v)
-        return self.result("out", self.out, rearrange(out, "b h t k -> b t (h k)"))
+        latents = self.hooks.result("latents", self.compress, x)
+        q, k, v = self.hooks.result("qkv", partial(self.expand, positions=positions), *latents)
+        return self.attend(q, k, v, positions)
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, T, D]` -> query latent `[B, T, query_latent]`, and [c, r] `[B, T, kv_latent + R]`."""
@@ -280,11 +277,12 @@ class LatentAttention(nn.Module):
 class MLP(nn.Module):
     """Two matrices of width F = 4·D, or with a gate three of width 8/3·D: 8·D² parameters either way."""
 
-    project, result = staticmethod(project), staticmethod(call)
+    project = staticmethod(project)
 
-    def __init__(self, config: GPTConfig, width: int | None = None, **place):
+    def __init__(self, config: GPTConfig, width: int | None = None, hooks=None, **place):
         super().__init__()
-        self.activation, width = config.activation, width or config.d_ff
+        self.activation, self.hooks = config.activation, hooks or Hooks()
+        width = width or config.d_ff
         self.up = Linear(config.d_model, width, bias=config.bias, **place)
         if config.activation in GATED:
             self.gate = Linear(config.d_model, width, bias=config.bias, **place)
@@ -294,12 +292,12 @@ class MLP(nn.Module):
         """`positions` are for experts in its place."""
         act = ACTIVATIONS[self.activation]
         if self.activation in GATED:
-            gate, up = self.result("up", lambda x: self.project(x, (self.gate, self.up)), x)
-            hidden = self.result("act", lambda gate, up: act(gate) * up, gate, up)
+            gate, up = self.hooks.result("up", lambda x: self.project(x, (self.gate, self.up)), x)
+            hidden = self.hooks.result("act", lambda gate, up: act(gate) * up, gate, up)
         else:
-            (up,) = self.result("up", lambda x: self.project(x, (self.up,)), x)
-            hidden = self.result("act", act, up)
-        return self.result("down", self.down, hidden)
+            (up,) = self.hooks.result("up", lambda x: self.project(x, (self.up,)), x)
+            hidden = self.hooks.result("act", act, up)
+        return self.hooks.result("down", self.down, hidden)
 
 
 def fast_gelu(x: Tensor) -> Tensor:

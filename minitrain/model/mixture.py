@@ -4,13 +4,12 @@
     y_n = Σ_j weight_nj · expert_nj(x_n) + shared(x_n)
     up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
 
-Three things are swapped to put it on ranks (moe/parallel.py), none of which the layer knows: `dispatch`, the
-way of rows to their experts and back, or all of `through`; `experts`; `enter` and `leave`, for tokens of a
-rank's own. A token whose position is negative is padding: it visits nobody. Capacity and the balance loss
-count per row of the batch, over `row_group`, the ranks with the row's other tokens. In evaluation nobody is
-dropped.
+On ranks (moe/parallel.py) its `experts` are another module, and two hooks (hooks.py) say the rest: `experts`
+brings rows to their experts and back, `tokens` are those that a rank routes. A token whose position is
+negative is padding: it visits nobody. Capacity and the balance loss count per row of the batch, over the
+ranks with the row's other tokens. In evaluation nobody is dropped.
 
-The router's losses are terms of the loss, found by the forward that made them and taken by who runs it
+The router's losses are terms of the loss: a forward leaves them on its layer, who runs it collects them
 (`RouterLosses`). In a dry run scores have no numbers, so every expert gets as many tokens.
 Shazeer et al. 2017, arXiv:1701.06538, section 2; Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1;
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.1.2; Rajbhandari et al. 2022 (DeepSpeed-MoE),
@@ -26,11 +25,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.model.config import GATED, GPTConfig
+from minitrain.model.hooks import Hooks
 from minitrain.model.layers import ACTIVATIONS, MLP, Linear
-from minitrain.model.named_results import call
-from minitrain.moe import experts as ways
 from minitrain.moe import router
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.experts import grouped
 from minitrain.moe.router import NOWHERE, Routing, without_numbers
 from minitrain.ranks import collectives
 from minitrain.ranks.torch_private import in_backward
@@ -90,58 +88,51 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts that are here, stacked: rows [R, D] sorted by expert, `counts` [E] of them -> [R, D], by
-    one of moe/experts.py or by a `way` of one's own."""
+    """The experts that are here, stacked: rows [R, D] sorted by expert, `counts` [E] of them -> [R, D]. How
+    they are multiplied is `work`, a function or module like those of moe/experts.py."""
 
     def __init__(self, config: GPTConfig, num_experts: int, **place):
         super().__init__()
-        self.act, self.way = ACTIVATIONS[config.activation], ways.grouped
+        self.act, self.work = ACTIVATIONS[config.activation], grouped
         make = lambda *widths: nn.Parameter(torch.empty(num_experts, *widths, **place))
         self.up = make(config.d_model, config.expert_width)
         self.gate = make(config.d_model, config.expert_width) if config.activation in GATED else None
         self.down = make(config.expert_width, config.d_model)
 
-    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, way=None) -> Tensor:
-        way = way or self.way
-        return way(rows, counts, self.up, self.down, self.act, gate=self.gate, sizes=sizes)
+    def forward(
+        self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, work: Callable | None = None
+    ) -> Tensor:
+        """`sizes`: the counts as numbers, in a dry run. `work`: another than the layer's."""
+        return (work or self.work)(rows, counts, self.up, self.down, self.act, self.gate, sizes=sizes)
 
 
 class MixtureOfExperts(nn.Module):
-    """`part` of `parts`: with experts spread over ranks, this one makes only its own."""
+    """With experts over ranks, this one makes part `part` of `parts`."""
 
-    result = staticmethod(call)
-
-    def __init__(self, config: GPTConfig, num_experts: int, part: int = 0, parts: int = 1, **place):
+    def __init__(
+        self, config: GPTConfig, num_experts: int, part: int = 0, parts: int = 1, hooks=None, **place
+    ):
         super().__init__()
-        self.config, self.num_experts = config.experts, num_experts
-        self.first = part * (num_experts // parts)
+        self.config, self.num_experts, self.hooks = config.experts, num_experts, hooks or Hooks()
         self.router = Router(config, num_experts, **place)
         self.experts = Experts(config, num_experts // parts, **place)
         width = config.experts.shared_experts * config.expert_width
-        self.shared = MLP(config, width, **place) if width else None
-        self.dispatch: Callable[[Routing], Dispatch] = Dispatch
-        self.enter, self.leave = lambda x, positions: (x, positions, False), lambda y, length: y
-        self.row_group: ProcessGroup | None = None
-        self.row_ranks = 1  # over how many ranks the rows of the input are cut
-        self.noted: Tensor | None = None  # the router's losses of the last forward, a sum over tokens
+        self.shared = MLP(config, width, self.hooks, **place) if width else None
+        self.losses: Tensor | None = None  # the router's, of the last forward: a sum over tokens
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, T, D] at `positions` [T] or [B, T]."""
-        own, at, padded = self.enter(x, positions)
-        routing = self.route(own, at, padded, x.shape[1] * self.row_ranks)
+        tokens = self.hooks.tokens
+        mine, at, padded = tokens.enter(x, positions)
+        routing = self.route(mine, at, padded, x.shape[1] * tokens.row_ranks)
         routing = replace(routing, weights=routing.weights.to(x.dtype))
 
-        def through(x: Tensor, weights: Tensor) -> Tensor:
-            return self.through(x, replace(routing, weights=weights))
+        def visit(x: Tensor, weights: Tensor) -> Tensor:
+            return self.hooks.experts(x, replace(routing, weights=weights), self.experts)
 
-        y = self.result("experts", through, own.flatten(0, 1), routing.weights)
-        y = self.leave(y.view_as(own), x.shape[1])
+        y = self.hooks.result("experts", visit, mine.flatten(0, 1), routing.weights)
+        y = tokens.leave(y.view_as(mine), x.shape[1])
         return y if self.shared is None else y + self.shared(x)
-
-    def through(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [N, D] -> [N, D]: there, through the experts, and back."""
-        way = self.dispatch(routing)
-        return way.back(self.experts(way.there(x), way.counts, way.sizes), routing.weights)
 
     def route(self, x: Tensor, positions: Tensor, padded: bool, row_length: int) -> Routing:
         """Of x [B, T, D], this rank's tokens of rows of that length."""
@@ -150,77 +141,79 @@ class MixtureOfExperts(nn.Module):
         positions = positions.expand(x.shape[:2])
         mask = (positions >= 0).flatten() if may_be_padding else None
         routing = self.router(scores, positions, mask)
-        chosen, c = routing.experts.view(*x.shape[:2], -1), self.config
-        whole = self.in_whole_rows(chosen, positions) if c.whole_rows else (chosen, None)
-        self.note(scores, routing, whole[0], mask)
+        chosen, c, order = routing.experts.view(*x.shape[:2], -1), self.config, None
+        if c.whole_rows:
+            chosen, order = self.whole_rows(chosen, positions)
+        self.collect(scores, routing, chosen, mask)
         drops = c.router not in ("expert_choice", "balanced") and routing.sizes is None
         if c.capacity_factor and self.training and drops:
             room = router.capacity_of(row_length, self.num_experts, c.top_k, c.capacity_factor)
-            places = self.own_places(*whole, x.shape[1])
+            places = self.places(chosen, order, x.shape[1])
             routing = routing.within(room, places.flatten(0, 1))
         return routing
 
-    def in_whole_rows(self, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def whole_rows(self, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """The choices of all tokens [B, T, k] of the rows, as ranks have them, and the tokens' order."""
-        if self.row_group is None:
+        group = self.hooks.tokens.row_group
+        if group is None:
             return chosen, None
-        at = collectives.all_gather(positions.contiguous(), self.row_group, 1)
-        return collectives.all_gather(chosen, self.row_group, 1), at.argsort(stable=True, dim=1)
+        at = collectives.all_gather(positions.contiguous(), group, 1)
+        return collectives.all_gather(chosen, group, 1), at.argsort(stable=True, dim=1)
 
-    def own_places(self, chosen: Tensor, order: Tensor | None, length: int) -> Tensor:
+    def places(self, chosen: Tensor, order: Tensor | None, length: int) -> Tensor:
         """Among the tokens of its expert in its row, the place of each of this rank's choices."""
         if order is None:
             return router.places_of(chosen)
         order = order[..., None].expand_as(chosen)
         places = router.places_of(chosen.gather(1, order))
         places = torch.empty_like(places).scatter_(1, order, places)
-        return places.narrow(1, self.row_group.rank() * length, length)
+        return places.narrow(1, self.hooks.tokens.row_group.rank() * length, length)
 
-    def note(self, scores: Tensor, routing: Routing, chosen: Tensor, mask: Tensor | None) -> None:
+    def collect(self, scores: Tensor, routing: Routing, chosen: Tensor, mask: Tensor | None) -> None:
         """Losses and load of this rank's tokens: who chose whom, before anybody is dropped."""
-        c, noted = self.config, None
+        c, losses = self.config, None
         if c.balance_alpha:
             counts = router.counts_of(chosen.flatten(1), self.num_experts)
             probs = routing.probs.unflatten(0, (len(chosen), -1))
-            noted = c.balance_alpha * router.balance_sum(probs, counts)
+            losses = c.balance_alpha * router.balance_sum(probs, counts)
         if c.z_alpha:
-            z = c.z_alpha * router.z_sum(scores, mask)
-            noted = z if noted is None else noted + z
+            z_loss = c.z_alpha * router.z_sum(scores, mask)
+            losses = z_loss if losses is None else losses + z_loss
         if in_backward():  # a second pass over tokens that have been counted
             return
-        self.noted = noted
+        self.losses = losses
         if self.training and torch.is_grad_enabled():
             self.router.load = self.router.load + routing.counts
 
 
 class RouterLosses:
-    """Of layers by the stage that they are on: `taken(stage)` right after its forward."""
+    """Of layers by the stage that they are on: `collect(stage)` right after its forward."""
 
     def __init__(self, layers: Mapping[int, Iterable[nn.Module]], tokens_over: ProcessGroup | None = None):
         """`tokens_over`: ranks (of tp) that share out the tokens of this one, and report one loss."""
-        self.routed = {stage: list(mixtures(found)) for stage, found in layers.items()}
+        self.routed = {stage: mixtures(layers) for stage, layers in layers.items()}
         self.tokens_over = tokens_over
 
-    def taken(self, stage: int = 0) -> Tensor | None:
+    def collect(self, stage: int = 0) -> Tensor | None:
         """The sum over tokens, with its graph."""
-        noted = [layer.noted for layer in self.routed[stage] if layer.noted is not None]
+        losses = [layer.losses for layer in self.routed[stage] if layer.losses is not None]
         for layer in self.routed[stage]:
-            layer.noted = None
-        if not noted:
+            layer.losses = None
+        if not losses:
             return None
-        loss = torch.stack(noted).sum()
+        loss = torch.stack(losses).sum()
         return loss if self.tokens_over is None else collectives.reduce_from(loss, self.tokens_over)
 
     def forget(self) -> None:
         """The forwards since the last step are done again."""
         for layers in self.routed.values():
             for layer in layers:
-                layer.router.load, layer.noted = 0, None
+                layer.router.load, layer.losses = 0, None
 
 
 def mixtures(layers: Iterable[nn.Module]) -> list[MixtureOfExperts]:
-    found = (getattr(layer, "mlp", None) for layer in layers)
-    return [mlp for mlp in found if isinstance(mlp, MixtureOfExperts)]
+    mlps = (getattr(layer, "mlp", None) for layer in layers)
+    return [mlp for mlp in mlps if isinstance(mlp, MixtureOfExperts)]
 
 
 @torch.no_grad()

@@ -1,16 +1,15 @@
 """Tokens to their experts and back: sort, all-to-all, work, all-to-all, weigh and add up.
 
-    x [N, D] of this rank                                    expert e lives on rank e // (E/n) of the group
+    x [N, D] of this rank                                    expert e is on rank e // (E/n) of the group
       -> rows [A, D]      a copy for each choice, by expert  A = k·N, less what goes nowhere
       -> rows [R, D]      all-to-all: what all ranks send to this rank's experts, sorted by expert
-      -> y [R, D]         each expert works on its own rows
+      -> y [R, D]         each expert works on its rows
       -> y [A, D]         all-to-all back, in the order in which the rows left
       -> [N, D]           sum over a token's choices, times their weights
 
 Nothing is dropped or padded here: counts are exchanged first (8·E·(n-1)/n bytes per rank), then exactly the
-rows that are wanted travel, twice forward and twice backward, D elements each; a row whose expert is on its
-own rank stays. Kept for backward: the rows at the experts, the results that came home, and the weights.
-
+rows that are wanted travel, twice forward and twice backward, D elements each; rows for experts of the same
+rank send nothing. Kept for backward: the rows at the experts, the results that came home, and the weights.
 Lepikhin et al. 2020 (GShard, arXiv:2006.16668, section 3.2) with capacities; Gale et al. 2022 (MegaBlocks,
 arXiv:2211.15841, section 4) without. Differs: capacity is the router's affair (`Routing.within`), so that one
 dispatch serves both; padding is the experts' (experts.py).
@@ -29,57 +28,77 @@ Meanwhile = Callable[[], None] | None
 
 
 class Dispatch:
-    """The way of one batch, made from its routing. `counts` [E/n]: the rows of each expert that is here, and
+    """One batch on its way, made from its routing. `counts` [E/n]: the rows of each expert of this rank, and
     `sizes` the same as numbers, if the routing knows them. `meanwhile()` is called while rows, or their
     gradients, are under way."""
 
     def __init__(self, routing: Routing, group: ProcessGroup | None = None, meanwhile: Meanwhile = None):
         experts, n = routing.probs.shape[1], 1 if group is None else group.size()
         if experts % n:
-            rule = "each rank gets as many, so ep divides the experts"
-            raise ValueError(f"{experts} experts on {n} ranks; {rule}")
+            raise ValueError(
+                f"{experts} experts on {n} ranks; each rank gets as many, so ep divides the experts"
+            )
         chosen, counts = routing.experts.flatten(), routing.counts
         order = chosen.argsort(stable=True)  # by expert, then by token
         going = int(counts.sum()) if routing.sizes is None else sum(routing.sizes)
-        order = order[len(order) - going :]  # those that go nowhere come first
-        self.group, self.meanwhile, self.choices = group, meanwhile, order
-        self.tokens, self.num_tokens = order // routing.experts.shape[1], len(routing.experts)
+        self.choices = order[len(order) - going :]  # those that go nowhere come first
+        self.tokens, self.num_tokens = self.choices // routing.experts.shape[1], len(routing.experts)
+        self.group, self.meanwhile = group, meanwhile
         if group is None:
-            self.counts, self.turn, self.sizes = counts, None, routing.sizes and list(routing.sizes)
+            self.counts, self.sizes = counts, routing.sizes and list(routing.sizes)
             return
-        # row s of `arriving`: how many rows rank s has for each expert of this rank
-        arriving, here = collectives.all_to_all(counts, group).view(n, -1), experts // n
-        self.counts = arriving.sum(0)
+        # row s: how many rows rank s has for each expert of this rank
+        self.received, here = collectives.all_to_all(counts, group).view(n, -1), experts // n
+        self.counts = self.received.sum(0)
         if routing.sizes is None:
             self.send_sizes = counts.view(n, -1).sum(1).tolist()
-            self.receive_sizes, self.sizes = arriving.sum(1).tolist(), None
+            self.receive_sizes, self.sizes = self.received.sum(1).tolist(), None
         else:  # a dry run: every rank has as many tokens
-            own = routing.sizes[group.rank() * here : (group.rank() + 1) * here]
+            mine = routing.sizes[group.rank() * here : (group.rank() + 1) * here]
             self.send_sizes = [sum(routing.sizes[first : first + here]) for first in range(0, experts, here)]
-            self.receive_sizes, self.sizes = [sum(own)] * n, [n * size for size in own]
-        self.turn = by_expert(arriving, sum(self.receive_sizes))
+            self.receive_sizes, self.sizes = [sum(mine)] * n, [n * size for size in mine]
+        self.order = by_expert(self.received, sum(self.receive_sizes))
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
         rows = x.index_select(0, self.tokens)
         if self.group is None:
             return rows
-        how = dict(send_sizes=self.send_sizes, receive_sizes=self.receive_sizes, meanwhile=self.meanwhile)
-        return _Turned.apply(collectives.all_to_all(rows, self.group, **how), self.turn, inverse(self.turn))
+        rows = self._sent(rows, self.send_sizes, self.receive_sizes)
+        return _Permuted.apply(rows, self.order, inverse(self.order))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         if self.group is not None:
-            how = dict(send_sizes=self.receive_sizes, receive_sizes=self.send_sizes, meanwhile=self.meanwhile)
-            y = _Turned.apply(y, inverse(self.turn), self.turn)
-            y = collectives.all_to_all(y, self.group, **how)
+            y = _Permuted.apply(y, inverse(self.order), self.order)
+            y = self._sent(y, self.receive_sizes, self.send_sizes)
         return combined(y, weights.flatten().index_select(0, self.choices), self.tokens, self.num_tokens)
 
+    def _sent(self, rows: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+        sizes = dict(send_sizes=send_sizes, receive_sizes=receive_sizes)
+        return collectives.all_to_all(rows, self.group, meanwhile=self.meanwhile, **sizes)
 
-def by_expert(arriving: Tensor, total: int) -> Tensor:
+
+class AllToAll:
+    """What a layer of experts does with its tokens: rows travel to their experts and back.
+
+    x [N, D], its routing, `experts(rows, counts, sizes)` -> [N, D]. Without a group all experts are here."""
+
+    def __init__(self, group: ProcessGroup | None = None, meanwhile: Meanwhile = None):
+        self.group, self.meanwhile = group, meanwhile
+
+    def dispatch(self, routing: Routing) -> Dispatch:
+        return Dispatch(routing, self.group, self.meanwhile)
+
+    def __call__(self, x: Tensor, routing: Routing, experts: Callable) -> Tensor:
+        trip = self.dispatch(routing)
+        return trip.back(experts(trip.there(x), trip.counts, trip.sizes), routing.weights)
+
+
+def by_expert(received: Tensor, total: int) -> Tensor:
     """[n, E] rows that n ranks send for each of E experts, `total` in all -> their order by expert, rank."""
-    which = torch.arange(arriving.shape[1], device=arriving.device).repeat(len(arriving))
-    return which.repeat_interleave(arriving.flatten(), output_size=total).argsort(stable=True)
+    experts = torch.arange(received.shape[1], device=received.device).repeat(len(received))
+    return experts.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -92,7 +111,7 @@ def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int)
     return _Combined.apply(y, weights, tokens, num_tokens)
 
 
-class _Turned(torch.autograd.Function):
+class _Permuted(torch.autograd.Function):
     """Rows in another order. Written out, for autograd would add the gradient's rows to zeros."""
 
     @staticmethod

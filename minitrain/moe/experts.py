@@ -1,4 +1,4 @@
-"""The work of the experts on rows that stand sorted by expert: several ways, one result.
+"""The work of the experts on rows that stand sorted by expert: several implementations, one result.
 
 rows [R, D], counts [E] (sum R), up, gate [E, D, F], down [E, F, D]  ->  [R, D]
 
@@ -7,25 +7,25 @@ rows [R, D], counts [E] (sum R), up, gate [E, D, F], down [E, F, D]  ->  [R, D]
 loop       product after product, as autograd sees them       the reference
 padded     [E, max count, D], batched products                E · max - R rows of zeros are worked on as well
 blocked    each count padded to a multiple of `block`         at most E · (block - 1) such rows
-grouped    nothing in excess: 2·R·D·F FLOPs per matrix        keeps rows and the hidden layer before act
-scattered  x [N, D] read and added to through indices         keeps x, which others keep too, and no row
-low        product after product in few bits                  keeps codes of rows and of the hidden layer
+grouped    nothing in excess: 2·R·D·F FLOPs per matrix        saves rows and the hidden layer before act
+scattered  x [N, D] read and added to through indices         saves x, which others save too, and no row
+LowBits    product after product in few bits                  saves codes of rows and of the hidden layer
 
-`grouped` is torch's grouped product on a GPU in bfloat16 with widths of whole 16 bytes. Everywhere else, CPUs
-included (torch's kernel there is a loop too, no faster, and knows no float64), the experts take turns: what
-act makes of an expert's rows lives for its turn only and is made again in backward. Counts are numbers on the
-host for all ways: give them as `sizes` where you know them (a dry run), else counts are asked. Gale et al.
-2022 (MegaBlocks, arXiv:2211.15841, section 4); Tan et al. 2024 (ScatterMoE, arXiv:2403.08245, section 3).
-Differs: dense products per expert in place of their kernels; MegaBlocks' blocks are rows, its F is whole.
+`grouped` is torch's grouped product on a GPU in bfloat16 with widths of whole 16 bytes; elsewhere (torch's
+kernel on a CPU is a loop too, and knows no float64) the experts take turns (turns.py). All need the counts on
+the host: give them as `sizes` where you know them (a dry run).
+Gale et al. 2022 (MegaBlocks, arXiv:2211.15841, section 4); Tan et al. 2024 (ScatterMoE, arXiv:2403.08245,
+section 3). Differs: dense products per expert for their kernels; MegaBlocks' blocks are rows, its F is whole.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitrain.moe.turns import Act, Given, hidden, in_turns
+from minitrain.precision.products import Products, Scales
 from minitrain.precision.quantized_linear import multiply
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
@@ -53,7 +53,7 @@ def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None
 
 def blocked(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None, block: int = 16) -> Tensor:
     """Groups of whole blocks, as kernels want them that work on tiles: then the grouped products."""
-    require_ints(1, block=block)
+    require_positive_ints(block=block)
     sizes = numbers(counts, sizes, len(rows))
     room = whole_blocks(sizes, block)
     place = places(sizes, room, rows.device)
@@ -64,8 +64,6 @@ def blocked(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=Non
 
 def whole_blocks(sizes: list[int], block: int) -> list[int]:
     """Each size rounded up to a multiple of `block`."""
-    if block < 1:
-        raise ValueError(f"block = {block}; a block has 1 row or more")
     return [-(-size // block) * block for size in sizes]
 
 
@@ -95,14 +93,21 @@ def scattered(x, tokens, weights, counts, up, down, act=F.gelu, gate: Given = No
     return in_turns(x, tokens, weights, up, down, gate, act, sizes)
 
 
-def low(rows, counts, up, down, act=F.gelu, gate=None, *, sizes=None, products, inwards, outwards) -> Tensor:
-    """`products` of precision/products.py; `inwards` scales what up and gate multiply, `outwards` down."""
-    results = []
-    for e, part in enumerate(rows.split(numbers(counts, sizes, len(rows)))):
-        matrices = [matrix[e].mT for matrix in (up, gate) if matrix is not None]
-        made = multiply(part, matrices, [inwards] * len(matrices), products)
-        results += multiply(hidden(act, *made), [down[e].mT], [outwards], products)
-    return torch.cat(results)
+class LowBits(nn.Module):
+    """Product after product in few bits, used as the functions of this file. `inwards` scales what up and
+    gate multiply, `outwards` what down does."""
+
+    def __init__(self, products: Products, inwards: Scales, outwards: Scales):
+        super().__init__()
+        self.products, self.inwards, self.outwards = products, inwards, outwards
+
+    def forward(self, rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
+        results = []
+        for e, part in enumerate(rows.split(numbers(counts, sizes, len(rows)))):
+            matrices = [matrix[e].mT for matrix in (up, gate) if matrix is not None]
+            made = multiply(part, matrices, [self.inwards] * len(matrices), self.products)
+            results += multiply(hidden(act, *made), [down[e].mT], [self.outwards], self.products)
+        return torch.cat(results)
 
 
 def has_kernel(rows: Tensor, up: Tensor, down: Tensor) -> bool:
@@ -125,9 +130,10 @@ def numbers(counts: Tensor, sizes: list[int] | None, rows: int) -> list[int]:
     """The counts on the host, where each product gets its shape from."""
     sizes = counts.tolist() if sizes is None else sizes
     if sum(sizes) != rows:
-        found = f"counts {sizes} add up to {sum(sizes)}"
-        raise ValueError(f"{found}, but there are {rows} rows; each has one expert")
+        raise ValueError(
+            f"counts {sizes} add up to {sum(sizes)}, but there are {rows} rows; each has one expert"
+        )
     return sizes
 
 
-WAYS = {"loop": loop, "padded": padded, "blocked": blocked, "grouped": grouped}
+IMPLEMENTATIONS = {"loop": loop, "padded": padded, "blocked": blocked, "grouped": grouped}

@@ -1,21 +1,21 @@
-"""A layer of experts on ranks: experts spread over ep, each expert cut over tp, tokens that are sent once.
+"""A layer of experts on ranks: experts over ep, each expert cut over tp, and every token sent once.
 
-    ep     expert e is on rank e // (E/ep) of the group      up[E/ep, D, F]    gradient: a sum over what is
-           (tokens go there and back: dispatch.py)                             left of dp × cp beside ep
-    tp     hidden units of every expert                      up[E/ep, D, F/tp] gradient: complete
-           tokens: each rank routes and sends T/tp of them, so none travels twice; at the experts the rows
-           of all tp ranks are gathered, every rank computes its hidden units, and sums go back by row
+    ep     expert e is on rank e // (E/ep) of the group        up [E/ep, D, F]
+           tokens go there and back (dispatch.py); the gradient is a sum over the other ranks of dp × cp
+    tp     hidden units of every expert                        up [E/ep, D, F/tp]
+           each rank routes and sends T/tp of the tokens, so none travels twice; at the experts the rows of
+           all tp ranks are gathered, every rank computes its hidden units, and sums go back by row
 
-Without dropping duplicates every tp rank would send all tokens: the bytes over ep fall by exactly tp. Sends
-over tp per layer and pass, R the rows of this rank: (t-1)·R·D elements in, as many out; where the sequence
-is not cut already, (t-1)/t·B·T·D to put the tokens together again. A router has seen T/tp tokens: its
-gradient is a term of a sum over tp.
+With duplicates every rank of tp would send all tokens: the bytes over ep fall by exactly tp. Sent over tp per
+layer and pass, with the R rows of this rank: (t-1)·R·D elements in, as many out; and (t-1)/t·B·T·D to put the
+tokens together again, if the sequence is not cut already. A router sees T/tp tokens: its gradient is a term
+of a sum over tp.
 Singh et al. 2023 (DeepSpeed-TED), arXiv:2303.06318, sections 4.1 and 5.1 (duplicate token dropping); Liu et
 al. 2025 (MoE parallel folding), arXiv:2504.14960, section 3. Differs: rows of uneven number, nothing padded.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,60 +28,64 @@ from minitrain.ranks.sharding import Shard, place, placement, shard
 TIME = 1  # the dim of the sequence in [B, T, D]
 
 
-def spread(mixture: nn.Module, group: ProcessGroup, dispatch: Callable) -> None:
-    """A layer has made its part of the experts only: they are parts over `group` of whole parameters, and
-    rows travel to them by `dispatch(routing)`."""
-    mixture.dispatch = dispatch
-    for param in mixture.experts.parameters():
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens of a layer's input [B, T, D] this rank routes: all of them, or 1/t where all ranks of
+    `tp_group` have the same input. With `sequence_parallel` the input is 1/t already, its positions are not.
+    """
+
+    tp_group: ProcessGroup | None = None
+    sequence_parallel: bool = False
+    row_group: ProcessGroup | None = None  # ranks that route the other tokens of the same rows
+    row_ranks: int = 1  # over how many of these the rows of the input are cut
+
+    def enter(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """This rank's tokens, their positions (-1: padding), and whether any are padding."""
+        if self.tp_group is None:
+            return x, positions, False
+        t, rank = self.tp_group.size(), self.tp_group.rank()
+        if self.sequence_parallel:
+            return x, positions.chunk(t, -1)[rank], False
+        missing = -x.shape[TIME] % t
+        x, positions = F.pad(x, (0, 0, 0, missing)), F.pad(positions, (0, missing), value=-1)
+        return collectives.scatter_to(x, self.tp_group, TIME), positions.chunk(t, -1)[rank], missing > 0
+
+    def leave(self, y: Tensor, length: int) -> Tensor:
+        """The opposite, [B, T, D] of the first `length` tokens."""
+        if self.tp_group is None or self.sequence_parallel:
+            return y
+        return collectives.gather_from(y, self.tp_group, TIME).narrow(TIME, 0, length)
+
+
+def place_experts(experts: nn.Module, group: ProcessGroup) -> None:
+    """The experts that a rank has made are its part of stacked parameters, over `group`."""
+    for param in experts.parameters():
         place(param, shards=(Shard(0, group), *placement(param).shards))
 
 
-def cut(mixture: nn.Module, group: ProcessGroup, own_time: Callable | None = None) -> list[nn.Parameter]:
-    """Each expert over `group`, in place. `own_time(positions)`: those of the tokens that a rank has, where
-    the sequence is cut over the group already. Returns the parameters that see some of the tokens only."""
-    experts = mixture.experts
-    for name, dim in (("up", 2), ("gate", 2), ("down", 1)):
-        if getattr(experts, name) is not None:
-            setattr(experts, name, shard(getattr(experts, name), dim, group))
-    mixture.experts = CutExperts(experts, group)
-    if own_time is None:
-        mixture.enter, mixture.leave = partial(own_tokens, group=group), partial(all_tokens, group=group)
-    else:
-        mixture.enter = lambda x, positions: (x, own_time(positions), False)
-    return list(mixture.router.parameters())
-
-
-def own_tokens(x: Tensor, positions: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, bool]:
-    """x [B, T, D], alike on all ranks -> this rank's [B, T/t, D], rounded up with padding at the end."""
-    missing = -x.shape[TIME] % group.size()
-    x, positions = F.pad(x, (0, 0, 0, missing)), F.pad(positions, (0, missing), value=-1)
-    own = positions.chunk(group.size(), -1)[group.rank()]
-    return collectives.scatter_to(x, group, TIME), own, missing > 0
-
-
-def all_tokens(y: Tensor, length: int, group: ProcessGroup) -> Tensor:
-    """The opposite: [B, T/t, D] -> the first `length` of [B, T, D]."""
-    return collectives.gather_from(y, group, TIME).narrow(TIME, 0, length)
-
-
 class CutExperts(nn.Module):
-    """Experts of F/t hidden units each, which work on the rows of all ranks of the group."""
+    """In the place of a layer's experts: F/t hidden units of each, for the rows of all ranks of the group."""
 
     def __init__(self, experts: nn.Module, group: ProcessGroup):
         super().__init__()
-        self.act, self.way, self.group = experts.act, experts.way, group
-        self.up, self.gate, self.down = experts.up, experts.gate, experts.down
+        self.act, self.work, self.group = experts.act, experts.work, group
+        self.up = shard(experts.up, 2, group)
+        self.gate = None if experts.gate is None else shard(experts.gate, 2, group)
+        self.down = shard(experts.down, 1, group)
 
-    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, way=None) -> Tensor:
+    def forward(
+        self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, work: Callable | None = None
+    ) -> Tensor:
         t, here = self.group.size(), len(rows)
         each = collectives.all_gather(counts[None], self.group, 0)  # [t, E]
         lengths = each.sum(1).tolist() if sizes is None else [here] * t
         # a copy of the rows to every rank; backward adds up what they give back
         rows = rows.expand(t, *rows.shape).flatten(0, 1)
         rows = collectives.all_to_all(rows, self.group, send_sizes=[here] * t, receive_sizes=lengths)
-        turn, sizes = by_expert(each, sum(lengths)), sizes and [t * size for size in sizes]
-        matrices = dict(gate=self.gate, sizes=sizes)
-        y = (way or self.way)(rows[turn], each.sum(0), self.up, self.down, self.act, **matrices)
-        back = dict(send_sizes=lengths, receive_sizes=[here] * t)
-        y = collectives.all_to_all(y[inverse(turn)], self.group, **back)
+        order, work = by_expert(each, sum(lengths)), work or self.work
+        sizes = sizes and [t * size for size in sizes]
+        y = work(rows[order], each.sum(0), self.up, self.down, self.act, self.gate, sizes=sizes)
+        y = collectives.all_to_all(
+            y[inverse(order)], self.group, send_sizes=lengths, receive_sizes=[here] * t
+        )
         return y.unflatten(0, (t, here)).sum(0)

@@ -47,8 +47,8 @@ class Routing:
     def within(self, capacity: int, places: Tensor | None = None) -> "Routing":
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.
 
-        What is dropped keeps nothing of its weight: the token lives on in the residual stream alone. `places`
-        [N, k] are those of `places_of`, where the tokens are not a group of their own."""
+        What is dropped has no weight: the residual stream goes on alone. `places` [N, k] are those of
+        `places_of`, where the tokens are not a group of their own."""
         if capacity < 1:
             raise ValueError(f"capacity = {capacity}; an expert needs room for at least 1 token")
         return self.without((places_of(self.experts) if places is None else places) > capacity)
@@ -70,14 +70,8 @@ class Routing:
 
 def counts_of(experts: Tensor, num_experts: int) -> Tensor:
     """[.., M] choices -> [.., E]: how many there are of each."""
-    found = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
-    try:
-        return found.scatter_add_(-1, experts + 1, torch.ones_like(experts))[..., 1:]
-    except (IndexError, RuntimeError):
-        if not (experts >= num_experts).any():
-            raise
-        rule = f"experts are 0 to {num_experts - 1}; shared ones have no number, every token visits them"
-        raise ValueError(f"a token is sent to expert {int(experts.max())}, but {rule}") from None
+    counts = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, experts + 1, torch.ones_like(experts))[..., 1:]
 
 
 def places_of(experts: Tensor) -> Tensor:
@@ -168,14 +162,12 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
 def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
     """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` equal parts of the
     experts."""
-    require_positive_ints(k=k, experts=experts, nodes=nodes)
-    require_ints(rows=rows, length=length)
-    turn, found = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
+    turn, visits = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
     for token in range(min(turn, length)):
         visited = {(token * k + j) % experts for j in range(k)}
         for node in {e * nodes // experts for e in visited if only is None or e in only}:
-            found[node] += rows * math.ceil((length - token) / turn)
-    return found
+            visits[node] += rows * math.ceil((length - token) / turn)
+    return visits
 
 
 def without_numbers(x: Tensor) -> bool:
@@ -207,8 +199,7 @@ def _routed(probs: Tensor, experts: Tensor, mask: Tensor | None, normalised: boo
     routing = Routing(experts, weights, probs)
     if mask is not None:
         if mask.shape != probs.shape[:1]:
-            wanted = f"a mask has one entry for each of {probs.shape[0]} tokens"
-            raise ValueError(f"mask {list(mask.shape)}; {wanted}")
+            raise ValueError(f"mask {list(mask.shape)}; a mask has one entry for each of {len(probs)} tokens")
         routing, nowhere = replace(routing, probs=probs * mask[:, None]), nowhere | ~mask[:, None]
     return routing.without(nowhere)
 
@@ -243,8 +234,9 @@ def balance_sum(probs: Tensor, counts: Tensor) -> Tensor:
 
 def z_loss(scores: Tensor, alpha: float, mask: Tensor | None = None, tokens: int | None = None) -> Tensor:
     """alpha · mean of logsumexp(scores)²: keeps scores small (Zoph et al. 2022, ST-MoE, eq. 5)."""
-    tokens = (len(scores) if mask is None else int(mask.sum())) if tokens is None else int(tokens)
-    return alpha * z_sum(scores, mask) / max(1, tokens)
+    if tokens is None:
+        tokens = len(scores) if mask is None else mask.sum()
+    return alpha * z_sum(scores, mask) / max(1, int(tokens))
 
 
 def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:

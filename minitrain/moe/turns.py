@@ -1,15 +1,14 @@
-"""Experts taking turns, forward and backward by hand, each kind of product in a node of its own.
+"""Experts one after the other, forward and backward by hand, each kind of product in a node of its own.
 
     rows · up_e, rows · gate_e -> z      d up_e = rowsᵀ · dz;  d rows = dz · up_eᵀ
-    hidden(z) · down_e -> y              hidden [rows, F] lives for one turn, and is made again in backward:
-                                         d hidden = dy · down_eᵀ;  d down_e = hiddenᵀ · dy;  dz by autograd
+    hidden(z) · down_e -> y              d hidden = dy · down_eᵀ;  d down_e = hiddenᵀ · dy;  dz by autograd
 
-Kept are x, the z [R, F], one or with a gate two, and the weights of the routing, but no result: with weight w
-it is w · (hidden · down_e), so dw = hidden · d hidden, taken before w comes in. In backward each node lets go
-of what it kept: all z and dz live beside the gradient of down alone; beside all gradients one dz is left, or
-both where rows are copies of tokens, made once for both. A forward turn of `rows` rows makes (F + D) · rows
-elements, or 2F · rows with a gate if that is more. FLOPs: 2·R·D·F per matrix and twice that in backward, less
-one product for a frozen matrix.
+Saved are x, z [R, F] (two with a gate) and the weights of the routing, but no result: hidden [rows, F] is
+there for one turn and made again in backward, and with weight w the result is w · (hidden · down_e), so
+dw = hidden · d hidden. In backward each node frees what it saved: all z and dz are there with the gradient of
+down alone; with all gradients one dz is left, or both where rows are copies of tokens, made once for both.
+A forward turn makes (F + D) · rows elements, or 2F · rows with a gate if that is more. FLOPs: 2·R·D·F per
+matrix and twice that in backward, less one product for a frozen matrix.
 Tan et al. 2024 (ScatterMoE, arXiv:2403.08245, section 3) read and write through indices inside one kernel.
 Differs: a copy of one expert's rows at a time.
 """
@@ -48,7 +47,7 @@ class _Inwards(torch.autograd.Function):
     def forward(ctx, x, tokens, sizes, *matrices):
         made = [x.new_empty(sum(sizes), matrix.shape[2]) for matrix in matrices]
         for e, here in enumerate(slices(sizes)):
-            rows = take(x, there(tokens, here))
+            rows = rows_at(x, there(tokens, here))
             for matrix, room in zip(matrices, made):
                 torch.mm(rows, matrix[e], out=room[here])
         ctx.save_for_backward(x, tokens, *matrices)
@@ -63,7 +62,7 @@ class _Inwards(torch.autograd.Function):
         grads = [torch.empty_like(matrix) if wants else None for matrix, wants in zip(matrices, wanted)]
         dx = (torch.empty_like(x) if tokens is None else torch.zeros_like(x)) if wants_x else None
         for e, here in enumerate(slices(ctx.sizes)):
-            rows = take(x, there(tokens, here))
+            rows = rows_at(x, there(tokens, here))
             for d, room in zip(dmade, of(e, grads)):
                 if room is not None:
                     torch.mm(rows.T, d[here], out=room)
@@ -84,7 +83,7 @@ class _Outwards(torch.autograd.Function):
         y = (down.new_empty if tokens is None else down.new_zeros)(length, down.shape[2])
         for e, here in enumerate(slices(sizes)):
             weight = None if weights is None else weights[here, None]
-            put(y, there(tokens, here), leave(of(here, made), weight, down[e], act))
+            add_rows(y, there(tokens, here), leave(of(here, made), weight, down[e], act))
         ctx.save_for_backward(tokens, weights, down, *made)
         ctx.act, ctx.sizes = act, sizes
         return y
@@ -99,7 +98,7 @@ class _Outwards(torch.autograd.Function):
         for e, here in enumerate(slices(ctx.sizes)):
             weight = None if weights is None else weights[here, None]
             rooms = *of(here, [dweights]), *of(e, [ddown]), *of(here, dmade[:1])
-            given = take(dy, there(tokens, here)), weight, down[e], of(here, made), ctx.act
+            given = rows_at(dy, there(tokens, here)), weight, down[e], of(here, made), ctx.act
             for room, d in zip(of(here, dmade), leave_backward(*given, *rooms)):
                 if room is not None:
                     room.copy_(d)
@@ -172,12 +171,12 @@ def slices(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes)]
 
 
-def take(x: Tensor, part: slice | Tensor) -> Tensor:
+def rows_at(x: Tensor, part: slice | Tensor) -> Tensor:
     """A slice is a view; the rows of tokens are a copy."""
     return x[part] if isinstance(part, slice) else x.index_select(0, part)
 
 
-def put(out: Tensor, part: slice | Tensor, rows: Tensor) -> None:
+def add_rows(out: Tensor, part: slice | Tensor, rows: Tensor) -> None:
     """A slice is written once; of a token, all rows are added."""
     if isinstance(part, slice):
         out[part] = rows

@@ -7,11 +7,10 @@
 A sum of ones stalls (swamping) at 2^(M+1), where 1 is half a step: 4,096 ones give 2,048 in FP16, 256 in
 BF16, 1,024 with 9 mantissa bits, and 4,096 with these in chunks of 64.
 
-`tensor_core_matmul` emulates Hopper's FP8 product. An instruction takes `lanes` = 32 products (exact) and the
-accumulator, aligns all to the largest exponent, keeps the `bits` = 14 highest bits of each, cuts off the rest
-and adds without error. An addend loses less than 2^(1-bits) of the largest, so an instruction less than
-33·2^(1-bits) of it. Every `promote` products the sum is added to a float32 elsewhere, times the scales of
-these products, and starts again from zero.
+`tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds `lanes` = 32 exact products to the
+accumulator: it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it
+loses less than 33·2^(1-bits) of the largest. Every `promote` products the sum is added to a float32
+elsewhere, times the scales of these products, and starts again from zero.
 Wang et al. 2018, arXiv:1812.08011, section 2.2; DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2.
 Differs: emulated from that description, not compared with a GPU; cut toward zero, for all signs.
 """
@@ -21,6 +20,7 @@ from torch import Generator, Tensor
 
 from minitrain.precision.formats import Format
 from minitrain.precision.rounding import checked, rounded
+from minitrain.ranks.checks import require_ints
 
 
 def sum_in(x, format: str | Format, chunk: int | None = None, mode="nearest", generator=None) -> Tensor:
@@ -33,7 +33,7 @@ def sum_in(x, format: str | Format, chunk: int | None = None, mode="nearest", ge
 
 
 def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], exact products summed as `sum_in` does: all of them are held, [M, N, K]."""
+    """a [M, K] @ b [K, N], exact products summed as `sum_in` does. Memory: all products, [M, N, K]."""
     _fit("matmul_in", a, b)
     return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
 
@@ -47,15 +47,14 @@ def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None
     _divides("tensor_core_matmul", numbers, promote, "promote")
     promote = promote or numbers
     _divides("tensor_core_matmul", promote, lanes, "lanes")
-    if not isinstance(bits, int) or not 2 <= bits <= 40:
-        raise ValueError(f"tensor_core_matmul: bits={bits!r}; use 2 to 40, 14 for Hopper")
+    require_ints(2, 40, bits=bits)
     parts = numbers // promote
     scale_a = torch.ones(len(a), parts) if scale_a is None else scale_a
     scale_b = torch.ones(parts, b.shape[1]) if scale_b is None else scale_b
     if scale_a.shape != (len(a), parts) or scale_b.shape != (parts, b.shape[1]):
-        found = f"scale_a {list(scale_a.shape)} and scale_b {list(scale_b.shape)}"
+        given = f"scale_a {list(scale_a.shape)} and scale_b {list(scale_b.shape)}"
         needed = f"{[len(a), parts]} and {[parts, b.shape[1]]}, one for every {promote} products"
-        raise ValueError(f"tensor_core_matmul: {found}; they must be {needed}")
+        raise ValueError(f"tensor_core_matmul: {given}; they must be {needed}")
     total = torch.zeros(len(a), b.shape[1])
     for part in range(parts):
         accumulator = torch.zeros(len(a), b.shape[1], dtype=torch.float64)

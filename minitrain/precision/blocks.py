@@ -8,13 +8,11 @@
     "e4m3"     amax / largest in units of t, rounded to E4M3      scale · t          (NVFP4)
                t = amax of the tensor / largest / 448
 
-An outlier takes the resolution of its tile only. Errors are half a step of the format times the multiplier.
-With a float32 scale a zero and the largest number of a tile come back to the bit (of a float64, its float32),
-and an integer errs by at most 2^-15 of a step more (and 2^-149). A tile with NaN or infinity comes back as
-NaN from end to end (e4m3: the tensor), the others as if nothing had happened. With an `amax` from elsewhere
-(of steps before: delayed scaling) what is larger saturates; infinity too, but in a format without NaN.
-Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works, besides the result: to
-integers one float32 copy of x (two of a half-precision x), back one, and the codes in a byte each.
+An outlier costs the resolution of its tile only; errors are half a step of the format times the multiplier.
+With float32 scales a zero and the largest number of a tile come back to the bit, and an integer errs by at
+most 2^-15 of a step more (and 2^-149). A tile with NaN or infinity comes back as NaN (e4m3: the tensor). With
+an `amax` from elsewhere (delayed scaling) what is larger saturates; infinity too, in a format that has NaN.
+Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works: one float32 copy of x.
 Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023 (ZeRO++), arXiv:2306.10209, section 3.1;
 Rouhani et al. 2023 (MX), arXiv:2310.10537, section 3; Xi et al. 2024 (Jetfire), arXiv:2403.12422, section 4;
 DeepSeek-V3, arXiv:2412.19437, section 3.3; NVIDIA 2025 (NVFP4), arXiv:2509.25149. Differs: no fused kernels.
@@ -31,8 +29,8 @@ from torch.nn.functional import pad
 from minitrain.precision import formats
 from minitrain.precision.formats import E4M3, Format, format_of
 from minitrain.precision.packing import pack, packed_bytes, unpack
-from minitrain.precision.rounding import MODES, codes_of, decode, readable, round_, rounded
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.precision.rounding import check_mode, codes_of, decode, readable, round_, rounded
+from minitrain.ranks.checks import require_one_of, require_positive_ints
 
 SCALES = {"float32": 32, "e8m0": 8, "e4m3": 8}  # bits
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,8 +50,7 @@ class Blocks:
         if not self.format.signed or wide:
             cure = "use up to 8 bits with a sign, e4m3 say, or fp16, bf16"
             raise ValueError(f"Blocks: format={self.format.name}; {cure}")
-        if self.scale not in SCALES:
-            raise ValueError(f"Blocks: scale={self.scale!r}; use {', '.join(SCALES)}")
+        require_one_of(SCALES, scale=self.scale)
         sizes = isinstance(self.tile, tuple) and all(type(n) is int and n >= 0 for n in self.tile)
         if not sizes or len(self.tile) > 2:
             raise ValueError(f"Blocks: tile={self.tile!r}; use whole numbers: () or (32,) or (128, 128)")
@@ -193,15 +190,11 @@ def recipe(what: str, blocks: Blocks | str) -> Blocks:
 
 def _check(x: Tensor, blocks: Blocks, fill: bool, mode: str, generator) -> None:
     if x.dtype not in FLOATS or x.dim() == 0:
-        found = f"{x.dtype} {list(x.shape)}"
-        raise ValueError(f"quantize: x is {found}; it must be floating, with dims: x.float(), x.reshape(1)")
+        given = f"{x.dtype} {list(x.shape)}"
+        raise ValueError(f"quantize: x is {given}; it must be floating, with dims: x.float(), x.reshape(1)")
     if x.dim() < len(blocks.tile):
         raise ValueError(f"quantize: x is {list(x.shape)}, tile={blocks.tile} needs {len(blocks.tile)} dims")
-    if (mode == "stochastic") != (generator is not None) or mode not in MODES:
-        way = "nearest, zero, or stochastic with a generator"
-        raise ValueError(f"quantize: mode={mode!r} with generator={generator}; use {way}")
-    if blocks.format.table and mode != "nearest":
-        raise ValueError(f"quantize: {blocks.format.name} is a table without steps; use mode='nearest'")
+    check_mode("quantize", blocks.format, mode, generator)
     for size, length in zip(reversed(blocks.tile), reversed(x.shape)):
         if size and length % size and not fill:
             whole = f"pad to {length + -length % size}, or fill=True"

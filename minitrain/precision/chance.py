@@ -1,16 +1,14 @@
-"""Rounding by chance whose random numbers are a function of the place: alike in every layout, kept nowhere.
+"""Rounding by chance whose random numbers are a function of the place: alike in every layout, stored nowhere.
 
     bits of element i of `name` in step t = hashed(seed / t / name, i)        64, as in attention/dropout.py
-    weight, mean, mean of squares             take 21 of them each, a number k · 2^-21 in [0, 1)
+    weight, mean, mean of squares             21 of them each, a number k · 2^-21 in [0, 1)
 
 A float32 has 16 bits more than the bfloat16 that it becomes, so 21 are enough for E[rounded] = x to the bit.
-Ranks that hold the same element draw the same number, and one that holds a slice (tp, a shard of ZeRO in the
-middle of a matrix) the numbers of its slice: replicas stay equal without a word, and equal gradients give
-equal weights whatever the layout. `step` counts the updates of the parameter and is saved with its moments.
-To the nearest of bfloat16's 8 bits an update below 1/512 of the weight is lost, every time; by chance one of
-n such updates is a whole step of the weight, and on average nothing is lost.
-Sends nothing. Memory while a tensor is updated: 24 bytes per element to hash, of which 8 stay, then 21
-more to round.
+Ranks with the same element draw the same number, and one with a slice (tp, a shard of ZeRO in the middle of a
+matrix) the numbers of its slice: replicas stay equal, and equal gradients give equal weights in every layout.
+`step` counts the updates of the parameter and is saved with its moments. To the nearest of bfloat16's 8 bits
+an update below 1/512 of the weight is lost every time; by chance nothing is lost on average.
+Sends nothing. Memory while a tensor is updated: 24 bytes per element to hash, of which 8 stay, then 21 more.
 Gupta et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2020, arXiv:2010.06192, section 4. Differs: by
 place instead of one stream of numbers per device; moments in bfloat16 are rounded by chance too.
 """
@@ -48,6 +46,6 @@ def draws(bits: Tensor, number: int) -> Tensor:
     return field.float().mul_(2.0**-FIELD)
 
 
-def keep_by_chance(kept: Tensor, exact: Tensor, bits: Tensor, number: int) -> None:
-    """kept, in bfloat16, becomes one of the two neighbours of each number of `exact`."""
-    kept.copy_(round_to(exact, BF16, "stochastic", generator=draws(bits, number).view(exact.shape)))
+def keep_by_chance(stored: Tensor, exact: Tensor, bits: Tensor, number: int) -> None:
+    """`stored`, in bfloat16, becomes one of the two neighbours of each number of `exact`."""
+    stored.copy_(round_to(exact, BF16, "stochastic", generator=draws(bits, number).view(exact.shape)))

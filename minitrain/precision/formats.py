@@ -4,8 +4,8 @@
     e > 0  (-1)^sign · 2^(e - bias) · (1 + m/2^M)         normal: neighbours are 2^(e - bias - M) apart
     e = 0  (-1)^sign · 2^(1 - bias) · m/2^M               subnormal: as far apart as the smallest normals
 
-The exponent buys range, the mantissa precision: rounding errs by at most 2^-(M+1) of a normal number, half of
-eps = 2^-M, and by half of the smallest subnormal below. What the topmost codes mean is `specials`:
+Rounding errs by at most 2^-(M+1) of a normal number, and by half of the smallest subnormal below. What the
+topmost codes mean is `specials`:
 
     "ieee"  top exponent: infinity (m = 0) and NaN        FP16, BF16, E5M2
     "nan"   all ones are NaN, there is no infinity        OCP's E4M3, one more power of two

@@ -1,21 +1,18 @@
 """FP8-LM: 6 bytes per parameter, each number in as many bits as it needs and a scale for each tensor.
 
-                       stored as             bytes    kept as
+                       stored as             bytes    where
     weight (master)    FP16 with a scale       2      the parameter, and `param.largest`
     gradient           E4M3 with a scale       1      `param.grad` once it is summed, and `param.grad_largest`
     mean               E4M3 with a scale       1      state["exp_avg"], "exp_avg_largest"
     mean of squares    FP16 with a scale       2      state["exp_avg_sq"], "exp_avg_sq_largest"
 
-value = code · amax / largest number of the format. A direction of 3 bits is enough for the mean; squares have
-twice the range and weights must notice small updates, so these keep 16 bits (precision decoupling). Forward
-and backward compute with bfloat16 copies made just in time (jit_copies.py), and a gradient is in bfloat16
-until its backward is done.
-Gradients are added up as codes with one scale (scaled.py): in units of A / μ, where A is the
-largest of any rank, sums of n ranks overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so most of its range
-would be unused: μ starts at 1, halves after a step in which more than 0.001 % of a tensor's sums were at the
-largest number, where they are cut off, and else doubles within 1,000 steps, between 1/n and 1.
+value = code · amax / largest number of the format. Forward and backward compute with bfloat16 copies made
+just in time (jit_copies.py), and a gradient is in bfloat16 until its backward is done. Gradients are added up
+as codes with one scale (systems/data_parallel/scaled.py): in units of A / μ, where A is the largest of any
+rank, sums of n ranks overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so μ starts at 1, halves after a step
+in which more than 0.001 % of a tensor's sums were cut off, and else doubles within 1,000 steps.
 Peng et al. 2023, arXiv:2310.18313, sections 2.1 and 2.2. Differs: products in bfloat16, for which FP8 linear
-layers can be put; a μ for each tensor, with bounds.
+layers can be put; a μ for each tensor, between 1/n and 1.
 """
 
 import torch

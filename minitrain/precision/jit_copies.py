@@ -1,4 +1,4 @@
-"""Copies just in time: only the exact weights stay; a layer's narrow copies live while it computes.
+"""Copies just in time: only the exact weights stay; a layer's narrow copies are there while it computes.
 
     forward    W[float32] -> copy[bfloat16]    y = layer(x; copy)    the copies go when the layer is done
     backward   W -> copy, once more, where dx = dy · W asks for it; dW, in bfloat16, is W's gradient
@@ -6,10 +6,10 @@
 Mixed precision that stores both has 2 bytes per parameter for the copy and 4 for the master. Here the weights
 are the masters, and the copy costs 2 bytes for each parameter of one layer: 4 + 2 + 8 = 14 bytes instead of
 16, for a cast in forward and one in backward. The numbers are those of the stored copy, to the bit.
-Inside a layer's forward its modules have the copies as attributes, in front of the parameters, which keep
-their names and places; what autograd would save of a copy is exchanged for the parameter it was made of.
-Sends nothing. ZeRO cuts, and gathers, the weights that there are: float32, twice a copy's bytes; with stages
-1 and 2, which keep weights whole, masters are cut no more and 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
+Inside a layer's forward its modules have the copies as attributes, in front of the parameters; what autograd
+would save of a copy is exchanged for the parameter it was made of.
+Sends nothing. ZeRO cuts and gathers float32 weights, twice a copy's bytes; with stages 1 and 2, which keep
+weights whole, 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
 Ibrahim et al. 2024 (JIT-Q), MLSys, where memory that computes makes copies on their way to the processor.
 Differs: the processor makes them, and for a layer at a time.
 """

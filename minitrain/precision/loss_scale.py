@@ -5,11 +5,9 @@
     norm is finite    update; after `window` such steps in a row the factor doubles
     norm is not       a gradient overflowed: nothing is updated, the factor halves
 
-The norm is that of the whole gradient, over all ranks, shards and stages, so it is the same number on every
-rank: all skip a step, or none, and nothing is sent to agree. The factor is a power of two, hence exact; it
-enters where the loss is divided by its number of tokens and leaves in the optimizer, in the dtype of the
-master: a gradient divided earlier, in float16, would underflow after all.
-float16 keeps magnitudes from 2^-24 (5.96e-8) to 65,504; below half the first all is zero.
+The norm is that of the whole gradient, over all ranks, shards and stages, so all ranks skip a step, or none.
+The factor is a power of two, hence exact; it leaves in the optimizer, in the dtype of the master: a gradient
+divided earlier, in float16 (2^-24 to 65,504), would underflow after all.
 Sends nothing. Waits for one number per step: the norm.
 Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. Differs from apex and torch.amp.GradScaler: the norm
 tells of overflow, so there is no search for infinities, gradient by gradient, and no all-reduce of a flag.

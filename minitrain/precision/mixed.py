@@ -72,11 +72,11 @@ def keep_states(optimizer: torch.optim.Optimizer | None, policy: Policy) -> None
             group.update(wanted, master_dtype=None)
 
 
-def round_by_place(held: Iterable, names: Mapping, numbers: Callable, policy: Policy, seed: int) -> None:
-    """`held`: what is updated, which knows the `pieces()` of parameters it has; `numbers` of sharding.py."""
-    for kept in held if policy.by_chance else ():
-        named = [(names[piece[0]], partial(numbers, *piece)) for piece in kept.pieces()]
-        kept.shard.chance = Chance(named, seed)
+def round_by_place(shards: Iterable, names: Mapping, numbers: Callable, policy: Policy, seed: int) -> None:
+    """`shards`: what is updated, which knows the `pieces()` of its parameters; `numbers` of sharding.py."""
+    for shard in shards if policy.by_chance else ():
+        named = [(names[piece[0]], partial(numbers, *piece)) for piece in shard.pieces()]
+        shard.shard.chance = Chance(named, seed)
 
 
 def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -5,23 +5,21 @@
     dW = dyᵀ · x     over the tokens M           dyᵀ [N, M] and xᵀ [K, M] in tiles along M
 
 A scale of a row can leave the sum, which is of narrow numbers: what tensor cores do. Sums are in float32 or
-better. Kept for backward of x are its codes along K, a byte per number (and the scales); for dW they are read
-back and quantised along M. A tensor with one scale has the same codes in all directions.
+better. Saved for backward are the codes of x along K; for dW they are read back and quantised along M.
 
 `Scales` says which amax an operand is scaled by: its own; over ranks that have the rest of a tile, their
 largest (an all-reduce of 4 bytes a tile); or, in delayed scaling, the largest of `history` steps before, so
-that no product waits for a pass over its operand. What is larger then saturates. Before the first step x is
-scaled by 1 and dy as if 1 were its largest; a weight is always measured. NaN or infinity in an operand whose
-amax is agreed or delayed makes all of it NaN.
-On a GPU with kernels for the formats (`has_kernel`) a product is torch._scaled_mm; elsewhere it is emulated:
-operands are read back, in float32 at least, and multiplied.
-Micikevicius et al. 2022 (FP8), arXiv:2209.05433; NVIDIA Transformer Engine (delayed and current scaling);
-DeepSeek-AI 2024, arXiv:2412.19437, section 3.3. Differs: W is quantised again in every microbatch, the sums
-of dW begin with it (no zero-bubble schedule puts them off), float32 scales, no fused kernels.
+that no product waits for a pass over its operand: what is larger saturates. Before the first step x is scaled
+by 1 and dy as if 1 were its largest; a weight is always measured.
+On a GPU with kernels for the formats a product is torch._scaled_mm; elsewhere operands are read back, in
+float32 at least, and multiplied. Micikevicius et al. 2022 (FP8), arXiv:2209.05433; NVIDIA Transformer Engine
+(delayed and current scaling); DeepSeek-AI 2024, arXiv:2412.19437, section 3.3. Differs: W is quantised again
+in every microbatch, zero-bubble schedules put no dW off, float32 scales, no fused kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.precision import blocks as casts
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
 from minitrain.ranks import collectives
@@ -49,6 +46,7 @@ class Products:
     weight: Blocks
     dy: Blocks
     history: int = 0
+    cast: Callable = quantize  # or one that a compiler has made (`fused`)
 
     @property
     def travels(self) -> bool:
@@ -57,21 +55,21 @@ class Products:
 
     def enter(self, x: Tensor, scales: Scales) -> Quantized:
         """x [.., K] -> what is multiplied, kept, and sent."""
-        return scales.quantized("x", x, self.x, "MK")
+        return self.quantized("x", x, self.x, "MK", scales)
 
     def enter_grad(self, dy: Tensor, scales: Scales) -> Quantized:
-        return scales.quantized("dy", dy, self.dy, "MN")
+        return self.quantized("dy", dy, self.dy, "MN", scales)
 
     def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]."""
-        return product(x, scales.quantized("weight", weight, self.weight, "NK"), weight.dtype)
+        return product(x, self.quantized("weight", weight, self.weight, "NK", scales), weight.dtype)
 
     def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         """Of dy [.., N]."""
         along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         dx = dweight = None
         if wanted[0]:
-            transposed = scales.quantized("weight", weight.mT, self.weight, "KN")
+            transposed = self.quantized("weight", weight.mT, self.weight, "KN", scales)
             dx = product(along_n, transposed, weight.dtype)
         if wanted[1]:
             exact = torch.promote_types(weight.dtype, torch.float32)
@@ -86,7 +84,10 @@ class Products:
         if not blocks.tile and isinstance(x, Quantized):
             codes = x.codes.flatten(0, -2).mT.contiguous()
             return replace(x, codes=codes, shape=codes.shape) if x.blocks.format.bits == 8 else values
-        return scales.quantized("", values, blocks, rows + "T")
+        return self.quantized("", values, blocks, rows + "T", scales)
+
+    def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str, scales: Scales) -> Quantized:
+        return scales.quantized(role, x, blocks, dims, self.cast)
 
 
 class Scales(nn.Module):
@@ -101,11 +102,11 @@ class Scales(nn.Module):
             self.register_buffer("history", torch.zeros(len(ROLES), history, device=device), persistent=False)
             self.register_buffer("largest", torch.zeros(len(ROLES), device=device), persistent=False)
 
-    def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str) -> Quantized:
+    def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str, cast=quantize) -> Quantized:
         """x [.., R, C] whose dims are called so. Role "": a copy of what has been seen."""
         delayed = self.steps and role in ROLES
         if not delayed and not self.shared(blocks, dims):
-            return quantize(x, blocks, fill=True)
+            return cast(x, blocks, fill=True)
         amax = amax_of(x, blocks)
         if delayed:
             self.note(role, amax)
@@ -113,7 +114,7 @@ class Scales(nn.Module):
         else:
             amax = collectives.all_reduce(amax, self.group, op="max")
             broken = amax - amax  # 0, or NaN
-        return quantize(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
+        return cast(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
         """Whether other ranks have a part of these tiles."""
@@ -199,11 +200,10 @@ def emulated(products: Any, weight: Tensor) -> bool:
     return not (fits and has_kernel(weight.device))
 
 
-def fuse_casts(**how) -> None:
-    """From now on casts go through torch.compile, in this process: on a GPU a pass or two over an operand in
-    the place of ten, without which FP8 products gain nothing."""
-    global quantize
-    quantize = torch.compile(casts.quantize, dynamic=False, **how)
+def fused(products: Products, **options) -> Products:
+    """Its casts go through torch.compile: on a GPU a pass or two over an operand in the place of ten, without
+    which FP8 products gain nothing."""
+    return replace(products, cast=torch.compile(quantize, dynamic=False, **options))
 
 
 E4M3, E5M2 = Blocks(formats.E4M3), Blocks(formats.E5M2)
@@ -211,7 +211,9 @@ PRODUCTS = {
     "fp8_tensor": Products(E4M3, E4M3, E5M2),
     "fp8_delayed": Products(E4M3, E4M3, E5M2, history=16),
     "fp8_e4m3": Products(E4M3, E4M3, E4M3),
-    "fp8_tiles": Products(*(RECIPES[name] for name in ("fp8_1x128", "fp8_128x128", "fp8_1x128"))),
+    "fp8_tiles": Products(RECIPES["fp8_1x128"], RECIPES["fp8_128x128"], RECIPES["fp8_1x128"]),
 }
-PRODUCTS |= {name: Products(*[RECIPES[name]] * 3) for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4")}
-PRODUCTS["fp8_rows"] = Products(*[RECIPES["fp8_row"]] * 3)
+ONE_RECIPE = dict(fp8_rows="fp8_row", mxfp8="mxfp8", mxfp6="mxfp6", mxfp4="mxfp4", nvfp4="nvfp4")
+PRODUCTS |= {
+    name: Products(RECIPES[of_all], RECIPES[of_all], RECIPES[of_all]) for name, of_all in ONE_RECIPE.items()
+}

@@ -4,8 +4,7 @@
     rounded = round(s) · 2^(e - M)
 
 The power of two is a mask over the bits of x, so s is exact, and rounding s to an integer rounds x to the
-format, subnormals included; a float64 is rounded once. Where torch has the format and the mode is nearest, a
-float32 takes torch's own cast.
+format, subnormals included; a float64 is rounded once. Where torch has the format, its own cast is used.
 
     mode      "nearest"     a tie goes to the even code (in E8M0 up); error <= half a step
               "zero"        cuts off; a finite number stays finite; error < a step
@@ -14,8 +13,8 @@ float32 takes torch's own cast.
               "saturate"    the largest number, for infinities too; NaN stays NaN
 
 What is not positive is NaN in E8M0. A NaN that the format has no code for is refused. Stochastic rounding
-takes one number of [0, 1) for each of x, from a `generator` or from a tensor given as one: ranks with the
-same weights must take the same (chance.py).
+uses one number of [0, 1) for each of x, from a `generator` or from a tensor given as one: ranks with the same
+weights must use the same (chance.py).
 Gupta et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et
 al. 2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
 """
@@ -26,10 +25,10 @@ import torch
 from torch import Generator, Tensor
 
 from minitrain.precision.formats import BF16, Format, format_of
+from minitrain.ranks.checks import require_one_of
 
 MODES = ("nearest", "zero", "stochastic")
 LAYOUT = {torch.float32: (torch.int32, 0xFF << 23, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
-PART = 1 << 17  # numbers that stay in a core's cache while they are worked on
 
 
 def round_to(x, format: str | Format, mode="nearest", *, overflow=None, generator=None) -> Tensor:
@@ -51,29 +50,13 @@ def decode(codes: Tensor, format: str | Format) -> Tensor:
         raise ValueError(f"decode: codes are {codes.dtype}; use what encode gave, or codes.view(torch.uint8)")
     if f.integer:
         return codes.float()
-    if f.table:
-        return torch.tensor(f.table, device=codes.device)[codes.int()]
-    if f.bits < 8 and f.signed and not f.integer:  # few enough to look up
-        values = [f.value(code) for code in range(1 << f.bits)]
-        return torch.tensor(values, device=codes.device)[codes.int() & len(values) - 1]
     if f.dtype is not None and f.bits in (8, 16):
         return codes.to(torch.uint8 if f.bits == 8 else torch.uint16).view(f.dtype).float()
     codes = codes.int()
     if f.exponent_bits == 8:  # float32, or its upper part
         return (codes << 32 - f.bits).view(torch.float32)
-    one = 1 << f.mantissa_bits
-    magnitude = codes & (1 << f.bits - 1) - 1
-    field = magnitude >> f.mantissa_bits
-    whole = (magnitude & one - 1) + one * (field > 0)
-    power = (field.clamp_(min=1) + (127 - f.bias) << 23).view(torch.float32)
-    x = whole.float().mul_(f.eps).mul_(power)
-    x = torch.where(magnitude > f.max_code, math.nan, x)
-    if f.has_infinity:
-        x.masked_fill_(magnitude == f.max_code + 1, math.inf)
-    negative = codes >> f.bits - 1 & 1 == 1
-    if f.specials == "fnuz":
-        x.masked_fill_(negative & (magnitude == 0), math.nan)
-    return torch.where(negative, -x, x)
+    values = [f.value(code) for code in range(1 << f.bits)]
+    return torch.tensor(values, device=codes.device)[codes & len(values) - 1]
 
 
 def every_value(format: str | Format) -> Tensor:
@@ -102,23 +85,25 @@ def readable(x: Tensor) -> bool:
 
 def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> Format:
     f = format_of(what, format)
+    check_mode(what, f, mode, generator)
+    require_one_of((None, "saturate"), overflow=overflow)
     if not x.is_floating_point() or x.element_size() == 1:
         raise ValueError(f"{what}: x is {x.dtype}; use a floating tensor of 16 bits or more: x.float()")
-    if mode not in MODES:
-        raise ValueError(f"{what}: mode={mode!r}; use {', '.join(MODES)}")
-    if overflow not in (None, "saturate"):
-        raise ValueError(f"{what}: overflow={overflow!r}; use None (as the format has it) or 'saturate'")
-    if (mode == "stochastic") != (generator is not None):
-        way = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
-        raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {way}")
     if isinstance(generator, Tensor) and generator.shape != x.shape:
-        found = f"{list(generator.shape)} numbers to round x {list(x.shape)}"
-        raise ValueError(f"{what}: generator gives {found}; use one in [0, 1) for each")
-    if f.table and mode != "nearest":
-        raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
+        given = f"{list(generator.shape)} numbers to round x {list(x.shape)}"
+        raise ValueError(f"{what}: generator gives {given}; use one in [0, 1) for each")
     if not f.has_nan and readable(x) and x.isnan().any():
         raise ValueError(f"{what}: x holds NaN and {f.name} has no code for it; use x.nan_to_num()")
     return f
+
+
+def check_mode(what: str, f: Format, mode: str, generator) -> None:
+    require_one_of(MODES, mode=mode)
+    if (mode == "stochastic") != (generator is not None):
+        cure = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
+        raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {cure}")
+    if f.table and mode != "nearest":
+        raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
 
 
 def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
@@ -141,48 +126,29 @@ def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, genera
 
 
 def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
-    """Codes of the nearest numbers, without questions.
-
-    |x| + 2^(e + 23 - M) is a float32 whose last bits are round(s): its own rounding does the work. With
-    e · 2^M added they are the code. The first code too many is infinity or NaN, as it should be."""
+    """Codes of the nearest numbers, without questions: those of float32, of a number times 2^(bias - 127),
+    begin with exponent and mantissa, subnormals included."""
     if f.integer:
         return _bounded(x, f, "nearest", overflow).round_().to(torch.int8)
     if f.dtype is not None and f.bits <= 16 and x.dtype != torch.float64:
         cast = _cast(_bounded(x, f, "nearest", overflow), f, overflow)
         return cast.view(torch.uint8 if f.bits == 8 else torch.uint16)
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if f.table:
+        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         table = torch.tensor(f.table, dtype=x.dtype, device=x.device)
         return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    y = rounded(x, f, "nearest", overflow).float()
     if f.exponent_bits == 8 and f.signed:  # float32, or its upper part
-        y = rounded(x, f, "nearest", overflow).float()
         return y.view(torch.int32) >> 32 - f.bits & (1 << f.bits) - 1
-    saturate = overflow == "saturate" or not f.has_nan
-    parts = [_codes_by_adding(part, f, saturate) for part in x.flatten().split(PART)]
-    return torch.cat(parts).view(x.shape)
-
-
-def _codes_by_adding(x: Tensor, f: Format, saturate: bool) -> Tensor:
-    ints, exponent, fraction = LAYOUT[x.dtype]
-    shift = fraction - f.mantissa_bits
-    size = x.abs() if f.signed else x.masked_fill(x <= 0, math.nan).clamp_(min=f.smallest_normal)
-    nan = size.isnan() if f.has_nan else None
-    size.clamp_(max=f.max if saturate else f.max + 2.0 ** (f.max_exponent - f.mantissa_bits))
-    power = size.view(ints) & exponent
-    power.view(x.dtype).clamp_(min=2.0**f.min_exponent)
-    codes = size.add_(power.view(x.dtype), alpha=2.0**shift).view(ints)
-    codes.add_(power.bitwise_right_shift_(shift))
-    first = (f.min_exponent + (exponent >> fraction + 1) << f.mantissa_bits) + (not f.signed)
-    if f.bits <= 8:  # modulo 256
-        codes, first = codes.to(torch.uint8), first % 256
-    codes = codes.sub_(first).bitwise_and_((1 << f.bits) - 1).to(torch.uint8 if f.bits <= 8 else torch.int32)
-    if f.specials == "fnuz":
-        nan |= codes > f.max_code
-        codes.add_(x.signbit() & (codes > 0), alpha=1 << f.bits - 1)
-        return codes.masked_fill_(nan, 1 << f.bits - 1)
+    codes = y.abs().mul_(2.0 ** (f.bias - 127)).view(torch.int32).bitwise_right_shift_(23 - f.mantissa_bits)
+    if f.has_infinity:
+        codes.masked_fill_(y.isinf(), f.max_code + 1)
+    if f.signed:
+        codes.add_(y.signbit(), alpha=1 << f.bits - 1)
     if f.has_nan:
-        codes.masked_fill_(nan, f.max_code + (2 if f.has_infinity else 1))
-    return codes.add_(x.signbit(), alpha=1 << f.bits - 1) if f.signed else codes
+        code = 1 << f.bits - 1 if f.specials == "fnuz" else f.max_code + 1 + f.has_infinity
+        codes.masked_fill_(y.isnan(), code)
+    return codes.to(torch.uint8) if f.bits <= 8 else codes
 
 
 def _bounded(x: Tensor, f: Format, mode: str, overflow: str | None) -> Tensor:

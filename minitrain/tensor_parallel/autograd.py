@@ -31,7 +31,7 @@ class _ByHand(torch.autograd.Function):
 
 def columns_by_hand(x: Tensor, linears: Sequence[nn.Module], forward: Callable, backward: Callable):
     """By `forward(x, weights, biases) -> ys` and `backward(dys, x, weights, wanted) -> dx, dweights`."""
-    weights, biases = zip(*(linear.own() for linear in linears))
+    weights, biases = zip(*(linear.local_params() for linear in linears))
     count = len(linears)
 
     def run(x: Tensor, *params: Tensor | None):

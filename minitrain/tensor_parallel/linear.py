@@ -29,13 +29,16 @@ def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tupl
     """x `[.., D]`, the same on all ranks -> for each matrix this rank's slice of the output, `[.., F/t]`."""
     check_column(x, linears, group)
     x = collectives.copy_to(x, group)
-    return tuple(F.linear(x, *linear.own()) for linear in linears)
+    return tuple(F.linear(x, *linear.local_params()) for linear in linears)
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
     """x `[.., F/t]`, this rank's slice -> the product `[.., D]`, the same on all ranks; the bias once."""
     check_row(x, linear, group)
-    y = collectives.reduce_from(F.linear(x, linear.weight), group)
+    return add_bias(collectives.reduce_from(F.linear(x, linear.weight), group), linear)
+
+
+def add_bias(y: Tensor, linear: nn.Module) -> Tensor:
     return y if linear.bias is None else y + linear.bias
 
 
@@ -51,9 +54,13 @@ class ColumnLinear(nn.Module):
         self.bias = None if linear.bias is None else shard(linear.bias, 0, group, pad)
         self.group, self.column = group, column
 
-    def own(self) -> tuple[Tensor, Tensor | None]:
+    def local_params(self) -> tuple[Tensor, Tensor | None]:
         """What this rank multiplies with: the matrix and the bias."""
         return self.weight, self.bias
+
+    def together(self, x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """Several matrices of one input, which is copied or gathered once."""
+        return self.column(x, linears, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.column(x, (self,), self.group)[0]
@@ -94,18 +101,16 @@ def divisors(size: int, below: int) -> str:
 
 def check_column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> None:
     for linear in linears:
-        _check_input("column", x, linear, group, "; give the whole width, the layer cuts its output")
+        check_row(x, linear, group, "column", "the whole width, the layer cuts its output")
 
 
-def check_row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> None:
-    whole = linear.weight.size(1) * group.size()
-    _check_input("row", x, linear, group, f" of {whole}; give the slice that a column-parallel layer leaves")
-
-
-def _check_input(what: str, x: Tensor, linear: nn.Module, group: ProcessGroup, fix: str) -> None:
+def check_row(
+    x: Tensor, linear: nn.Module, group: ProcessGroup, what="row", give="the slice that a column layer leaves"
+) -> None:
     for cut in placement(linear.weight).shards:
         if cut.group is not group:
             over, called = collectives.axis_of(cut.group), collectives.axis_of(group)
             raise ValueError(f"the matrix is cut over {over}, but the call is over {called}; use one group")
     if x.size(-1) != (width := linear.weight.size(1)):
-        raise ValueError(f"{what}: x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {width}{fix}")
+        wide = f"{list(x.shape)} is {x.size(-1)} wide, this matrix takes {width}"
+        raise ValueError(f"{what}: x {wide}; give {give}")

@@ -25,29 +25,29 @@ from torch.distributed import ProcessGroup
 
 from minitrain.precision.blocks import Quantized
 from minitrain.precision.products import Scales
-from minitrain.precision.quantized_linear import Way, multiply
+from minitrain.precision.quantized_linear import Route, multiply
 from minitrain.ranks import collectives
-from minitrain.tensor_parallel.linear import RowLinear, check_column, check_row
+from minitrain.tensor_parallel.linear import RowLinear, add_bias, check_column, check_row
 from minitrain.tensor_parallel.sequence import TIME, check_time
 
 
-def ways(products: Any, sequence_parallel: bool) -> tuple[Callable, Callable]:
+def column_and_row(products: Any, sequence_parallel: bool) -> tuple[Callable, Callable]:
     """column and row, as linear.py and sequence.py have them."""
-    how = dict(products=products, sequence_parallel=sequence_parallel)
-    return partial(column, **how), partial(row, **how)
+    settings = dict(products=products, sequence_parallel=sequence_parallel)
+    return partial(column, **settings), partial(row, **settings)
 
 
 def column(x, linears, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> tuple[Tensor, ...]:
     """x `[.., D]`, alike on all ranks or this rank's tokens of it -> this rank's slice of each output."""
     check_column(x, linears, group)
-    weights, biases = zip(*(linear.own() for linear in linears))
+    weights, biases = zip(*(linear.local_params() for linear in linears))
     if not sequence_parallel:
-        way = Way(dx=partial(collectives.all_reduce, group=group))
+        route = Route(dx=partial(collectives.all_reduce, group=group))
     elif products.travels:
-        way = Way(x=partial(gathered, group=group), dx=partial(scattered, group=group))
+        route = Route(x=partial(gathered, group=group), dx=partial(scattered, group=group))
     else:
-        x, way = collectives.gather_to(x, group, TIME), Way()
-    ys = multiply(x, weights, [linear.scales for linear in linears], products, way)
+        x, route = collectives.gather_to(x, group, TIME), Route()
+    ys = multiply(x, weights, [linear.scales for linear in linears], products, route)
     return tuple(y if bias is None else y + bias for y, bias in zip(ys, biases))
 
 
@@ -56,15 +56,15 @@ def row(x, linear: nn.Module, group: ProcessGroup, *, products: Any, sequence_pa
     check_row(x, linear, group)
     if sequence_parallel:
         check_time(x.size(TIME), group)
-    way = Way(y=partial(collectives.all_reduce, group=group))
+    route = Route(y=partial(collectives.all_reduce, group=group))
     if sequence_parallel and products.travels:
-        way = Way(y=partial(scattered, group=group), dy=partial(gathered, group=group))
+        route = Route(y=partial(scattered, group=group), dy=partial(gathered, group=group))
     elif sequence_parallel:
-        way = Way()
-    (y,) = multiply(x, [linear.weight], [linear.scales], products, way)
+        route = Route()
+    (y,) = multiply(x, [linear.weight], [linear.scales], products, route)
     if sequence_parallel and not products.travels:
         y = collectives.reduce_scatter_to(y, group, TIME)
-    return y if linear.bias is None else y + linear.bias
+    return add_bias(y, linear)
 
 
 def gathered(q: Quantized, group: ProcessGroup) -> Quantized:
@@ -85,6 +85,6 @@ def give_scales(owners: Iterable[nn.Module], group: ProcessGroup, products: Any,
     """To every cut matrix below these."""
     for owner in owners:
         for linear in owner.modules():
-            if hasattr(linear, "own") or isinstance(linear, RowLinear):
+            if hasattr(linear, "local_params") or isinstance(linear, RowLinear):
                 cut = ("K" if isinstance(linear, RowLinear) else "N") + "M" * sequence
                 linear.scales = Scales(products.history, group, cut, linear.weight.device)

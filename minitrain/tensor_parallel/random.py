@@ -18,7 +18,7 @@ from functools import wraps
 import torch
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import require_device
+from minitrain.ranks.checks import require_device, require_ints
 from minitrain.ranks.torch_private import outside_modes
 
 REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
@@ -29,8 +29,7 @@ class RandomStates:
 
     def __init__(self, seed: int, group: ProcessGroup, device: torch.device | str = "cpu"):
         require_device(device=device)
-        if not isinstance(seed, int):
-            raise ValueError(f"seed = {seed!r} is {type(seed).__name__}; give one integer to all ranks")
+        require_ints(seed=seed)
         self.device = torch.device(device)
         self.seeds = {"same": f"{seed} same", "different": f"{seed} rank {group.rank()} of {group.size()}"}
         self.numbers: dict[int, int] = {}  # what torch's generator gave -> which call that was

@@ -27,15 +27,15 @@ from torch.distributed import ProcessGroup
 from minitrain.ranks import collectives
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.autograd import by_hand, columns_by_hand, tokens
-from minitrain.tensor_parallel.linear import check_column, check_row
-from minitrain.tensor_parallel.sequence import TIME, add_bias, check_time
+from minitrain.tensor_parallel.linear import add_bias, check_column, check_row
+from minitrain.tensor_parallel.sequence import TIME, check_time
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True):
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, its columns."""
     check_column(x, linears, group)
-    ways = column_forward, column_backward if dw_by_slice else sequence.column_backward
-    return columns_by_hand(x, linears, *(partial(way, group=group) for way in ways))
+    backward = column_backward if dw_by_slice else sequence.column_backward
+    return columns_by_hand(x, linears, partial(column_forward, group=group), partial(backward, group=group))
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool = True) -> Tensor:
@@ -60,7 +60,7 @@ def pass_round(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], No
 
 
 def sum_round(term: Callable[[int], Tensor], group: ProcessGroup) -> Tensor:
-    """Σ over ranks of term(own rank): the sum for j starts at j+1 and takes a term of each rank it passes."""
+    """Σ over ranks of term(rank): the sum for j starts at rank j+1 and gets a term of each rank it passes."""
     rank, size = group.rank(), group.size()
     total = term((rank - 1) % size)
     for step in range(1, size):

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.tensor_parallel.autograd import columns_by_hand, tokens
-from minitrain.tensor_parallel.linear import check_column, check_row
+from minitrain.tensor_parallel.linear import add_bias, check_column, check_row
 
 TIME = -2  # the dim of the sequence in [.., T, D]
 
@@ -31,13 +31,13 @@ def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup)
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, its columns."""
     check_column(x, linears, group)
     x = collectives.gather_to(x, group, TIME)
-    return tuple(F.linear(x, *linear.own()) for linear in linears)
+    return tuple(F.linear(x, *linear.local_params()) for linear in linears)
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
     """The same, keeping this rank's tokens only."""
     check_column(x, linears, group)
-    passes = (partial(way, group=group) for way in (column_forward, column_backward))
+    passes = partial(column_forward, group=group), partial(column_backward, group=group)
     return columns_by_hand(x, linears, *passes)
 
 
@@ -47,17 +47,13 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
     return add_bias(scatter_time(F.linear(x, linear.weight), group), linear)
 
 
-def add_bias(y: Tensor, linear: nn.Module) -> Tensor:
-    return y if linear.bias is None else y + linear.bias
-
-
 def scatter_time(x: Tensor, group: ProcessGroup) -> Tensor:
     """The ranks' terms `[B, T, D]` -> this rank's tokens of their sum, `[B, T/t, D]`."""
     check_time(x.size(TIME), group)
     return collectives.reduce_scatter_to(x, group, TIME)
 
 
-def own_time(positions: Tensor, group: ProcessGroup) -> Tensor:
+def local_tokens(positions: Tensor, group: ProcessGroup) -> Tensor:
     """`[.., T]` -> those of this rank's tokens, `[.., T/t]`."""
     check_time(positions.size(-1), group)
     return positions.chunk(group.size(), -1)[group.rank()]

@@ -34,9 +34,9 @@ def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
 
 def lookup(table, ids, what, limit, *, group, vocab_size: int, leave=collectives.reduce_from) -> Tensor:
     """ids `[B, T]`, the same on all ranks -> rows `[B, T, D]`; `leave` sums what the ranks found."""
-    own, place = owned(ids, len(table), vocab_size, group, f"{what} %s; {limit} is %s")
+    local, place = owned(ids, len(table), vocab_size, group, f"{what} %s; {limit} is %s")
     rows = F.embedding(place, table)
-    return leave(rows.masked_fill(~own.unsqueeze(-1), 0.0), group)
+    return leave(rows.masked_fill(~local.unsqueeze(-1), 0.0), group)
 
 
 def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complaint: str):
@@ -46,11 +46,11 @@ def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complain
     mine = ids.new_zeros(vocab_size, 1, dtype=torch.bool)
     mine[first : first + rows].fill_(True)
     try:
-        own = F.embedding(ids, mine).squeeze(-1)
+        local = F.embedding(ids, mine).squeeze(-1)
     except IndexError:
         wrong = ids[(ids < 0) | (ids >= len(mine))][0].item()
         raise ValueError(complaint % (wrong, len(mine)) + f" (0..{len(mine) - 1})") from None
-    return own, (ids - first).masked_fill(~own, 0)
+    return local, (ids - first).masked_fill(~local, 0)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
@@ -76,20 +76,20 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, 
     """Loss; for backward softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
     words, counts = logits.size(-1), targets != MASKED
     complaint = "target %s; the vocabulary is %s"
-    own, place = owned(targets.masked_fill(~counts, 0), words, vocab_size, group, complaint)
+    local, place = owned(targets.masked_fill(~counts, 0), words, vocab_size, group, complaint)
     if words * group.size() > vocab_size:
         padding = torch.arange(words, device=logits.device) >= vocab_size - group.rank() * words
         logits = logits.masked_fill(padding, -math.inf)
     largest = collectives.all_reduce(logits.amax(-1), group, op="max")
     shifted = logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)
-    at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
+    at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~local, 0.0)
     exponentials = shifted.exp_()
     total, at_target = collectives.all_reduce(torch.stack((exponentials.sum(-1), at_target)), group)
     loss = ((total.log() - at_target) * counts).sum()
-    return loss, exponentials.div_(total.unsqueeze(-1)), own, place, counts
+    return loss, exponentials.div_(total.unsqueeze(-1)), local, place, counts
 
 
-def cross_entropy_backward(softmax: Tensor, own: Tensor, place: Tensor, counts: Tensor) -> Tensor:
+def cross_entropy_backward(softmax: Tensor, local: Tensor, place: Tensor, counts: Tensor) -> Tensor:
     """dlogits `[B, T, V/t]` of the summed loss."""
     dlogits = softmax * counts.unsqueeze(-1)
-    return dlogits.scatter_add_(-1, place.unsqueeze(-1), -(own & counts).unsqueeze(-1).to(dlogits.dtype))
+    return dlogits.scatter_add_(-1, place.unsqueeze(-1), -(local & counts).unsqueeze(-1).to(dlogits.dtype))

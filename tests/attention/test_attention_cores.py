@@ -1,6 +1,5 @@
 """Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no
-scores.
-"""
+scores."""
 
 import math
 from functools import partial
@@ -29,9 +28,17 @@ from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
-from minitrain.systems.attention.incoherent import hadamard, random_signs, turned
+from minitrain.systems.attention.flash_3 import (
+    elapsed,
+    hadamard,
+    pingpong,
+    play_steps,
+    random_signs,
+    sequential,
+    turned,
+    within,
+)
 from minitrain.systems.attention.lazy import lazy_attention
-from minitrain.systems.attention.pipelined import elapsed, pingpong, play_steps, sequential, within
 from minitrain.systems.precision.fp8_attention import fp8_attention
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
@@ -163,8 +170,7 @@ def test_rabe_memeff():
 
 def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
     """Four times the tokens: dk, dv and chunks of dq grow four times, summaries twice; naive holds 16 times
-    as much.
-    """
+    as much."""
     chunked = partial(lazy_attention, query_chunk=8)
     assert extra_bytes(chunked, 144, True) < 4 * extra_bytes(chunked, 36, True)
     assert extra_bytes(naive_attention, 144, True) > 16 * extra_bytes(naive_attention, 36, True)
@@ -244,8 +250,7 @@ def test_extra_memory_is_flat(version):
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_tiles_are_blocks_that_merge(version):
     """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and
-    lse.
-    """
+    lse."""
     q, k, v = (x.detach() for x in inputs(13, 4, 2))
     kernel, halves = version(48), (slice(0, 6), slice(6, 13))
     whole, whole_lse = kernel.forward(q, k, v, False)
@@ -323,10 +328,9 @@ def test_of_narrower_values_no_zeros_are_kept_beside_the_result():
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (lambda q, k, v: flash_attention(q, k, v, kernel=flash_1(0)), "fast memory of 0"),
-        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "tiles of -1 tokens"),
-        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=0), "tiles of 0 tokens"),
-        (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "tiles of 0 tokens"),
+        (lambda q, k, v: flash_attention(q, k, v, kernel=flash_1(0)), "fast_elements=0"),
+        (lambda q, k, v: lazy_attention(q, k, v, query_chunk=2, key_chunk=-1), "size=-1"),
+        (lambda q, k, v: lazy_attention(q, k, v, key_chunk=0), "size=0"),
         (lambda q, k, v: flash_attention(q[:, :1], k, v, kernel=flash_2()), "not a multiple"),
         (lambda q, k, v: lazy_attention(q, k[..., :2, :], v[..., :2, :]), "first ones see nothing"),
     ],
@@ -373,8 +377,7 @@ def test_blockwise_equals_the_block(settings):
 
 def test_bpt():
     """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the
-    peak makes of it.
-    """
+    peak makes of it."""
     batch, tokens, width = 1, 256, 32
     bsh = batch * tokens * width
     tiled = partial(flash_attention, kernel=flash_2(1024))

@@ -63,8 +63,7 @@ def test_varlen_attention(core):
 @pytest.mark.parametrize("lengths", [[5, 2, 7], [4, 4], [1, 9, 3, 3]])
 def test_bytetransformer(lengths):
     """A block on the packed row equals the padded batch at valid tokens; FLOPs are Σl / (B·l_max) and Σl² /
-    (B·l_max²) exactly.
-    """
+    (B·l_max²) exactly."""
     longest, config = max(lengths), GPTConfig(num_layers=1, d_model=16, num_heads=2, activation="gelu")
     padding = Padding(torch.arange(longest) < torch.tensor(lengths)[:, None])
 
@@ -123,11 +122,8 @@ def test_the_map_is_a_prefix_sum():
     "offsets, says",
     [
         ([1, 12], "do not start at 0"),
-        ([], "do not start at 0"),
         ([0, 5, 4, 12], "do not ascend: 4 after 5"),
-        ([0, 5, 5, 12], "do not ascend"),
         ([0, 5, 11], "end at 11, but there are 12 tokens"),
-        ([0, 13], "end at 13"),
     ],
 )
 def test_offsets_are_checked(offsets, says):

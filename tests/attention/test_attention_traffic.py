@@ -1,6 +1,5 @@
 """What attention moves between slow and fast memory: counted at each load and store, equal to the closed
-forms.
-"""
+forms."""
 
 from itertools import product
 
@@ -123,8 +122,7 @@ def test_any_size_can_be_counted_without_its_arithmetic():
 
 def test_what_is_held_should_be_large():
     """Version 2 with version 1's tiles (large ones of keys) would read K and V once for every d rows, however
-    large M.
-    """
+    large M."""
     tokens, width = 1024, 16
     for fast_elements in (4096, 16384):
         outer, inner = tile_sizes(fast_elements, width)
@@ -159,8 +157,7 @@ def test_whole_matrices_are_attention():
 
 def test_swattention():
     """Both levels move at most what one level moves, the slow one C times less where the rows fill all
-    cores.
-    """
+    cores."""
     for tokens, width, fast_elements, causal, cores in product(
         (37, 64), (8, 16), (512, 1024), (False, True), (1, 4, 64)
     ):

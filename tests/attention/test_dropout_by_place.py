@@ -77,7 +77,7 @@ def test_rows_are_dropped_in_training_alone():
     assert torch.equal(y, torch.where(kept, x / (1 - P), 0)) and 0 < kept.double().mean() < 1
     places.at(1, 5)
     assert not torch.equal(rows(x, torch.arange(4)), y), "another step"
-    later = DropRows(P, Places(2), "layers.1.dropout1", own=lambda positions: positions[2:])
+    later = DropRows(P, Places(2), "layers.1.dropout1", local_positions=lambda positions: positions[2:])
     places.at(0, 0)
     assert torch.equal(later(x[:, 2:], torch.arange(4)), rows(x, torch.arange(4))[:, 2:])
     assert rows.eval()(x, torch.arange(4)) is x and DropRows(0.0, places, "a")(x, torch.arange(4)) is x

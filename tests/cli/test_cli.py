@@ -76,8 +76,8 @@ def test_replay_of_a_small_model(tmp_path):
     "words, message",
     [
         (["run", "77"], "there is no chapter '77'; there are 00, 01, 02, 03"),
-        (["replay", "gpt9"], "no preset is called 'gpt9'; choose from tiny"),
-        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; choose from"),
+        (["replay", "gpt9"], "no preset is called 'gpt9'; did you mean gpt2"),
+        (["replay", "tiny", "--machine", "abacus"], "no machine is called 'abacus'; "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, monkeypatch, capfd):
@@ -174,7 +174,7 @@ def test_what_needs_no_torch_loads_none(words):
         ("lab --fresh 77", "there is no chapter '77' to make fresh"),
         ("replay gpt9", "no preset is called 'gpt9'"),
         ("replay tiny --machine abacus", "no machine is called 'abacus'"),
-        ("train --preset nope", "unknown preset 'nope'"),
+        ("train --preset nope", "no preset is called 'nope'"),
         ("train --nope 3", "No such option: --nope"),
         ("train --tp x", "Invalid value for '--tp'"),
         ("train --pp 2 --schedule nope", "schedule='nope'; use gpipe"),
@@ -205,7 +205,7 @@ def test_a_wrong_name_is_refused_before_torch_is_loaded(words, message):
 def test_the_tab_key_offers_names(line, offered):
     words = line.split()
     environ = {"_MINITRAIN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    program = LOADED.replace("cli.main()", "cli.app(prog_name='minitrain')")
+    program = LOADED.replace("main.main()", "main.app(prog_name='minitrain')")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=os.environ | environ
     )
@@ -240,11 +240,17 @@ def test_the_tab_key_offers_names(line, offered):
         ("train --pp 2 --microbatches 9999999", "a schedule of 19,999,998 cells; use fewer"),
         ("train --dp 99999999999999999999", "dp=99999999999999999999; use a whole number up to 16,777,216"),
         ("train --width 99999999999999999999", "d_model = 99999999999999999999; use at most 1,073,741,824"),
-        ("train --length 99999999999999999999", "length=99999999999999999999: use at most 1,073,741,824"),
+        (
+            "train --length 99999999999999999999",
+            "length=99999999999999999999: use a whole number from 1 to 1,073,741,824",
+        ),
         ("train --query-latent -1", "query_latent = -1; use at least 0"),
         ("train --keep 0", "keep=0: use at least 1"),
         ("train --norm-eps nan", "norm_eps = nan"),
-        ("train --text three.txt", "three.txt has 3 tokens; held_out=0.1 of them leaves a part empty: give"),
+        (
+            "train --text three.txt",
+            "three.txt has 3 tokens; test_share=0.1 of them leaves a part empty: give",
+        ),
         ("train --text picture.png", "picture.png is binary"),
         ("grade 02 --file .", ". cannot be read (Is a directory); give a notebook"),
         ("grade 02 --file deep.ipynb", "deep.ipynb is not a notebook"),

@@ -150,7 +150,7 @@ def test_no_torch_before_names_are_known(tmp_path):
     import sys
 
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain import cli\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain.cli import main\n"
         "r = CliRunner().invoke(main.app, ['plan', '--model', 'nope'])\nprint('torch' in sys.modules, r.exception)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -202,7 +202,7 @@ def test_reasons_and_parts_come_largest_first():
     assert (
         plan_command.memory(best) == "Memory of 1 in GB on the fullest rank: parameters 1.0, activations 2.0"
     )
-    assert [plan_command.in_words(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
+    assert [plan_command.readable(s) for s in (1.0, 0.9996, 0.01234)] == ["1.00 s", "1e+03 ms", "12.3 ms"]
 
 
 def test_a_plan_is_for_one_set_of_sizes():

@@ -271,13 +271,13 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--preset tinny", "unknown preset 'tinny'; there are tiny, small"),
+        ("--preset tinny", "no preset is called 'tinny'; did you mean tiny"),
         ("--text /nowhere/at/all", "/nowhere/at/all does not exist"),
         ("--text empty", "empty is empty"),
         ("--length 10000000", "use a longer text or length <="),
         ("--batch 2 --dp 4", "a batch of 2 rows for dp=4 x microbatches=1; use at least 4 rows"),
         ("--dp 2 --microbatches 5", "a batch of 8 rows for dp=2 x microbatches=5; use at least 10 rows"),
-        ("--steps 0", "steps=0: use at least 1"),
+        ("--steps 0", "steps=0: use a whole number from 1"),
         ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
         ("--warmup 2000", "warmup=2000 of steps=1000"),
         ("--report-every 0", "report_every=0: use at least 1"),
@@ -288,7 +288,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
         ("--preset tiny-moe --top-k 9", "top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"),
         ("--preset tiny-moe --dp 3 --ep 3 --batch 6", "ep=3 does not divide 8 experts; use ep 1"),
-        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp = 1 ranks; use ep 1"),
+        ("--preset tiny-moe --ep 2", "ep=2 does not divide dp x cp=1; use ep 1"),
         ("--dp 2 --ep 2", "ep=2, but the model has no experts to share out; use ep=1"),
         (
             "--cp 2 --length 18",
@@ -298,7 +298,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
         ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
         ("--pp 8", "layers"),
-        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding: NNN"),
+        ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding: NNN"),
         ("--zero 4", "zero=4; use 0"),
         ("--zero III --dp 3 --node 2", "node=2 does not divide dp=3"),
         ("--precision int8", "precision='int8'; use float32"),
@@ -396,7 +396,7 @@ def test_a_field_is_a_flag():
     @app.command()
     @flags.options(flags.flags(Settings, short={"number": "-n"}))
     def command(first: str, **values):
-        seen.update(first=first, **flags.taken(Settings, values))
+        seen.update(first=first, **flags.chosen(Settings, values))
 
     assert CliRunner().invoke(app, ["a"]).exit_code == 0
     assert seen == dict(first="a", number=3, word="0", names=(), is_on=False)
@@ -443,7 +443,7 @@ def test_state_bytes_are_those_of_the_formulas():
 def test_experts_are_cut_by_ep_first_and_by_zero_beyond():
     """Of 4 data ranks in blocks of 2: a rank has half of the experts, whatever ZeRO does to the rest of them."""
     config = presets["tiny-moe"]
-    experts = train_command.spread_parameters(config)
+    experts = train_command.expert_parameters(config)
     blocks = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
     assert experts == blocks * 3 * config.d_model * config.expert_width
     rest = parameters(config) - experts

@@ -133,10 +133,12 @@ def test_refusals_are_one_line_on_every_rank():
         "zero=4; use 0 (no sharding)": lambda: built(dp=2, zero=4),
         "zero='XYZ'; use 0": lambda: built(dp=2, zero="XYZ"),
         "node=2 with zero=0": lambda: built(dp=2, node=2),
-        "tp=1; use tp > 1": lambda: built(dp=2, sequence_parallel=True),
+        "sequence_parallel=True with tp=1: it is about the ranks of tp": lambda: built(
+            dp=2, sequence_parallel=True
+        ),
         "schedule='2f2b'; use gpipe": lambda: built(pp=2, schedule="2f2b"),
         "chunks=2 with schedule='1f1b'": lambda: built(pp=2, chunks=2),
-        "chunks > 1 is for a pipeline": lambda: built(dp=2, chunks=2),
+        "chunks=2 with pp=1: it is for a pipeline": lambda: built(dp=2, chunks=2),
         "6 stages of a model of 4 layers": lambda: parallelize(
             config, Strategy(pp=2, schedule="interleaved", chunks=3, microbatches=2)
         ),

@@ -105,9 +105,9 @@ def of_a_file_that_is_sent(folder):
 def of_what_is_given_to_files(folder):
     x = numbers(8)
     with FileStore(folder, buffer_bytes=4096, buffers=3) as store:
-        store.give("x", x)
+        store.write("x", x)
         x.neg_()
-        taken = store.take("x").clone()
+        taken = store.read("x").clone()
     assert torch.equal(taken, numbers(8))
     return [taken], [x]
 

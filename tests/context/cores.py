@@ -1,6 +1,5 @@
 """Every core over ranks with the layout of its tokens, and what one process finds for them with a bias and a
-mask.
-"""
+mask."""
 
 from functools import partial
 

@@ -1,6 +1,5 @@
 """Attention over a cut sequence against attention in one process: inputs, the reference, and how far a core
-is from it.
-"""
+is from it."""
 
 import torch
 import torch.nn.functional as F

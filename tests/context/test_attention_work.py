@@ -1,6 +1,5 @@
 """FLOPs of attention over a cut sequence: the ledger of fused kernels against sums of tile.entries, tile by
-tile, on real ranks.
-"""
+tile, on real ranks."""
 
 from functools import partial
 
@@ -60,8 +59,7 @@ def all_layouts(**settings):
 
 def met(layout, rank, causal="triangle"):
     """Scores of every tile that the ring gives to this rank, in the order of its steps, as the layout
-    says.
-    """
+    says."""
     held = [layout(other, RANKS, T) for other in range(RANKS)]
     seen = [
         tile for step in range(RANKS) for tile in tiles(held[rank], held[(rank - step) % RANKS], causal=True)
@@ -84,8 +82,7 @@ def one_process(**settings):
 def test_every_layout_counts_the_entries_of_its_tiles_and_all_sum_to_one_process():
     """The diagonal needs no excuse: a striped rank whose keys come later leaves its own out, tile by tile,
     and the tiles of all ranks are the triangle of one process, T(T+1)/2 scores, however the sequence is laid
-    out.
-    """
+    out."""
     ranks = launch.run(all_layouts, ranks=RANKS)
     triangle = T * (T + 1) // 2
     assert one_process() == (FORWARD + BACKWARD) * triangle
@@ -130,8 +127,7 @@ def other_ways():
 
 def test_other_ways_to_cut_attention_do_the_same_work():
     """Heads dealt out, helpers, rings in rings: the same triangle. Blocks in matmuls make whole tiles, and
-    four products in backward beside the scores: the ledger says what operators do.
-    """
+    four products in backward beside the scores: the ledger says what operators do."""
     ranks = launch.run(other_ways, ranks=RANKS)
     sums = {name: tuple(sum(sum(found[name][i]) for found in ranks) for i in (0, 1)) for name in ranks[0]}
     plain = sums.pop("plain")

@@ -1,6 +1,5 @@
 """ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of
-dropout, and in a model.
-"""
+dropout, and in a model."""
 
 import math
 from functools import partial
@@ -9,25 +8,18 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
-from minitrain.attention.flash import flash_1, flash_attention
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
 from minitrain.attention.packed import packed_attention
-from minitrain.attention.placed import Placed, placed
+from minitrain.attention.placed import Alibi, Placed, alibi_slopes, placed
 from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import dealt, usp_attention
-from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import Attention, causal_attention, naive_attention
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.mesh import Mesh
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
-from tests.ranks.launch.test_dryrun import everything
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 ALIBI = Alibi(SLOPES, torch.arange(T))
@@ -44,8 +36,7 @@ def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_biases_as_one_process_does(ranks):
     """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a
-    matrix of numbers.
-    """
+    matrix of numbers."""
     expected = [(mask, in_one_process(bias=BY_HAND, mask=mask)) for mask in (0.0, MASK)]
 
     def rank():
@@ -61,8 +52,7 @@ def test_every_core_biases_as_one_process_does(ranks):
 
 def test_documents_in_one_row():
     """Each document laid out for itself; across documents nothing is seen, and within them distances are what
-    they are.
-    """
+    they are."""
 
     def rank():
         group, offsets = collectives.world(), [0, 8, 24, T]
@@ -86,8 +76,7 @@ def test_documents_in_one_row():
 
 def test_one_device():
     """Cores of one device take the positions that came with the tokens: also later ones, and others in each
-    row.
-    """
+    row."""
     *qkv, _ = inputs(HEADS)
     expected = in_one_process(bias=BY_HAND)[0]
     for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, kernel=PLAIN)):
@@ -116,8 +105,7 @@ def test_a_tile_of_bfloat16_has_exact_distances():
 
 def test_without_it_it_does_not():
     """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the
-    heads.
-    """
+    heads."""
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}
@@ -184,79 +172,6 @@ def test_a_model_equals_one_process(name):
     ):
         for strategy, outcome in zip(ways, outcomes):
             assert difference(outcome, expected) < TOLERANCE, strategy
-
-
-def test_a_dry_run_equals_the_real_one():
-    """Event by event, FLOPs, bytes, peaks by kind: a model with ALiBi over the ring, and over a ring and
-    Ulysses.
-    """
-    config = GPTConfig(
-        vocab_size=32,
-        d_model=32,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        positions="alibi",
-        max_positions=32,
-    )
-
-    def account(kind):
-        group, mesh = collectives.world(), Mesh(ring=2, ulysses=2)
-        layout = dealt(zigzag, 2) if kind == "usp" else zigzag
-        core = (
-            partial(usp_attention, ring=mesh.group("ring"), ulysses=mesh.group("ulysses"))
-            if kind == "usp"
-            else partial(ring_attention, group=group, layout=layout)
-        )
-        places = positions(layout, group, 32)
-        with Ledger() as ledger:
-            model = GPT(config, attention=core)
-            cross_entropy_sum(
-                model(torch.zeros(2, 8, dtype=torch.long), places), torch.zeros(2, 8, dtype=torch.long)
-            ).backward()
-        return {
-            what: found for what, found in everything(ledger).items() if what != "timeline"
-        }  # a sent block lives a little longer
-
-    for kind in ("ring", "usp"):
-        assert [dryrun.run(account, kind, rank=rank, ranks=4) for rank in range(4)] == launch.run(
-            account, kind, ranks=4
-        )
-
-
-def test_refusals_are_one_line_on_every_rank():
-    def call(what=ring_attention, **settings):
-        def run():
-            q = torch.ones(1, 4, 8, 4)
-            what(
-                q,
-                q,
-                q,
-                **(dict(group=collectives.world()) if what in (ring_attention, ulysses_attention) else {}),
-                **settings,
-            )
-
-        return run
-
-    places = torch.arange(8)
-    check_refusals(
-        {
-            "ring_attention: a bias [4, 8, 8] is about the keys that are here, others come by too": call(
-                bias=torch.ones(4, 8, 8)
-            ),
-            "ring_attention: ALiBi with positions [2, 8], other ones in each row": call(
-                bias=Alibi(SLOPES[:4], places.expand(2, -1))
-            ),
-            "ulysses_attention: ALiBi has 8 slopes for 4 heads": call(
-                ulysses_attention, core=causal_attention, bias=Alibi(SLOPES, places)
-            ),
-            "ALiBi needs a kernel that makes scores": call(kernel=flash_1(), bias=Alibi(SLOPES[:4], places)),
-            "packed_attention: ALiBi with positions [1, 8]": call(
-                packed_attention, cu_seqlens=[0, 8], bias=Alibi(SLOPES[:4], places[None])
-            ),
-        },
-        ranks=2,
-    )
 
 
 def test_a_core_is_given_slopes_and_positions():

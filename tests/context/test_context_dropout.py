@@ -1,39 +1,30 @@
 """Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the
-mask.
-"""
+mask."""
 
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import GAMMA, DropMask, DropRows, Places, drop_scores, keep, mix
-from minitrain.attention.flash import flash_2, flash_attention
+from minitrain.attention.dropout import GAMMA, DropMask, Places, drop_scores, keep, mix
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
-from minitrain.compose.parallelize import parallelize
-from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import usp_attention
-from minitrain.model.data.batches import MASKED
-from minitrain.model.gpt import cross_entropy_sum
-from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.model.layers import naive_attention
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context.sparing import Sparing
-from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Outcome, Problem, check_refusals, difference, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 # ---- the generator ----------------------------------------------------------------------------------------
 
@@ -46,19 +37,14 @@ def grid(p=0.5, seed=7, rows=2, heads=4, queries=360, keys=360):
 def test_as_many_are_kept_as_asked_for(p):
     """1,036,800 draws: the mean, and that of every row and column, within a few standard deviations."""
     kept = grid(p).double()
-    for mean, count in (
-        (kept.mean(), kept.numel()),
-        (kept.mean((0, 1, 2)), 2880),
-        (kept.mean((0, 1, 3)), 2880),
-        (kept.mean((2, 3)), 129600),
-    ):
-        assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / count)).item() < 5
+    means = kept.mean(), kept.mean((0, 1, 2)), kept.mean((0, 1, 3)), kept.mean((2, 3))
+    for mean, draws in zip(means, (kept.numel(), 2880, 2880, 129600)):
+        assert ((mean - (1 - p)).abs().max() / math.sqrt(p * (1 - p) / draws)).item() < 5
 
 
 def test_neighbours_know_nothing_of_each_other():
     """Correlation of a mask with its neighbours in every coordinate and with those of other seeds, in
-    standard deviations.
-    """
+    standard deviations."""
     kept = grid()
 
     def apart(one, other):
@@ -118,8 +104,7 @@ def test_the_mask_is_a_function_of_the_place():
 
 def packed_in_one_row():
     """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between
-    them.
-    """
+    them."""
     group, offsets = collectives.world(), [0, 8, 24, T]
     document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
     expected = in_one_process(
@@ -142,8 +127,7 @@ def packed_in_one_row():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its
-    own, twice.
-    """
+    own, twice."""
     expected = in_one_process(mask=MASK)
 
     def rank():
@@ -160,8 +144,7 @@ def test_every_core_drops_what_one_process_drops(ranks):
 
 def test_one_device_and_without_a_causal_mask():
     """A tile of a whole sequence; the reference is written out here, with nothing of the module but
-    `keep`.
-    """
+    `keep`."""
     q, k, v, dout = (x.requires_grad_() for x in inputs(HEADS))
     for causal in (True, False):
         kept = keep(0.3, 11, torch.arange(2, 2 + B), torch.arange(5, 13), torch.arange(T), torch.arange(T))
@@ -177,8 +160,7 @@ def test_one_device_and_without_a_causal_mask():
 
 def test_without_it_it_does_not():
     """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward
-    that forgets the mask.
-    """
+    that forgets the mask."""
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
@@ -205,8 +187,7 @@ def test_without_it_it_does_not():
 
 def test_sends_what_it_sent_and_keeps_no_mask():
     """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0
-    takes the old way to the bit.
-    """
+    takes the old way to the bit."""
 
     def rank():
         group, core = collectives.world(), partial(ring_attention, group=collectives.world(), layout=zigzag)
@@ -239,8 +220,7 @@ def test_sends_what_it_sent_and_keeps_no_mask():
 
 def test_a_layer_that_is_computed_again_drops_the_same():
     """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ,
-    and so do two steps and rows. torch's generator is left alone.
-    """
+    and so do two steps and rows. torch's generator is left alone."""
 
     def rank():
         group, results = collectives.world(), {}
@@ -292,31 +272,19 @@ PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 
 def by_place(model, step, seed):
     """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a
-    site.
-    """
-    places = Places(seed)
+    site."""
+    places, p = Places(seed), PROBLEM.config.dropout
     places.at(step, 0)
 
     def masked(x, site, heads):
-        count = torch.arange
-        return keep(
-            PROBLEM.config.dropout,
-            places.seed_of(site),
-            *map(count, (x.size(0), heads, x.size(-2), x.size(-1))),
-        )
+        sizes = x.size(0), heads, x.size(-2), x.size(-1)
+        return x * keep(p, places.seed_of(site), *map(torch.arange, sizes)).view_as(x) / (1 - p)
 
     def activations(x, positions, site):
-        return x * masked(x, site, 1).squeeze(1) / (1 - PROBLEM.config.dropout)
+        return masked(x, site, 1)
 
     def scores(q, k, v, site, dropout):
-        return naive_attention(
-            q,
-            k,
-            v,
-            dropout=lambda probabilities: (
-                probabilities * masked(probabilities, site, q.size(1)) / (1 - dropout)
-            ),
-        )
+        return naive_attention(q, k, v, dropout=lambda weights: masked(weights, site, q.size(1)))
 
     for layer in model.layers:
         if hasattr(layer, "attention"):
@@ -326,87 +294,54 @@ def by_place(model, step, seed):
                 getattr(layer, name).forward = partial(activations, site=f"{layer.name}.{name}")
 
 
-def one_process(problem, seed=SEED):
-    """As tests.parallel.one_process, with dropout."""
-    model, losses = problem.model(), []
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=problem.lr)
-    for step in range(len(problem.batch_sizes)):
-        by_place(model, step, seed)
-        optimizer.zero_grad()
-        tokens, targets = problem.batch(step)
-        loss = cross_entropy_sum(model(tokens), targets) / (targets != MASKED).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, problem.clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return Outcome(
-        losses,
-        {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
-        {name: param.detach() for name, param in model.named_parameters()},
-    )
+def dropped_in_one_process(seed=SEED):
+    class Dropped(Problem):
+        def model(self):
+            model, steps = super().model(), count()
+            model.register_forward_pre_hook(lambda *_: by_place(model, next(steps), seed))
+            return model
+
+    return one_process(Dropped(config=PROBLEM.config))
 
 
-MODELS = {  # shape: ways, each with the microbatches of a rank
-    "dp2": (
-        dict(dp=2),
-        [({}, 1), ({}, 3), (dict(zero=1), 2), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)],
-    ),
-    "tp2": (
-        dict(tp=2),
-        [({}, 1), (dict(sequence_parallel=True), 2), (dict(sequence_parallel=True, overlap=True), 1)],
-    ),
+MODELS = {  # shape: ways, each with the microbatches of a rank; more shapes in tests/layouts.py
+    "dp2": (dict(dp=2), [({}, 3), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)]),
+    "tp2": (dict(tp=2), [({}, 1), (dict(sequence_parallel=True, overlap=True), 1)]),
     "pp2": (
         dict(pp=2),
         [
-            ({}, 4),
-            (dict(recompute="stage"), 3),
-            (dict(schedule="zb_h1"), 4),
-            (dict(schedule="interleaved", chunks=2), 2),
-            (dict(schedule="chimera"), 2),
-            (dict(schedule="seq1f1b", slices=2), 2),
+            *(({}, 4), (dict(recompute="stage"), 3), (dict(schedule="interleaved", chunks=2), 2)),
+            *((dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)),
         ],
     ),
     "cp2": (
         dict(cp=2),
         [
-            (dict(layout="striped"), 1),
-            (dict(core="ring_self_attention"), 2),
-            (dict(core="ulysses"), 1),
-            (dict(zero=3), 1),
+            *((dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2)),
+            *((dict(core="ulysses"), 1), (dict(zero=3), 1)),
         ],
     ),
     "cp4": (dict(cp=4), [({}, 1), (dict(core="usp", ulysses=2), 1)]),
-    "dp2 cp2": (dict(dp=2, cp=2), [({}, 2)]),
-    "dp2 tp2": (dict(dp=2, tp=2), [(dict(zero=2), 1), (dict(sequence_parallel=True, zero=3), 2)]),
-    "dp2 pp2": (dict(dp=2, pp=2), [({}, 3), (dict(zero=1), 2)]),
-    "cp2 tp2": (
-        dict(cp=2, tp=2),
-        [({}, 1), (dict(sequence_parallel=True, overlap=True), 1), (dict(core="ulysses"), 1)],
-    ),
+    "cp2 tp2": (dict(cp=2, tp=2), [(dict(sequence_parallel=True), 1), (dict(core="ulysses"), 1)]),
     "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
-    "pp2 tp2": (dict(pp=2, tp=2), [(dict(sequence_parallel=True), 2), (dict(recompute="stage"), 2)]),
 }
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return one_process(PROBLEM)
+    return dropped_in_one_process()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_equals_one_process(name, expected):
     """Two steps with dropout of scores and of activations, ranks seeded apart: loss, gradients, parameters,
-    the same under every axis, layout, schedule and number of microbatches.
-    """
+    the same under every axis, layout, schedule and number of microbatches."""
     shape, ways = MODELS[name]
 
     def rank():
         return [
-            train_parallel(
-                replace(PROBLEM, microbatches=count), Strategy(**shape, **settings, microbatches=count)
-            )
-            for settings, count in ways
+            train_parallel(replace(PROBLEM, microbatches=m), Strategy(**shape, **settings, microbatches=m))
+            for settings, m in ways
         ]
 
     for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
@@ -416,8 +351,7 @@ def test_a_model_equals_one_process(name, expected):
 
 def test_a_model_without_it_does_not(expected):
     """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in
-    every step.
-    """
+    every step."""
 
     def rank():
         from minitrain.attention import dropout
@@ -441,66 +375,12 @@ def test_a_model_without_it_does_not(expected):
         module.drop_by_place = lambda layers, places, part=0: drop(layers, places)
         found["first heads"] = train_parallel(PROBLEM, shapes["tp"])
         module.drop_by_place = lambda layers, places: drop(
-            layers, places, own=lambda positions: torch.arange(len(positions))
+            layers, places, local_positions=lambda positions: torch.arange(len(positions))
         )
         found["first tokens"] = train_parallel(PROBLEM, shapes["cp"])
         return found
 
-    assert difference(one_process(PROBLEM, seed=4), expected) > 1e-4  # the seed matters
+    assert difference(dropped_in_one_process(seed=4), expected) > 1e-4  # the seed matters
     for found in launch.run(rank, ranks=2):
         assert max(difference(outcome, expected) for outcome in found.pop("right")) < TOLERANCE
         assert len(found) == 6 and min(difference(outcome, expected) for outcome in found.values()) > 1e-4
-
-
-def test_tokens_of_different_ranks_and_rows_of_different_ranks_have_different_masks():
-    """What one rank drops of its activations says nothing about another's, nor about another step's; in
-    evaluation nothing is dropped.
-    """
-
-    def rank():
-        run = parallelize(small(dropout=0.5), Strategy(dp=2, cp=2, layout="contiguous"))
-        module, positions = run.model.layers[0].dropout, torch.arange(4) + 4 * run.mesh.rank("cp")
-        dropped = []
-        for step in range(2):
-            module.places.at(step, run.mesh.rank("dp"))
-            dropped.append(module(torch.ones(1, 4, 256), positions) == 0)
-        run.train(False)
-        return *dropped, bool((module(torch.ones(1, 4, 256), positions) == 1).all())
-
-    found = launch.run(rank, ranks=4)
-    masks = [mask for *drawn, whole in found for mask in drawn if whole]
-    assert len(masks) == 8
-    for number, one in enumerate(masks):
-        for other in masks[:number]:
-            assert abs((one ^ other).double().mean() - 0.5) < 0.08  # 5 standard deviations of 1,024 tosses
-
-
-def test_refusals_are_one_line_on_every_rank():
-    def call(what, *axes, **settings):
-        def run():
-            mesh, q = Mesh(a=2, b=1), torch.ones(1, 2, 8, 4)
-            what(q, q, q, **dict(zip(axes, (mesh.group("a"), mesh.group("b")))), **settings)
-
-        return run
-
-    tiled = dict(dropout=MASK, kernel=flash_2())
-    refused = {
-        "ring_attention: dropout=0.1 is a rate without a seed, and each rank would draw its own mask; give a DropMask": call(
-            ring_attention, "group", dropout=0.1
-        ),
-        "ring_attention: dropout p=1.0; must be in [0, 1)": call(
-            ring_attention, "group", dropout=DropMask(1.0, 0)
-        ),
-        "dropout needs a kernel that makes scores": call(ring_attention, "group", **tiled),
-        "use FUSED or PLAIN of kernel.py": call(usp_attention, "ring", "ulysses", **tiled),
-        "ulysses_attention: dropout=0.1": call(
-            ulysses_attention, "group", dropout=0.1, core=causal_attention
-        ),
-        "double_ring_attention: dropout=0.1": call(double_ring_attention, "outer", "inner", dropout=0.1),
-        "wallfacer_attention: dropout=0.1": call(wallfacer_attention, "ring", "team", dropout=0.1),
-        "burst_attention: dropout=0.1": call(burst_attention, "across", "inside", dropout=0.1),
-        "flash_attention: dropout=0.2": call(flash_attention, dropout=0.2),
-        "dropout p=1.0; must be in [0, 1)": lambda: DropRows(1.0, Places(), "layers.0.dropout"),
-        "packed_attention: dropout=0.3": call(packed_attention, cu_seqlens=[0, 8], dropout=0.3),
-    }
-    check_refusals(refused, ranks=2)

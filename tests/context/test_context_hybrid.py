@@ -1,6 +1,5 @@
 """Heads with rings, rings within rings, teams: equal to attention on one device, bytes and steps beside the
-formulas, clear refusals.
-"""
+formulas, clear refusals."""
 
 from functools import partial
 
@@ -13,12 +12,9 @@ from minitrain.context.double_ring import double_ring_attention
 from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
 from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
-from minitrain.model.data.batches import random_tokens
-from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.model.layers import naive_attention
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
-from minitrain.ranks.collectives import all_reduce, world
+from minitrain.ranks.collectives import world
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -26,7 +22,6 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import wallfacer
 from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.test_ulysses import TOLERANCE, distance, example, whole_attention
-from tests.parallel import check_refusals, small
 
 HEADS = ((8, 8), (8, 2))
 ALL_LAYOUTS = (contiguous, zigzag, striped)
@@ -92,8 +87,7 @@ def usp(sizes, cases, length=T):
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
 def test_usp(ulysses):
     """Every factorization of 8 gives what one device gives, forward and gradients, and sends the sum of both
-    formulas.
-    """
+    formulas."""
     ring = 8 // ulysses
     cases = [(*heads, zigzag, True) for heads in HEADS] + [(8, 1, contiguous, False), (8, 4, striped, True)]
     for found in launch.run(usp, dict(ring=ring, ulysses=ulysses), cases, ranks=8):
@@ -113,8 +107,7 @@ def test_usp_on_fewer_ranks(sizes):
 
 def test_three_heads_on_six_ranks():
     """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both
-    of its halves.
-    """
+    of its halves."""
     for found in launch.run(
         usp, dict(ring=2, ulysses=3), [(3, 3, zigzag, True), (6, 2, zigzag, True)], 12, ranks=6
     ):
@@ -123,8 +116,7 @@ def test_three_heads_on_six_ranks():
 
 def test_placement_decides_what_leaves_the_node():
     """2 nodes of 2: the bytes of each axis are the same in both orders, but either the ring's or the
-    all-to-alls' cross the border.
-    """
+    all-to-alls' cross the border."""
     case = [(8, 2, zigzag, True)]
     placements = dict(ring=2, ulysses=2), dict(ulysses=2, ring=2)
     for rank, found in enumerate(launch.run(lambda: [usp(sizes, case)[0] for sizes in placements], ranks=4)):
@@ -137,8 +129,7 @@ def test_placement_decides_what_leaves_the_node():
 
 def test_tokens_must_be_dealt():
     """Zig-zag over all ranks is not what the ring gets after the all-to-all: the mask is wrong, and the
-    result.
-    """
+    result."""
 
     def rank():
         mesh = Mesh(ring=2, ulysses=2)
@@ -191,8 +182,7 @@ def single_ring(cases):
 
 def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps
-    across, not cp - 1: a card's bytes are cut by about w, a node's from cp - 1 to cp - w blocks.
-    """
+    across, not cp - 1: a card's bytes are cut by about w, a node's from cp - 1 to cp - w blocks."""
     cases = [
         (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
     ]
@@ -227,8 +217,7 @@ def rings_in_a_dry_run(outer, inner):
 
 def test_bytes_of_long_double_rings():
     """m - 1 steps across and m (w - 1) inside; m · w - 1 blocks in all; in backward gradients as often as
-    keys.
-    """
+    keys."""
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
         forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
@@ -331,8 +320,7 @@ def teams(count, cases):
 
 def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
     """(forward, with backward) by axis, and messages in forward, of member c of a team: what wallfacer.py
-    says.
-    """
+    says."""
     u, v, per_key = (B * h * length // ranks * K for h in (heads, kv_heads, heads))
     steps, row = ranks // count**2, per_key // K
     messages = steps - 1 + (member > 0)
@@ -403,35 +391,6 @@ def cores(a, b):
     }
 
 
-def test_a_model_needs_only_another_core():
-    """Loss and every gradient of a model whose tokens are spread over 2 x 2 ranks: positions, tokens and
-    targets follow the layout.
-    """
-    config = small(max_positions=16)
-    tokens, targets = random_tokens(0, 0, 1, 2, 16, config.vocab_size, seed=5)
-
-    def gradients(core, cut=lambda x, dim=1: x, add=lambda x: x):
-        model = GPT(config, seed=3, dtype=torch.float64, attention=core)
-        loss = cross_entropy_sum(model(cut(tokens), cut(torch.arange(16), 0)), cut(targets))
-        loss.backward()
-        return [add(x) for x in (loss.detach(), *(param.grad for param in model.parameters()))]
-
-    def rank():
-        mesh = Mesh(a=2, b=2)
-        everyone = mesh.group("a", "b")
-        return {
-            name: gradients(
-                core, lambda x, dim=1: split(x, layout, everyone, dim), lambda x: all_reduce(x, everyone)
-            )
-            for name, (core, layout) in cores(mesh.group("a"), mesh.group("b")).items()
-        }
-
-    expected = gradients(naive_attention)
-    for found in launch.run(rank, ranks=4):
-        for name, ours in found.items():
-            assert max((a - b).abs().max() for a, b in zip(ours, expected)) < 1e-11, name
-
-
 def peak(name, a, b):
     """Peak memory of the core in forward and in backward, in units of q's bytes."""
     mesh = Mesh(a=a, b=b)
@@ -454,62 +413,3 @@ def test_memory_of_rings_and_teams():
     for count, factors in ((2, (2.3, 2.1)), (4, (3.6, 3.4))):
         found = dryrun.run(peak, "wallfacer", 16 // count, count, rank=1, ranks=16)
         assert [round(ours / ring, 1) for ours, ring in zip(found, (forward, backward))] == list(factors)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------
-
-
-def on_grid(core, heads=4, kv_heads=4, length=4, **axes):
-    mesh = Mesh(**axes)
-    q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads, length, 4)
-    return core(q, k, k, **{axis: mesh.group(axis) for axis in axes})
-
-
-def one_group_twice():
-    group = world()
-    q = torch.ones(1, 4, 4, 4)
-    return usp_attention(q, q, q, ring=group, ulysses=group)
-
-
-def on_two_rings(axis):
-    """Ulysses over one of the two rings, where it should cross both."""
-    mesh = Mesh(outer=2, inner=2)
-    rings = {name: mesh.group(name) for name in mesh.shape}
-    q = torch.ones(1, 4, 4, 4)
-    return loongtrain_attention(q, q, q, ulysses=rings[axis], **rings)
-
-
-REFUSED = {
-    "Ulysses: 3 heads cannot be dealt to the 2 ranks of ulysses": lambda: on_grid(
-        usp_attention, heads=3, kv_heads=3, ring=2, ulysses=2
-    ),
-    "Ulysses: 3 heads cannot be dealt to the 4 ranks of ulysses, each takes whole ones; take 1 or 3 ranks, and a ring over the others": lambda: (
-        on_grid(usp_attention, heads=3, kv_heads=3, ring=1, ulysses=4)
-    ),
-    "zigzag: T=4 is not a multiple of 8 pieces; pad the sequence to 8": lambda: on_grid(
-        usp_attention, length=1, ring=4, ulysses=1
-    ),
-    "zigzag: T=20 is not a multiple of 8 pieces": lambda: on_grid(
-        double_ring_attention, length=5, outer=2, inner=2
-    ),
-    "ring group [0, 1, 2, 3] and ulysses group [0, 1, 2, 3] share ranks [0, 1, 2, 3], but must cross in this rank only": one_group_twice,
-    **{
-        f"must cross in this rank only; on Mesh({axis}=, ulysses=)": partial(on_two_rings, axis)
-        for axis in ("inner", "outer")
-    },
-    "6 query heads are not a multiple of 4 K/V heads": lambda: on_grid(
-        double_ring_attention, heads=6, outer=2, inner=2
-    ),
-    "dealt: T=10 over 4 ranks, 2 of them to a ring rank": lambda: dealt(zigzag, 2)(0, 4, 10),
-    "dealt: T=12 over 4 ranks, 3 of them to a ring rank": lambda: dealt(zigzag, 3)(0, 4, 12),
-    "teams of C=4 on P=4 ranks: P/C² = 0.25 blocks for each member; take a C whose square divides P": lambda: (
-        on_grid(wallfacer_attention, ring=1, team=4)
-    ),
-    "zigzag: T=12 is not a multiple of 8 pieces": lambda: on_grid(
-        wallfacer_attention, length=3, ring=2, team=2
-    ),
-}
-
-
-def test_refusals_are_one_line_on_every_rank():
-    check_refusals(REFUSED, ranks=4)

@@ -1,10 +1,8 @@
 """Pipelines over slices of a sequence whose tokens are cut over ranks: Runner on pp x cp real ranks against
-one process.
-"""
+one process."""
 
 from functools import cache
 
-import pytest
 import torch
 
 from minitrain import launch
@@ -19,11 +17,8 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedules.slices import on_each_rank, seq1f1b, terapipe
 from minitrain.pipeline.sliced_attention import SlicedAttention, look_back
-from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from tests.parallel import TOLERANCE, small
-from tests.ranks.launch.test_dryrun import everything
 
 LENGTH, ROWS, MICROBATCHES, VALID = 16, 4, 2, 42
 CONFIGS = {
@@ -49,8 +44,7 @@ def data():
 
 def dropping_scores_only(model, kind):
     """The cores drop by place; rows of every microbatch are counted from 0, and activations are left
-    alone.
-    """
+    alone."""
     places = Places(seed=4)
     for layer in model.layers:
         for module in layer.modules():
@@ -127,8 +121,7 @@ WAYS = [
 
 def test_pipelines_on_pp2_cp2():
     """Both schedules, even and uneven slices, every kind of positions, masks of dropout by place, latent
-    attention.
-    """
+    attention."""
     found = launch.run(lambda: [in_slices(*way, pp=2) for way in WAYS], ranks=4)
     for number, way in enumerate(WAYS):
         assert furthest([ranks[number] for ranks in found], way[0]) < TOLERANCE, way
@@ -136,8 +129,7 @@ def test_pipelines_on_pp2_cp2():
 
 def test_usp_on_cp4_and_no_context_parallelism():
     """Ring and Ulysses together; and groups of one, which are one device: slices with dropout and ALiBi
-    without cp.
-    """
+    without cp."""
     ways = [("alibi and dropout", seq1f1b(1, 2, 2), "usp", dict(ring=2, ulysses=2), "zigzag")]
     found = launch.run(lambda: [in_slices(*way, pp=1) for way in ways], ranks=4)
     assert furthest([ranks[0] for ranks in found], "alibi and dropout") < TOLERANCE
@@ -146,33 +138,6 @@ def test_usp_on_cp4_and_no_context_parallelism():
         alone, *launch.run(lambda: [in_slices(*way, pp=1) for way in alone], ranks=1)
     ):
         assert furthest([outcome], kind) < TOLERANCE, kind
-
-
-@pytest.mark.parametrize("kind", ["alibi and dropout", "alibi", "dropout", "rope", "latent"])
-def test_one_device_without_a_group(kind):
-    """The attention of sliced_attention.py itself, through Runner on two stages."""
-
-    def rank():
-        mesh = Mesh(pp=2)
-        schedule = seq1f1b(2, 2, 3, (7, 5, 4))
-        cuts, number = even(2, 2), mesh.rank("pp")
-        model = Stages(config_of(kind), {number: cuts[number]}, seed=3, dtype=torch.float64)
-        memory = look_back(dict(model.items()), schedule)
-        dropping_scores_only(model, kind)
-        reducer = GradReducer(model.parameters(), Mesh(pp=2, cp=1).group("cp"))
-        run = Runner(
-            dict(model.items()),
-            schedule,
-            mesh.group("pp"),
-            cross_entropy_sum,
-            reducer,
-            width=16,
-            hooks=[memory],
-        )
-        loss = run(Batch(*data(), torch.tensor(VALID)))
-        return {"loss": loss} | {name: param.grad for name, param in model.global_parameters().items()}
-
-    assert furthest(launch.run(rank, ranks=2), kind) < TOLERANCE
 
 
 def test_without_it_it_does_not():
@@ -198,16 +163,3 @@ def test_without_it_it_does_not():
         min(furthest([ranks[wrong] for ranks in found], "dropout") for wrong in ("gradients", "places"))
         > 1e-6
     )
-
-
-def test_a_dry_run_equals_the_real_one():
-    """Event by event, FLOPs, bytes, peaks by kind, of a rank of each stage."""
-
-    def account():
-        with Ledger() as ledger:
-            in_slices("alibi and dropout", seq1f1b(2, 2, 2), *RING, "zigzag", pp=2)
-        return {what: found for what, found in everything(ledger).items() if what != "timeline"}
-
-    real = launch.run(account, ranks=4)
-    for rank in (0, 3):
-        assert dryrun.run(account, rank=rank, ranks=4) == real[rank]

@@ -1,6 +1,5 @@
 """Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and
-pipelines on real ranks.
-"""
+pipelines on real ranks."""
 
 import math
 from functools import partial
@@ -10,35 +9,21 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.kernel import PLAIN
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.compose.attention_cores import core_of_slices, data_layout
 from minitrain.context.core_names import CORES, even_slices
-from minitrain.context.layout import (
-    contiguous,
-    each_document,
-    join,
-    last,
-    part,
-    positions,
-    split,
-    tiles,
-    zigzag,
-)
-from minitrain.context.ring import ring_attention
-from minitrain.context.sliced import last_attention, sliced
-from minitrain.context.ulysses import ulysses_attention
+from minitrain.context.layout import contiguous, join, last, part, positions, sliced, split, tiles, zigzag
+from minitrain.context.ring import last_attention
 from minitrain.context.ulysses_ring import dealt
-from minitrain.model.layers import causal_attention, naive_attention
+from minitrain.model.layers import naive_attention
 from minitrain.pipeline.schedule import F
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.context.balanced import balanced_attention
-from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.cores import HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, K, T, furthest, inputs, over
-from tests.parallel import TOLERANCE, check_refusals
+from tests.parallel import TOLERANCE
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 EVEN, UNEVEN = (8, 8, 8, 8), (16, 8, 8)
@@ -97,8 +82,7 @@ SIZES = {
 
 def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True, mesh=None):
     """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all
-    ranks; bytes sent.
-    """
+    ranks; bytes sent."""
     mesh = mesh or Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
     core = SlicedAttention(
@@ -127,8 +111,7 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all
-    gradients.
-    """
+    gradients."""
     plain = in_one_process(width=3)
     biased = in_one_process(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK, width=3)
     ways = [
@@ -218,8 +201,7 @@ def test_without_it_it_does_not():
 
 def test_what_a_ring_of_slices_sends():
     """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as
-    well, of its keys.
-    """
+    well, of its keys."""
 
     def rank():
         found = {}
@@ -239,46 +221,3 @@ def test_what_a_ring_of_slices_sends():
         assert whole == queries + keys and slices == [
             queries // 4 + keys * seen // 4 for seen in (1, 2, 3, 4)
         ]
-
-
-def test_refusals_are_one_line_on_every_rank():
-    def ring(over_ranks=ring_attention, queries=2, layout=contiguous, **settings):
-        def run():
-            q, k = torch.ones(1, 4, queries, 4), torch.ones(1, 4, 8, 4)
-            over_ranks(
-                q, k, k, group=collectives.world(), **(dict(layout=layout) if layout else {}), **settings
-            )
-
-        return run
-
-    def teams():
-        mesh, k = Mesh(ring=2, team=1), torch.ones(1, 4, 8, 4)
-        wallfacer_attention(k[:, :, :2], k, k, ring=mesh.group("ring"), team=mesh.group("team"))
-
-    check_refusals(
-        {
-            "slice 1 of 2, T=14: zigzag: T=6 is not a multiple of 4 pieces; cut other slices": lambda: sliced(
-                zigzag, (8, 6)
-            )(0, 2, 14),
-            "slices of [8, 8] tokens are 16, the sequence has 24": lambda: sliced(zigzag, (8, 8))(0, 2, 24),
-            "ring_attention: q [1, 4, 9, 4], k [1, 4, 8, 4]": ring(queries=9),
-            "2 queries for 8 keys of documents in one row": ring(layout=each_document(zigzag, [0, 8, 16])),
-            "balanced_attention: 2 queries for 8 keys: it takes whole sequences, not slices": ring(
-                balanced_attention, layout=None
-            ),
-            "wallfacer_attention: 2 queries for 8 keys: it takes whole sequences": teams,
-            "Ulysses: the last 2 of 8 tokens of each rank are not the last ones of the sequence": ring(
-                ulysses_attention, core=last_attention
-            ),
-            "last_attention: 9 queries end where 8 keys do": lambda: last_attention(
-                *(torch.ones(1, 4, count, 4) for count in (9, 8, 8))
-            ),
-            "causal_attention: 2 queries, 8 keys": lambda: causal_attention(
-                *(torch.ones(1, 4, count, 4) for count in (2, 8, 8))
-            ),
-            "sliced attention: ALiBi with positions [2, 8]": lambda: attend(
-                *[torch.ones(2, 8, 8, 4)] * 3, bias=Alibi(SLOPES, torch.zeros(2, 8, dtype=torch.long))
-            ),
-        },
-        ranks=2,
-    )

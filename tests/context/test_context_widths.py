@@ -1,6 +1,5 @@
 """Values of another width than queries and keys, as latent attention has them: every core over ranks, and a
-whole model.
-"""
+whole model."""
 
 from functools import partial
 
@@ -8,14 +7,14 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.alibi import Alibi, alibi_slopes
 from minitrain.attention.flash import flash_attention
+from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.context.layout import positions, striped
 from minitrain.model.layers import LatentAttention
 from minitrain.plan.strategy import Strategy
 from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 
@@ -23,8 +22,7 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core(ranks):
     """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and
-    dropout too.
-    """
+    dropout too."""
     biased = dict(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK)
     expected = {
         (width, extras): in_one_process(width=width, **(biased if extras else {}))
@@ -84,11 +82,3 @@ def test_what_is_sent_is_as_wide_as_it_is():
 
     for narrow, same in launch.run(rank, ranks=2):
         assert [ours / theirs for ours, theirs in zip(narrow, same)] == [6 / 8, 6 / 8]
-
-
-def test_teams_refuse_wider_values():
-    def call():
-        *qkv, _ = inputs(HEADS, width=7)
-        CORES[2]()["teams zigzag, 2 x 1"][0](*qkv)
-
-    check_refusals({"wallfacer_attention: values 7 wide, queries and keys 4": call}, ranks=2)

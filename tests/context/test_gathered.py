@@ -1,6 +1,5 @@
 """All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its
-docstring says.
-"""
+docstring says."""
 
 from functools import partial
 
@@ -16,7 +15,7 @@ from minitrain.context.ring import Rings, ring_attention
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, inputs, over, whole
-from tests.parallel import TOLERANCE, check_refusals
+from tests.parallel import TOLERANCE
 
 LAYOUTS = (contiguous, zigzag, striped)
 
@@ -24,8 +23,7 @@ LAYOUTS = (contiguous, zigzag, striped)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_llama_3_gathers_keys(ranks):
     """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward,
-    as many backward.
-    """
+    as many backward."""
 
     def rank():
         group, found = collectives.world(), []
@@ -71,8 +69,7 @@ def test_documents_in_a_row():
 
 def test_few_tiles_of_even_work():
     """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring
-    computes 2n + 1; and all have the same.
-    """
+    computes 2n + 1; and all have the same."""
 
     def rank(layout):
         group, x = collectives.world(), torch.empty(1, 1, T // 8, 1)
@@ -121,8 +118,7 @@ def kept(ranks, keep, core):
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_and_messages(ranks):
     """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes per token for
-    their order, and bytes, in 3 calls.
-    """
+    their order, and bytes, in 3 calls."""
     (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (
         kept(ranks, True, gathered_attention),
         kept(ranks, False, gathered_attention),
@@ -160,13 +156,3 @@ def test_controls():
 
     for found in launch.run(rank, ranks=2):
         assert found.pop("right") < TOLERANCE and len(found) == 2 and min(found.values()) > 1e-2, found
-
-
-def test_refusals():
-    def call(**more):
-        q = torch.empty(1, 4, 4, 4)
-        gathered_attention(
-            q, torch.empty(1, 3, 4, 4), torch.empty(1, 3, 4, 4), group=collectives.world(), **more
-        )
-
-    check_refusals({"gathered_attention: 4 query heads are not a multiple of 3 K/V heads": call}, ranks=2)

@@ -1,6 +1,5 @@
 """Layouts: every token once, tiles are the mask and nothing else, the work of each rank and step as the
-papers' formulas.
-"""
+papers' formulas."""
 
 from fractions import Fraction
 
@@ -12,6 +11,8 @@ from minitrain.context.layout import (
     Tile,
     contiguous,
     each_document,
+    efficiency,
+    entries,
     join,
     positions,
     split,
@@ -19,7 +20,6 @@ from minitrain.context.layout import (
     tiles,
     zigzag,
 )
-from minitrain.context.ring_work import efficiency, entries
 
 LAYOUTS = [contiguous, zigzag, striped]
 HALF = Fraction(1, 2)

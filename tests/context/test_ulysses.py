@@ -1,6 +1,5 @@
 """Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear
-refusals.
-"""
+refusals."""
 
 from functools import partial
 
@@ -19,8 +18,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import along, next_cut, run_stages
 from minitrain.tensor_parallel import sequence
-from minitrain.tensor_parallel.block import cut_attention, cut_mlp
-from tests.parallel import check_refusals
+from minitrain.tensor_parallel.model import cut_attention, cut_mlp
 
 TOLERANCE = 1e-12
 
@@ -122,8 +120,7 @@ def block(core=naive_attention, config=CONFIG):
 
 def one_layer(way):
     """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients
-    of x and weights.
-    """
+    of x and weights."""
     group = world()
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     positions = split(torch.arange(T), contiguous, group, 0)
@@ -149,8 +146,7 @@ def one_layer(way):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses(ranks):
     """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4
-    (P-1)/P · N·h: P times less.
-    """
+    (P-1)/P · N·h: P times less."""
     layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = layer(x, torch.arange(T))
     y.square().sum().backward()
@@ -212,8 +208,7 @@ def layer_along(layer, positions=None):
 
 def video(way, group):
     """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and
-    its gradients.
-    """
+    its gradients."""
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
@@ -238,8 +233,7 @@ def video(way, group):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dsp(ranks):
     """A spatial-temporal block: as on one device, with 2 all-to-alls of M/P where Ulysses sends 4 and on a
-    flat sequence 8: 50 to 75 % less.
-    """
+    flat sequence 8: 50 to 75 % less."""
     *_, expected, weights = video("one device", None)
     unit = 8 * B * FRAMES * PATCHES * D // ranks * (ranks - 1) // ranks
     sent = {}
@@ -261,8 +255,7 @@ def test_dsp(ranks):
 
 def test_stages_switch_only_when_they_must():
     """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut
-    next.
-    """
+    next."""
 
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
@@ -289,8 +282,7 @@ def test_a_dim_that_nobody_needs_is_cut_where_x_came_cut():
 
 def test_switch_and_its_adjoint():
     """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors
-    at once.
-    """
+    at once."""
 
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())
@@ -307,41 +299,3 @@ def test_switch_and_its_adjoint():
 
     for left, right in launch.run(rank, ranks=4):
         assert abs(left - right) < TOLERANCE
-
-
-# ---- what is refused -------------------------------------------------------------------------------------
-
-
-def ulysses_on(heads, kv_heads=None, layout=contiguous, length=3, kv_length=None, dtype=torch.float32):
-    q, k = torch.ones(1, heads, length, 4), torch.ones(1, kv_heads or heads, kv_length or length, 4)
-    return ulysses_attention(q, k.to(dtype), k, group=world(), core=causal_attention, layout=layout)
-
-
-REFUSED = {
-    "Ulysses: 2 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 ranks, and a ring": lambda: (
-        ulysses_on(2)
-    ),
-    "Ulysses: 6 heads cannot be dealt to the 4 ranks of world, each takes whole ones; take 1 or 2 or 3 ranks": lambda: (
-        ulysses_on(6)
-    ),
-    "expected [B, H, T/n, K] and twice [B, H_kv, T/n, K]": lambda: ulysses_on(4, kv_length=2),
-    "ulysses_attention: 4 query heads are not a multiple of 3 K/V heads": lambda: ulysses_on(4, kv_heads=3),
-    "ulysses_attention: q torch.float32, k torch.bfloat16, v torch.float32": lambda: ulysses_on(
-        4, dtype=torch.bfloat16
-    ),
-    "zigzag: T=12 is not a multiple of 8 pieces; pad the sequence to 16": lambda: ulysses_on(
-        4, layout=zigzag
-    ),
-    "has 6 along dim 1, not a multiple of the 4 ranks of world; pad it": lambda: switch(
-        torch.ones(2, 6, 2), world(), cut=1, join=2
-    ),
-    "cut and join are both dim 1": lambda: switch(torch.ones(2, 4, 2), world(), cut=1, join=-2),
-    "there must be two": lambda: run_stages(torch.ones(2, 4, 8), [(1, torch.relu)], world(), cut=1),
-    "stages along dims [3] of x [2, 4, 8, 8]": lambda: run_stages(
-        torch.ones(2, 4, 8, 8), [(3, torch.relu)], world(), cut=1
-    ),
-}
-
-
-def test_refusals_are_one_line_on_every_rank():
-    check_refusals(REFUSED, ranks=4)

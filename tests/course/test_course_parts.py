@@ -60,7 +60,7 @@ def test_a_heading_and_the_facts_below_it_without_their_marks(tmp_path):
 
 def test_measured_beside_formula(capsys):
     rows = {"exact": (1234567, Fraction(1234567)), "third": (1, 3), "half": (0.5, 2), "none": (4, 0)}
-    notebook.beside(rows, "FLOPs")
+    notebook.compare(rows, "FLOPs")
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"{'':5}  {'measured':>20}  {'formula':>20}  ratio   [FLOPs]"
     assert [line.split() for line in lines] == [
@@ -69,7 +69,7 @@ def test_measured_beside_formula(capsys):
         ["half", "0.5000", "2", "0.250"],
         ["none", "4", "0", "-"],
     ]
-    notebook.beside({})
+    notebook.compare({})
     assert capsys.readouterr().out.endswith("ratio   [bytes]\n")
 
 
@@ -425,8 +425,8 @@ def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkey
     assert result.exit_code == (what != "nothing")
     failed = [line for line in result.output.splitlines() if line.startswith("FAIL")]
     words = {
-        "sum": "4 ranks        four ranks added 1 and got [4.0, 4.0, 4.0, 3.0]   -> see 'When ranks cannot meet' in the README",
-        "error": "4 ranks        no loopback   -> see 'When ranks cannot meet' in the README",
+        "sum": "4 ranks        four ranks added 1 and got [4.0, 4.0, 4.0, 3.0]   -> see 'When ranks cannot meet' in docs/commands.md",
+        "error": "4 ranks        no loopback   -> see 'When ranks cannot meet' in docs/commands.md",
         "memory": "free memory    1.9 GB   -> the chapters need 2 GB; close something",
     }
     assert failed == ([f"FAIL  {words[what]}"] if what in words else [])

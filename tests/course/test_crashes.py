@@ -89,7 +89,7 @@ def test_flips_change_one_bit_and_put_it_back(tmp_path):
 def test_a_held_copy_goes_as_far_as_it_may():
     values = [torch.ones(4), torch.ones(4)]
     snapshot = Snapshot("cpu")
-    held = crashes.Held(snapshot, 1)
+    held = crashes.SlowCopy(snapshot, 1)
     snapshot.begin([whole_piece(f"parameters/{n}", value) for n, value in enumerate(values)])
     thread = threading.Thread(target=snapshot.copy)
     thread.start()
@@ -105,7 +105,7 @@ def test_no_more_blocks_are_copied_than_are_allowed(monkeypatch):
     monkeypatch.setattr(crashes, "PATIENCE_S", 0.01)
     moved = []
     snapshot = types.SimpleNamespace(move=lambda *block: moved.append(block), copied=0)
-    held = crashes.Held(snapshot)
+    held = crashes.SlowCopy(snapshot)
     for allowed in (0, 1):
         held.allow(allowed)
         snapshot.copied = allowed

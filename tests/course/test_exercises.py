@@ -161,8 +161,8 @@ def test_a_bad_source_names_its_line(tmp_path, header, problem):
     "line, module",
     [
         ("import minitrain.ranks.launch as go", "minitrain.ranks.launch"),
-        ("from minitrain import collectives, launch", "minitrain.ranks.launch"),
-        ("from minitrain.ranks.collectives import all_reduce", "minitrain.ranks.collectives.all_reduce"),
+        ("from minitrain import collectives, launch", "minitrain.launch"),
+        ("from minitrain.collectives import all_reduce", "minitrain.collectives.all_reduce"),
         ("from minitrain import collectives\nimport minitrains", None),
     ],
 )
@@ -174,6 +174,36 @@ def test_a_rank_imports_of_the_package_what_it_has(tmp_path, line, module):
     else:
         with pytest.raises(ValueError, match=rf"00_imports.py:1: a rank cannot import {module};"):
             book.read_cells(path)
+
+
+RIGHT, WHERE = "def f(x):\n    y = x\n\n    y = x\n    return y\n### END", "07_x.txt: f, twice: "
+
+
+@pytest.mark.parametrize(
+    "text, made",
+    [
+        ("def f(x):\n    return 0", "def f(x):\n    return 0"),
+        ("-     return y\n+     return -y", "def f(x):\n    y = x\n\n    y = x\n    return -y\n### END"),
+        ("- def f(x):\n-     y = x\n-\n+ def f(x):", "def f(x):\n    y = x\n    return y\n### END"),
+        ("-     return y\n\n- def f(x):\n+ if x:", "if x:\n    y = x\n\n    y = x\n### END"),
+        ("-     return y\n+     return z\n-     return z\n+     z", RIGHT.replace("return y", "z")),
+        ("+ y = 1\n+\n+ z = 2", f"{RIGHT}\ny = 1\n\nz = 2"),
+        ("-     return y\n+     return 1\n\n+ f = 2", RIGHT.replace("return y", "return 1") + "\nf = 2"),
+        ("-     y = x\n+     y = 0", f"{WHERE}change 1 finds its old lines 2 times"),
+        ("-     return y\n\n- y = x", f"{WHERE}change 2 finds its old lines 0 times"),
+        ("- return", f"{WHERE}change 1 finds its old lines 0 times"),
+        ("-     return y\n    return 0", f"{WHERE}neither `- old` nor `+ new`:     return 0"),
+        ("+ y = 1\n+z = 1", f"{WHERE}neither `- old` nor `+ new`: +z = 1"),
+    ],
+)
+def test_a_wrong_solution_is_a_whole_text_or_changes_the_right_one(text, made):
+    """In order; one that does not fit is named in one line."""
+    cell = book.Cell("wrong", "f", text, {"fails": "sum", "why": "twice"})
+    try:
+        said = book.changed(RIGHT, cell, "07_x.txt")
+    except ValueError as error:
+        said = str(error)
+    assert said == made and book.changed(None, cell, "07_x.txt") == text, "without a task nothing is changed"
 
 
 def test_what_a_cell_defines():

@@ -231,10 +231,10 @@ def test_what_announces_too_much_is_refused_before_it_arrives(header, payload, f
         line = Line(ours, 100)
         theirs.sendall(frames.SIZES.pack(header, payload))
         if fits:
-            assert list(line.arrived()) == [], "it waits for the rest"
+            assert list(line.incoming()) == [], "it waits for the rest"
         else:
             with pytest.raises(BadFrame, match="the header or the payload is too long"):
-                list(line.arrived())
+                list(line.incoming())
 
 
 def test_frames_are_found_wherever_the_stream_is_cut():
@@ -250,14 +250,14 @@ def test_frames_are_found_wherever_the_stream_is_cut():
         heard = []
         for at in range(0, len(whole), 7):
             theirs.sendall(whole[at : at + 7])
-            heard += line.arrived()
+            heard += line.incoming()
         assert heard == told
         theirs.sendall(whole)
         assert [line.receive() for _ in told] == told
         theirs.close()
         assert line.receive() is None
         with pytest.raises(ConnectionResetError):
-            next(line.arrived())
+            next(line.incoming())
 
 
 @pytest.mark.parametrize("text", [b"7", b"[]", b"{}", b'"is"', b'{"as": 1}', b"{", b"\xff"])

@@ -100,7 +100,7 @@ def test_a_strangers_bytes_give_frames_or_one_kind_of_error(data, with_length):
     with ours, theirs:
         theirs.sendall((SIZES.pack(len(data), 1) if with_length else b"") + data + b" ")
         try:
-            assert all(isinstance(header, dict) for header, _ in Line(ours).arrived())
+            assert all(isinstance(header, dict) for header, _ in Line(ours).incoming())
         except BadFrame:
             pass
 
@@ -133,7 +133,7 @@ def test_steps_count_what_had_to_follow_one_another():
 
 
 def test_as_many_bytes_as_like_pass_but_few_at_once():
-    network = Network(3, [{}] * 3, held=20)
+    network = Network(3, [{}] * 3, limit_bytes=20)
     for op in range(10):
         network.post(0, message("send", 1, op=op), bytes(8))
         network.post(1, message("receive", 0, op=op), b"")

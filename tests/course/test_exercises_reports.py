@@ -208,8 +208,10 @@ def test_prove_names_what_is_wrong_with_a_chapter(monkeypatch):
     attempted = {(stub, name): Failure(trial.NOT_ATTEMPTED) for name in ("a-1", "a-2")}
     caught = {("w = 1", "a-2"): bytes_fail, ("w = 2", "a-1"): bytes_fail, ("w = 2", "a-2"): bytes_fail}
     verdicts = attempted | caught
-    few = "07: a has 2 wrong solutions; write at least three"
+    few = "07: a has 2 wrong solutions; write three to twelve"
     assert exercises.prove(of, Judged, "9") == [few] and set(seeds) == {"9"}
+    monkeypatch.setattr(book.Chapter, "wrong", [*wrong, *11 * wrong[:1]])
+    assert exercises.prove(of, Judged) == [few.replace("2", "13")]
     monkeypatch.setattr(book.Chapter, "wrong", [*wrong, wrong[0]])
     assert exercises.prove(of, Judged) == []
     verdicts = attempted | caught | {(stub, "a-1"): Failure("no error", "x")}
@@ -254,6 +256,24 @@ def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, 
     monkeypatch.setattr(exercises.assignment, "build", lambda: ["a.ipynb", "b.ipynb"])
     exercises.main(["build"])
     assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
+
+
+def test_the_commands_say_in_one_line_which_wrong_solution_does_not_fit(monkeypatch, capsys):
+    """Before anything is run."""
+    told = "00.txt: total, zero: change 1 finds its old lines 0 times"
+    monkeypatch.setattr(book, "changed", lambda *_: exec("raise ValueError(told)", {"told": told}))
+    for wish in (["prove"], ["prove", "00"], ["attack"]):
+        with pytest.raises(SystemExit, match="2"):
+            exercises.main(wish)
+        assert capsys.readouterr().err.endswith(f"error: {told}\n")
+
+
+def test_what_uses_up_its_time_is_given_a_tenth_of_it(monkeypatch):
+    of, limits = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS), []
+    failed = lambda *facts: limits.append(facts[4]) or Failure(facts[3].answer)
+    monkeypatch.setattr(exercises, "failure_in", failed)
+    cells = [book.Cell("wrong", "a", fails, {"fails": fails, "why": "w"}) for fails in ("time limit", "sum")]
+    assert exercises.wrong_ones(of, cells, Judged) == [] and limits == [2.0, 20.0]
 
 
 def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_show_prints_source_without_docstring(capsys):
 
 
 def test_beside_prints_exact_ratio(capsys):
-    notebook.beside({"ring": (24, 24), "half": (1, 2)})
+    notebook.compare({"ring": (24, 24), "half": (1, 2)})
     assert capsys.readouterr().out.splitlines()[1:] == [
         "ring                    24                    24  1.000",
         "half                     1                     2  0.500",

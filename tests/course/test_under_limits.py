@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitrain.course.under_limits import WAYS, model_bytes, tensor_bytes, train
+from minitrain.course.under_limits import PLACEMENTS, model_bytes, tensor_bytes, train
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.systems.memory.limits import LimitedRuns
@@ -17,14 +17,14 @@ SPARE = 1 << 20  # room that the interpreter mapped before the limit and has fre
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("states"))
-    return {way: tensor_bytes(way, CONFIG, folder, rows=SIZES[0], length=SIZES[1]) for way in WAYS}
+    return {way: tensor_bytes(way, CONFIG, folder, rows=SIZES[0], length=SIZES[1]) for way in PLACEMENTS}
 
 
 def test_what_tensors_take_is_what_arithmetic_says(counted):
     model = GPT(CONFIG)
     parameters = sum(param.numel() for param in model.parameters())
     largest = max(sum(param.numel() for param in layer.parameters()) for layer in model.layers)
-    by_hand = {way: model_bytes(way, parameters, largest) for way in WAYS}
+    by_hand = {way: model_bytes(way, parameters, largest) for way in PLACEMENTS}
     # states leave memory for files, and their buffers come: nothing else is different
     one, other = (counted[way] - by_hand[way] for way in ("recompute", "states in files"))
     assert one == other
@@ -34,9 +34,11 @@ def test_what_tensors_take_is_what_arithmetic_says(counted):
 
 def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp_path):
     losses = train("plain", CONFIG, str(tmp_path), *SIZES)
-    with LimitedRuns(lambda: [train(way, CONFIG, str(tmp_path), *SIZES, steps=1) for way in WAYS]) as runs:
+    with LimitedRuns(
+        lambda: [train(way, CONFIG, str(tmp_path), *SIZES, steps=1) for way in PLACEMENTS]
+    ) as runs:
         limits = {}
-        for way in WAYS:
+        for way in PLACEMENTS:
             most = -(-(counted[way] + ROOM) // STEP_BYTES) * STEP_BYTES
             assert runs.run(train, way, CONFIG, str(tmp_path), *SIZES, limit_bytes=most) == losses
             with pytest.raises(MemoryError, match="train does not fit in .* bytes: .*; recompute, offload"):
@@ -54,5 +56,5 @@ def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp
 
 
 def test_a_way_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="way='fast': use plain, recompute"):
+    with pytest.raises(ValueError, match="placement='fast': use plain, recompute"):
         train("fast", CONFIG, str(tmp_path))

@@ -877,15 +877,11 @@ def test_parallelize_takes_every_stage(zero, references):
 
 def test_parallelize_refuses_what_it_does_not_know():
     refused = {
-        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or a word of hybrid sharding": lambda: Strategy(
-            dp=2, zero=4
-        ),
+        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding": lambda: Strategy(dp=2, zero=4),
         "zero='GIG'; use 0": lambda: Strategy(dp=2, zero="GIG"),
         "zero=True; use 0": lambda: Strategy(dp=2, zero=True),
-        "node=3 does not divide dp=2; a node has 1 or 2 of its ranks": lambda: Strategy(
-            dp=2, node=3, zero="III"
-        ),
-        "nodes=3 does not divide the 4 nodes of dp=8; use 1 or 2 or 4": lambda: Strategy(
+        "node=3 does not divide dp=2; use node 1 or 2": lambda: Strategy(dp=2, node=3, zero="III"),
+        "nodes=3 does not divide the nodes of dp=4; use nodes 1 or 2 or 4": lambda: Strategy(
             dp=8, node=2, nodes=3, zero="III"
         ),
         "nodes=2 with zero=1: nodes matter to hybrid sharding; use nodes=1, or one of NNN": lambda: Strategy(

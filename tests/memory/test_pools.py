@@ -209,9 +209,6 @@ def test_what_does_not_fit_fails_with_what_is_there():
     with pytest.raises(MemoryError, match="4,000 bytes on the host, which has 3,999: activations 4,000"):
         with Ledger(host_limit_bytes=3999):
             x.add_(first)
-    with pytest.raises(MemoryError, match="4,000 bytes on the device, which has 0: activations 4,000"):
-        with Ledger(limit_bytes=0):
-            torch.zeros(1000)
     with pytest.raises(MemoryError, match="on the device, which has 10: buffers 40"):
         with Ledger(limit_bytes=10):
             collectives.announce_buffer(torch.empty(10))
@@ -283,8 +280,6 @@ def test_every_machine_has_a_link_to_its_host_and_a_disk_is_optional():
     rates = dict(flops_per_s={"float32": 1.0}, memory_bytes=1, memory_bandwidth_bytes_per_s=1)
     here = this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, disk_bytes_per_s=2)
     assert here.host is None and replay({0: [Copy(0, "from_disk", 8)]}, here).step_s == 4.0
-    with pytest.raises(ValueError, match="host_bytes_per_s=0"):
-        this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, host_bytes_per_s=0)
 
 
 def test_what_the_host_computes_does_not_stand_behind_copies():

@@ -25,12 +25,8 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.tensor_parallel.model import cut_layers
 from tests.parallel import Problem, rows_of_problem, small
 
-WORDS = (  # blocks that differ, so that two steps of training try a word each
-    "full,keep:core,drop:act+norm1+core,selective",
-    "keep:qkv+out+up+experts,drop:act+norm1+core,keep:act,full",
-    *("every:2", "revolve:1"),
-)
-BATCH = dict(batch_sizes=(8, 7), length=8, microbatches=1)
+FIRST = "full,keep:core,drop:act+norm1+core,selective"  # blocks that differ: one training tries four words
+OTHERS = "keep:qkv+out+up+experts,drop:act+norm1+core,keep:act,full", "every:2", "revolve:1"  # in turn
 EXPERTS = ExpertsConfig(
     num_experts=4,
     top_k=2,
@@ -94,7 +90,7 @@ def differing(config: GPTConfig, base: dict, words) -> list[str]:
     for word in words:
         if base["precision"] == "bfloat16_jit":
             word = word.replace("act+norm1+core", "act+core")
-        shares = base.get("tp", 1) > 1 and not base.get("sequence_parallel") and word in (WORDS[0], "every:2")
+        shares = base.get("tp", 1) > 1 and not base.get("sequence_parallel") and word in (FIRST, "every:2")
         more = dict(recompute=word, recompute_partition=shares)
         found = trained(config, Strategy(**(base | more)))
         same = found[0] == losses
@@ -109,11 +105,11 @@ def differing(config: GPTConfig, base: dict, words) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_no_recomputation_bit_by_bit(layout):
     """Two steps with dropout, a frozen parameter, clipping, uneven batches and a tied table."""
+    words = FIRST, OTHERS[list(LAYOUTS).index(layout) % len(OTHERS)]
     experts = dict(experts=EXPERTS) if "ep" in LAYOUTS[layout] else {}
     config = small(num_layers=4, num_kv_heads=4 if "cp" in layout else 2, dropout=0.1, **experts)
-    for wrong in launch.run(
-        differing, config, LAYOUTS[layout], WORDS, ranks=Strategy(**LAYOUTS[layout]).ranks
-    ):
+    ranks = Strategy(**LAYOUTS[layout]).ranks
+    for wrong in launch.run(differing, config, LAYOUTS[layout], words, ranks=ranks):
         assert not wrong, wrong
 
 
@@ -152,16 +148,7 @@ def test_all_reduces_of_tensor_parallelism():
     """A block has two sums in forward and two in backward. Of the forward's, a second pass makes again the one
     behind attention; the one behind the MLP only where it does not stop before."""
     layers, rows, t, width, bytes_ = 3, 4, 8, 16, 8
-    words = (
-        "none",
-        "full",
-        "keep:core",
-        "keep:out",
-        "selective",
-        "drop:core+act+norm1",
-        "drop:out",
-        "full in parts",
-    )
+    words = "none", "full", "keep:core", "keep:out", "selective", "drop:core+act+norm1", "full in parts"
     config = small(num_layers=layers, norm="layer")
     each = rows * t * width * bytes_  # 2(t-1)/t of it for two ranks
     for found in launch.run(calls_of, config, dict(tp=2), words, "all_reduce", "tp", ranks=2):
@@ -359,10 +346,10 @@ def test_a_dry_run_is_the_real_run():
 
     def accounts():
         found, bases = {}, (dict(tp=2), dict(cp=2), dict(dp=2, zero=3))
-        for base, word in product(bases, ("full", "keep:core", "drop:act+core", "revolve:2")):
+        for base, word in product(bases, ("keep:core", "drop:act+core", "revolve:2")):
             found[(*base, word)] = account(base, word)
             gc.collect()  # the next finds nothing of it
         return found
 
     real = launch.run(accounts, ranks=2)
-    assert real == [dryrun.run(accounts, rank=rank, ranks=2) for rank in range(2)]
+    assert real[1] == dryrun.run(accounts, rank=1, ranks=2)

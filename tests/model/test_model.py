@@ -625,7 +625,7 @@ def test_wrong_input_is_one_line_that_names_it():
         (lambda: model(torch.zeros(1, 4)), r"tokens are torch.float32 \[1, 4\]; expected int64 \[B, T\]"),
         (lambda: model(torch.zeros(4, dtype=torch.long)), r"input is \[4\]; expected tokens \[B, T\]"),
         (lambda: generate(model, wrong, 1, temperature=-1.0), "temperature = -1.0; use 0"),
-        (lambda: GPT(SMALL, dtype="fp23"), "dtype = 'fp23'; use torch.float32, torch.bfloat16"),
+        (lambda: GPT(SMALL, dtype="fp23"), "dtype='fp23': use torch.float32, torch.bfloat16"),
         (lambda: GPT(SMALL, layers=[5]), r"layer 5; this model has layers 0 \(embedding\) to 4 \(head\)"),
     ):
         with pytest.raises(ValueError, match=message) as error:

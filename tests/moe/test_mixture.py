@@ -17,15 +17,15 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW
-from minitrain.moe import parallel, router
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe import router
+from minitrain.moe.dispatch import AllToAll
+from minitrain.moe.parallel import CutExperts, Tokens, place_experts
 from minitrain.plan.accounting.compute import forward_flops_per_token
 from minitrain.plan.accounting.parameters import active_parameters, parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.tensor_parallel.sequence import own_time
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
 
@@ -40,6 +40,15 @@ def layer(c: GPTConfig, seed: int = 0) -> MixtureOfExperts:
     for param in mixture.parameters():
         torch.nn.init.normal_(param, std=0.3)
     return mixture
+
+
+def over_ep(mixture: MixtureOfExperts, group) -> None:
+    """Only this rank's experts stay."""
+    for name, param in list(mixture.experts.named_parameters()):
+        part = param.detach().chunk(group.size())[group.rank()].clone()
+        setattr(mixture.experts, name, torch.nn.Parameter(part))
+    place_experts(mixture.experts, group)
+    mixture.hooks.experts = AllToAll(group)
 
 
 def drawn(rows=3, length=8, seed=1):
@@ -109,11 +118,11 @@ def test_a_token_at_a_negative_position_visits_nobody_and_changes_nobody():
     mixture, x = layer(c), drawn()
     at = torch.arange(8).repeat(3, 1)
     at[:, 5:] = -1
-    y, noted = mixture(x, at), mixture.noted
+    y, noted = mixture(x, at), mixture.losses
     assert torch.equal(y[:, 5:], torch.zeros_like(y[:, 5:]))
     other = x.clone()
     other[:, 5:] = drawn(seed=2)[:, 5:]
-    assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.noted, noted)
+    assert torch.equal(mixture(other, at)[:, :5], y[:, :5]) and torch.equal(mixture.losses, noted)
 
 
 def test_what_the_settings_ask_of_a_router():
@@ -134,7 +143,6 @@ def test_what_the_settings_ask_of_a_router():
         torch.nn.init.normal_(param)
     assert half.router.bias.dtype == torch.float32
     assert half(x.bfloat16(), at).dtype == torch.bfloat16
-    assert [MixtureOfExperts(limited, 8, part, 4).first for part in range(4)] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("factor, room", [(0.0, 4), (0.5, 2), (9.0, 8)])
@@ -152,16 +160,13 @@ def test_room_is_given_out_by_position_where_ranks_share_rows():
     """Two ranks with the tokens 0, 1, 6, 7 and 2, 3, 4, 5 of each row: who is dropped is as on one, and so is the loss."""
 
     def rank():
-        mixture, group, x = (
-            layer(config(capacity_factor=0.5, balance_alpha=0.1)),
-            collectives.world(),
-            drawn(),
-        )
+        mixture, group = layer(config(capacity_factor=0.5, balance_alpha=0.1)), collectives.world()
+        x = drawn()
         at = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][group.rank()])
-        y, loss = mixture(x, torch.arange(8))[:, at], mixture.noted
-        mixture.row_group, mixture.row_ranks = group, 2
+        y, loss = mixture(x, torch.arange(8))[:, at], mixture.losses
+        mixture.hooks.tokens = Tokens(row_group=group, row_ranks=2)
         own = mixture(x[:, at], at.expand(3, 4))
-        return (own - y).abs().max().item(), mixture.noted.item(), loss.item(), mixture.config.whole_rows
+        return (own - y).abs().max().item(), mixture.losses.item(), loss.item(), mixture.config.whole_rows
 
     (apart, one, whole, _), (other_apart, two, *_, wanted) = launch.run(rank, ranks=2)
     assert max(apart, other_apart) < 1e-12 and one + two == pytest.approx(whole, rel=1e-12) and wanted
@@ -176,11 +181,11 @@ def test_losses_are_sums_over_tokens_of_rows():
         routing = router.top_k(mixture.router.scores(row), 2)
         wanted += 8 * router.balance_loss(routing, 0.3)
         wanted += 8 * router.z_loss(mixture.router.scores(row), 0.7)
-    assert torch.allclose(mixture.noted, wanted, atol=1e-12, rtol=0)
+    assert torch.allclose(mixture.losses, wanted, atol=1e-12, rtol=0)
     model = GPT(c, dtype=torch.float64)
     losses = RouterLosses({0: model.layers})
     model(torch.zeros(1, 8, dtype=torch.int64))
-    assert losses.taken() > 0 and losses.taken() is None, "taken once"
+    assert losses.collect() > 0 and losses.collect() is None, "taken once"
 
 
 def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
@@ -196,7 +201,7 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
     assert list(kept_buffers(model.layers)) == names and second.router.bias.dtype == torch.float64
     model(torch.zeros(2, 8, dtype=torch.int64))
     RouterLosses({0: model.layers}).forget()
-    assert first.router.load == second.router.load == 0 and first.noted is None, "done again, counted again"
+    assert first.router.load == second.router.load == 0 and first.losses is None, "done again, counted again"
     router_of_half = GPT(c, dtype=torch.bfloat16).layers[1].mlp.router
     assert router_of_half.bias.dtype == torch.float32, "steps of 0.001 would be lost"
     x = torch.randn(9, c.d_model, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
@@ -206,10 +211,8 @@ def test_the_bias_goes_up_where_few_came_and_is_trained_by_nobody():
 
 def test_which_blocks_have_experts():
     def counts(layers=8, **values):
-        c = GPTConfig(
-            **(SHAPE | dict(num_layers=layers)), experts=ExpertsConfig(**(dict(num_experts=4) | values))
-        )
-        model = GPT(c, device="meta")
+        experts = ExpertsConfig(**(dict(num_experts=4) | values))
+        model = GPT(GPTConfig(**(SHAPE | dict(num_layers=layers)), experts=experts), device="meta")
         return [len(block.mlp.experts.up) if mixtures([block]) else 0 for block in model.layers[1:-1]]
 
     assert counts() == [4] * 8
@@ -288,12 +291,7 @@ def test_gshard():
             c = config(router=kind, num_experts=8, capacity_factor=4.0)
             whole, ours, x = layer(c), layer(c), drawn(rows=2, length=16, seed=group.rank())
             whole.router.draws = ours.router.draws = torch.zeros_like
-            own = slice(2 * group.rank(), 2 * group.rank() + 2)
-            for name in ("up", "gate", "down"):
-                setattr(
-                    ours.experts, name, torch.nn.Parameter(getattr(ours.experts, name)[own].detach().clone())
-                )
-            parallel.spread(ours, group, partial(Dispatch, group=group))
+            over_ep(ours, group)
             x = x.requires_grad_()
             with Ledger() as ledger:
                 y = ours(x, torch.arange(16))
@@ -325,19 +323,16 @@ def sent():
 
         def made(drops, **cut):
             mixture = layer(c)
-            whole = mixture.experts
-            own = slice(2 * ep.rank(), 2 * ep.rank() + 2)
-            for name in ("up", "gate", "down"):
-                setattr(whole, name, torch.nn.Parameter(getattr(whole, name)[own].detach().clone()))
-            parallel.spread(mixture, ep, partial(Dispatch, group=ep))
+            over_ep(mixture, ep)
             if drops:
-                parallel.cut(mixture, tp, **cut)
+                mixture.experts = CutExperts(mixture.experts, tp)
+                mixture.hooks.tokens = Tokens(tp, **cut)
             return mixture
 
         # tokens that stand cut over tp already: theirs are the positions that count, padding at the end included
         x, at, part = drawn(rows=2, length=8, seed=ep.rank()), torch.arange(8).repeat(2, 1), 4 * tp.rank()
         at[:, 5:] = -1
-        sliced = made(True, own_time=partial(own_time, group=tp))(x[:, part : part + 4], at)
+        sliced = made(True, sequence_parallel=True)(x[:, part : part + 4], at)
         assert (sliced - made(False)(x, at)[:, part : part + 4]).abs().max() < 1e-12
         for drops in (True, False):
             mixture = made(drops)
@@ -379,10 +374,7 @@ def test_rows_are_gathered_over_tp_and_their_sums_scattered():
 
         def rows_at(part):
             """At this rank of ep, from the tokens of one rank of tp: of both ranks of ep."""
-            tables = (
-                results[2 * source][1][:, :5] if part == 0 else results[2 * source][1][:, 5:]
-                for source in (0, 1)
-            )
+            tables = [results[2 * source][1].split((5, 4), 1)[part] for source in (0, 1)]
             return sum(int((table // 2 == data).sum()) for table in tables)
 
         mine, theirs = rows_at(tensor), rows_at(1 - tensor)
@@ -472,24 +464,22 @@ REFUSED = {
     "a pyramid needs both": lambda: config(pyramid_layers=1),
     "0 of 2 blocks have experts": lambda: config(dense_first=2),
     "experts = 8; use an ExpertsConfig": lambda: GPTConfig(**SHAPE, experts=8),
-    "ep=3 does not divide dp x cp = 4 ranks; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
+    "ep=3 does not divide dp x cp=4; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
     "ep=8 does not divide 4 and 8 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(
         config(pyramid_layers=1, pyramid_experts=8), 8
     ),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
     "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
-    "ep_travel='weights'; use tokens or experts or cheaper": lambda: Strategy(ep_travel="weights"),
+    "ep_travel='weights'; use tokens, experts, cheaper": lambda: Strategy(ep_travel="weights"),
     "ep_chunks=2 with ep=2, ep_node=1, ep_travel='experts': chunks are of rows": lambda: Strategy(
         dp=2, ep=2, ep_chunks=2, ep_travel="experts"
     ),
     "ep_travel='cheaper' with ep_node=2: it compares what crosses between ranks": lambda: Strategy(
         dp=4, ep=4, ep_node=2, ep_travel="cheaper"
     ),
-    "ep_shadow=-1; use a whole number, 0 \\(no shadows\\) or more": lambda: Strategy(
-        dp=2, ep=2, ep_shadow=-1
-    ),
-    "ep_shadow=True; use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
+    "ep_shadow=-1: use a whole number from 0": lambda: Strategy(dp=2, ep=2, ep_shadow=-1),
+    "ep_shadow=True: use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
     "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is a copy": lambda: Strategy(dp=2, ep_shadow=2),
     "ep_shadow=2 with ep=2, ep_travel='cheaper': a shadow is a copy": lambda: Strategy(
         dp=2, ep=2, ep_shadow=2, ep_travel="cheaper"
@@ -510,9 +500,6 @@ REFUSED = {
     ),
     "mask \\[3\\]; a mask has one entry for each of 4 tokens": lambda: router.top_k(
         torch.zeros(4, 4), 2, torch.ones(3, dtype=torch.bool)
-    ),
-    "a token is sent to expert 4, but experts are 0 to 3; shared ones have no number": lambda: Dispatch(
-        router.Routing(torch.full((2, 1), 4), torch.ones(2, 1), torch.ones(2, 4) / 4)
     ),
 }
 
@@ -545,7 +532,7 @@ def test_the_loss_falls_and_balance_costs_no_expert():
     seen = []
     for _ in range(6):
         optimizer.zero_grad()
-        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.taken()
+        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.collect()
         loss.backward()
         optimizer.step()
         seen.append(loss.item())

@@ -348,15 +348,15 @@ def fails_in(half: str) -> None:
         if halves.going:
             raise KeyError(f"planted in {half}")
 
-    for mixture in mixtures(run.model.layers) if collectives.world().rank() == 1 else ():
-        through = mixture.through
+    if collectives.world().rank() == 1:
+        travel = run.model.hooks.experts
 
-        def planted(x, routing, through=through):
-            y = through(x, routing)
+        def planted(x, routing, experts):
+            y = travel(x, routing, experts)
             fail() if half == "F" else x.register_hook(fail)
             return y
 
-        mixture.through = planted
+        run.model.hooks.experts = planted
     run.step(run.batch(EQUAL.rows(0), 0))
 
 
@@ -380,8 +380,6 @@ def test_where_no_pair_takes_turns_nothing_is_asked(what):
 
     def rank():
         run = parallelize(EQUAL.config, replace(EQUAL.strategy, **NO_PAIRS[what]))
-        ways = [mixture.dispatch for mixture in mixtures(run.model.layers)]
-        return halves_of(run), [way.keywords.get("meanwhile") for way in ways if hasattr(way, "keywords")]
+        return halves_of(run), getattr(run.model.hooks.experts, "meanwhile", None)
 
-    pairs, asked = dryrun.run(rank, ranks=4)
-    assert pairs is None and not any(asked)
+    assert dryrun.run(rank, ranks=4) == (None, None)

@@ -13,7 +13,7 @@ import pytest
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
-from minitrain.plan.emit.table import BESIDE, Cases, System, check_option, flat, known, nested
+from minitrain.plan.emit.table import flat, nested
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
@@ -23,7 +23,7 @@ LLAMA = presets["llama3-8b"]
 
 
 def read(system, written):
-    return system.read(written.text) if system is megatron else system.read(written.text, written.beside)
+    return system.read(written.text) if system is megatron else system.read(written.text, written.in_code)
 
 
 # ---- any plan
@@ -120,7 +120,9 @@ def test_what_is_written_is_read_back(key):
         back, left = read(system, found)
         values, again = job.values(), back.values()
         lost = {name for name in values if again[name] != values[name]}
-        assert lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.noted.keys()
+        assert (
+            lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.table.noted.keys()
+        )
         assert not left
         said.update(
             (name, value) for name, value in values.items() if value != DEFAULTS[name] and name not in lost
@@ -210,24 +212,16 @@ def test_each_system_says_what_it_is_known_for():
 
 
 @pytest.mark.parametrize("key", SYSTEMS)
-def test_every_option_of_a_row_is_one_that_the_system_has(key):
-    system: System = SYSTEMS[key].SYSTEM
-    options = {name for row in system.all_rows for name in row.options if not name.startswith(BESIDE)}
-    assert options | set(system.unlike) <= known(key).kinds.keys()
-    values = {
-        one
-        for row in system.rows
-        if isinstance(row, Cases)
-        for _, theirs in row.pairs
-        for one in theirs.items()
-        if not isinstance(one[1], list)
-    }
-    for name, value in values:
-        check_option(key, name, value)
-    ours = {
-        name for row in system.all_rows for name in ([row.ours] if isinstance(row.ours, str) else row.ours)
-    }
-    assert ours | system.noted.keys() | system.why.keys() <= DEFAULTS.keys()
+def test_a_table_says_its_version_and_every_choice_is_of_the_kind_of_its_option(key):
+    system = SYSTEMS[key].SYSTEM
+    table = system.table
+    assert table.version and table.date.startswith("2026") and len(table.options) > 100
+    for one in table.options.values():
+        for theirs in (one.choices or {}).values():
+            system.check(one.name, theirs)
+    derived = system.derive(Job(Strategy(), MODELS["plain"], 8, 64).values())
+    assert derived.keys() <= DEFAULTS.keys() | system.rows_by_value.keys()
+    assert table.noted.keys() | table.refused.keys() | system.in_code.keys() <= DEFAULTS.keys()
 
 
 # ---- one plan, in full
@@ -251,8 +245,8 @@ JOB = Job(
 
 
 def test_llama_as_a_command_of_megatron():
-    text, notes, beside = megatron.write(JOB)
-    assert not notes and not beside
+    text, notes, in_code = megatron.write(JOB)
+    assert not notes and not in_code
     lines = text.replace(" \\\n", "\n").split("\n")
     assert lines[0] == "torchrun --nproc-per-node 16 pretrain_gpt.py"
     for node, launcher in {8: "--nnodes 2 --nproc-per-node 8", 6: "--nnodes 4 --nproc-per-node 4"}.items():
@@ -262,7 +256,7 @@ def test_llama_as_a_command_of_megatron():
             and f"each of {16 // int(launcher[-1])} " in note
         )
         assert megatron.read(on_nodes)[0] == megatron.read(text)[0]
-    assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes, beside)
+    assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes, in_code)
     with pytest.raises(ValueError, match="node"):
         megatron.write(JOB, -8)
     said = {line.strip() for line in lines[1:]}
@@ -307,7 +301,7 @@ def test_llama_as_json_for_deepspeed_and_what_its_code_says():
         ),
         rows=32,
     )
-    text, notes, beside = deepspeed.write(job)
+    text, notes, in_code = deepspeed.write(job)
     assert not notes
     assert json.loads(text) == {
         "train_batch_size": 32,
@@ -323,8 +317,8 @@ def test_llama_as_json_for_deepspeed_and_what_its_code_says():
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
     }
-    assert beside.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
-    assert deepspeed.read(text, beside) == (job, {})
+    assert in_code.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
+    assert deepspeed.read(text, in_code) == (job, {})
 
 
 def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
@@ -334,7 +328,7 @@ def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
             JOB.strategy, zero="III", dp=4, node=2, schedule="interleaved", chunks=2, order="pp-dp-cp-tp"
         ),
     )
-    text, notes, beside = torchtitan.write(job)
+    text, notes, in_code = torchtitan.write(job)
     tree = tomllib.loads(text)
     assert not notes and tree["training"] == {
         "local_batch_size": 16,
@@ -357,7 +351,7 @@ def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
         "context_parallel_degree": 2,
         "context_parallel_rotate_method": "alltoall",
     }
-    assert beside.keys() <= MODEL.keys() and torchtitan.read(text, beside) == (job, {})
+    assert in_code.keys() <= MODEL.keys() and torchtitan.read(text, in_code) == (job, {})
 
 
 @pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b"])
@@ -462,7 +456,7 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
         "--global-batch-size 3 and --micro-batch-size 1 on dp=2 ranks": lambda: megatron.read(
             f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3"
         ),
-        "--attention-dropout 0.1, --hidden-dropout 0.0": lambda: megatron.read(
+        "--attention-dropout=0.1, --hidden-dropout=0.0: no dropout is this": lambda: megatron.read(
             f"{COMMAND} --hidden-dropout 0.0"
         ),
         "--recompute-modules mlp: of these only core_attn": lambda: megatron.read(
@@ -483,7 +477,9 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
         "--fp8-format=e4m3, --fp8-recipe=custom: no products is this": lambda: megatron.read(
             f"{COMMAND} --fp8-format e4m3 --fp8-recipe custom"
         ),
-        "--cp-comm-type p2p a2a: use one of": lambda: megatron.read(f"{COMMAND} --cp-comm-type p2p a2a"),
+        "--cp-comm-type=['p2p', 'a2a']: no core is this": lambda: megatron.read(
+            f"{COMMAND} --cp-comm-type p2p a2a"
+        ),
         "minitrain's has keys and values of one width": lambda: megatron.read(
             f"{COMMAND} --multi-latent-attention"
         ),
@@ -501,8 +497,8 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
         ),
         "DeepSpeed: no JSON": lambda: deepspeed.read("{", SIZES_OF),
         "the JSON is list": lambda: deepspeed.read("[]", SIZES_OF),
-        "beside: 'tp' is no word of code": lambda: deepspeed.read("{}", {"tp": 2}),
-        "the first is the product of the others": lambda: deepspeed.read(
+        "in_code: 'tp' is not said in code": lambda: deepspeed.read("{}", {"tp": 2}),
+        "the first is a multiple of the others": lambda: deepspeed.read(
             '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}', SIZES_OF
         ),
         "zero_optimization.zero_hpz_partition_size = 8, and": lambda: deepspeed.read(
@@ -515,10 +511,12 @@ SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint
             "[parallelism]\ntensor_parallel_degre = 2", SIZES_OF
         ),
         "torchtitan: no TOML": lambda: torchtitan.read("[", SIZES_OF),
-        "beside: 'length' is no size of a model": lambda: torchtitan.read("", {"length": 2}),
-        "the rest of the ranks, whose number the TOML does not say": lambda: torchtitan.read("", SIZES_OF),
+        "in_code: 'length' is not said in code": lambda: torchtitan.read("", {"length": 2}),
+        "the rest of the ranks, whose number the TOML does not say": lambda: torchtitan.read(
+            "[activation_checkpoint]\nmode = 'none'", SIZES_OF
+        ),
         "schedules are 1F1B, GPipe": lambda: torchtitan.read(
-            "[parallelism]\ndata_parallel_shard_degree = 1\npipeline_parallel_degree = 2", SIZES_OF
+            SHARDED.replace("[activation", "pipeline_parallel_degree = 2\n[activation"), SIZES_OF
         ),
         "activation_checkpoint.mode=selective: no recompute is this": lambda: torchtitan.read(
             SHARDED.replace("'none'", "'selective'"), SIZES_OF
@@ -788,14 +786,14 @@ def test_any_plan_is_a_plan_file_and_back():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"strategy": {"zeroo": 2}}, "plan: strategy has no 'zeroo'; did you mean 'zero'?"),
-        ({"model": {"width": 2}}, "plan: model has no 'width'; allowed:"),
-        ({"model": {"experts": {"top": 2}}}, "plan: model.experts has no 'top'; did you mean 'top_k'?"),
-        ({"row": 2}, "plan: unknown 'row'; did you mean 'rows'?"),
+        ({"strategy": {"zeroo": 2}}, "plan.strategy has no 'zeroo'; did you mean 'zero'?"),
+        ({"model": {"width": 2}}, "plan.model has no 'width'; allowed:"),
+        ({"model": {"experts": {"top": 2}}}, "plan.model.experts has no 'top'; did you mean 'top_k'?"),
+        ({"row": 2}, "plan has no 'row'; did you mean 'rows'?"),
         ({"format": 2}, "plan: format 2; this version reads 1"),
-        ({"strategy": []}, "plan: strategy is []; use an object of its fields"),
-        ({"rows": 0}, "rows=0; use a whole number, 1 or more"),
-        ({"length": "8"}, "length='8'; use a whole number"),
+        ({"strategy": []}, "plan.strategy is []; use an object of dp, pp"),
+        ({"rows": 0}, "rows=0: use a whole number from 1"),
+        ({"length": "8"}, "length='8': use a whole number"),
         ({"strategy": {"dp": 3}}, "a batch of 2 rows for dp=3 x microbatches=1"),
     ],
 )
@@ -804,7 +802,11 @@ def test_a_plan_file_that_is_none_is_one_line(change, words):
     with pytest.raises(ValueError) as error:
         plan_file.read(json.dumps(tree | change))
     assert words in str(error.value) and "\n" not in str(error.value)
-    for text, said in (("{", "plan: no JSON"), ("3", "the JSON is int"), ("{}", "plan: 'format' is missing")):
+    for text, said in (
+        ("{", "plan: no JSON"),
+        ("3", "plan is 3; use an object"),
+        ("{}", "plan: 'format' is missing"),
+    ):
         with pytest.raises(ValueError, match=said):
             plan_file.read(text)
 
@@ -840,11 +842,3 @@ def test_names_are_flat_and_what_has_no_effect_is_the_default():
 def test_options_nest_and_flatten():
     options = {"a": 1, "b.c": 2, "b.d.e": [3]}
     assert nested(options) == {"a": 1, "b": {"c": 2, "d": {"e": [3]}}} and flat(nested(options)) == options
-
-
-def test_the_stored_names_say_their_version_and_date():
-    for key, name in (("megatron", "Megatron-LM"), ("deepspeed", "DeepSpeed"), ("torchtitan", "torchtitan")):
-        about = known(key)
-        assert (
-            about.name == name and about.version and about.date.startswith("2026") and len(about.kinds) > 100
-        )

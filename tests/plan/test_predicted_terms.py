@@ -140,13 +140,13 @@ def test_what_travels_shows_as_far_as_nothing_runs_beside_it():
     half = Operator("mm", int(PEAK * time / 2), 0, "bfloat16")
     stack = STACKS["megatron-2021"]
 
-    def waited(*operators, axis="tp", beside=range(1)):
-        way = Pass(operators, (Collective("all_reduce", axis, members, payload, beside),))
+    def waited(*operators, axis="tp", overlapped=range(1)):
+        way = Pass(operators, (Collective("all_reduce", axis, members, payload, overlapped),))
         return exposed(way, A100, PLAIN, stack, lambda ranks: ranks)
 
     assert waited(half) == pytest.approx({"tp": time / 2}, rel=1e-6)
-    assert waited(half, beside=range(0)) == pytest.approx({"tp": time})
-    assert waited(half, half, half, beside=range(3)) == {"tp": 0.0}
+    assert waited(half, overlapped=range(0)) == pytest.approx({"tp": time})
+    assert waited(half, half, half, overlapped=range(3)) == {"tp": 0.0}
     for axis in ("tp", "ep", "cp", "inner", "ulysses"):
         assert list(waited(half, axis=axis)) == [axis if axis in ("tp", "ep") else "cp"]
 
@@ -307,9 +307,9 @@ def test_overlapped_sums_hide_behind_passes_of_layers_after_them():
     at = place("megascale", dp=4, on=slow)
     found = update_s(WORK, layout_of(MODEL, Strategy(microbatches=1)), at, 0, (W, G, O), False, False)["dp"]
     whole = at.travel_s("all_reduce", ELEMENTS * G, (0, 1, 2, 3))
-    # All up to a layer travel when its backward is done, beside the backwards of those below.
+    # All up to a layer travel when its backward is done, overlapped the backwards of those below.
     weights, below = (100_000, *4 * [1_000_000], 200_000), (0, 1, 6, 11, 16, 21)
-    exposed = [whole * sum(weights[: n + 1]) / ELEMENTS - beside for n, beside in enumerate(below)]
+    exposed = [whole * sum(weights[: n + 1]) / ELEMENTS - overlapped for n, overlapped in enumerate(below)]
     assert found == pytest.approx(max(exposed)) and exposed.index(max(exposed)) == 4
 
 
@@ -338,7 +338,7 @@ def task(**how) -> Task:
 def by_hand(config, strategy, microbatch, length, fused):
     """Work that takes no time: ties everywhere, and less memory where a block is computed again."""
     still = lambda layer: replace(layer, forward=Pass(), backward=Pass(), weights=Pass())
-    block = replace(still(WORK.block), kept_bytes=10**6 if strategy.recompute == "none" else 10**5)
+    block = replace(still(WORK.block), saved_bytes=10**6 if strategy.recompute == "none" else 10**5)
     return replace(WORK, embedding=still(WORK.embedding), block=block, head=still(WORK.head))
 
 

@@ -24,7 +24,7 @@ from minitrain.plan.predict.predicted_pipeline import Costs, Layout, layout_of, 
 from minitrain.plan.predict.predicted_step import PARTS, predict
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Rates, seconds
 from minitrain.plan.predict.times import Place
-from minitrain.plan.predict.training_run import STACKS, TrainingRun, named_stack, published
+from minitrain.plan.predict.training_run import STACKS, TrainingRun, published
 from minitrain.plan.predict.update import update_s
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.plan.simulate.machines import machine
@@ -292,7 +292,7 @@ def test_what_a_block_keeps_is_table_2_of_korthikanti(recompute, sequence):
     """To the byte, but for the statistics of norms, which the paper leaves out."""
     config = replace(presets["gpt3-175b"], vocab_size=51_200, dropout=0.1)
     strategy = Strategy(tp=8, sequence_parallel=sequence, recompute=recompute, precision="bfloat16")
-    kept = work_of(config, strategy, 1, 2048, False).block.kept_bytes
+    kept = work_of(config, strategy, 1, 2048, False).block.saved_bytes
     paper = activation_bytes(
         2048, 1, 12_288, 96, tensor_parallel=8, sequence_parallel=sequence, recompute=recompute
     )
@@ -306,11 +306,12 @@ def test_a_fused_attention_keeps_no_mask():
     without, dropped = (
         work_of(replace(model, dropout=p), Strategy(precision="bfloat16"), 2, 1024).block for p in (0.0, 0.1)
     )
-    assert dropped.kept_bytes - without.kept_bytes == 2 * 2 * 1024 * model.d_model
+    assert dropped.saved_bytes - without.saved_bytes == 2 * 2 * 1024 * model.d_model
     assert dropped.forward.high_bytes < 1.2 * without.forward.high_bytes
     written = work_of(replace(model, dropout=0.1), Strategy(precision="bfloat16"), 2, 1024, False).block
     assert (
-        written.kept_bytes - dropped.kept_bytes > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
+        written.saved_bytes - dropped.saved_bytes
+        > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
     )
 
 
@@ -483,7 +484,6 @@ def test_bad_input_is_refused_in_one_line():
         "at least": lambda: fit(rows("Nar21 1.7B"), ("products", "network"), work_of),
         "share of the datasheet": lambda: Rates(products=1.2),
         "tile=0": lambda: Rates(tile=0),
-        "no stack is called": lambda: named_stack("megatron-2030"),
         "use 0, 1, 2 or 3": lambda: predict(ours(Strategy(dp=4, node=2, zero="III"), 4), work_of),
     }
     for said, call in bad.items():

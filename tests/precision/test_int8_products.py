@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.compose.parallelize import parallelize
 from minitrain.compose.products_by_name import PRODUCTS
-from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.training.optim import AdamW
-from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.products import Scales
 from tests.parallel import small
+from tests.precision.training import distance, trained
 
 INT8 = PRODUCTS["int8"]
 WIDE = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=1, max_positions=64, tied=False)
@@ -110,22 +107,6 @@ def test_beside_outliers_blocks_err_less_than_tokens_and_tokens_less_than_tensor
 # ---- on ranks ----------------------------------------------------------------------------------------------
 
 
-def rows(step, length):
-    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, 4, length, 29, seed=5), 4, length)
-
-
-def trained(config=WIDE, length=64, **strategy):
-    strategy = dict(precision="float64", products="int8") | strategy
-    run = parallelize(config, Strategy(**strategy), lambda p: AdamW(p, lr=1e-2, eps=1e-3), seed=3)
-    losses = [run.total(run.step(run.batch(rows(i, length), i), 0.5).loss).item() for i in range(2)]
-    return losses, run.state_dict()["parameters"]
-
-
-def apart(a, b):
-    gaps = [(a[1][name] - b[1][name]).abs().max().item() for name in a[1]]
-    return max(gaps + [abs(x - y) for x, y in zip(a[0], b[0])])
-
-
 CUTS = [
     dict(dp=2),
     dict(dp=2, zero=3),
@@ -139,16 +120,17 @@ DEEP = replace(WIDE, num_layers=2)
 
 def test_cuts_between_blocks_change_no_code():
     """tp cuts at 32 channels, cp at 32 tokens. A cut through a block makes two blocks: the control."""
+
+    def each(cuts, products="int8"):
+        return [trained(DEEP, products, length=64, **cut) for cut in cuts]
+
     ((one, many, plain),) = launch.run(
-        lambda: (trained(DEEP), trained(DEEP, microbatches=2), trained(DEEP, products="plain")), ranks=1
+        lambda: each([{}, dict(microbatches=2)]) + each([{}], "plain"), ranks=1
     )
-    found = launch.run(
-        lambda: [trained(DEEP, **cut) for cut in CUTS] + [trained(DEEP, cp=2, layout="zigzag")], ranks=2
-    )
-    for on_rank in found:
-        *same, through = [apart(result, one) for result in on_rank]
+    for on_rank in launch.run(each, [*CUTS, dict(cp=2, layout="zigzag")], ranks=2):
+        *same, through = [distance(result, one) for result in on_rank]
         assert max(same) < 1e-12 and 1e-6 < through < 1e-1, (same, through)
-    assert apart(many, one) < 1e-12 and 1e-6 < apart(plain, one) < 1e-1
+    assert distance(many, one) < 1e-12 and 1e-6 < distance(plain, one) < 1e-1
 
 
 def test_experts_and_cuts_through_blocks_leave_ranks_alike():
@@ -157,8 +139,7 @@ def test_experts_and_cuts_through_blocks_leave_ranks_alike():
     layouts = [(mixed, dict(ep=2, dp=2)), (mixed, dict(tp=2)), (tiny, dict(tp=2)), (tiny, dict(dp=2, zero=3))]
 
     def rank():
-        return [trained(config, 8, precision="float32", **layout) for config, layout in layouts]
+        return [trained(config, "int8", precision="float32", **layout) for config, layout in layouts]
 
     for first, second in zip(*launch.run(rank, ranks=2)):
-        assert first[0] == second[0] and max(first[0]) < 4
-        assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+        assert distance(first, second) == 0 and max(first[0]) < 4

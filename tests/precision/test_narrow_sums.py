@@ -152,24 +152,13 @@ A, B = torch.ones(2, 256), torch.ones(256, 3)
 @pytest.mark.parametrize(
     "call,complaint",
     [
-        (lambda: sum_in(A, "bf15"), r"sum_in: there is no format 'bf15'; there is bf16"),
         (lambda: sum_in(A, "bf16", 100), r"sum_in: chunk=100 does not divide 256 numbers; pad with zeros"),
-        (lambda: sum_in(A, "bf16", 0), r"chunk=0 does not divide"),
-        (lambda: sum_in(A, "bf16", mode="stochastic"), r"sum_in: mode='stochastic' with generator=None"),
         (lambda: matmul_in(A, A, "bf16"), r"matmul_in: \[2, 256\] @ \[2, 256\]; use \[M, K\] and \[K, N\]"),
-        (lambda: tensor_core_matmul(A, A), r"tensor_core_matmul: \[2, 256\] @ \[2, 256\]"),
         (lambda: tensor_core_matmul(A, B, promote=100), r"promote=100 does not divide 256"),
         (lambda: tensor_core_matmul(A, B, promote=16), r"lanes=32 does not divide 16"),
-        (lambda: tensor_core_matmul(A, B, bits=1), r"bits=1; use 2 to 40, 14 for Hopper"),
-        (lambda: tensor_core_matmul(A, B, bits=41), r"bits=41; use 2 to 40"),
-        (lambda: tensor_core_matmul(A, B, bits=14.5), r"bits=14.5; use 2 to 40"),
         (
             lambda: tensor_core_matmul(A, B, scale_b=torch.ones(1, 3)),
             r"scale_a \[2, 2\] and scale_b \[1, 3\]; they must be \[2, 2\] and \[2, 3\]",
-        ),
-        (
-            lambda: tensor_core_matmul(A, B, scale_a=torch.ones(2, 1)),
-            r"scale_a \[2, 1\] .* must be \[2, 2\] and \[2, 3\]",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def trained():
     """Losses of a tiny GPT on real text, 40 steps, the same start and batches under every way."""
     torch.set_num_threads(1)
     shape = dict(num_layers=2, num_heads=2, max_positions=32, norm="rms", positions="rope", activation="gelu")
-    config, (text, _) = GPTConfig(vocab_size=256, d_model=32, tied=False, **shape), Text.found().split()
+    config, (text, _) = GPTConfig(vocab_size=256, d_model=32, tied=False, **shape), Text.builtin().split()
     found = {}
     for name, way in WAYS.items():
         run = parallelize(config, Strategy(**way), partial(AdamW, lr=3e-3), seed=1)
@@ -137,7 +137,7 @@ def test_loss_scaling():
             loss_fn=lambda logits, targets: cross_entropy_sum(logits, targets) * large,
         )
         before, factor = [param.detach().clone() for param in run.model.parameters()], run.scale.factor
-        updated = run.step(run.batch(Text.found().rows(4, 8), 0), 1.0).updated
+        updated = run.step(run.batch(Text.builtin().rows(4, 8), 0), 1.0).updated
         return updated, all(map(torch.equal, before, run.model.parameters())), run.scale.factor / factor
 
     assert launch.run(rank, ranks=2) == [(False, True, 0.5)] * 2

@@ -1,7 +1,7 @@
 """Graded exercises: the judge stays outside; the answer runs in processes that get inputs and give back data.
 
 First  book                a chapter's tasks, cells and points
-       checks              what a check can ask
+       answer_checks       what a check can ask
        judge               the side that knows what is right
 then   trial, network      one run of an answer: what the judge sees, counts and believes
        inside              what runs where the answer does

@@ -3,7 +3,7 @@
     exercises/source/02_collectives.py       what an author writes: solutions, visible and hidden checks
     exercises/source/02_collectives.ipynb    the same as nbgrader's source notebook       (made by assignment)
     exercises/02_collectives.ipynb           what a student opens: stubs, visible checks  (made by assignment)
-    exercises/wrong/02_collectives.py        wrong solutions, and the property that must catch each
+    exercises/wrong/02_collectives.txt       wrong solutions, and the property that must catch each
 
 A header, `# %% check="total-sum" points=2`, says what a cell is; its name becomes nbgrader's grade_id:
 
@@ -12,16 +12,19 @@ A header, `# %% check="total-sum" points=2`, says what a cell is; its name becom
     judge     read-only, for checks alone                    wrong     in exercises/wrong
 
 A task is an answer and the checks after it, up to the next answer; its title is the last heading before.
+A wrong solution is a text of its own, or changes to the right one (`changed`).
 """
 
 import ast
+import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minitrain.course.notebook import EXERCISES, key_among, numbered
 
 HEADER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<attributes>( \w+=(\"[^\"]*\"|\d+))*)$")
+HUNK = re.compile(r"(?=[-+])((?:-.*\n)*)((?:\+.*\n)*)")
 ROLES = ("given", "driver", "judge", "answer", "check", "wrong")
 LOCKED = ("given", "driver", "judge")
 
@@ -81,10 +84,32 @@ class Chapter:
     @property
     def wrong(self) -> list[Cell]:
         """The committed wrong solutions: name of the task, property that must catch it, code."""
-        return read_cells(EXERCISES / "wrong" / self.path.name)
+        path = EXERCISES / "wrong" / f"{self.path.stem}.txt"
+        right = {task.answer.name: task.answer.source for task in self.tasks}
+        return [replace(a, source=changed(right.get(a.name), a, path.name)) for a in read_cells(path)]
 
 
-def defined_by(*sources: str) -> set[str]:
+def changed(right: str | None, wrong: Cell, file: str) -> str:
+    """The text of a wrong solution that says what it changes: lines `- old`, then the lines `+ new` instead.
+
+    Without `- old`, what is new comes at the end. A text that begins otherwise is a whole one.
+    """
+    if right is None or not wrong.source.startswith(("-", "+")):
+        return wrong.source
+    lines, where = right.splitlines(), f"{file}: {wrong.name}, {wrong.attributes['why']}"
+    if stray := re.search("^(?![-+](?: |$)).+", wrong.source, re.MULTILINE):
+        raise ValueError(f"{where}: neither `- old` nor `+ new`: {stray[0]}")
+    for number, hunk in enumerate(HUNK.finditer(wrong.source + "\n"), 1):
+        old, new = ([line[2:] for line in part.splitlines()] for part in hunk.groups())
+        places = [at for at in range(len(lines)) if lines[at : at + len(old)] == old] if old else [len(lines)]
+        if len(places) != 1:
+            raise ValueError(f"{where}: change {number} finds its old lines {len(places)} times")
+        lines[places[0] : places[0] + len(old)] = new
+    return "\n".join(lines)
+
+
+@functools.cache  # asked anew in every run of an answer
+def defined_by(*sources: str) -> frozenset[str]:
     """The names of functions, classes and values at the top level of cells."""
     names = set()
     for node in ast.parse("\n".join(sources)).body:
@@ -92,7 +117,7 @@ def defined_by(*sources: str) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
+    return frozenset(names)
 
 
 def not_there(source: str) -> str:
@@ -102,7 +127,7 @@ def not_there(source: str) -> str:
         if isinstance(node, ast.ImportFrom):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         for module in modules:
-            if module.split(".")[0] == "minitrain" and module != "minitrain.ranks.collectives":
+            if module.split(".")[0] == "minitrain" and module != "minitrain.collectives":
                 return module
     return ""
 

@@ -43,7 +43,7 @@ class Code:
     drivers: Sequence[str] = ()
     names: Sequence[str] = ()  # what the answer is asked for
     call: str = ""
-    collectives: str = ""  # what `minitrain.ranks.collectives` has beside `kit.ALWAYS`
+    collectives: str = ""  # what `minitrain.collectives` has beside `kit.ALWAYS`
     pickled: bytes = b""
     sources: dict[str, str] = field(default_factory=dict)
 

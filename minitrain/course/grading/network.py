@@ -69,10 +69,12 @@ class Operation:
 
 
 class Network:
-    """`secrets[rank]` maps the names a rank may fetch to bytes; `held` bytes may be under way at once."""
+    """`secrets[rank]` maps the names a rank may fetch to bytes; `limit_bytes` may be under way at once."""
 
-    def __init__(self, ranks: int, secrets: list[dict[str, bytes]], held: int = HELD_LIMIT_BYTES) -> None:
-        self.ranks, self.secrets, self.most_held_bytes = ranks, secrets, held
+    def __init__(
+        self, ranks: int, secrets: list[dict[str, bytes]], limit_bytes: int = HELD_LIMIT_BYTES
+    ) -> None:
+        self.ranks, self.secrets, self.most_held_bytes = ranks, secrets, limit_bytes
         self.messages: list[Message] = []
         self.events: list[Event] = []
         self.replies: deque[tuple[int, int, bytes]] = deque()  # (rank, op, data) to be sent

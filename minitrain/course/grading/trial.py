@@ -149,7 +149,7 @@ class Trial(contextlib.ExitStack):
     def _listen(self, rank: int) -> bool:
         """Take what has come from a rank; False when there will be no more."""
         try:
-            if all(self._take(rank, header, payload) for header, payload in self.lines[rank].arrived()):
+            if all(self._take(rank, header, payload) for header, payload in self.lines[rank].incoming()):
                 return True
         except Mismatch as mismatch:
             raise Failure("matching messages", str(mismatch)) from None

@@ -1,7 +1,7 @@
 """Every picture of the course: functions that take data and return a matplotlib Figure, shown by a notebook.
 
     timeline, memory                          one step: what each rank does when, what fills its memory when
-    bars_by_kind, measured_beside_formula     numbers with their parts, numbers with their formulas
+    bars_by_kind, measured_and_formula     numbers with their parts, numbers with their formulas
     lines, loss_curves                        something over something
     rank_grid, chunk_matrix, message_lanes    who talks to whom, who holds what, who sends when
 
@@ -134,7 +134,7 @@ def bars_by_kind(
 
 
 @style.styled
-def measured_beside_formula(rows: Sequence, *, title="Measured beside the formula", unit="bytes") -> Figure:
+def measured_and_formula(rows: Sequence, *, title="Measured beside the formula", unit="bytes") -> Figure:
     """(what, measured, formula): a dot in its ring is agreement; the ratio stands at the right."""
     labels, measured, formula = zip(*rows)
     y, m, f = range(len(rows)), numpy.array(measured, dtype=float), numpy.array(formula, dtype=float)

@@ -75,7 +75,7 @@ def recomputed(stages: Sequence, units: Sequence[str], *, title: str) -> Figure:
 
 
 @style.styled
-def held_by_pair(runs: Mapping[str, tuple], ranks: Sequence[int], *, title: str) -> Figure:
+def activations_by_pair(runs: Mapping[str, tuple], ranks: Sequence[int], *, title: str) -> Figure:
     """Activations over time of some ranks, a panel each. runs[name] = (simulation, counts of every rank).
 
     counts[rank][i] is what the rank holds after its i-th action; forwards and what comes back count from

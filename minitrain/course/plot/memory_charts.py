@@ -66,7 +66,7 @@ def _look(what: str) -> dict:
 
 
 @style.styled
-def beside(runs: Runs, *, title: str, limit: tuple[float, str] | None = None) -> Figure:
+def side_by_side(runs: Runs, *, title: str, limit: tuple[float, str] | None = None) -> Figure:
     """{name: `ledger.timeline()`}, side by side; `limit=(80e9, "80 GB")` is a line."""
     if not 0 < len(runs) <= 4 or any(not timeline for timeline in runs.values()):
         raise ValueError(f"{len(runs)} runs, some perhaps empty; draw 1 to 4 runs, each with a timeline")

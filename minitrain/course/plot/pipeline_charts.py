@@ -80,7 +80,7 @@ def shades_of(simulations: Iterable, end: float) -> Shades:
     return {what: [colour for _, colour in sorted(found[what].items())] for what in order}
 
 
-def words(what: str, colours: Sequence[str]) -> str:
+def label_of(what: str, colours: Sequence[str]) -> str:
     return f"{what} (stages of a rank)" if len(colours) > 1 else what
 
 
@@ -88,7 +88,7 @@ def _legend(shades: Shades) -> list[Patch | tuple[Patch, ...]]:
     """A swatch for each kind, or its shades side by side."""
     handles: list[Patch | tuple[Patch, ...]] = []
     for what, colours in shades.items():
-        patches = [Patch(facecolor=colour, label=words(what, colours)) for colour in colours]
+        patches = [Patch(facecolor=colour, label=label_of(what, colours)) for colour in colours]
         handles.append(tuple(patches) if len(patches) > 1 else patches[0])
     return [*handles, style.swatch("idle")]
 

@@ -66,4 +66,4 @@ def _panel(simulation, beside: Sequence | None, scale: float, top: float) -> lis
 
 def _entries(shades: pipeline_charts.Shades) -> list[tuple[str, list[str]]]:
     every = [*shades.items(), ("idle", [svg.IDLE])]
-    return [(pipeline_charts.words(what, colours), colours) for what, colours in every]
+    return [(pipeline_charts.label_of(what, colours), colours) for what, colours in every]

@@ -24,7 +24,7 @@ from minitrain.course.plot.controls import Drawn, Followed, followed, menu, step
 from minitrain.model.config import presets
 from minitrain.plan.predict.predicted_memory import by_rank
 from minitrain.plan.predict.predicted_step import Prediction, predict
-from minitrain.plan.predict.training_run import TrainingRun, named_stack
+from minitrain.plan.predict.training_run import STACKS, TrainingRun
 from minitrain.plan.predict.work import Work, WorkOf
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.plan.strategy import Strategy
@@ -105,9 +105,7 @@ class Choice:
         sizes |= dict(microbatches=self.batch // (dp * self.rows), recompute=self.recompute)
         strategy = Strategy(**sizes, precision=self.precision)
         model = presets[self.model]
-        run = TrainingRun(
-            model, strategy, MACHINES[self.machine], self.batch, self.length, named_stack(stack)
-        )
+        run = TrainingRun(model, strategy, MACHINES[self.machine], self.batch, self.length, STACKS[stack])
         strategy.check_batch(model, self.batch, self.length)
         run.machine.device.peak(strategy.policy.activations)
         return run

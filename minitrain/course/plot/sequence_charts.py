@@ -20,7 +20,7 @@ def _ranks(ranks: int, what: str = "rank {}") -> list[Patch]:
 
 
 @style.styled
-def two_ways(ranks: int = 4) -> Figure:
+def rings_and_heads(ranks: int = 4) -> Figure:
     """Left, the ring: queries stay in their row, blocks of keys move on. Right, the all-to-all: tokens for
     heads."""
     figure, panels = style.grid_of_panels(1, 3, height=3.3)

@@ -14,29 +14,29 @@ LETTERS = {"N": "N: not cut", "I": "I: inside the node", "G": "G: globally"}
 
 
 @style.styled
-def two_levels(held: Mapping[str, Sequence[Sequence[int]]], *, elements: int, per_node: int, title: str):
+def two_levels(shards: Mapping[str, Sequence[Sequence[int]]], *, elements: int, per_node: int, title: str):
     """{letter: what each rank holds}: nodes as boxes, a bar of elements per letter and rank, the links."""
-    ranks = len(next(iter(held.values())))
+    ranks = len(next(iter(shards.values())))
     figure, ax = style.canvas(height=2.5)
     for node in range(ranks // per_node):
         left = node * (per_node * 1.25 + 0.75)
         box = {"boxstyle": "round,pad=0.04", "facecolor": "none", "edgecolor": style.GREY}
-        ax.add_patch(FancyBboxPatch((left, -0.2), per_node * 1.25 - 0.05, len(held) * 0.6 + 0.75, **box))
+        ax.add_patch(FancyBboxPatch((left, -0.2), per_node * 1.25 - 0.05, len(shards) * 0.6 + 0.75, **box))
         ax.text(left + 0.02, -0.32, f"node {node}", fontsize=8, color=style.GREY, va="bottom")
         for place in range(per_node):
             x, rank = left + 0.1 + 1.25 * place, node * per_node + place
             ax.text(x + 0.5, 0.05, f"rank {rank}", fontsize=8, ha="center", va="center")
-            for row, pieces in enumerate(held.values()):
+            for row, pieces in enumerate(shards.values()):
                 _bar(ax, x, 0.3 + 0.6 * row, pieces[rank], elements)
-        link_y = len(held) * 0.6 + 0.38
+        link_y = len(shards) * 0.6 + 0.38
         ax.plot([left + 0.6, left + 1.85], [link_y] * 2, color=style.GREEN, linewidth=4)
     across = ax.annotate(
         "", (per_node * 1.25 + 0.72, 0.9), (per_node * 1.25, 0.9), arrowprops={"arrowstyle": "<->"}
     )
     across.arrow_patch.set_color(style.VERMILLION)
-    for row, letter in enumerate(held):
+    for row, letter in enumerate(shards):
         ax.text(-0.15, 0.45 + 0.6 * row, LETTERS[letter], ha="right", va="center", fontsize=8)
-    ax.set(xlim=(-1.6, 2 * per_node * 1.25 + 0.75), ylim=(len(held) * 0.6 + 0.7, -0.5))
+    ax.set(xlim=(-1.6, 2 * per_node * 1.25 + 0.75), ylim=(len(shards) * 0.6 + 0.7, -0.5))
     ax.set_axis_off()
     legend = [
         Patch(facecolor=style.BLUE, label="held"),
@@ -55,16 +55,16 @@ def _bar(ax: Axes, x: float, y: float, mine: Sequence[int], elements: int) -> No
 
 @style.styled
 def who_holds_what(
-    words: Mapping[str, str], held: Callable, *, ranks: int, elements: int, title: str
+    names: Mapping[str, str], has: Callable, *, ranks: int, elements: int, title: str
 ) -> Figure:
-    """{word: name}: a panel each, a row per state and rank; `held(letter, rank, elements)` is coloured."""
+    """{word: name}: a panel each, a row per state and rank; `has(letter, rank, elements)` is coloured."""
     across = 3
-    down = -(-len(words) // across)
+    down = -(-len(names) // across)
     figure, panels = style.grid_of_panels(down, across, height=0.5 + 2.3 * down)
-    for ax, (word, name) in zip(panels, words.items()):
+    for ax, (word, name) in zip(panels, names.items()):
         style.square_cells(ax, elements, 3 * (ranks + 1) - 1)
         for (row, letter), rank in product(enumerate(word), range(ranks)):
-            mine = held(letter, rank, list(range(elements)))
+            mine = has(letter, rank, list(range(elements)))
             for element in range(elements):
                 colour = style.COLOURS[STATES[row]] if element in mine else "white"
                 style.cell(ax, element, (ranks + 1) * row + rank, colour, "")
@@ -75,7 +75,7 @@ def who_holds_what(
 
 
 @style.styled
-def words(valid: Sequence[str], *, title: str) -> Figure:
+def all_choices(valid: Sequence[str], *, title: str) -> Figure:
     """All 27 words, a panel for each letter of the parameters; those of `valid` are green."""
     figure, panels = style.grid_of_panels(1, 3, height=2.3)
     for ax, p in zip(panels, "NIG"):

@@ -26,9 +26,9 @@ def page(height: float, parts: Iterable[str], alt: str = "") -> str:
     return f'{head} role="img" {look}>\n{body}\n</svg>\n'
 
 
-def text(x: float, y: float, words: str, size: int = 10, anchor: str = "start", colour: str = "black") -> str:
+def text(x: float, y: float, label: str, size: int = 10, anchor: str = "start", colour: str = "black") -> str:
     look = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(label)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -36,7 +36,7 @@ def box(x: float, y: float, width: float, height: float, fill: str) -> str:
     return f'<rect {place} fill="{fill}"/>'
 
 
-def axis(end: float, scale: float, left: float, right: float, top: float, words: str) -> list[str]:
+def axis(end: float, scale: float, left: float, right: float, top: float, label: str) -> list[str]:
     """Some eight ticks at 1, 2 or 5 times a power of ten, from 0 to `end` of `scale` pixels each."""
     steps = (digit * 10.0**power for power in range(-6, 12) for digit in (1, 2, 5))
     step = next(step for step in steps if end / step <= 10)
@@ -45,7 +45,7 @@ def axis(end: float, scale: float, left: float, right: float, top: float, words:
         x = left + tick * step * scale
         parts.append(f'<path stroke="{GREY}" d="M{x:.1f} {top + 3:.1f}v4"/>')
         parts.append(text(x, top + 17, f"{tick * step:g}", anchor="middle"))
-    return [*parts, text((WIDTH + left - right) / 2, top + 29, words, anchor="middle")]
+    return [*parts, text((WIDTH + left - right) / 2, top + 29, label, anchor="middle")]
 
 
 def legend(entries: Iterable[tuple[str, list[str]]], left: float, top: float) -> tuple[list[str], float]:

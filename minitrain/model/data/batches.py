@@ -1,7 +1,7 @@
 """Real text as tokens, and a batch that is a pure function of (step, rank, size).
 
-Bytes are the tokens (vocabulary 256), so there is no tokenizer and no file to download: `Text.found()` reads
-the documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
+Bytes are the tokens (vocabulary 256), so no tokenizer, no file to download: `Text.builtin()` reads the
+documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
 holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order
 shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by
 rows:
@@ -64,7 +64,7 @@ class Text:
             raise ValueError(f"{self.name} is binary: it holds zero bytes; {cure}")
 
     @classmethod
-    def found(cls) -> "Text":
+    def builtin(cls) -> "Text":
         """English that is on this machine already: the language reference that `help()` shows, about 350 KB.
         It differs a little from one Python version to the next, so nothing exact may depend on it."""
         try:
@@ -101,21 +101,20 @@ class Text:
     def digest(self) -> str:
         return hashlib.sha256(self.data).hexdigest()[:16]
 
-    def split(self, held_out: float = 0.1) -> tuple["Text", "Text"]:
+    def split(self, test_share: float = 0.1) -> tuple["Text", "Text"]:
         """The text to train on and, its last part, the text to test on: they share no byte."""
-        if not 0 < held_out < 1:
-            raise ValueError(f"held_out={held_out}: use a share above 0 and below 1, such as 0.1")
-        cut = len(self) - round(len(self) * held_out)
+        if not 0 < test_share < 1:
+            raise ValueError(f"test_share={test_share}: use a share above 0 and below 1, such as 0.1")
+        cut = len(self) - round(len(self) * test_share)
         if not 0 < cut < len(self):
-            size = f"{self.name} has {len(self)} tokens; held_out={held_out} of them"
+            size = f"{self.name} has {len(self)} tokens; test_share={test_share} of them"
             raise ValueError(f"{size} leaves a part empty: give a longer text")
         first, last = self.data[:cut], self.data[cut:]
         return Text(first, f"{self.name}, training part"), Text(last, f"{self.name}, held-out part")
 
     def num_windows(self, length: int) -> int:
         """Samples in an epoch. One token more than T is needed: the last target."""
-        if length < 1:
-            raise ValueError(f"length={length}: a sample needs at least 1 token")
+        require_positive_ints(1 << 40, length=length)
         if len(self) <= length:
             sizes = f"{self.name} has {len(self)} tokens, length={length} needs {length + 1}"
             raise ValueError(f"{sizes}: use a longer text or length <= {len(self) - 1}")
@@ -192,8 +191,6 @@ def random_tokens(
     """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
     hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
     valid tokens."""
-    if length < 1 or vocab < 1:
-        raise ValueError(f"length={length}, vocab={vocab}: both must be at least 1")
     require_positive_ints(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.

@@ -2,7 +2,7 @@
 
     @options(flags(Strategy), flags(GPTConfig, unset=True, leave_out=("vocab_size",)))
     def train(**values):
-        strategy, changes = Strategy(**taken(Strategy, values)), taken(GPTConfig, values)
+        strategy, changes = Strategy(**chosen(Strategy, values)), chosen(GPTConfig, values)
 
 `overlap: bool = False  # hide what tp sends` is `--overlap / --no-overlap`; a number, a word or a path is
 one of these; `int | str` is a word, whose meaning the dataclass knows; a tuple may be given many times.
@@ -53,7 +53,7 @@ def comments(cls: type) -> dict[str, str]:
     return dict(re.findall(r"^ +(\w+):[^#\n]*# *(.+)$", inspect.getsource(cls), re.M))
 
 
-def taken(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def chosen(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the values that are fields of `cls` and were given."""
     given = {field.name: values[field.name] for field in fields(cls) if values.get(field.name) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

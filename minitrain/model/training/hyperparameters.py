@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
-from minitrain.ranks.checks import require_nonnegative
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 LARGEST = 1 << 30  # rows, tokens or steps
 
@@ -36,20 +36,14 @@ class Hyperparameters:
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained, such as 'layers.0.*'
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: use at least 1")
-            if getattr(self, name) > LARGEST:
-                raise ValueError(f"{name}={getattr(self, name)}: use at most {LARGEST:,}")
+        require_positive_ints(LARGEST, steps=self.steps, batch_size=self.batch_size, length=self.length)
+        require_nonnegative(weight_decay=self.weight_decay)
         warmup, min_lr = self._shape()
         if not 0 <= min_lr <= self.lr < math.inf:
             raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
         if not 0 <= warmup <= self.steps:
-            raise ValueError(
-                f"warmup={warmup} of steps={self.steps}: lr is never reached; use 0 to {self.steps}"
-            )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay}: must be >= 0, finite")
+            sizes = f"warmup={warmup} of steps={self.steps}"
+            raise ValueError(f"{sizes}: lr is never reached; use 0 to {self.steps}")
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
 

@@ -28,6 +28,12 @@ from torch.distributed import ProcessGroup
 from minitrain.precision.chance import keep_by_chance
 from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 from minitrain.ranks.sharding import placement
 
 
@@ -106,9 +112,8 @@ class AdamW(torch.optim.Optimizer):
         moments = (torch.zeros_like(weight, dtype=dtype) for dtype in dtypes)
         state.update(zip(("step", "exp_avg", "exp_avg_sq"), (0, *moments)))
         if hasattr(param, "largest"):
-            state |= {
-                f"{name}_largest": torch.zeros_like(param.largest) for name in ("exp_avg", "exp_avg_sq")
-            }
+            state["exp_avg_largest"] = torch.zeros_like(param.largest)
+            state["exp_avg_sq_largest"] = torch.zeros_like(param.largest)
         return state
 
     # These four replace torch's, which import its compiler when first used: two seconds in every rank. Its
@@ -131,9 +136,7 @@ class AdamW(torch.optim.Optimizer):
                 kind = type(param).__name__
                 raise ValueError(f"AdamW updates leaf tensors, got {kind}: pass model.parameters()")
         if len({*given, *known}) < len(given) + len(known):
-            raise ValueError(
-                "a parameter is given twice and would be updated twice a step; list each one once"
-            )
+            raise ValueError("a parameter is given twice: it would be updated twice; list each one once")
         self.param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,21 +299,16 @@ def warmup_cosine(
 def _check_settings(
     lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale, by_chance
 ) -> None:
-    limits = dict(lr=(lr, math.inf), eps=(eps, math.inf), weight_decay=(weight_decay, math.inf))
-    limits |= {f"betas[{i}]": ([*betas, None, None][i], 1) for i in (0, 1)}
-    for name, (value, most) in limits.items():
-        if not isinstance(value, (int, float)):
-            raise ValueError(f"{name}={value!r} is {type(value).__name__}, not a number: write {name}=1e-3")
-        if not 0 <= value < most:
-            raise ValueError(f"{name}={value}: must be in [0, {most}){', finite' * (most != 1)}")
-    if tile is not None and not (isinstance(tile, int) and tile >= 1):
-        raise ValueError(f"tile={tile!r}: use a number of elements, 1 or more, or None for all at once")
-    for name, dtypes in (("master_dtype", (master_dtype,)), ("moment_dtypes", moment_dtypes or (None, None))):
+    require_nonnegative(lr=lr, eps=eps, weight_decay=weight_decay)
+    require_fractions(betas=betas)
+    require_positive(grad_scale=grad_scale)
+    if max(betas) == 1:
+        raise ValueError(f"betas={betas}: use fractions below 1")
+    if tile is not None:
+        require_positive_ints(1 << 40, tile=tile)
+    for name, dtypes in (("master_dtype", [master_dtype]), ("moment_dtypes", moment_dtypes or [])):
         if not all(dtype is None or getattr(dtype, "is_floating_point", False) for dtype in dtypes):
-            said = master_dtype if len(dtypes) == 1 else moment_dtypes
-            raise ValueError(f"{name}={said}: must be a floating-point dtype such as torch.float32, or None")
-    if not 0 < grad_scale < math.inf:
-        raise ValueError(f"grad_scale={grad_scale}: must be > 0, finite; gradients are divided by it")
+            raise ValueError(f"{name}={dtypes}: use floating-point dtypes such as torch.float32, or None")
 
 
 def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:

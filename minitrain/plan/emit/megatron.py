@@ -1,291 +1,245 @@
 """Megatron-LM: a plan as the arguments of pretrain_gpt.py, and such a command as a plan.
 
     written = write(job, node=8)    torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --bf16 ..
-    job, left = read(text)          left: options that say nothing of a plan (--lr, --save, ..)
+    job, rest = read(text)          rest: options that say nothing of a plan (--lr, --save, ..)
 
-Data parallelism is what is left of the ranks, so the launcher's number of ranks is part of the plan. What
-Megatron-LM has no word for is refused or noted (`SYSTEM`): of its schedules there are 1F1B and interleaved
-1F1B, of layouts of a sequence the zigzag, of ZeRO its distributed optimizer and Megatron-FSDP. Experts in
-the blocks that --moe-layer-freq lists. The version is that of options.tsv. No torch.
+Data parallelism is what is left of the ranks, so the launcher's number of ranks is part of the plan. Of
+schedules there are 1F1B and interleaved 1F1B, of layouts of a sequence the zigzag, of ZeRO its distributed
+optimizer and Megatron-FSDP. Left to its defaults it has 0.1 of dropout, LayerNorm, learned positions, GELU
+and a tied head, so a command that names none of these is read as such a model. Experts are in the blocks that
+--moe-layer-freq lists; the weights of their losses carry over as numbers, how they are averaged was not
+compared. megatron.tsv has the version. No torch.
 """
 
 from __future__ import annotations
 
+import ast
 import shlex
 
-from minitrain.plan.emit.megatron_model import BLOCKS, NEEDED
-from minitrain.plan.emit.table import (
-    Cases,
-    Made,
-    Options,
-    Same,
-    System,
-    Written,
-    check_option,
-    check_stages,
-    flag,
-    known,
-    rows_of_microbatch,
-)
-from minitrain.plan.emit.training_job import Job, Values, torchrun
+from minitrain.model.config import divisors
+from minitrain.plan.emit.table import Options, System, Written, layers_per_stage, microbatch_of
+from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values
 from minitrain.precision.policies import FIRST_SCALE
-from minitrain.ranks.checks import require_text
+from minitrain.ranks.checks import require_positive_ints, require_text
 
-PAD = "--make-vocab-size-divisible-by"
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher
 LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}  # of torchrun, whose product it is
+OPTIONAL = ("route_nodes", "node_limit", "route_scale", "z_alpha", "capacity_factor")  # said if not default
 
 
-def _dp(options: Options, values: Values) -> Values:
-    others = values["tp"] * values["pp"] * values["cp"]
-    ranks = options.get(RANKS, others)
-    if ranks % others:
-        raise ValueError(
-            f"{ranks} ranks are no multiple of tp · pp · cp = {others}; start as many or other sizes"
-        )
-    return {"dp": ranks // others}
+# ---- a job's values in their numbers ---------------------------------------------------------------------
 
 
-def _vocabulary(options: Options, values: Values) -> Values:
-    """The table has so many rows: padded for all ranks of tp."""
-    unit = options.get(PAD, 128) * values["tp"]
-    return {"vocab_size": -(-options["--vocab-size"] // unit) * unit}
-
-
-def _write_batch(values: Values) -> Options:
-    return {"--micro-batch-size": rows_of_microbatch(values), "--global-batch-size": values["rows"]}
-
-
-def _batch(options: Options, values: Values) -> Values:
-    micro = options.get("--micro-batch-size", 1)
-    rows = options.get("--global-batch-size", micro * values["dp"])
-    if rows % (micro * values["dp"]):
-        sizes = f"--global-batch-size {rows} and --micro-batch-size {micro} on dp={values['dp']} ranks"
-        raise ValueError(f"{sizes}; the first is a multiple of the other two")
-    return {"rows": rows, "microbatches": rows // (micro * values["dp"])}
-
-
-FSDP = {"--use-distributed-optimizer": True, "--use-megatron-fsdp": True}
-SHARDED, COPIES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
-ZERO = {0: {}, 1: {"--use-distributed-optimizer": True}, 2: FSDP | {SHARDED: "optim_grads"}}
-ZERO |= {3: FSDP | {SHARDED: "optim_grads_params"}}
-
-
-def _write_zero(values: Values) -> Options:
-    if values["zero"] == "III" and values["nodes"] == 1:
-        return ZERO[3] | {COPIES: values["dp"] // values["node"]}
-    return ZERO.get(values["zero"], {})
-
-
-def _zero(options: Options, values: Values) -> Values:
-    copies = options.get(COPIES, 1)
-    if options.get("--use-megatron-fsdp") and options.get(SHARDED) == "optim_grads_params" and copies > 1:
-        return {"zero": "III", "node": values["dp"] // copies}
-    if copies > 1:
-        raise ValueError(f"{COPIES} {copies} without Megatron-FSDP's optim_grads_params: no zero does this")
-    return Cases(("zero",), [((zero,), theirs) for zero, theirs in ZERO.items()]).read(options, values)
-
-
-VIRTUAL, PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
-
-
-def _write_pipeline(values: Values) -> Options:
+def derive(values: Values) -> Values:
+    dp, pp, cp, tp = (values[name] for name in ("dp", "pp", "cp", "tp"))
     chunks = values["chunks"] if values["schedule"] == "interleaved" else 1
-    check_stages(values, chunks, "Megatron-LM")
-    more = {VIRTUAL: chunks} if values["schedule"] == "interleaved" else {}
-    return {"--pipeline-model-parallel-size": values["pp"]} | more
-
-
-def _pipeline(options: Options, values: Values) -> Values:
-    pp = options.get("--pipeline-model-parallel-size", 1)
-    chunks = options.get(VIRTUAL, 0)
-    if layers := options.get(PER_STAGE):
-        chunks = values["num_layers"] // (pp * layers)
-    return {"pp": pp} | ({"schedule": "interleaved", "chunks": chunks} if chunks else {})
-
-
-CORES = {"ring": "p2p", "ulysses": "a2a", "gathered": "allgather", "usp": "a2a+p2p"}
-
-
-def _write_context(values: Values) -> Options:
-    cp, core, ulysses = (values[name] for name in ("cp", "core", "ulysses"))
-    if cp == 1 or core not in CORES:
-        return {"--context-parallel-size": cp}
-    levels = {"--hierarchical-context-parallel-sizes": [ulysses, cp // ulysses]} if core == "usp" else {}
-    return {"--context-parallel-size": cp, "--cp-comm-type": [CORES[core]]} | levels
-
-
-def _context(options: Options, values: Values) -> Values:
-    cp, (kind, *more) = options.get("--context-parallel-size", 1), options.get("--cp-comm-type", ["p2p"])
-    core = next((core for core, word in CORES.items() if word == kind), None)
-    if more or core is None:
-        raise ValueError(f"--cp-comm-type {kind} {' '.join(more)}: use one of {', '.join(CORES.values())}")
-    sizes = options.get("--hierarchical-context-parallel-sizes", [1])
-    return {"cp": cp} | ({"core": core, "ulysses": int(sizes[0]) if core == "usp" else 1} if cp > 1 else {})
-
-
-WHAT, HOW, MANY = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
-
-
-def _write_recompute(values: Values) -> Options:
+    layers_per_stage(values, chunks)
     kind, _, number = values["recompute"].partition(":")
-    if kind == "selective":
-        return {WHAT: "selective"}
-    if kind == "full" or kind == "every":
-        return {WHAT: "full", HOW: "uniform", MANY: int(number or 1)}
-    return {}
+    numbers = {
+        "ranks": dp * pp * cp * tp,
+        "microbatch": microbatch_of(values),
+        "virtual_stages": chunks if values["schedule"] == "interleaved" else None,
+        "core": values["core"] if cp > 1 else None,
+        "levels": [values["ulysses"], cp // values["ulysses"]] if values["core"] == "usp" else None,
+        "overlap": values["overlap"] and values["sequence_parallel"],
+        "granularity": {"every": "full"}.get(kind, kind) if kind in ("selective", "full", "every") else None,
+        "bias": values["bias"] or values["norm"] == "layer",
+        "rope_theta": int(values["rope_theta"]),
+        "vocab_multiple": 1,
+    }
+    if values["zero"] == "III":
+        numbers["copies"] = dp // values["node"] if values["nodes"] == 1 else None
+    if kind in ("full", "every"):
+        numbers |= {"method": "uniform", "recompute_layers": int(number or 1)}
+    if values["precision"] == "float16":
+        numbers["first_scale"] = values["loss_scale"] or FIRST_SCALE
+        numbers["scale_window"] = values["loss_scale_window"]
+    return numbers | _attention(values) | _experts(values)
 
 
-def _recompute(options: Options, values: Values) -> Values:
-    what, modules = options.get(WHAT), options.get("--recompute-modules", ["core_attn"])
-    if what == "selective" or options.get("--recompute-activations"):
-        if modules != ["core_attn"]:
-            raise ValueError(
-                f"--recompute-modules {' '.join(modules)}: of these only core_attn has a word here"
-            )
+def _attention(values: Values) -> Values:
+    heads, width = values["num_kv_heads"], values["head_dim"]
+    if not values["kv_latent"]:
+        grouped = heads != values["num_heads"]
+        return {"kv_channels": width, "grouped": grouped, "query_groups": heads if grouped else None}
+    return {
+        "latent": True,
+        "latent_norms": True,
+        "rope_type": "rope",
+        "q_rank": values["query_latent"] or None,
+        "kv_rank": values["kv_latent"],
+        "key_dim": width,
+        "value_dim": width,
+        "rope_dim": values["rope_head_dim"],
+    }
+
+
+def _experts(values: Values) -> Values:
+    if not values["num_experts"]:
+        return dict.fromkeys(EXPERTS)
+    every, layers, alpha = values["expert_every"], values["num_layers"], values["balance_alpha"]
+    blocks = range(values["dense_first"] + every, layers + 1, every)
+    said = {name: values[name] for name in OPTIONAL if values[name] != DEFAULTS[name]}
+    return (
+        dict.fromkeys(OPTIONAL)
+        | said
+        | {
+            "dispatcher": "alltoall",
+            "expert_blocks": str([int(block in blocks) for block in range(1, layers + 1)]),
+            "shared_width": values["shared_experts"] * values["expert_width"] or None,
+            "bias_speed": values["bias_speed"] if values["router"] == "deepseek" else None,
+            "balance": ["seq_aux_loss" if alpha else "none"],
+            "balance_alphas": [alpha] if alpha else None,
+        }
+    )
+
+
+# ---- and back --------------------------------------------------------------------------------------------
+
+
+def solve(values: Values) -> Values:
+    others = values["tp"] * values["pp"] * values["cp"]
+    dp, rest = divmod(values["ranks"] or others, others)
+    if rest:
+        said = f"{values['ranks']} ranks are no multiple of tp · pp · cp = {others}"
+        raise ValueError(f"{said}; start as many or other sizes")
+    if values["norm"] == "layer" and not values["bias"]:
+        raise ValueError("--disable-bias-linear with LayerNorm: its LayerNorm has a bias; use RMSNorm")
+    if values["overlap"] and not values["sequence_parallel"]:
+        raise ValueError("--tp-comm-overlap without --sequence-parallel: give both or neither")
+    unit = values["vocab_multiple"] * values["tp"]
+    found = {
+        "dp": dp,
+        "vocab_size": -(-values["vocab_size"] // unit) * unit,  # padded for all ranks of tp
+        "d_ff": values["d_ff"] or 4 * values["d_model"],
+        "rope_theta": float(values["rope_theta"]),
+    }
+    if values["cp"] == 1:
+        found["core"] = DEFAULTS["core"]
+    elif values["core"] == "usp":
+        found["ulysses"] = int((values["levels"] or [1])[0])
+    if values["precision"] == "float16":
+        scale = values["first_scale"]
+        found["loss_scale"] = 0.0 if scale == FIRST_SCALE else scale
+        found["loss_scale_window"] = int(values["scale_window"])
+    parts = _solve_batch, _solve_sharding, _solve_pipeline, _solve_recompute, _solve_attention, _solve_experts
+    for part in parts:
+        found |= part(values | found)
+    return found
+
+
+def _solve_batch(values: Values) -> Values:
+    ranks_rows = values["microbatch"] * values["dp"]
+    rows = values["rows"] or ranks_rows
+    if rows % ranks_rows:
+        sizes = f"--global-batch-size {rows} and --micro-batch-size {values['microbatch']}"
+        raise ValueError(f"{sizes} on dp={values['dp']} ranks; the first is a multiple of the other two")
+    return {"rows": rows, "microbatches": rows // ranks_rows}
+
+
+def _solve_sharding(values: Values) -> Values:
+    copies = values["copies"]
+    if copies > 1 and values["zero"] != 3:
+        option = f"--num-distributed-optimizer-instances {copies}"
+        raise ValueError(f"{option} without Megatron-FSDP's optim_grads_params: no zero does this")
+    return {"zero": "III", "node": values["dp"] // copies} if copies > 1 else {}
+
+
+def _solve_pipeline(values: Values) -> Values:
+    chunks = values["virtual_stages"]
+    if values["layers_per_stage"]:
+        chunks = values["num_layers"] // (values["pp"] * values["layers_per_stage"])
+    return {"schedule": "interleaved", "chunks": chunks} if chunks else {}
+
+
+def _solve_recompute(values: Values) -> Values:
+    kind, number = values["granularity"], values["recompute_layers"]
+    if kind == "selective" or values["recompute_activations"]:
+        if values["modules"] != ["core_attn"]:
+            modules = " ".join(values["modules"])
+            raise ValueError(f"--recompute-modules {modules}: of these only core_attn has a word here")
         return {"recompute": "selective"}
-    if what == "full":
-        if (how := options.get(HOW)) != "uniform":
-            raise ValueError(f"{HOW} {how}: use uniform; a number of blocks of each stage has no word here")
-        number = options.get(MANY, 1)
-        return {"recompute": "full" if number == 1 else f"every:{number}"}
-    return {}
+    if kind == "full" and values["method"] != "uniform":
+        rule = "use uniform; a number of blocks of each stage has no word here"
+        raise ValueError(f"--recompute-method {values['method']}: {rule}")
+    return {"recompute": "full" if number == 1 else f"every:{number}"} if kind == "full" else {}
 
 
-def _write_scale(values: Values) -> Options:
-    if values["precision"] != "float16":
-        return {}
-    scale = {"--initial-loss-scale": float(values["loss_scale"] or FIRST_SCALE)}
-    return scale | {"--loss-scale-window": float(values["loss_scale_window"])}
+def _solve_attention(values: Values) -> Values:
+    heads = values["num_heads"]
+    if not values["latent"]:
+        width = values["kv_channels"] or values["d_model"] // heads
+        return {"num_kv_heads": values["query_groups"] if values["grouped"] else heads, "head_dim": width}
+    said = values["key_dim"] == values["value_dim"], values["rope_type"] == "rope", values["latent_norms"]
+    if not all(said):
+        rule = "keys and values of one width, --rope-type rope and --qk-layernorm"
+        raise ValueError(f"--multi-latent-attention: minitrain's has {rule}")
+    latents = dict(
+        kv_latent=values["kv_rank"], query_latent=values["q_rank"], rope_head_dim=values["rope_dim"]
+    )
+    return latents | {"num_kv_heads": heads, "head_dim": values["value_dim"]}
 
 
-def _scale(options: Options, values: Values) -> Values:
-    if values["precision"] != "float16":
-        return {}
-    scale = options.get("--initial-loss-scale", 2.0**32)
-    window = int(options.get("--loss-scale-window", 1000))
-    return {"loss_scale": 0.0 if scale == FIRST_SCALE else scale, "loss_scale_window": window}
+def _solve_experts(values: Values) -> Values:
+    if not values["num_experts"]:
+        return {name: DEFAULTS[name] for name in EXPERTS}
+    width, kind = values["expert_width"] or values["d_ff"], values["balance"]
+    shared, rest = divmod(values["shared_width"], width)
+    if rest:
+        option = f"--moe-shared-expert-intermediate-size {values['shared_width']}"
+        raise ValueError(f"{option} is no multiple of an expert's {width}")
+    alpha = float(values["balance_alphas"][0])
+    if alpha and kind != ["seq_aux_loss"]:
+        option = f"--moe-router-load-balancing-type {' '.join(kind)}"
+        raise ValueError(f"{option}: minitrain's loss is of each row; use seq_aux_loss")
+    speed = values["bias_speed"] if values["router"] == "deepseek" else 0.0
+    found = {"expert_width": width, "shared_experts": shared, "balance_alpha": alpha, "bias_speed": speed}
+    return found | _blocks(str(values["expert_blocks"]), values["num_layers"])
 
 
-FP8, RECIPE, HISTORY = "--fp8-format", "--fp8-recipe", "--fp8-amax-history-len"
-MOMENTS = {"--use-precision-aware-optimizer": True, "--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}
-IN_FP32 = {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True}
+def _blocks(text: str, layers: int) -> Values:
+    """Which blocks have experts, from a list of 0 and 1, or 1 for all."""
+    listed = [1] * layers if text == "1" else ast.literal_eval(text) if text.startswith("[") else []
+    blocks = [number for number, has in enumerate(listed, start=1) if has]
+    every = blocks[1] - blocks[0] if len(blocks) > 1 else 1
+    if not blocks or blocks != list(range(blocks[0], layers + 1, every)) or blocks[0] < every:
+        rule = "use a list of 0 and 1 in which, from one block on, every n-th has experts"
+        raise ValueError(f"--moe-layer-freq {text} of {layers} blocks; {rule}")
+    return {"expert_every": every, "dense_first": blocks[0] - every}
 
-SYSTEM = System(
-    "megatron",
-    rows=[
-        *BLOCKS,
-        Same("length", "--seq-length", None),
-        Same("tp", "--tensor-model-parallel-size", 1),
-        Same("ep", "--expert-model-parallel-size", 1),
-        Made(
-            ("pp", "chunks", "schedule"),
-            ("--pipeline-model-parallel-size", VIRTUAL, PER_STAGE),
-            _write_pipeline,
-            _pipeline,
-        ),
-        Made(
-            ("cp", "core"),
-            ("--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
-            _write_context,
-            _context,
-        ),
-        Cases(("order",), [(("dp-pp-cp-tp",), {"--use-tp-pp-dp-mapping": True}), (("pp-dp-cp-tp",), {})]),
-        Made(("dp",), (RANKS,), lambda v: {RANKS: v["dp"] * v["tp"] * v["pp"] * v["cp"]}, _dp),
-        Made(("rows", "microbatches"), ("--micro-batch-size", "--global-batch-size"), _write_batch, _batch),
-        Made(("zero", "node"), (*ZERO[3], COPIES), _write_zero, _zero),
-        Cases(
-            ("sequence_parallel", "overlap"),
-            [
-                ((False, False), {}),
-                ((True, False), {"--sequence-parallel": True}),
-                ((True, True), {"--sequence-parallel": True, "--tp-comm-overlap": True}),
-            ],
-        ),
-        Made(
-            ("recompute",),
-            (WHAT, HOW, MANY, "--recompute-activations", "--recompute-modules"),
-            _write_recompute,
-            _recompute,
-        ),
-        flag("recompute_partition", "--distribute-saved-activations"),
-        Cases(
-            ("precision",),
-            [
-                (("float32",), {}),
-                (("bfloat16",), {"--bf16": True, "--grad-reduce-in-bf16": True}),
-                (("bfloat16_main_grads",), IN_FP32),
-                (("bfloat16_main_grads",), {"--bf16": True}),  # which turns the other on
-                (("bfloat16_short_moments",), IN_FP32 | MOMENTS),
-                (("float16",), {"--fp16": True}),
-            ],
-            {"--exp-avg-dtype": "fp32", "--exp-avg-sq-dtype": "fp32"},
-        ),
-        Made(("loss_scale",), ("--initial-loss-scale", "--loss-scale-window"), _write_scale, _scale),
-        Cases(
-            ("products",),
-            [
-                (("plain",), {}),
-                (("fp8_tensor",), {FP8: "hybrid", RECIPE: "tensorwise"}),
-                (
-                    ("fp8_delayed",),
-                    {FP8: "hybrid", RECIPE: "delayed", HISTORY: 16, "--fp8-amax-compute-algo": "max"},
-                ),
-                (("fp8_e4m3",), {FP8: "e4m3", RECIPE: "tensorwise"}),
-                (("fp8_tiles",), {FP8: "e4m3", RECIPE: "blockwise"}),
-                (("mxfp8",), {FP8: "e4m3", RECIPE: "mxfp8"}),
-                (("nvfp4",), {"--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"}),
-            ],
-        ),
-        Cases(("offload",), [(("none",), {}), (("optimizer",), {"--optimizer-cpu-offload": True})]),
-        Made(
-            ("vocab_size",),
-            ("--vocab-size", PAD),
-            lambda values: {"--vocab-size": values["vocab_size"], PAD: 1},
-            _vocabulary,
-        ),
-    ],
-    noted={
-        "order": "its ranks are in one of two orders, dp-pp-cp-tp or pp-dp-cp-tp",
-        "bucket_bytes": "its buckets are counted in parameters (--ddp-bucket-size)",
-        "overlap": "--tp-comm-overlap goes with --sequence-parallel only",
-        "ep_node": "its dispatcher does not cross to a node first",
-        "ep_chunks": "rows travel to experts at once",
-        "ep_travel": "tokens travel to experts, never experts to tokens",
-        "ep_shadow": "no expert is copied for a step",
-    },
-    why={
-        "schedule": "it has 1f1b and interleaved",
-        "layout": "two pieces for each rank, as zigzag has",
-        "bias": "its LayerNorm has a bias",
-        "vocab_size": "its table is padded to a multiple of tp",
-        "rope_theta": "--rotary-base is a whole number",
-    },
-    unlike="""--squared-relu --quick-geglu --apply-layernorm-1p --apply-residual-connection-post-layernorm
-    --use-rope-scaling --rotary-interleaved --qk-l2-norm --window-size --mtp-num-layers --no-rope-freq
-    --add-qkv-bias --fp32-residual-connection --apply-query-key-layer-scaling --use-torch-fsdp2
-    --rampup-batch-size --softmax-type
-    --pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
-    --moe-input-jitter-eps --expert-tensor-parallel-size""".split(),
-)
+
+SYSTEM = System("megatron", derive, solve)
+
+
+# ---- the command -----------------------------------------------------------------------------------------
 
 
 def write(job: Job, node: int | None = None) -> Written:
     """For nodes of so many devices, or for one node of as many as there are ranks."""
-    options, notes = SYSTEM.write(job)
-    ranks, words = options.pop(RANKS), []
-    launcher, meet = torchrun(ranks, node)
+    options, in_code, notes = SYSTEM.write(job)
+    launcher, meet = torchrun(options.pop(RANKS), node)
+    lines = [f"{launcher} pretrain_gpt.py"]
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
-        words.append(" ".join((name, *(shlex.quote(str(one)) for one in values))))
-    command = " \\\n  ".join((f"{launcher} pretrain_gpt.py", *words))
-    return Written(command + "\n", notes + meet, {})
+        lines.append(" ".join((name, *(shlex.quote(str(one)) for one in values))))
+    return Written(" \\\n  ".join(lines) + "\n", notes + meet, in_code)
+
+
+def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
+    """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
+    node = ranks if node is None else node
+    require_positive_ints(ranks=ranks, node=node)
+    each = max(n for n in divisors(ranks) if n <= node)
+    if ranks == each:
+        return f"torchrun --nproc-per-node {ranks}", []
+    meet = f"start it on each of {ranks // each} nodes, with torchrun's options by which they meet"
+    return f"torchrun --nnodes {ranks // each} --nproc-per-node {each}", [meet]
 
 
 def read(text: str) -> tuple[Job, Options]:
     """Of a command line; without a launcher in front it is for as many ranks as its sizes ask for."""
     require_text(text=text)
-    words, ranks, options, name = shlex.split(text.replace("\\\n", " ")), 1, {}, None
+    words, ranks, given, name = shlex.split(text.replace("\\\n", " ")), 1, {}, None
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
     before = [part for word in words[: max(script, 0)] for part in word.split("=")]
     for word, after in zip(before, before[1:]):
@@ -295,26 +249,25 @@ def read(text: str) -> tuple[Job, Options]:
     for word in words[script + 1 :]:
         if word.startswith("--"):
             name, _, value = word.partition("=")
-            options[name] = [value] if value else []
+            given[name] = [value] if value else []
         elif name is None:
             raise ValueError(f"{word!r} in front of the first option; give options as --name value")
         else:
-            options[name].append(word)
-    options = {name: _of_kind(name, given) for name, given in options.items()}
-    if missing := [name for name in NEEDED if name not in options]:
-        raise ValueError(f"{missing[0]} is missing, and Megatron-LM has no default for it")
-    return SYSTEM.read(options | ({RANKS: ranks} if script > 0 else {}))
+            given[name].append(word)
+    options = {name: _of_kind(name, values) for name, values in given.items()}
+    return SYSTEM.read(options | ({RANKS: ranks} if script > 0 else {}), {})
 
 
 def _of_kind(name: str, given: list[str]) -> object:
-    kind = known(SYSTEM.key).kinds.get(name)
-    if kind is None or kind == "list":
-        check_option(SYSTEM.key, name, given)
+    option = SYSTEM.table.options.get(name)
+    if option is None or option.kind == "list":
         return given
-    if len(given) != (kind != "flag"):
-        takes = "no value" if kind == "flag" else f"one {kind}"
-        raise ValueError(f"{name} {' '.join(given)}: it takes {takes}")
+    if len(given) != (option.kind != "flag"):
+        wanted = "no value" if option.kind == "flag" else f"one {option.kind}"
+        raise ValueError(f"{name} {' '.join(given)}: it takes {wanted}")
     try:
-        return True if kind == "flag" else {"int": int, "float": float, "str": str}[kind](given[0])
+        return (
+            True if option.kind == "flag" else {"int": int, "float": float, "str": str}[option.kind](given[0])
+        )
     except ValueError:
-        raise ValueError(f"{name} {given[0]}: it is {kind}") from None
+        raise ValueError(f"{name} {given[0]}: it is {option.kind}") from None

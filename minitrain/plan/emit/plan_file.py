@@ -9,25 +9,16 @@ torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from minitrain.model.config import Derived, GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
-from minitrain.plan.emit.training_job import Job
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, STRATEGY, Job
 from minitrain.plan.strategy import Strategy
 
 FORMAT = 1
 KEYS = ("format", "strategy", "model", "rows", "length")
-
-
-def _changed(config) -> dict:
-    """What differs from the defaults; a width that was derived is derived again."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    kept = {name: value for name, value in values.items() if not isinstance(value, Derived)}
-    return {
-        name: kept[name] for name in kept if kept[name] != type(config).__dataclass_fields__[name].default
-    }
 
 
 def write(job: Job) -> str:
@@ -38,33 +29,37 @@ def write(job: Job) -> str:
     return json.dumps(tree | {"rows": job.rows, "length": job.length}, indent=2) + "\n"
 
 
+def _changed(config) -> dict:
+    """What differs from the defaults; a width that was derived is derived again."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if value != default and not isinstance(value, Derived)
+    }
+
+
 def read(text: str) -> Job:
     """ValueError, in one line, for what is no plan."""
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"plan: no JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"plan: the JSON is {type(tree).__name__}; use an object with {', '.join(KEYS)}")
-    for key in tree:
-        if key not in KEYS:
-            raise ValueError(f"plan: unknown {key!r}; {meant(key, KEYS)}")
+    _check_names("plan", tree, KEYS)
     if missing := [key for key in KEYS if key not in tree]:
         raise ValueError(f"plan: {missing[0]!r} is missing; it has {', '.join(KEYS)}")
     if tree["format"] != FORMAT:
         raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")
-    kinds = {"strategy": Strategy, "model": GPTConfig}
-    for key, kind in kinds.items():
-        names = [field.name for field in fields(kind)]
-        check(key, tree[key], names)
-    if tree["model"].get("experts"):
-        check("model.experts", tree["model"]["experts"], [field.name for field in fields(ExpertsConfig)])
+    _check_names("plan.strategy", tree["strategy"], STRATEGY)
+    _check_names("plan.model", tree["model"], [*MODEL, "experts"])
+    if experts := tree["model"].get("experts"):
+        _check_names("plan.model.experts", experts, EXPERTS)
     return Job(Strategy(**tree["strategy"]), GPTConfig(**tree["model"]), tree["rows"], tree["length"])
 
 
-def check(where: str, values: object, names: list[str]) -> None:
+def _check_names(where: str, values: object, names: Iterable[str]) -> None:
     if not isinstance(values, dict):
-        raise ValueError(f"plan: {where} is {values!r}; use an object of its fields")
+        raise ValueError(f"{where} is {values!r}; use an object of {', '.join(names)}")
     for name in values:
         if name not in names:
-            raise ValueError(f"plan: {where} has no {name!r}; {meant(name, names)}")
+            raise ValueError(f"{where} has no {name!r}; {meant(name, names)}")

@@ -1,176 +1,206 @@
-"""Rows that translate a job's values to a system's options and back, and how what is lost comes to light.
+"""One table per system, read in both directions; what a system cannot say comes to light by reading back.
 
-    Same("tp", "--tensor-model-parallel-size", 1)                     one number, the same in both
-    Cases(("zero",), [((0,), {}), ((1,), {"--use-distributed-optimizer": True})])      a list of pairs
-    Made(("recompute",), ("--recompute-granularity", ..), write, read)                 two functions
+    option                     kind   ours        choices              default     a row of deepspeed.tsv
+    tensor_parallel.autotp_size int   tp          =                    1           the same number
+    zero_optimization.stage    int    zero        1=1 2=2 3=3          0           ours=theirs, for each
+    data_types.grad_accum_dtype str   precision   bfloat16=bf16? ..                ?: they need not say it
 
-A system is a list of rows. `write` applies them, reads its own result back and compares: a value that does
-not come back is one that the system cannot say. If it changes only how fast something is done, it is noted;
-anything else is refused, all such values in one line. So no writer can claim what its reader does not
-confirm, and read(write(job)) is the job wherever `write` notes nothing.
+Several options may say one value of ours; it is read as the first value with which all of them agree. `ours`
+is a field of a job, or a number that the system's `derive` makes of fields and its `solve` turns back into
+them; `default` is what the system does without the option. Every other option of the version is in the table,
+too: one that says `nothing` changes numbers and has no counterpart here, so it is refused; the rest (learning
+rates, paths) is handed back.
 
-`options.tsv` has all option names of the version that is written for: an option that is not there is refused
-with the nearest name. Options that are there and say nothing of a plan (a learning rate, paths) are handed
-back. No torch.
+`write` reads its own result back. A value that does not come back is one that the system cannot say: it is
+noted where it changes only how fast something is done (`noted`), and refused anywhere else, all such values
+in one line. So read(write(job)) is the job wherever `write` notes nothing. No torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from minitrain.model.fields import meant
 from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
-from minitrain.ranks.checks import require_one_of, require_positive_ints
+from minitrain.ranks.checks import require_one_of
 
 Options = dict[str, object]
-BESIDE = "beside."  # before the name of a value that is said in code, not in an option
+KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool, "flag": bool, "list": list}
+SYSTEMS = ("megatron", "deepspeed", "torchtitan")
 
 
-class Same(NamedTuple):
-    """`default`: what the system takes where the option is missing."""
-
-    ours: str
-    theirs: str
-    default: object
-
-    def write(self, values: Values) -> Options:
-        return {self.theirs: values[self.ours]}
-
-    def read(self, options: Options, values: Values) -> Values:
-        return {self.ours: options.get(self.theirs, self.default)}
+class Option(NamedTuple):
+    name: str
+    kind: str
+    ours: str = ""
+    choices: dict[object, object] | None = None  # ours -> theirs; None: the same number
+    optional: frozenset = frozenset()  # of ours, those that they need not say
+    default: object = None
+    required: bool = False
 
     @property
-    def options(self) -> tuple[str, ...]:
-        return (self.theirs,)
+    def known(self) -> bool:
+        return self.ours not in ("", "nothing")
+
+    def theirs(self, value: object) -> object:
+        """None where it says nothing."""
+        if self.choices is not None:
+            return self.choices.get(value)
+        return float(value) if self.kind == "float" and value is not None else value
+
+    def says(self, value: object, given: object) -> bool:
+        if self.choices is None:
+            return given == value
+        optional = given == self.default and value in self.optional
+        return optional or given == self.choices.get(value, self.default)
 
 
-class Cases(NamedTuple):
-    """Pairs of values of ours and options of theirs; an option that is missing is `absent`'s, else False.
-    Values without a pair are written as the first, which does not read back as they are."""
-
-    ours: tuple[str, ...]
-    pairs: Sequence[tuple[tuple, Options]]
-    absent: Options = {}
-
-    def write(self, values: Values) -> Options:
-        given = tuple(values[name] for name in self.ours)
-        return next((theirs for ours, theirs in self.pairs if ours == given), self.pairs[0][1])
-
-    def read(self, options: Options, values: Values) -> Values:
-        def all_of(theirs: Options) -> list:
-            return [theirs.get(name, self.absent.get(name, False)) for name in self.options]
-
-        for ours, theirs in self.pairs:
-            if all_of(theirs) == all_of(options):
-                return dict(zip(self.ours, ours))
-        said = ", ".join(f"{name}={options[name]}" for name in self.options if name in options)
-        raise ValueError(f"{said or 'nothing of ' + self.options[0]}: no {' and '.join(self.ours)} is this")
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for _, theirs in self.pairs for name in theirs))
+class Table(NamedTuple):
+    name: str
+    version: str
+    date: str
+    options: dict[str, Option]
+    noted: dict[str, str]  # our fields that only change how fast something is done, and what it has instead
+    refused: dict[str, str]  # others, and why
 
 
-class Made(NamedTuple):
-    """`write(values)` gives options, `read(options, values read so far)` values."""
+class Written(NamedTuple):
+    """`notes`: what changes no number and is not said; `in_code`: what code has to say, by name."""
 
-    ours: tuple[str, ...]
-    options: tuple[str, ...]
-    write: Callable[[Values], Options]
-    read: Callable[[Options, Values], Values]
+    text: str
+    notes: list[str]
+    in_code: Values
 
 
-Row = Same | Cases | Made
+def load(system: str) -> Table:
+    require_one_of(SYSTEMS, system=system)
+    lines = Path(__file__).with_name(f"{system}.tsv").read_text().splitlines()
+    rows = [line.split("\t") for line in lines]
+    (name, *about), *comments = (row for row in rows if row[0].startswith("# "))
+    options = [_option(*row) for row in rows[2 + len(comments) :]]
+    noted, refused = (
+        {row[1]: row[2] for row in comments if row[0] == kind} for kind in ("# noted", "# refused")
+    )
+    return Table(name.removeprefix("# "), *about, {one.name: one for one in options}, noted, refused)
+
+
+def _option(name: str, kind: str, ours: str = "", choices: str = "", default: str = "") -> Option:
+    missing = False if kind in ("flag", "bool") else _value(default) if default else None
+    if choices in ("", "="):
+        return Option(name, kind, ours, None, frozenset(), missing, default == "required")
+    pairs, optional = {}, set()
+    for pair in choices.split():
+        value, _, theirs = pair.rstrip("?").partition("=")
+        pairs[_value(value)] = _value(theirs)
+        if pair.endswith("?"):
+            optional.add(_value(value))
+    return Option(name, kind, ours, pairs, frozenset(optional), missing)
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 @dataclass(frozen=True)
 class System:
-    """`noted`: values that only change how fast something is done, and why the system cannot say them."""
+    """`derive(values)`: numbers of theirs, and values of ours as far as it can say them; None is not said.
+    `solve(values)`: values of ours, of all that the table read."""
 
     key: str
-    rows: Sequence[Row]
-    noted: Mapping[str, str] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)  # for others, where it is worth a word
-    beside: Mapping[str, str] = field(default_factory=dict)  # where code says what the options do not
-    unlike: Collection[str] = ()  # options for which minitrain has nothing, and that change numbers
+    derive: Callable[[Values], Values]
+    solve: Callable[[Values], Values]
+    in_code: Mapping[str, str] = field(default_factory=dict)  # ours that code says, and where
 
-    @property
-    def all_rows(self) -> list[Row]:
-        return [*(Same(name, f"{BESIDE}{name}", DEFAULTS[name]) for name in self.beside), *self.rows]
+    @cached_property
+    def table(self) -> Table:
+        return load(self.key)
 
-    def write(self, job: Job) -> tuple[Options, list[str]]:
-        """The options, and a line for each value that they do not say and that changes no number."""
-        values, options = job.values(), {}
-        for row in self.all_rows:
-            options |= row.write(values)
-        back = self.values(options)
+    def write(self, job: Job) -> tuple[Options, Values, list[str]]:
+        """Options, what code has to say, and a line for each value that neither does and that is noted."""
+        values = job.values()
+        in_code = {name: values[name] for name in self.in_code if values[name] != DEFAULTS[name]}
+        numbers, options = values | self.derive(values), {}
+        for one in self.table.options.values():
+            theirs = one.theirs(self._writable(one.ours, numbers)) if one.known else None
+            if theirs is not None and theirs is not False:
+                options[one.name] = theirs
+        back = self.values(options, in_code)
         lost = [name for name in DEFAULTS if values[name] != back[name]]
-        refused = [name for name in lost if name not in self.noted]
-        if refused:
-            reasons = {name: f" ({self.why[name]})" for name in refused if name in self.why}
-            said = ", ".join(f"{name}={values[name]!r}{reasons.get(name, '')}" for name in refused)
-            raise ValueError(f"{self.name} cannot say {said}; use another value or another system")
-        return options, [f"{name}={values[name]!r}: {self.noted[name]}" for name in lost]
+        if refused := [name for name in lost if name not in self.table.noted]:
+            why = {name: f" ({reason})" for name, reason in self.table.refused.items()}
+            said = ", ".join(f"{name}={values[name]!r}{why.get(name, '')}" for name in refused)
+            raise ValueError(f"{self.table.name} cannot say {said}; use another value or another system")
+        return options, in_code, [f"{name}={values[name]!r}: {self.table.noted[name]}" for name in lost]
 
-    def read(self, options: Options) -> tuple[Job, Options]:
+    def read(self, options: Options, in_code: Values) -> tuple[Job, Options]:
         """The job, and the options that say nothing of one. Its strategy and model are checked as always."""
+        if wrong := [name for name in in_code if name not in self.in_code]:
+            raise ValueError(f"in_code: {wrong[0]!r} is not said in code; use {', '.join(self.in_code)}")
         for name, value in options.items():
-            if not name.startswith(BESIDE):
-                check_option(self.key, name, value)
-            if name in self.unlike and value:
-                raise ValueError(f"{self.name}: {name} = {value!r}, and minitrain has nothing like it")
-        used = {name for row in self.all_rows for name in row.options}
-        left = {name: value for name, value in options.items() if name not in used}
-        return from_values(self.values(options)), left
+            self.check(name, value)
+            if self.table.options[name].ours == "nothing" and value:
+                raise ValueError(f"{self.table.name}: {name} = {value!r}, and minitrain has nothing like it")
+        rest = {name: value for name, value in options.items() if not self.table.options[name].ours}
+        return from_values(self.values(options, in_code)), rest
 
-    def values(self, options: Options) -> Values:
-        found = dict(DEFAULTS)
-        for row in self.all_rows:
-            found |= row.read(options, found)
-        return settled(found)
+    def check(self, name: str, value: object) -> None:
+        known = self.table.options
+        if name not in known:
+            raise ValueError(f"{self.table.name} has no option {name!r}; {meant(name, known)[:200]}")
+        kind = known[name].kind
+        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind in ("int", "float")):
+            raise ValueError(f"{self.table.name}: {name} = {value!r}; it is {kind}")
 
-    @property
-    def name(self) -> str:
-        return known(self.key).name
+    def values(self, options: Options, in_code: Values) -> Values:
+        found = DEFAULTS | in_code
+        for ours, rows in self.rows_by_value.items():
+            found[ours] = self._read(ours, rows, options)
+        found |= self.solve(found)
+        return settled({name: found[name] for name in DEFAULTS})
+
+    @cached_property
+    def rows_by_value(self) -> dict[str, list[Option]]:
+        rows: dict[str, list[Option]] = {}
+        for one in self.table.options.values():
+            if one.known:
+                rows.setdefault(one.ours, []).append(one)
+        return rows
+
+    def _candidates(self, ours: str) -> list:
+        listed = [value for one in self.rows_by_value[ours] for value in one.choices or ()]
+        return list(dict.fromkeys([DEFAULTS[ours], *listed]))
+
+    def _writable(self, ours: str, numbers: Values) -> object:
+        """The value, or the default of ours where no choice is this."""
+        value = numbers.get(ours)
+        if value is None or self.rows_by_value[ours][0].choices is None or value in self._candidates(ours):
+            return value
+        return DEFAULTS[ours]
+
+    def _read(self, ours: str, rows: list[Option], options: Options) -> object:
+        for one in rows:
+            if one.required and one.name not in options:
+                raise ValueError(f"{one.name} is missing, and {self.table.name} has no default for it")
+        given = [options.get(one.name, one.default) for one in rows]
+        for value in given[:1] if rows[0].choices is None else self._candidates(ours):
+            if all(one.says(value, theirs) for one, theirs in zip(rows, given)):
+                return value
+        said = ", ".join(
+            f"{one.name}={theirs}" for one, theirs in zip(rows, given) if theirs or one.name in options
+        )
+        raise ValueError(f"{said or rows[0].name}: no {ours} is this")
 
 
-class Known(NamedTuple):
-    name: str
-    version: str
-    date: str
-    kinds: dict[str, str]  # of each option
-
-
-@cache
-def known(system: str) -> Known:
-    """The options of a system, from options.tsv."""
-    lines = Path(__file__).with_name("options.tsv").read_text().splitlines()
-    table = [line.split("\t") for line in lines]
-    every = {row[0].removeprefix("# "): row[1:] for row in table if row[0].startswith("# ")}
-    require_one_of(every, system=system)
-    about = every[system]
-    return Known(*about, {option: kind for key, option, kind in table[3:] if key == system})
-
-
-KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool, "flag": bool, "list": list}
-
-
-def check_option(system: str, name: str, value: object) -> None:
-    about = known(system)
-    if name not in about.kinds:
-        raise ValueError(f"{about.name} has no option {name!r}; {meant(name, about.kinds)[:200]}")
-    kind = about.kinds[name]
-    if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind in ("int", "float")):
-        raise ValueError(f"{about.name}: {name} = {value!r}; it is {kind}")
-
-
-def rows_of_microbatch(values: Values) -> int:
-    """Of a rank. No option of theirs says that microbatches differ."""
+def microbatch_of(values: Values) -> int:
+    """Rows of a rank. No option of theirs says that microbatches differ."""
     rows, rest = divmod(values["rows"], values["dp"] * values["microbatches"])
     if rest:
         sizes = f"rows={values['rows']} of dp={values['dp']} x microbatches={values['microbatches']}"
@@ -178,45 +208,13 @@ def rows_of_microbatch(values: Values) -> int:
     return rows
 
 
-def check_stages(values: Values, chunks: int, name: str) -> None:
+def layers_per_stage(values: Values, chunks: int) -> int:
     """Nor that stages do."""
-    require_positive_ints(chunks=chunks)
-    if values["num_layers"] % (values["pp"] * chunks):
+    layers, rest = divmod(values["num_layers"], values["pp"] * chunks)
+    if rest:
         sizes = f"num_layers={values['num_layers']} on pp={values['pp']} x {chunks} stages"
-        raise ValueError(f"{sizes}: stages of {name} have equally many blocks; use a divisor")
-
-
-class Written(NamedTuple):
-    """`notes`: what changes no number and is not said; `beside`: what code has to say, by name."""
-
-    text: str
-    notes: list[str]
-    beside: Values
-
-
-def split(options: Options) -> tuple[Options, Values]:
-    """What the system's configuration says, and what stands beside it."""
-    said = {name: value for name, value in options.items() if not name.startswith(BESIDE)}
-    beside = {name.removeprefix(BESIDE): value for name, value in options.items() if name not in said}
-    return said, {name: value for name, value in beside.items() if value != DEFAULTS[name]}
-
-
-def joined(options: Options, beside: Values) -> Options:
-    return options | {f"{BESIDE}{name}": value for name, value in beside.items()}
-
-
-def ranks_in(order: str) -> Made:
-    """Of a system whose ranks stand in one order."""
-    return Made(("order",), (), lambda values: {}, lambda options, values: {"order": order})
-
-
-def flag(ours: str, theirs: str) -> Cases:
-    return Cases((ours,), [((False,), {}), ((True,), {theirs: True})])
-
-
-def power_of_two(value: float) -> int | None:
-    fraction, exponent = math.frexp(value)
-    return exponent - 1 if fraction == 0.5 else None
+        raise ValueError(f"{sizes}: their stages have equally many blocks; use a divisor")
+    return layers
 
 
 def nested(options: Options) -> dict:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from minitrain.model.config import GPTConfig, divisors
+from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
 from minitrain.plan.strategy import Strategy
@@ -38,9 +38,7 @@ class Job:
     length: int  # tokens of a row
 
     def __post_init__(self):
-        for name in SIZES:
-            if not isinstance(size := getattr(self, name), int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
+        require_positive_ints(1 << 40, rows=self.rows, length=self.length)
         self.strategy.check(self.model, self.strategy.ranks)
         self.strategy.check_batch(self.model, self.rows, self.length)
 
@@ -57,16 +55,17 @@ class Job:
         return settled(found | {name: DEFAULTS[name] for name in without_effect(self)})
 
 
-def without_effect(job: Job) -> set[str]:
-    strategy, model, none = job.strategy, job.model, set()
-    return none.union(
-        ("core", "layout", "inner", "ulysses") if strategy.cp == 1 else (),
-        ("schedule",) if not strategy.pipelined else (),
-        ("ep_travel",) if strategy.ep == 1 else (),
-        ("loss_scale_window",) if not strategy.first_loss_scale else (),
-        ("bucket_bytes",) if strategy.dp * strategy.cp == 1 else (),
-        ("rope_theta", "rope_fraction") if model.positions != "rope" else (),
-    )
+def without_effect(job: Job) -> list[str]:
+    strategy = job.strategy
+    ignored = {
+        "core layout inner ulysses": strategy.cp == 1,
+        "schedule": not strategy.pipelined,
+        "ep_travel": strategy.ep == 1,
+        "loss_scale_window": not strategy.first_loss_scale,
+        "bucket_bytes": strategy.dp * strategy.cp == 1,
+        "rope_theta rope_fraction": job.model.positions != "rope",
+    }
+    return [name for names, without in ignored.items() if without for name in names.split()]
 
 
 def settled(values: Values) -> Values:
@@ -88,14 +87,3 @@ def from_values(values: Mapping[str, object]) -> Job:
     experts = ExpertsConfig(**{name: values[name] for name in EXPERTS}) if values["num_experts"] else None
     model = GPTConfig(**{name: values[name] for name in MODEL}, experts=experts)
     return Job(Strategy(**{name: values[name] for name in STRATEGY}), model, values["rows"], values["length"])
-
-
-def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
-    """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
-    node = ranks if node is None else node
-    require_positive_ints(ranks=ranks, node=node)
-    each = max(n for n in divisors(ranks) if n <= node)
-    if ranks == each:
-        return f"torchrun --nproc-per-node {ranks}", []
-    meet = f"start it on each of {ranks // each} nodes, with torchrun's options by which they meet"
-    return f"torchrun --nnodes {ranks // each} --nproc-per-node {each}", [meet]

@@ -42,7 +42,7 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
     """Of each rank of the pipeline."""
     strategy, policy = run.strategy, run.strategy.policy
     layout, again = layout_of(run.model, strategy), strategy.recompute == "stage"
-    activations_of = kept_by_rank(layout, work, again)
+    activations_of = saved_by_rank(layout, work, again)
     weight, gradient, optimizer = policy.state_bytes
     shards, found = strategy.dp * strategy.cp, []
     for numbers, activations in zip(layout.ranks, activations_of):
@@ -87,7 +87,7 @@ def layers_of(work: Work) -> tuple[Layer, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def kept_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
+def saved_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
     """Most bytes of activations on each rank; beyond the microbatches after which a schedule repeats itself,
     p more add what the p before added."""
     few = layout.repeats_after
@@ -141,11 +141,11 @@ class _Stage:
         layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
         # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
         # away, all but the first have received some.
-        every, below = sum(layer.kept_bytes for layer in layers), 0
+        every, below = sum(layer.saved_bytes for layer in layers), 0
         self.kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
         self.waiting = sum(layer.waiting_bytes for layer in layers)
         self.forward, self.backward = 0, 0
         for layer in layers:
             self.forward = max(self.forward, below + layer.forward.high_bytes)
-            below += layer.kept_bytes
+            below += layer.saved_bytes
             self.backward = max(self.backward, below - every + layer.backward.high_bytes)

@@ -102,17 +102,18 @@ class Prediction:
 
 def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Prediction:
     """`work_of(config, strategy, microbatch, length, fused_attention)` counts: measured_work.py."""
-    work, parts = _parts(run, work_of, rates, _pipeline)
+    work, parts = _parts(run, work_of, rates, makespan)
     return Prediction(run, work, work_of, sum(parts.values()), parts)
 
 
 def least_s(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> float:
     """What no prediction of the run is below, found without a simulation of its schedule."""
-    _, parts = _parts(run, work_of, rates, _at_least)
+    _, parts = _parts(run, work_of, rates, least)
     return sum(parts.values())
 
 
-def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, pipeline) -> tuple[Work, dict[str, float]]:
+def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, end) -> tuple[Work, dict[str, float]]:
+    """`end(layout, costs)`: when the last rank has done all microbatches."""
     strategy, stack = run.strategy, run.stack
     again = strategy.recompute == "stage"
     counted = strategy
@@ -121,7 +122,8 @@ def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, pipeline) -> tuple[W
     work = work_of(run.model, counted, run.microbatch, run.length, stack.flash)
     layout = layout_of(run.model, strategy)
     at = Place(run.machine, stack, rates, strategy.dp, strategy.pp, strategy.cp, strategy.tp, strategy.ep)
-    parts = dict(pipeline(work, layout, at, again, strategy.sequence_parallel))
+    timed, costs = _without_bubble(work, layout, at, again, strategy.sequence_parallel)
+    parts = timed | {"bubble": max(0.0, end(layout, costs) - sum(timed.values()))}
     parts |= update_s(work, layout, at, strategy.zero, strategy.policy.state_bytes, run.model.tied, again)
     return work, parts
 
@@ -129,22 +131,6 @@ def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, pipeline) -> tuple[W
 @cache
 def _keeping_all(strategy: Strategy) -> Strategy:
     return replace(strategy, recompute="none", recompute_partition=False)
-
-
-@lru_cache(maxsize=1 << 14)
-def _pipeline(
-    work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
-) -> dict[str, float]:
-    """What the microbatches of a step take, by PARTS."""
-    parts, costs = _without_bubble(work, layout, at, again, sequence_parallel)
-    return parts | {"bubble": max(0.0, makespan(layout, costs) - sum(parts.values()))}
-
-
-def _at_least(
-    work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
-) -> dict[str, float]:
-    parts, costs = _without_bubble(work, layout, at, again, sequence_parallel)
-    return parts | {"bubble": max(0.0, least(layout, costs) - sum(parts.values()))}
 
 
 @lru_cache(maxsize=1 << 14)

@@ -113,8 +113,8 @@ def exposed(way: Pass, machine: Machine, rates: Rates, stack: Stack, place) -> d
         if collective.op == "send":
             continue  # its receiver waits, and here another message is received
         time = travel_s(collective.op, collective.payload_bytes, place(collective.members), machine, rates)
-        if collective.beside:
-            beside = way.operators[collective.beside.start : collective.beside.stop]
+        if collective.overlapped:
+            beside = way.operators[collective.overlapped.start : collective.overlapped.stop]
             time = max(0.0, time - sum(seconds(beside, machine, rates, stack).values()))
         axis = axis_of(collective)
         found[axis] = found.get(axis, 0.0) + time

@@ -80,10 +80,8 @@ class TrainingRun:
         if self.batch % parts:
             sizes = f"dp x microbatches = {self.strategy.dp} x {self.strategy.microbatches}"
             raise ValueError(f"batch={self.batch} is not a multiple of {sizes}; use a multiple of {parts}")
-        if self.length > self.model.max_positions:
-            most = f"max_positions={self.model.max_positions}"
-            raise ValueError(f"length={self.length} > {most}; shorten the sequence or raise max_positions")
         self.strategy.check(self.model, self.strategy.ranks)
+        self.strategy.check_batch(self.model, self.batch, self.length)
 
     @property
     def microbatch(self) -> int:
@@ -105,12 +103,6 @@ class Published:
         return self.run.name
 
 
-def named_stack(name: str) -> Stack:
-    if name not in STACKS:
-        raise ValueError(f"no stack is called {name!r}; use {', '.join(STACKS)}")
-    return STACKS[name]
-
-
 # Publications by the first word of a row's name, and what of their rows is from memory.
 PUBLICATIONS = {
     "Nar21": "Narayanan 2021",
@@ -127,7 +119,8 @@ _LAYOUT = ("zero", "grad_bytes", "dp_overlap", "tp", "mbs")
 UNSURE = {"Llama3": ("v", "zero", "dp_overlap"), "OPT-175B": _LAYOUT, "GLM-130B": _LAYOUT}
 # MegaScale's own rows attend through a window of unpublished width; here to all tokens before.
 UNSURE |= {"GPT-NeoX-20B": (*_LAYOUT, "machine"), "BLOOM": ("grad_bytes", "dp_overlap")}
-DEEPSPEED = ("MT-NLG", "BLOOM", "GLM-130B", "GPT-NeoX-20B")  # Megatron-LM's layers in DeepSpeed's pipeline
+PUBLISHED_WITH = dict.fromkeys(("MT-NLG", "BLOOM", "GLM-130B", "GPT-NeoX-20B"), "megatron-deepspeed")
+PUBLISHED_WITH |= {"OPT-175B": "fairscale-2022", "Llama3": "llama3"}
 MACHINES = {"jeanzay": "jean-zay"}
 
 
@@ -154,7 +147,7 @@ def _row(row: dict[str, str]) -> Published:
         described(MACHINES.get(row["mach"], row["mach"])),
         n["gbs"],
         n["s"],
-        named_stack(row["stack"]) if row.get("stack") else _stack(first, n),
+        STACKS[row.get("stack") or _stack(first, n)],
         row["name"],
     )
     return Published(run, float(row["step_s"]), PUBLICATIONS.get(first, first), UNSURE.get(first, ()))
@@ -183,16 +176,12 @@ def _model(row: dict[str, str], n: dict[str, int]) -> GPTConfig:
     )
 
 
-def _stack(first: str, n: dict[str, int]) -> Stack:
+def _stack(first: str, n: dict[str, int]) -> str:
     """By publication, and for Megatron-LM by year: gradients add up in products from 2022, flash after."""
-    if first in DEEPSPEED:
-        return STACKS["megatron-deepspeed"]
-    if first == "OPT-175B":
-        return STACKS["fairscale-2022"]
-    if first == "Llama3":
-        return STACKS["llama3"]
+    if first in PUBLISHED_WITH:
+        return PUBLISHED_WITH[first]
     if n["flash"]:
-        return STACKS["megascale" if n["dp_overlap"] else "megatron-2023"]
+        return "megascale" if n["dp_overlap"] else "megatron-2023"
     if first == "Kor22":
-        return STACKS["megatron-2022"]
-    return STACKS["megatron-2021-overlapped" if n["dp_overlap"] else "megatron-2021"]
+        return "megatron-2022"
+    return "megatron-2021-overlapped" if n["dp_overlap"] else "megatron-2021"

@@ -32,7 +32,9 @@ def update_s(
     elements, dealt = max((elements_of(work, own, tied), dealt_of(work, own)) for own in layout.ranks)
     group = tuple(at.ranks_of(tuple(range(0, at.dp * at.cp * at.tp, at.tp))))
     some = group[:: at.ep]  # the ranks with the same experts
-    sums = (elements - dealt, group, _everywhere(work)), (dealt, some, _dealt(work))
+    experts = tuple(work.expert_parameters * (name == "block") for name in LAYERS)
+    everywhere = tuple(layer.parameters - n for layer, n in zip(layers_of(work), experts))
+    sums = (elements - dealt, group, everywhere), (dealt, some, experts)
     dp_s = _sums_s(sums, at, zero, layout, work, again, weight, gradient)
     tied_s = 0.0
     if tied and at.pp > 1:
@@ -46,16 +48,6 @@ def update_s(
 
 
 Sums = tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]  # parameters, their ranks, of each of LAYERS
-
-
-def _everywhere(work: Work) -> tuple[int, ...]:
-    """Parameters by LAYERS that all ranks of dp · cp have."""
-    return tuple(layer.parameters - dealt for layer, dealt in zip(layers_of(work), _dealt(work)))
-
-
-def _dealt(work: Work) -> tuple[int, ...]:
-    """Those that are dealt out over ep."""
-    return tuple(work.expert_parameters * (name == "block") for name in LAYERS)
 
 
 def _sums_s(sums: Sums, at: Place, zero, layout, work, again, weight, gradient) -> float:

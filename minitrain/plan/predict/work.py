@@ -39,14 +39,14 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Something that travels. `members` are ranks of a world of dp · cp · tp, tp innermost; `beside` are the
-    operators between its issue and its wait, by their places in the pass: none if it blocks."""
+    """Something that travels. `members` are ranks of a world of dp · cp · tp, tp innermost; `overlapped`
+    are the operators between its issue and its wait, by their places in the pass: none if it blocks."""
 
     op: str
     axis: str
     members: tuple[int, ...]
     payload_bytes: int
-    beside: range = range(0)
+    overlapped: range = range(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class Pass:
         """Both, one after the other."""
         shift = len(self.operators)
         moved = (
-            replace(c, beside=range(c.beside.start + shift, c.beside.stop + shift)) for c in other.collectives
+            replace(c, overlapped=range(c.overlapped.start + shift, c.overlapped.stop + shift))
+            for c in other.collectives
         )
         high = max(self.high_bytes, other.high_bytes)
         return Pass(self.operators + other.operators, (*self.collectives, *moved), high)
@@ -78,7 +79,7 @@ class Layer:
     forward: Pass
     backward: Pass  # all of it: what selective recomputation runs again, input's and weights' gradients
     weights: Pass = Pass()  # the products of `backward` that wait for W where a schedule splits it
-    kept_bytes: int = 0  # from forward to backward
+    saved_bytes: int = 0  # from forward to backward
     parameters: int = 0  # on this rank
     shared_parameters: int = 0  # of these, in a table that both ends of a tied model have
     waiting_bytes: int = 0  # from backward to W where a schedule splits it: what the products are made of

@@ -230,7 +230,8 @@ class Ledger:
         elif kind == "host":
             self._memory.is_host(subject)
         elif kind == "copy":
-            self._begun(subject, Copy(self._next_id, subject.way, subject.bytes, self._phase), self._copies)
+            copy = Copy(self._next_id, subject.direction, subject.bytes, self._phase)
+            self._begun(subject, copy, self._copies)
         elif kind == "issue":
             self._begun(subject, _Issued(subject, self._next_id, self._phase, _members(subject)), self._calls)
         elif id(subject) in self._pending:

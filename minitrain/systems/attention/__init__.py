@@ -2,6 +2,5 @@
 
 lazy            softmax over chunks (Rabe and Staats)
 swattention     cores side by side that share what comes from slow memory
-pipelined       FlashAttention-3: two tiles in turns
-incoherent      Q and K rotated, so that outliers spread
+flash_3         FlashAttention-3: two tiles in turns; Q and K rotated against outliers
 """

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.alibi import Alibi
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import repeat_kv, sum_kv_copies
+from minitrain.attention.placed import Alibi
 from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
 

@@ -33,21 +33,18 @@ class UnitCost(NamedTuple):
 
 def account(ledger: Callable, layer: nn.Module, *inputs) -> list[UnitCost]:
     """Of layer(*inputs), whose first input gets a gradient; `ledger()` makes a Ledger. The layer's modules
-    compute by names (`result`); their door is put back."""
+    compute by names (the hook `result`), which is put back."""
     x, *others = inputs
     frame = _Frame(ledger(), layer, x)
-    doors = [(part, part.result) for part in layer.modules() if hasattr(part, "result")]
-    if not doors:
+    if not hasattr(layer, "hooks"):
         raise ValueError(f"account: {type(layer).__name__} computes nothing by name; give a block of a model")
-    results = Results()
+    results, door = Results(), layer.hooks.result
     try:
-        for part, _ in doors:
-            part.result = results
+        layer.hooks.result = results
         with frame.ledger, results.inside(frame), saved_tensors_hooks(frame.pack, lambda x: x):
             layer(x.detach().requires_grad_(x.is_floating_point()), *others)
     finally:
-        for part, door in doors:
-            part.result = door
+        layer.hooks.result = door
     return frame.units()
 
 

@@ -99,7 +99,7 @@ def recomputed(plan: Sequence[Action], layers: int) -> int:
     return forwards(plan).total() - layers
 
 
-def most_held(plan: Sequence[Action]) -> int:
+def most_stored(plan: Sequence[Action]) -> int:
     """The largest number of x held at the end of an action, those in graphs included; x_0 is one of them and
     the output of the last layer, which is the caller's, is not."""
     return max(len(held) for _, held in walk(plan))
@@ -123,23 +123,18 @@ def check(plan: Sequence[Action], layers: int) -> None:
     check_layers("plan", layers)
     held, taped, left = {0}, set(), layers  # left: all gradients from here on are done
     for number, (kind, i) in enumerate(plan):
-        wrong = None
-        if kind not in tuple("FTDB") or not 0 <= i < layers:
-            wrong = f"is none of F, T, D, B of layers 0 to {layers - 1}"
-        elif kind in "FTD" and i not in held:
-            wrong = f"needs x_{i}, which is not held"
-        elif kind in "TD" and i in taped:
-            wrong = f"comes while the graph of layer {i} is held"
-        elif kind == "F" and i == layers - 1:
-            wrong = "makes the output without a graph; use T for the last layer"
-        elif kind == "T" and i >= left:
-            wrong = f"comes after the gradient of x_{i}"
-        elif kind == "B" and i not in taped:
-            wrong = f"needs the graph of layer {i}, which is not held"
-        elif kind == "B" and i != left - 1:
-            wrong = f"comes before B{left - 1}; gradients come from the last layer on"
-        if wrong:
-            raise ValueError(f"plan: action {number}, {kind}{i}, {wrong}")
+        wrong = {
+            f"is none of F, T, D, B of layers 0 to {layers - 1}": kind not in tuple("FTDB")
+            or not 0 <= i < layers,
+            f"needs x_{i}, which is not held": kind in "FTD" and i not in held,
+            f"comes while the graph of layer {i} is held": kind in "TD" and i in taped,
+            "makes the output without a graph; use T for the last layer": kind == "F" and i == layers - 1,
+            f"comes after the gradient of x_{i}": kind == "T" and i >= left,
+            f"needs the graph of layer {i}, which is not held": kind == "B" and i not in taped,
+            f"comes before B{left - 1}; gradients come from the last layer on": kind == "B" and i != left - 1,
+        }
+        if said := [words for words, true in wrong.items() if true]:
+            raise ValueError(f"plan: action {number}, {kind}{i}, {said[0]}")
         if kind in "FT" and i + 1 < layers:
             held.add(i + 1)
         if kind == "T":

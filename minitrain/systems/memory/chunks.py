@@ -7,11 +7,11 @@
     update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
 
 So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16: a
-chunk is in one place only. The first step is traced: which chunks each layer asks for, in turn. From then on
-the chunk evicted is that of the farthest next use in this order, so no other choice loads fewer (Belady).
-What is unused at the end of chunks is the price: `best_chunk` looks for the size that wastes least.
-Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks (theirs
-leaves what activations will need at each moment, as traced); the optimizer always runs on the host.
+chunk is in one place only. Evicted is the chunk of the farthest next use in the order of a step, so no other
+choice loads fewer (Belady). What is unused at the end of chunks is the price: `best_chunk` looks for the size
+that wastes least. Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for
+chunks (theirs leaves what activations will need); the order is known (theirs traces the first step); the
+optimizer always runs on the host.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
 from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.ranks.collectives import announce_host
-from minitrain.systems.memory.in_turn import forward_backward
-from minitrain.systems.memory.window import lie_in, parameters_of, sent_home
+from minitrain.systems.memory.window import forward_backward, lie_in, order_of_use, parameters_of, sent_home
 
 
 def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
@@ -71,11 +70,9 @@ def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
 
 
 class ChunkedTraining:
-    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only.
-
-    `chunk` elements each, of which as many as `device_bytes` can hold are on the device at a time.
-    `make_optimizer([masters])` is called for every chunk. ValueError: what does not fit, shared or frozen
-    parameters, parameters of other dtypes."""
+    """Takes the parameters of `layers`, of 16 bits, which are to be used through this only: chunks of `chunk`
+    elements, as many on the device as `device_bytes` hold. `make_optimizer([masters])` is called for every
+    chunk. ValueError: what does not fit, shared or frozen parameters, parameters of other dtypes."""
 
     def __init__(
         self, layers: Sequence[nn.Module], chunk: int, device_bytes: int, make_optimizer, device=None
@@ -93,9 +90,8 @@ class ChunkedTraining:
         number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
         self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
         if (most := max(map(len, self._needs))) > self.room:
-            layer = self._needs.index(max(self._needs, key=len))
-            found = f"layer {layer} needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
-            raise ValueError(f"{found}, device_bytes={device_bytes:,} are {self.room}: give more room")
+            needs = f"a layer needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
+            raise ValueError(f"{needs}, device_bytes={device_bytes:,} are {self.room}: give more room")
         self._blocks, self.optimizers = [], []
         for owned in self.chunks:
             self._blocks.append(sent_home(owned, chunk))
@@ -103,7 +99,7 @@ class ChunkedTraining:
             master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[-1])
             self.optimizers.append(make_optimizer([nn.Parameter(master)]))
         self._here: list[int] = []  # chunks on the device, in the order in which they came
-        self._trace: list[frozenset[int]] = []  # uses of the first step
+        self._uses = [self._needs[layer] for layer in order_of_use(len(self.layers))]  # of a step, in order
         self._use = 0  # of this step, so far
         self.loads = 0  # chunks that came to the device, ever
 
@@ -116,7 +112,8 @@ class ChunkedTraining:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
         if self._use:
             raise ValueError("the chunks have gradients: call step() before the next forward")
-        return forward_backward(self.layers, x, loss_of, self._enter, self._leave, (positions,))
+        come_and_go = self._enter, self._leave
+        return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
 
     def step(self) -> None:
         """Update all chunks, on the host."""
@@ -130,20 +127,14 @@ class ChunkedTraining:
                         announce_host(value, "optimizer state")
         self._use = 0
 
-    # ---- chunks come and go -------------------------------------------------------------------------------
-
     def _enter(self, layer: int) -> None:
-        """Bring a layer's chunks. The first step notes what is asked for, and what came first goes first;
-        later ones know what is to come."""
+        """Bring a layer's chunks."""
         needed = self._needs[layer]
-        traced = self._use < len(self._trace)
-        if not traced:
-            self._trace.append(needed)
         self._use += 1
         for number in sorted(needed.difference(self._here)):
             if len(self._here) == self.room:
                 idle = [chunk for chunk in self._here if chunk not in needed]
-                self._evict(farthest(idle, self._trace[self._use :]) if traced else idle[0])
+                self._evict(farthest(idle, self._uses[self._use :]))
             self._load(number)
 
     def _leave(self, layer: int) -> None:

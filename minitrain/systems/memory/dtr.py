@@ -4,30 +4,158 @@
     with Dynamic(evictor, operator_cost, model.parameters()):       ranks/ledger/cost.py: FLOPs and bytes
         loss_of(model(tokens), targets).backward()
 
-Inside, every result of an operator is an `Evictable`: a tensor with a shape and no memory, whose numbers the
-evictor may drop. An operator that reads it runs what made it again. All tensor memory counts towards the
-limit, parameters, inputs and finished gradients too, which stay. No plan, no look ahead: any Python will do.
+Inside, every result of an operator is an `Evictable`: a tensor with a shape and no memory, whose numbers lie
+in a block that the evictor may empty. An operator that reads it runs what made it again, from the same state
+of the random generator. All tensor memory counts towards the limit; parameters, inputs and finished gradients
+are never dropped. No plan, no look ahead: any Python will do.
 
-    views          share the block of what they view, cost nothing, are taken again when they are needed
-    in place       x.add_(y) works on a copy (the old x may have to make others); refused while a view lives
-    random         an operator that draws starts from the generator's state that it first started from
-    constants      tensors from outside stay; one that is written to makes no dropped result again: an error
-    gradients      become plain tensors, and count on; the optimizer's step comes after the `with`
+    Evictable -> Handle -> Value -> block         the program's tensor; its name; the tensor; its memory
+                           Value.source -> Call   of a view: the operator that makes it of other values
+    block.made_by -> work -> Call -> Values       of other results: what must run again, and what that reads
 
-Sizes are known before an operator runs, from tensors without numbers; an operator whose result's size is in
-the data (nonzero) is refused. Not counted: scratch inside a kernel, 5 kB on the host a random operator.
-Kirisame et al. 2021, arXiv:2006.09616, sections 2 and 5. Differs: above the allocator, bytes are exact.
+In place, x.add_(y) works on a copy (the old x may have to make others), and is refused while a view is alive.
+A constant from outside that is written to makes no dropped result again: an error. Sizes are known before an
+operator runs, from fake tensors; one whose result's size is in the data (nonzero) is refused. Not counted:
+scratch inside a kernel, 5 kB on the host a random operator. The optimizer's step comes after the `with`.
+Kirisame et al. 2021, arXiv:2006.09616, sections 2, 4 and 5. Differs: a tensor subclass above the allocator.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minitrain.ranks import torch_private
-from minitrain.ranks.torch_private import DispatchMode, OpOverload, outside_modes, schema_of, storage_id
-from minitrain.systems.memory.evictable import Call, Evictable, Hold, Value, tensors
+from minitrain.ranks.random_state import drawing_from, random_state
+from minitrain.ranks.torch_private import (
+    DispatchMode,
+    OpOverload,
+    outside_modes,
+    schema_of,
+    storage_id,
+    version_of,
+)
+
+
+class Evictable(Tensor):
+    """A tensor with the shape of its value and no memory; operators on it go to `run(func, args, kwargs)`."""
+
+    __torch_function__ = torch_private.plain_torch_functions
+
+    @staticmethod
+    def __new__(cls, value: "Value", run: Callable):
+        like = value.like
+        layout = dict(strides=like.stride(), storage_offset=like.storage_offset())
+        return torch_private.wrapper_tensor(cls, like.shape, dtype=like.dtype, device=like.device, **layout)
+
+    def __init__(self, value: "Value", run: Callable):
+        self.handle, self.run = Handle(value), run
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        found = (x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, Evictable))
+        return next(found).run(func, args, kwargs or {})
+
+    def __repr__(self, **settings):
+        state = "resident" if self.handle.value.block.resident else "evicted"
+        return f"Evictable({list(self.shape)}, {self.dtype}, {state})"
+
+
+class Value:
+    """One tensor on a block: output `key` of the operator that makes the block, or a view.
+
+    `like` has its shape and no numbers; `source` is the call that makes a view, and which result of it."""
+
+    __slots__ = ("block", "like", "key", "source")
+
+    def __init__(self, block, like: Tensor, key: object, source: "tuple[Call, int] | None" = None):
+        self.block, self.like, self.key, self.source = block, like, key, source
+
+    def real(self) -> Tensor:
+        """The numbers; its block is resident. Views of views are source in a loop: there may be many."""
+        held, wanted = self.block.held, [self]
+        while wanted[-1].key not in held:
+            wanted.append(wanted[-1].source[0].values[0])
+        for value in reversed(wanted[:-1]):
+            call, index = value.source
+            held[value.key] = tensors(call.run())[index]
+        return held[self.key]
+
+
+class Handle:
+    """The program's hold on a value; it ends with the tensor that has it."""
+
+    def __init__(self, value: Value):
+        self.value = value
+
+    def __del__(self):
+        self.value.block.evictor.release(self.value.block)
+
+
+class Call:
+    """An operator with its arguments, values in the place of tensors that may be dropped.
+
+    `copied`: the position of an argument; the operator writes into a copy of it, which is then the result."""
+
+    def __init__(self, func: OpOverload, args: tuple, kwargs: dict):
+        self.func, self.copied = func, None
+        named = lambda x: x.handle.value if isinstance(x, Evictable) else x
+        self.args, self.kwargs = torch_private.tree_map(named, (args, kwargs))
+        leaves = torch_private.tree_leaves((self.args, self.kwargs))
+        self.values = [leaf for leaf in leaves if isinstance(leaf, Value)]
+        self.plain = tensors(leaves)
+        self._versions = [version_of(tensor) for tensor in self.plain]
+        self._state: tuple[Tensor, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.func.overloadpacket.__name__
+
+    def run(self):
+        """The operator's result, from the numbers and random state of the first time."""
+        if self._versions != [version_of(tensor) for tensor in self.plain]:
+            cure = "write to it when no result that may be made again depends on it"
+            raise ValueError(f"{self.name} cannot run again: a constant it reads was written to; {cure}")
+        args, kwargs = self.arguments(Value.real)
+        with self._drawing():
+            return self.on(args, kwargs)
+
+    def arguments(self, numbers: Callable, plain: Callable = lambda tensor: tensor) -> tuple[list, dict]:
+        """With `numbers` of values, and `plain` of tensors from outside."""
+
+        def argument(x):
+            return numbers(x) if isinstance(x, Value) else plain(x) if isinstance(x, Tensor) else x
+
+        args, kwargs = torch_private.tree_map(argument, (list(self.args), self.kwargs))
+        return args, kwargs
+
+    def on(self, args: list, kwargs: dict):
+        if self.copied is None:
+            return self.func(*args, **kwargs)
+        args = list(args)
+        args[self.copied] = args[self.copied].clone()
+        self.func(*args, **kwargs)
+        return args[self.copied]
+
+    def _drawing(self):
+        """A random operator starts from the same state each time; draws of others do not change by it."""
+        if torch.Tag.nondeterministic_seeded not in self.func.tags:
+            return nullcontext()
+        devices = [value.like.device for value in self.values] + [tensor.device for tensor in self.plain]
+        device = devices[0] if devices else torch.device(self.kwargs.get("device") or "cpu")
+        source = self.kwargs.get("generator") or device
+        if self._state is not None:
+            return drawing_from(self._state, source)
+        self._state = random_state(source)
+        return nullcontext()
+
+
+def tensors(nest) -> list[Tensor]:
+    """All tensors in a nest of tuples, lists and dicts, in order."""
+    return [leaf for leaf in torch_private.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 class _Foreseen(NamedTuple):
@@ -84,7 +212,7 @@ class Dynamic(DispatchMode):
         blocks, results = self._execute(call, seen), []
         for index, tensor in enumerate(tensors(seen.like)):
             if index in seen.views:
-                value = Value(seen.views[index], tensor, object(), taken=(call, index))
+                value = Value(seen.views[index], tensor, object(), source=(call, index))
             else:
                 value = Value(blocks[index], tensor, index)
             value.block.uses += index in seen.views or any(value.block is blocks.get(i) for i in range(index))
@@ -97,13 +225,13 @@ class Dynamic(DispatchMode):
         position = next((i for i, x in enumerate(args) if x is target), None)
         if position is None or len(written) > 1:
             raise ValueError(f"{call.name} writes into {len(written)} tensors or out=; {cure}")
-        if target.hold.value.block.uses > 1:
+        if target.handle.value.block.uses > 1:
             raise ValueError(f"{call.name} writes into memory that a view or another tensor shares; {cure}")
         call.copied = position
         seen = self._foresee(call)
         if _layout(seen.like) != _layout(target):
             raise ValueError(f"{call.name} writes into a tensor whose copy has another layout; {cure}")
-        target.hold = Hold(Value(self._execute(call, seen)[0], seen.like, 0))
+        target.handle = Handle(Value(self._execute(call, seen)[0], seen.like, 0))
         return target
 
     def _run_once(self, call: Call, makes: bool):
@@ -116,7 +244,7 @@ class Dynamic(DispatchMode):
             self.evictor.release(block)
         return results[0]
 
-    def _foresee(self, call: Call) -> "_Foreseen":
+    def _foresee(self, call: Call) -> _Foreseen:
         with outside_modes():
             args, kwargs = call.arguments(lambda value: value.like, self._fakes.from_tensor)
             try:
@@ -142,7 +270,7 @@ class Dynamic(DispatchMode):
                 seen.position[index] = new.index(key)
             return seen
 
-    def _execute(self, call: Call, seen: "_Foreseen", keep: Callable | None = None) -> dict:
+    def _execute(self, call: Call, seen: _Foreseen, keep: Callable | None = None) -> dict:
         """Runs it -> {index of a result: its new block}; `keep` gets the result, or the blocks do."""
         if not seen.sizes and not keep:
             return {}
@@ -158,8 +286,6 @@ class Dynamic(DispatchMode):
         inputs = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
         made = self.evictor.run(call.name, inputs, seen.sizes, seen.cost, work)
         return {index: made[position] for index, position in seen.position.items()}
-
-    # ---- tensors from outside -----------------------------------------------------------------------------
 
     def _constant(self, tensor: Tensor):
         """The block of a plain tensor, which is not evicted."""
@@ -191,15 +317,12 @@ class Dynamic(DispatchMode):
         """What autograd adds to a parameter's gradient is plain."""
         if not isinstance(gradient, Evictable):
             return gradient
-        value, self._aside = gradient.hold.value, True
+        value, self._aside = gradient.handle.value, True
         try:
             self.evictor.restore(value.block)
             return self._keep(value.real(), value.block)
         finally:
             self._aside = False
-
-
-# ---- about operators ---------------------------------------------------------------------------------------
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:

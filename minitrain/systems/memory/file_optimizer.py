@@ -1,28 +1,37 @@
-"""An optimizer whose states are in files: read, updated and written back a piece at a time.
+"""ZeRO-Infinity's files: an optimizer whose states are there, and layers that come one by one.
 
     sync.optimizer = FileOptimizer(sync.optimizer, store)       a Sync's own, or any AdamW
-    for each piece of each parameter    take its states, update, give back; the next are on their way
+    for each piece of each parameter    read its states, update, write; the next are on their way
 
 An elementwise update does not see where a tensor is cut, so every bit is that of states in memory. With ZeRO
-a rank's parameters are its shards: it reads and writes its own 1/n of all states, from and to its own disk.
-A step reads and writes every state once: 16 bytes per parameter for two float32 moments, 24 with a master;
-the first only writes. Memory: the store's buffers, three pieces' states for the next to be read and the last
-to be written meanwhile (at least one piece's, which then all wait for), and what the update of a piece needs.
-A step that a disk has stopped (OSError) is finished by calling `step()` again, and in no other way: each
-piece is updated once. Checkpoints hold whole states, as always; to load one writes the files.
-Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.2.2 (NVMe offload of the optimizer step).
-Differs: updates on the device of the parameters, not always by the CPU; any AdamW with its settings.
+a rank's parameters are its shards: it reads and writes its 1/n of all states, from and to its own disk. A
+step reads and writes every state once: 16 bytes per parameter for two float32 moments, 24 with a master.
+Memory: the store's buffers, three pieces' states for the next to be read and the last to be written
+meanwhile. A step that a disk has stopped (OSError) is finished by calling `step()` again: each piece is
+updated once. Checkpoints hold whole states; to load one writes the files.
+
+    layers = FiledLayers(made_one_by_one, store, make_optimizer)
+    loss = layers.step(tokens, positions, loss_of)              forward, backward, update of layer after layer
+
+Then memory holds parameters and gradients of one layer, L inputs, and what one layer keeps: gradients go into
+a layer's update at once, so they cannot be clipped by their norm. Read in a step: parameters twice, the last
+layer's once, and states once; written: both once (4 + 4 + 8 and 4 + 8 bytes per parameter in float32).
+Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5 and 6. Differs: updates on the device of
+the parameters; FiledLayers has one rank, one microbatch.
 """
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.window import forward_backward
 
 
 class Piece(NamedTuple):
@@ -47,17 +56,16 @@ class FileOptimizer:
     def __init__(
         self, optimizer: torch.optim.Optimizer, store: FileStore, piece: int = 1 << 18, name: str = ""
     ):
-        if piece < 1:
-            raise ValueError(f"piece={piece}: use a number of elements, 1 or more")
+        require_positive_ints(piece=piece)
         self.inner, self.store, self.piece, self.name = optimizer, store, piece, name
         self._done: int  # pieces of a step that has stopped,
         self._last: tuple[Piece, dict] | None  # one that is updated and not yet given to the store,
         self._grads: list[Tensor]  # and of which gradients
         self.forget()
-        self.states = _States(self)
-        first_states, optimizer.state = dict(optimizer.state), self.states
+        self.state = _States(self)  # by parameter; what is read is a copy, what is written goes to the files
+        first_states, optimizer.state = dict(optimizer.state), self.state
         for param, state in first_states.items():
-            self.states[param] = state
+            self.state[param] = state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -67,16 +75,10 @@ class FileOptimizer:
     def defaults(self) -> dict[str, Any]:
         return self.inner.defaults
 
-    @property
-    def state(self) -> MutableMapping[Tensor, dict]:
-        """By parameter; what is read is a copy, what is written goes to the files."""
-        return self.states
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._done:
-            raise ValueError(
-                f"a step stopped after {self._done} pieces; call step() again to finish it first"
-            )
+            stopped = f"a step stopped after {self._done} pieces"
+            raise ValueError(f"{stopped}; call step() again to finish it first")
         self.inner.zero_grad(set_to_none)
 
     def step(self) -> None:
@@ -91,10 +93,10 @@ class FileOptimizer:
         self._write_last()
         for number in range(self._done, len(todo)):
             group, param, piece = todo[number]
-            state = self.states.take(piece)
+            state = self.state.read(piece)
             if number + 1 < len(todo):
-                with contextlib.suppress(OSError):  # the next take tells it, before the next update
-                    self.states.ahead(todo[number + 1][2])
+                with contextlib.suppress(OSError):  # the next read tells it, before the next update
+                    self.state.prefetch(todo[number + 1][2])
             self._update(group, param, piece, state)
             self._done, self._last = number + 1, (piece, state)
             self._write_last()
@@ -107,7 +109,7 @@ class FileOptimizer:
     def _write_last(self) -> None:
         """Of the piece that was updated last: its new states may wait for room."""
         if self._last is not None:
-            self.states.give(*self._last)
+            self.state.write(*self._last)
             self._last = None
 
     @torch.no_grad()
@@ -121,11 +123,11 @@ class FileOptimizer:
             if isinstance(value, Tensor):
                 state[name] = value.to(param.device)
         inner, groups = self.inner, self.param_groups
-        inner.state, inner.param_groups = _OneState({part: state}), [dict(group, params=[part])]
+        inner.state, inner.param_groups = defaultdict(dict, {part: state}), [dict(group, params=[part])]
         try:
             type(inner).step.__wrapped__(inner)  # without the hooks of a step, which this is not
         finally:
-            inner.state, inner.param_groups = self.states, groups
+            inner.state, inner.param_groups = self.state, groups
 
     def pieces(self, param: Tensor) -> list[Piece]:
         """Of a parameter."""
@@ -146,11 +148,6 @@ class FileOptimizer:
         self.inner.load_state_dict(state)
 
 
-class _OneState(dict):
-    def __missing__(self, param: Tensor) -> dict:
-        return self.setdefault(param, {})
-
-
 class _States(MutableMapping):
     """States by parameter in a FileStore: tensors as large as a piece in files, numbers in memory."""
 
@@ -159,48 +156,41 @@ class _States(MutableMapping):
         self._names: dict[str, list[str]] = {}  # of a piece's tensors
         self._numbers: dict[str, dict[str, Any]] = {}  # what else there is: the step
 
-    # ---- a piece ------------------------------------------------------------------------------------------
-
-    def take(self, piece: Piece) -> dict[str, Any]:
-        """Its states, to be given back; empty before its first step. Takes all or none."""
+    def read(self, piece: Piece) -> dict[str, Any]:
+        """Its states, to be written again; empty before its first step. Reads all or none."""
         state = dict(self._numbers.get(piece.name, {}))
         try:
             for name in self._names.get(piece.name, []):
-                state[name] = self._store.take(f"{piece.name}.{name}")
+                state[name] = self._store.read(f"{piece.name}.{name}")
         except OSError:
             for name in state.keys() - self._numbers[piece.name].keys():
-                self._store.put_back(f"{piece.name}.{name}")
+                self._store.release(f"{piece.name}.{name}")
             raise
         return state
 
-    def give(self, piece: Piece, state: dict[str, Any]) -> None:
-        tensors = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.numel() == piece.last - piece.first
-        }
+    def write(self, piece: Piece, state: dict[str, Any]) -> None:
+        size, is_tensor = piece.last - piece.first, lambda x: isinstance(x, Tensor)
+        tensors = {name: x for name, x in state.items() if is_tensor(x) and x.numel() == size}
         for name, value in tensors.items():
-            self._store.give(f"{piece.name}.{name}", value.detach())
+            self._store.write(f"{piece.name}.{name}", value.detach())
         self._names[piece.name] = list(tensors)
         self._numbers[piece.name] = {name: value for name, value in state.items() if name not in tensors}
 
-    def ahead(self, piece: Piece) -> None:
-        self._store.ahead(*(f"{piece.name}.{name}" for name in self._names.get(piece.name, [])))
-
-    # ---- a parameter --------------------------------------------------------------------------------------
+    def prefetch(self, piece: Piece) -> None:
+        self._store.prefetch(*(f"{piece.name}.{name}" for name in self._names.get(piece.name, [])))
 
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         pieces = self._optimizer.pieces(param)
         if pieces[0].name not in self._numbers:
             raise KeyError(param)
-        found: dict[str, Any] = dict(self._numbers[pieces[0].name])
+        state: dict[str, Any] = dict(self._numbers[pieces[0].name])
         for name in self._names[pieces[0].name]:
             parts = []
             for piece in pieces:
-                parts.append(self._store.take(f"{piece.name}.{name}").flatten().clone())
-                self._store.put_back(f"{piece.name}.{name}")
-            found[name] = torch.cat(parts).view(param.shape)
-        return found
+                parts.append(self._store.read(f"{piece.name}.{name}").flatten().clone())
+                self._store.release(f"{piece.name}.{name}")
+            state[name] = torch.cat(parts).view(param.shape)
+        return state
 
     def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
         self._optimizer.forget()
@@ -211,7 +201,7 @@ class _States(MutableMapping):
                 cut = isinstance(value, Tensor) and value.shape == param.shape and not whole
                 return value.flatten()[piece.first : piece.last] if cut else value
 
-            self.give(piece, {name: part(value) for name, value in state.items()})
+            self.write(piece, {name: part(value) for name, value in state.items()})
 
     def __delitem__(self, param: Tensor) -> None:
         for piece in self._optimizer.pieces(param):
@@ -229,3 +219,80 @@ class _States(MutableMapping):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+# ---- layers ------------------------------------------------------------------------------------------------
+
+
+class FiledLayers:
+    """Takes `layers` one after the other, so that they need never be in memory together. For each,
+    `make_optimizer(params)` is called; `piece` elements are read and written at a time."""
+
+    def __init__(
+        self, layers: Iterable[nn.Module], store: FileStore, make_optimizer: Callable, piece: int = 1 << 18
+    ):
+        self.store, self.piece = store, piece
+        self.layers: list[nn.Module] = []
+        self._shapes: list[list[torch.Size]] = []
+        self.optimizers: list[FileOptimizer] = []
+        self._here: int | None = None
+        known: set[nn.Parameter] = set()
+        for number, layer in enumerate(layers):
+            params = list(layer.parameters())
+            if not known.isdisjoint(params):
+                raise ValueError("two layers share a parameter (a tied table): untie it")
+            known.update(params)
+            self.layers.append(layer)
+            self._shapes.append([param.shape for param in params])
+            self.optimizers.append(FileOptimizer(make_optimizer(params), store, piece, f"layer {number}, "))
+            self._write(number)
+            self._forget(number)
+
+    def step(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss of layers(x, positions), and an update of all of them."""
+        come_and_go = self._enter, self._update
+        return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """All of them, read as they are asked for."""
+        for number, layer in enumerate(self.layers):
+            self._enter(number)
+            yield from (param.detach() for param in layer.parameters())
+        self._leave()
+
+    def _enter(self, number: int) -> None:
+        self._leave()
+        for i, (param, shape) in enumerate(zip(self.layers[number].parameters(), self._shapes[number])):
+            whole = torch.empty(shape, dtype=param.dtype)
+            names = self._names(number, i)
+            for name, part in zip(names, whole.view(-1).split(self.piece)):
+                self.store.prefetch(*names[names.index(name) :][:2])
+                part.copy_(self.store.read(name))
+                self.store.release(name)
+            param.data = whole.to(param.device)
+        self._here = number
+
+    def _leave(self) -> None:
+        if self._here is not None:
+            self._forget(self._here)
+        self._here = None
+
+    def _update(self, number: int) -> None:
+        self.optimizers[number].step()
+        for param in self.layers[number].parameters():
+            param.grad = None
+        self._write(number)
+        self._leave()
+
+    def _write(self, number: int) -> None:
+        for i, param in enumerate(self.layers[number].parameters()):
+            for name, part in zip(self._names(number, i), param.detach().view(-1).split(self.piece)):
+                self.store.write(name, part)
+
+    def _forget(self, number: int) -> None:
+        for param in self.layers[number].parameters():
+            param.data = param.data.new_empty(0)
+
+    def _names(self, number: int, i: int) -> list[str]:
+        starts = range(0, self._shapes[number][i].numel(), self.piece)
+        return [f"layer {number}, {i}.{first}" for first in starts]

@@ -1,18 +1,17 @@
 """Tensors in files: read ahead and written behind, past the page cache, each with a checksum.
 
     store = FileStore(folder, rank, buffer_bytes=4 << 20, buffers=6)
-    store.give("3.exp_avg", x)          a new name gets a place in this rank's file; written behind
-    store.ahead("3.exp_avg")            starts to read
-    x = store.take("3.exp_avg")         waits, verifies; a view of a buffer, to be changed and given back
+    store.write("3.exp_avg", x)         a new name gets a place in this rank's file; written behind
+    store.prefetch("3.exp_avg")         starts to read
+    x = store.read("3.exp_avg")         waits, verifies; a view of a buffer, to be changed and written, or
+    store.release("3.exp_avg")          given up unchanged
     store.flush(); store.close()        all is on the disk; the space is free again
 
-A rank has one file in `folder`, and only what is its own in it: N ranks that hold 1/N each have the bandwidth
-of N disks. The file has no name: nobody else opens it, and however its process ends, its space is free again.
-Host memory: `buffers` times `buffer_bytes`, and no more, however much is stored. Bytes: a take reads, a give
-writes what the tensor has (`read_bytes`, `written_bytes`, the ledger's copies "from_disk" and "to_disk"); the
-disk moves blocks of 4096. `direct` is False where a file system refuses O_DIRECT.
-A write that fails keeps its data in its buffer; take, ahead and flush try it again before they raise OSError,
-so that whoever makes room goes on with nothing lost.
+A rank has one file in `folder` with its shards only: N ranks have the bandwidth of N disks. The file has no
+name, so that however its process ends, its space is free again. Host memory: `buffers` times `buffer_bytes`,
+however much is stored. Bytes: those of the tensors (`read_bytes`, `written_bytes`, the ledger's copies
+"from_disk" and "to_disk"); the disk moves blocks of 4096. `direct` is False where O_DIRECT is refused. A
+write that fails keeps its data in its buffer and is tried again before OSError is raised: make room, go on.
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5.2 and 6.3 (libaio there). Differs:
 threads that call preadv and pwrite, which wait without Python's lock; a checksum (CRC-32) per tensor.
 """
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from minitrain.memory.pools import Transfer
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import announce_host
 
 BLOCK = 4096
@@ -64,16 +63,12 @@ class _Buffer:
 
 
 class FileStore:
-    """Tensors by name in one file of `folder`; give and take, one thread at a time. Raises ValueError for a
-    folder that cannot be used, a name that is not there or out, a tensor larger than a buffer."""
+    """Tensors by name in one file of `folder`; for one thread at a time."""
 
     def __init__(
         self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4, direct: bool = True
     ):
-        require_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
-        if buffer_bytes < 1 or buffers < 1 or threads < 1:
-            given = f"buffer_bytes={buffer_bytes}, buffers={buffers}, threads={threads}"
-            raise ValueError(f"{given}: use at least 1 of each")
+        require_positive_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
         self.place = f"{folder} (rank {rank})"
         self.buffer_bytes, self.buffers = _padded(buffer_bytes), buffers
         self.read_bytes = self.written_bytes = 0
@@ -83,9 +78,9 @@ class FileStore:
         self._end = 0  # of the file
         self._free: list[_Buffer] = []
         self._made = 0  # buffers so far
-        self._out: dict[str, _Buffer] = {}  # taken, not yet given back
+        self._out: dict[str, _Buffer] = {}  # read, and not yet written or released
         self._reads: dict[str, tuple[_Buffer, Transfer]] = {}
-        self._writes: dict[str, tuple[_Buffer, Transfer, Future]] = {}  # in the order given
+        self._writes: dict[str, tuple[_Buffer, Transfer, Future]] = {}  # the oldest first
         self._workers = ThreadPoolExecutor(threads, f"files of rank {rank}")
         self._count = threading.Lock()
 
@@ -103,16 +98,13 @@ class FileStore:
         """Of all tensors in the file."""
         return sum(record.bytes for record in self._records.values())
 
-    # ---- giving and taking --------------------------------------------------------------------------------
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        """Write `tensor` behind. One that was taken goes from its buffer and must not be used any more; any
-        other is copied. Shape and dtype of a name stay what they were at first."""
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write `tensor` behind. One that was read goes from its buffer and must not be used any more; any
+        other is copied. A name keeps its shape and dtype."""
         record = self._records.get(name) or self._place(name, tensor)
         if (record.shape, record.dtype) != (tensor.shape, tensor.dtype):
             was, now = (f"{list(x.shape)} {x.dtype}" for x in (record, tensor))
-            place = f"{was} in {self.place}"
-            raise ValueError(f"{name!r} is {place}, got {now}: a name keeps its shape and dtype")
+            raise ValueError(f"{name!r} in {self.place} is {was}, got {now}: use another name")
         buffer = self._out.get(name)
         if buffer is None or tensor.data_ptr() != buffer.view(record).data_ptr():
             if name in self._reads:
@@ -122,7 +114,7 @@ class FileStore:
                 self._free.append(unread)
             if name in self._writes:
                 self._settle(name)
-            buffer = self._out.get(name) or self._buffer(f"give {name!r}")
+            buffer = self._out.get(name) or self._buffer(f"write {name!r}")
             buffer.view(record).copy_(tensor)
         self._out.pop(name, None)
         written = self._workers.submit(self._written, record, buffer)
@@ -130,12 +122,11 @@ class FileStore:
         transfer = Transfer("to_disk", record.bytes, place, finish)  # which does not keep `tensor` alive
         self._writes[name] = buffer, transfer, written
 
-    def take(self, name: str) -> Tensor:
-        """The tensor, in a buffer, until it is given back."""
-        self._known(name)
-        self.ahead(name)
+    def read(self, name: str) -> Tensor:
+        """The tensor, in a buffer, until it is written or released."""
+        self.prefetch(name)
         if name not in self._reads:
-            raise ValueError(self._all_out(f"take {name!r}"))
+            raise ValueError(self._all_out(f"read {name!r}"))
         buffer, transfer = self._reads.pop(name)
         try:
             tensor = transfer.wait()
@@ -145,14 +136,14 @@ class FileStore:
         self._out[name] = buffer
         return tensor
 
-    def put_back(self, name: str) -> None:
-        """Give up a tensor that was taken to be read: nothing is written."""
+    def release(self, name: str) -> None:
+        """Give up a tensor that was read: nothing is written."""
         if name not in self._out:
-            raise ValueError(f"{name!r} is not out of {self.place}: take it first")
+            raise ValueError(f"{name!r} is not out of {self.place}: read it first")
         self._free.append(self._out.pop(name))
 
-    def ahead(self, *names: str) -> None:
-        """Start to read what will be taken next, as far as there are buffers; waits for older writes."""
+    def prefetch(self, *names: str) -> None:
+        """Start to read what comes next, as far as there are buffers; waits for older writes."""
         for name in names:
             self._known(name)
             if name in self._reads:
@@ -166,16 +157,14 @@ class FileStore:
             self._reads[name] = buffer, Transfer("from_disk", record.bytes, buffer.view(record), read.result)
 
     def flush(self) -> None:
-        """Returns when everything given is on the disk."""
+        """Returns when everything written is on the disk."""
         self._settle(*self._writes)
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Wait for the workers and free the file; what was taken may still be read."""
+        """Wait for the workers and free the file; the buffers of what was read stay valid."""
         self._workers.shutdown(wait=True)
         self._close()
-
-    # ---- buffers ------------------------------------------------------------------------------------------
 
     def _buffer(self, wanted: str = "") -> _Buffer | None:
         """A free buffer, if need be of the oldest write. If all are out: None, or an error if `wanted`."""
@@ -189,13 +178,13 @@ class FileStore:
         return self._free.pop() if self._free else None
 
     def _all_out(self, wanted: str) -> str:
-        held = ", ".join([*self._out, *self._reads][:3])
-        return f"{wanted}: all {self.buffers} buffers of {self.place} hold {held}, ...: give back or use more"
+        names = ", ".join([*self._out, *self._reads][:3])
+        return f"{wanted}: all {self.buffers} buffers of {self.place} have {names}, ...: release or use more"
 
     def _place(self, name: str, tensor: Tensor) -> _Record:
         if tensor.nbytes > self.buffer_bytes or not tensor.nbytes:
-            limits = f"a buffer of {self.place} has {self.buffer_bytes}"
-            raise ValueError(f"{name!r} has {tensor.nbytes} bytes, {limits}: cut it, or use larger buffers")
+            limit = f"a buffer of {self.place} has {self.buffer_bytes}"
+            raise ValueError(f"{name!r} has {tensor.nbytes} bytes, {limit}: cut it, or use larger buffers")
         record = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
         self._records[name] = record
         self._end += _padded(tensor.nbytes)
@@ -203,11 +192,9 @@ class FileStore:
 
     def _known(self, name: str) -> None:
         if name not in self._records:
-            raise ValueError(f"{name!r} is not in {self.place}: give it first")
+            raise ValueError(f"{name!r} is not in {self.place}: write it first")
         if name in self._out:
-            raise ValueError(f"{name!r} is out of {self.place} already: give it back first")
-
-    # ---- what the workers do ------------------------------------------------------------------------------
+            raise ValueError(f"{name!r} is out of {self.place} already: write or release it first")
 
     def _written(self, record: _Record, buffer: _Buffer) -> None:
         checksum, start, blocks = zlib.crc32(buffer.memory[: record.bytes]), 0, _padded(record.bytes)
@@ -231,8 +218,6 @@ class FileStore:
             raise OSError(errno.EIO, f"{name!r} in {self.place} is not what was written (checksum): {LOST}")
         with self._count:
             self.read_bytes += record.bytes
-
-    # ---- ends of writes -----------------------------------------------------------------------------------
 
     def _settle(self, *names: str) -> None:
         """Wait for these writes; their buffers are free."""

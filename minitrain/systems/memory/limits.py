@@ -4,13 +4,11 @@
         runs.run(train, "plain", limit_bytes=40 << 20)      its result, or MemoryError in one line
         runs.smallest_limit(train, "plain", most_bytes=1 << 30)          by bisection
 
-A helper process has loaded torch and done `warm_up`. It forks a child for every run, so all begin with the
-same memory; a limit is what a child may map beyond that (RLIMIT_AS: every byte that malloc or mmap hands out,
-used or not). The helper's malloc has one arena and gives back blocks of 64 KiB and more, so a limit is the
-peak of live tensors, some pages each, and what libraries need for themselves. Pages of files are not in it,
-mapped memory is. What fails, or hangs, under a limit and not without has failed for want of memory, whatever
-it said: torch raises RuntimeError, Python MemoryError, some libraries die.
-Sends nothing; a run takes a fork, some 10 ms, and its own time. Linux only.
+A helper process has loaded torch and done `warm_up`. It forks a child for every run, some 10 ms, so all begin
+with the same memory; a limit is what a child may map beyond that (RLIMIT_AS: every byte that malloc or mmap
+hands out). The helper's malloc has one arena and gives back blocks of 64 KiB and more, so a limit is the peak
+of live tensors and what libraries need for themselves. What fails, or hangs, under a limit and not without
+has failed for want of memory, whatever it said. Linux only.
 setrlimit(2), malloc(3). Differs from `ulimit -v`: beyond a baseline, so that the interpreter is not counted.
 """
 
@@ -30,11 +28,14 @@ from typing import Any
 
 import cloudpickle
 
+from minitrain.ranks.checks import require_ints
+
 MALLOC = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
 ONE_THREAD = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
 PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
 PAGE = os.sysconf("SC_PAGE_SIZE")
+MOST_BYTES = 1 << 60
 START = "import sys; sys.path[:0] = {path!r}; from minitrain.systems.memory.limits import serve; serve({fd})"
 
 
@@ -62,18 +63,15 @@ class LimitedRuns:
     def close(self) -> None:
         """End the helper, and with it what it runs."""
         self._line.close()
-        try:
-            self._helper.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            self._helper.kill()
-            self._helper.wait()
+        self._helper.kill()
+        self._helper.wait()
 
     def run(self, function: Callable, *args, limit_bytes: int | None = None, timeout_s: float = 60) -> Any:
         """What `function(*args)` returns in a child that may map `limit_bytes` more than it begins with.
 
         MemoryError: it fails under this limit. RuntimeError: it fails without any."""
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(f"limit_bytes={limit_bytes}: use 0 or more, or None for no limit")
+        if limit_bytes is not None:
+            require_ints(0, MOST_BYTES, limit_bytes=limit_bytes)
         try:
             _send(self._line, (function, args, limit_bytes, timeout_s))
             done, result = self._line.recv()
@@ -94,22 +92,20 @@ class LimitedRuns:
         # without a limit, so that from here on only memory can be missing
         self.run(function, *args, timeout_s=timeout_s)
         fails, fits = 0, -(-most_bytes // step_bytes)
-        if not self._fits(function, args, fits * step_bytes, timeout_s):
+
+        def will_do(steps: int) -> bool:
+            try:
+                self.run(function, *args, limit_bytes=steps * step_bytes, timeout_s=timeout_s)
+            except MemoryError:
+                return False
+            return True
+
+        if not will_do(fits):
             raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
         while fits - fails > 1:
             middle = (fails + fits) // 2
-            if self._fits(function, args, middle * step_bytes, timeout_s):
-                fits = middle
-            else:
-                fails = middle
+            fails, fits = (fails, middle) if will_do(middle) else (middle, fits)
         return fits * step_bytes
-
-    def _fits(self, function: Callable, args: tuple, limit_bytes: int, timeout_s: float) -> bool:
-        try:
-            self.run(function, *args, limit_bytes=limit_bytes, timeout_s=timeout_s)
-        except MemoryError:
-            return False
-        return True
 
 
 # ---- the helper process ----------------------------------------------------------------------------------
@@ -151,8 +147,8 @@ def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, 
     if not ready:
         return False, f"no answer in {timeout_s} s"
     ended = os.waitstatus_to_exitcode(status)
-    how = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
-    return False, f"its process was {how}" if ended < 0 else f"its process {how}"
+    how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+    return False, f"its process {how}"
 
 
 def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[bool, Any]:

@@ -1,25 +1,29 @@
-"""Micro-tensors: an operator, or a few of them, run on parts of the batch, so that only one part is large.
+"""A large operator in parts, so that only one part is large at a time: of the batch, or of the weight.
 
-    y = split(mlp, x, 4)                                 y = cat(mlp(x_1), .., mlp(x_4)); all it saves stays
+    y = split(mlp, x, 4)                                 TSPLIT: cat(mlp(x_1), .., mlp(x_4))
     y = split(mlp, x, 4, each=recompute)                 a part keeps x_i; its backward makes the rest again
     y = split(mlp, x, 4, each=Swap(to_host, to_device))  what a part saves is on the host until then
 
 For an x of n rows cut into k parts, with w bytes per row of what is only there while a part is worked on: the
 peak falls from n·w to ceil(n/k)·w; nothing else changes but the order of sums in gradients of weights. Each
-row must be a matter of its own: products, attention, MLPs and norms over the last dimension, not a norm or
-noise over the batch. The parts of a result are there twice while they are joined.
-Sends nothing. FLOPs: as `each` says; a kernel runs k times on less, which tensor_split.py charges for.
+row must be a matter of its own: not a norm or noise over the batch.
 
-Nie et al. 2022 (TSPLIT), ICDE'22: splits of operators, with swap or recomputation a micro-tensor. Differs:
-along the batch only, chosen by the caller; parts are joined after `run`, so let that be as much as can be.
+    y = TiledLinear(weight, bias, tiles=4)(x)            ZeRO-Infinity: W, b and their gradients on the host
+    y[..., tile] = x · W[tile]ᵀ + b[tile]   dx = Σ dy[..., tile] · W[tile]   dW[tile] = dy[..., tile]ᵀ · x
+
+Working memory: weight and gradient of a tile, 2·F·D/tiles elements instead of 2·F·D. Over the link: each tile
+twice to the device, its gradient once to the host. No tensor-parallel group is needed.
+Nie et al. 2022 (TSPLIT), ICDE'22; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 5.1.3.
+Differs: along the batch only, chosen by the caller; one module with one autograd function.
 """
 
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from minitrain.memory.pools import new_host, to_device, to_host
 from minitrain.ranks.torch_private import storage_id
 
 
@@ -33,23 +37,74 @@ def split(run: Callable[[Tensor], Tensor], x: Tensor, parts: int, each: Callable
 
 
 class Swap:
-    """`Swap(to_host, to_device, stays)(run, x)`: run(x), and what it saves for backward waits on the host.
+    """`Swap(to_host, to_device, resident)(run, x)`: run(x), and what it saves for backward waits on the host.
 
-    `to_host(x)` and `to_device(y, device)` begin copies; `.wait()` gives what they copy. The tensors that
-    `stays` names, parameters for instance, are not moved."""
+    `to_host(x)` and `to_device(y, device)` begin copies; `.wait()` gives what they copy. `resident` tensors,
+    parameters for instance, are not moved."""
 
-    def __init__(self, to_host: Callable, to_device: Callable, stays: Iterable[Tensor] = ()):
+    def __init__(self, to_host: Callable, to_device: Callable, resident: Iterable[Tensor] = ()):
         self.to_host, self.to_device = to_host, to_device
-        self.stays = {storage_id(tensor.untyped_storage()) for tensor in stays}
+        self.resident = {storage_id(tensor.untyped_storage()) for tensor in resident}
 
     def __call__(self, run: Callable, *inputs: Tensor):
-        with saved_tensors_hooks(self._leave, self._return):
+        with saved_tensors_hooks(self._to_host, self._from_host):
             return run(*inputs)
 
-    def _leave(self, tensor: Tensor):
-        if storage_id(tensor.untyped_storage()) in self.stays:
+    def _to_host(self, tensor: Tensor):
+        if storage_id(tensor.untyped_storage()) in self.resident:
             return tensor
         return tensor.device, self.to_host(tensor).wait()
 
-    def _return(self, kept) -> Tensor:
-        return kept if isinstance(kept, Tensor) else self.to_device(kept[1], kept[0]).wait()
+    def _from_host(self, packed) -> Tensor:
+        return packed if isinstance(packed, Tensor) else self.to_device(packed[1], packed[0]).wait()
+
+
+class TiledLinear(nn.Module):
+    """y = x·Wᵀ + b with W [F, D] and b [F] on the host, F / tiles rows of them on the device at a time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: int):
+        super().__init__()
+        if tiles < 1 or len(weight) % tiles:
+            raise ValueError(f"tiles={tiles}: use a divisor of the {len(weight)} rows")
+        self.tiles = tiles
+        self.weight = nn.Parameter(_host_copy(weight))
+        self.bias = None if bias is None else nn.Parameter(_host_copy(bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Tiled.apply(x, self.weight, self.bias, self.tiles)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tiles: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tiles, ctx.bias = tiles, bias
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        biases = [None] * tiles if bias is None else bias.chunk(tiles)
+        for place, part, shift in zip(y.chunk(tiles, -1), weight.chunk(tiles), biases):
+            tile = to_device(part, x.device).wait()
+            shift = None if shift is None else to_device(shift, x.device).wait()
+            place.copy_(nn.functional.linear(x, tile, shift))
+            del tile  # before the next one comes
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        rows, dx = x.flatten(0, -2), torch.zeros_like(x)
+        dweight = new_host(weight.shape, weight.dtype, kind="gradients")
+        dbias = None if ctx.bias is None else new_host((len(weight),), weight.dtype, kind="gradients")
+        for number, (part, place) in enumerate(zip(weight.chunk(ctx.tiles), dweight.chunk(ctx.tiles))):
+            tile = to_device(part, x.device).wait()
+            dtile = dy.chunk(ctx.tiles, -1)[number].flatten(0, -2)
+            dx += (dtile @ tile).view(x.shape)
+            del tile
+            to_host(dtile.T @ rows, out=place).wait()
+            if dbias is not None:
+                to_host(dtile.sum(0), out=dbias.chunk(ctx.tiles)[number]).wait()
+        return dx, dweight, dbias, None
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    home = new_host(tensor.shape, tensor.dtype, tensor.is_cuda, "parameters")
+    return to_host(tensor.detach(), out=home).wait()

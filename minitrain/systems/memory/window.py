@@ -1,21 +1,21 @@
-"""STRONGHOLD: a window of layers on the device; all others wait on the host, and so do gradients and states.
+"""Layer by layer: a few layers on the device, all others on the host, and so are gradients and states.
 
-    window = LayerWindow(model.layers, window=2)
-    optimizer = AdamW(window.parameters)              one flat parameter a layer, on the host
-    loss = window.forward_backward(tokens, positions, loss_of)
-    optimizer.step()
+    forward     x0 -> x1 -> ... -> xL                  without a graph; the inputs are stashed
+    backward    layer L, with the loss; ... layer 1    each runs again from its input; its graph goes with it
 
-While layer i computes, the next `window` layers are here or on their way: `window + 1` layers in all, used in
-the order of in_turn.py, fetched and evicted by prefetch.py. A layer comes in one copy, its
-gradients leave while the layer before it computes. For L layers of P/L parameters in n bytes, a window of m:
+`forward_backward` is this order for whoever has the layers: every layer but the last is recomputed, and
+several microbatches pass a layer before the next one is asked for. Layers must do the same twice: dropout by
+place, not by torch's stream. Two systems on it and on prefetch.py, for L layers of P/L parameters in n bytes:
 
-    device     n·P/L·(m + 1) of parameters, 2·n·P/L of gradients      whatever L is
-    to_device  n·P/L·(2·L - m - 1)   each layer twice, but where it turns those that are still here
-    to_host    n·P                   the gradients
+    LayerWindow     STRONGHOLD: while layer i computes, the next m are here or coming; copied on the device
+                    n·P/L·(m + 1) parameters, 2·n·P/L gradients; up n·P/L·(2·L - m - 1), down n·P
+    LayerToLayer    L2L: m = 1, and all microbatches pass a layer while it is here: the same bytes for any
+                    number of them; inputs of layers stay on the device or go to the host (stash="host")
 
-The largest run of m + 1 layers counts where layers differ. How large must m be? See stronghold.py.
-Sun et al. 2022, STRONGHOLD, SC22, section III. Differs: the optimizer steps when all gradients are there (so
-they can be clipped), not layer by layer beside backward; copies on the device are then brought up to date.
+The largest run of m + 1 layers counts where layers differ. How large must m be? See plan/stronghold.py.
+Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022, STRONGHOLD, SC22, section III. Pudipeddi et
+al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers step when all gradients are there (so they can
+be clipped), not layer by layer beside backward; the last layer is not run twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,31 +26,118 @@ from torch import Tensor, nn
 
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
 from minitrain.memory.prefetch import Prefetch
-from minitrain.ranks.checks import require_ints
-from minitrain.systems.memory.in_turn import forward_backward, order_of_use
+
+
+class Stash:
+    """An input of a layer until its backward: here it stays where it is."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+    def settle(self) -> None:
+        """What it leaves has its memory back."""
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+class HostStash(Stash):
+    """On the host, fetched when it is wanted."""
+
+    def __init__(self, x: Tensor):
+        self.device, self.transfer = x.device, to_host(x)
+
+    def settle(self) -> None:
+        self.transfer.wait()
+
+    def wait(self) -> Tensor:
+        return to_device(self.transfer.wait(), self.device).wait()
+
+
+STASHES = {"device": Stash, "host": HostStash}
+
+
+def order_of_use(count: int) -> list[int]:
+    """Which layer is asked for, step by step, by `forward_backward`: the last one once."""
+    return [*range(count - 1), *reversed(range(count))]
+
+
+def _settle(inputs: Sequence[Stash]) -> None:
+    for x in inputs:
+        x.settle()
+
+
+def _nothing(number: int) -> None:
+    """Layers are there anyway."""
+
+
+def forward_backward(
+    layers: Sequence[Callable],
+    x: Sequence[Tensor],
+    loss_of: Callable[[Tensor, int], Tensor],
+    before: Callable[[int], object] = _nothing,
+    after: Callable[[int], object] = _nothing,
+    others: tuple = (),
+    stash: Callable[[Tensor], Stash] = Stash,
+) -> Tensor:
+    """The sum of loss_of(layers(x[u]), u) over microbatches u; gradients are where its backward leaves them.
+
+    `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away."""
+    stashed: list[list[Stash | None]] = []
+    x, last = list(x), len(layers) - 1
+    with torch.no_grad():
+        for number in range(last):
+            before(number)
+            if stashed:
+                _settle(stashed[-1])
+            stashed.append([stash(part) for part in x])
+            x = [layers[number](part, *others) for part in x]
+    stashed.append([Stash(part) for part in x])
+    total, gradients = 0, [None] * len(x)
+    for number in reversed(range(len(layers))):
+        before(number)
+        inputs = stashed.pop()
+        for u in range(len(inputs)):
+            x, inputs[u] = inputs[u].wait().detach(), None
+            x.requires_grad_(number > 0 and x.is_floating_point())
+            y = layers[number](x, *others)
+            if number == last:
+                y = loss_of(y, u)
+                total = total + y.detach()
+            if y.requires_grad:
+                y.backward(gradients[u])
+            gradients[u] = x.grad
+            del x, y
+        after(number)
+    return total
 
 
 class LayerWindow:
-    """Takes the parameters of `layers`, which are to be used through this only. ValueError: a parameter that
-    two layers share or that is frozen, several dtypes, a window of all layers."""
+    """Takes the parameters of `layers`, which are to be used through this only:
+
+        window = LayerWindow(model.layers, window=2)
+        optimizer = AdamW(window.parameters)              one flat parameter a layer, on the host
+        loss = window.forward_backward(tokens, positions, loss_of)
+
+    ValueError: parameters that are shared, frozen or of several dtypes, a window of all layers."""
 
     def __init__(self, layers: Sequence[nn.Module], window: int, device: torch.device | str | None = None):
         self.layers, most = list(layers), max(1, len(layers) - 1)
         if not 1 <= window <= most:
             raise ValueError(f"window={window} of {len(self.layers)} layers: use 1 to {most}")
-        owned = {number: list(layer.parameters()) for number, layer in enumerate(self.layers)}
-        self._owned = {number: params for number, params in owned.items() if params}
         params = parameters_of(self.layers)
         if len({param.dtype for param in params}) != 1:
             raise ValueError("parameters have several dtypes: use one, a layer is one block of memory")
         self.device = device or params[0].device
-        sizes = {number: sum(param.nbytes for param in params) for number, params in self._owned.items()}
+        of_layers = {number: list(layer.parameters()) for number, layer in enumerate(self.layers)}
+        self._params = {number: params for number, params in of_layers.items() if params}
+        sizes = {number: sum(param.nbytes for param in params) for number, params in self._params.items()}
         runs = [range(first, first + window + 1) for first in range(max(1, len(self.layers) - window))]
         self.room_bytes = max(sum(sizes.get(number, 0) for number in run) for run in runs)
-        self._home = {number: nn.Parameter(sent_home(params)) for number, params in self._owned.items()}
+        self._home = {number: nn.Parameter(sent_home(params)) for number, params in self._params.items()}
         self._here: dict[int, Tensor] = {}  # layers on the device, that have been used there
         self._going: list[tuple[nn.Parameter, Tensor, list[Transfer]]] = []  # gradients on their way
-        for number in self._owned:
+        for number in self._params:
             self._leave(number)
         order = [number for number in order_of_use(len(self.layers)) if number in sizes]
         settings = dict(ahead=window, circular=False)
@@ -64,8 +151,12 @@ class LayerWindow:
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
         self._bring_up_to_date()
-        loss = forward_backward(self.layers, x, loss_of, self._enter, self._send_gradients, (positions,))
-        self._take_gradients()
+        return self._pass([x], lambda y, u: loss_of(y), (positions,))
+
+    def _pass(self, x, loss_of: Callable, others: tuple = (), stash: Callable = Stash) -> Tensor:
+        come_and_go = self._enter, self._send_gradients
+        loss = forward_backward(self.layers, x, loss_of, *come_and_go, others, stash)
+        self._add_gradients()
         return loss
 
     def release(self) -> list[nn.Module]:
@@ -73,10 +164,8 @@ class LayerWindow:
         self._engine.clear()
         return self.layers
 
-    # ---- a layer comes and goes ---------------------------------------------------------------------------
-
     def _bring_up_to_date(self) -> None:
-        """What is left from the step before has been updated since."""
+        """What is still here of the step before has been updated since."""
         for number, copy in self._here.items():
             to_device(self._home[number], out=copy).wait()
 
@@ -84,33 +173,59 @@ class LayerWindow:
         return to_device(self._home[number], self.device)
 
     def _enter(self, number: int) -> None:
-        if number in self._owned:
+        if number in self._params:
             copy = self._engine.use(number)
             if number not in self._here:
                 self._here[number] = copy
-                lie_in(copy, self._owned[number])
+                lie_in(copy, self._params[number])
 
     def _leave(self, number: int, transfer: Transfer | None = None) -> None:
         self._here.pop(number, None)
-        lie_in(self._home[number], self._owned[number])
+        lie_in(self._home[number], self._params[number])
 
     def _send_gradients(self, number: int) -> None:
         """Those of a layer begin to leave, once those of the layer behind it have arrived."""
-        self._take_gradients()
-        if number in self._owned:
-            home, params = self._home[number], self._owned[number]
+        self._add_gradients()
+        if number in self._params:
+            home, params = self._home[number], self._params[number]
             grad = new_host(home.shape, home.dtype, home.is_pinned(), "gradients")
             copies = [to_host(param.grad, out=place) for param, place in zip(params, views(grad, params))]
             self._going.append((home, grad, copies))
             for param in params:
                 param.grad = None
 
-    def _take_gradients(self) -> None:
+    def _add_gradients(self) -> None:
         for home, grad, copies in self._going:
             for copy in copies:
                 copy.wait()
             home.grad = grad if home.grad is None else home.grad.add_(grad)
         self._going.clear()
+
+
+class LayerToLayer(LayerWindow):
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; .grad of parameters on the host.
+
+    `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
+
+    def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
+        if stash not in STASHES:
+            raise ValueError(f"stash={stash!r}; use {' or '.join(STASHES)}")
+        super().__init__(layers, window=1)
+        self.loss_fn, self.stash = loss_fn, STASHES[stash]
+
+    def __call__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """The loss; gradients are written, not added to."""
+        if len(inputs) != len(targets) or not inputs:
+            given = f"{len(inputs)} microbatches of inputs and {len(targets)} of targets"
+            raise ValueError(f"{given}; give as many of both, at least one")
+        for param in (*self.parameters, *(param for params in self._params.values() for param in params)):
+            param.grad = None
+        loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), stash=self.stash)
+        self.release()
+        for number, params in self._params.items():
+            for param, grad in zip(params, views(self._home[number].grad, params)):
+                param.grad = grad
+        return loss
 
 
 # ---- parameters in blocks of memory ------------------------------------------------------------------------
@@ -130,7 +245,6 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
     """A copy of them on the host, in one block, of `size` elements if it is to have more than they have."""
-    require_ints(0, 1 << 40, size=size)
     size, some = size or sum(param.numel() for param in params), params[0]
     home = new_host((size,), some.dtype, some.is_cuda, "parameters").zero_()
     for param, place in zip(params, views(home, params)):

@@ -2,22 +2,21 @@
 
     holders[e] = (owner, rank, rank, ..)     who works for expert e; experts stand on a rank by their number
 
-layer        rows go to a holder: the own rank if it is one, else the owner; or to the holders in turn
-copied       weights [E/n, ..] of the owners -> [held, ..]; backward adds the gradients up at the owner
+layer        rows go to a holder: to the same rank if it is one, else to the owner; or to the holders in turn
+copied       weights [E/n, ..] of the owners -> [experts of this rank, ..]; backward adds up at the owner
 shadows      the same of a few experts, to all ranks: [few, ..]
 summed       gradients of replicas -> their sum, the same bits on every holder
 moved        weights and optimizer state from the holders before to those after
 switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
 
 Of an expert of W elements with h holders, `copied` sends W from the owner, cut into slices for the others,
-who pass theirs on: (h-2)/(h-1) W each; backward W from each of them, nothing from the owner; `shadows` so
-with h = n. A copy takes W on its rank. `summed` sends 2 (h-1)/h W from each holder; `moved` W for each tensor
-and new holder from the first, nothing when one goes; `switchable` the other c-1 shards that gather, each way.
-
+who pass theirs on, (h-2)/(h-1) W each; backward W from each of them, nothing from the owner; `shadows` so
+with h = n. A copy takes W. `summed` sends 2 (h-1)/h W from each holder; `moved` W per tensor and new holder
+from the first, nothing when one goes; `switchable` the other c-1 shards that gather, forward and backward.
 He et al. 2022 (FasterMoE, PPoPP), section 4: a copy on every rank is a shadow. Nie et al. 2023 (FlexMoE),
 arXiv:2304.03946. Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3. Differs: one group and two
-all-to-alls serve any set of holders, where theirs broadcast, or make a group for each set. Who holds what is
-decided in minitrain/systems/plan/expert_placement.py, from the same counts on all ranks.
+all-to-alls serve any set of holders, where theirs broadcast, or make a group for each set. The holders are
+decided in systems/plan/expert_placement.py, from the same counts on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +37,14 @@ Holders = Sequence[Sequence[int]]
 Weights = Sequence[Tensor]  # up, down, each [experts that are here, ..]; or gate, up, down
 
 
-def held_by(holders: Holders, ranks: int) -> list[list[int]]:
+def experts_of(holders: Holders, ranks: int) -> list[list[int]]:
     """The experts of each rank. Raises ValueError if a rank has none, or one twice."""
     require_positive_ints(ranks=ranks)
-    held = [[e for e, there in enumerate(holders) if rank in there] for rank in range(ranks)]
-    if not all(held) or sum(map(len, held)) != sum(map(len, holders)) or not all(holders):
+    experts = [[e for e, there in enumerate(holders) if rank in there] for rank in range(ranks)]
+    if not all(experts) or sum(map(len, experts)) != sum(map(len, holders)) or not all(holders):
         rule = f"each expert has holders, all different, of 0 to {ranks - 1}, and each rank holds an expert"
         raise ValueError(f"holders {[tuple(there) for there in holders]} of {ranks} ranks: {rule}")
-    return held
+    return experts
 
 
 # ---- rows to their holders -------------------------------------------------------------------------------
@@ -53,24 +52,23 @@ def held_by(holders: Holders, ranks: int) -> list[list[int]]:
 
 def layer(x, routing: Routing, weights, holders, group, work=experts.loop, *, share=False) -> Tensor:
     """x [N, D] -> [N, D], with the `weights` of the experts that this rank holds."""
-    held = held_by(holders, group.size())[group.rank()]
-    way = Dispatch(placed(routing, holders, group, share=share), group)
-    y = work(way.there(x), way.counts[: len(held)], *weights)
-    return way.back(y, routing.weights)
+    trip = Dispatch(placed(routing, holders, group, share=share), group)
+    here = len(experts_of(holders, group.size())[group.rank()])
+    return trip.back(work(trip.there(x), trip.counts[:here], *weights), routing.weights)
 
 
 def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bool = False) -> Routing:
     """The same choices, of places: place s of rank r has number r · places + s, and every rank has as many.
 
     With `share`, of the rows that a rank has for an expert row i goes to holder number (rank + i) mod h."""
-    held, rank = held_by(holders, group.size()), group.rank()
-    places = max(map(len, held))
+    by_rank, rank = experts_of(holders, group.size()), group.rank()
+    places = max(map(len, by_rank))
     table = torch.zeros(len(holders), max(map(len, holders)), dtype=torch.long)
     for e, there in enumerate(holders):
         targets = there if share else [rank if rank in there else there[0]]
         for j in range(table.shape[1]):
             to = targets[(j + rank) % len(targets)]
-            table[e, j] = to * places + held[to].index(e)
+            table[e, j] = to * places + by_rank[to].index(e)
     chosen = routing.experts.flatten()
     hits = chosen[:, None] == torch.arange(len(holders), device=chosen.device)
     turn = (hits.cumsum(0) * hits).sum(1) - 1  # 0 for the first row that this rank has for the expert
@@ -107,7 +105,7 @@ def shadows(weights: Weights, chosen: Sequence[int], group: ProcessGroup) -> lis
 def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """The weights of the experts of which this rank is first -> of all that it holds."""
     rank, own = group.rank(), _packed(weights)
-    held = held_by(holders, group.size())[rank]
+    here = experts_of(holders, group.size())[rank]
     first = [part for e in range(len(holders)) for part in _slices(e, holders[e][1:], own.shape[1])]
     out = [Parcel(holders[e][0], to, e, *cut) for to, e, *cut in first]
     on = [Parcel(by, to, e, *cut) for by, e, *cut in first for to in holders[e][1:] if to != by]
@@ -119,7 +117,7 @@ def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[
     by_cut |= {(e, 0, own.shape[1]): row for e, row in mine.items()}
     # got[:0]: a rank that receives nothing must come to the all-to-alls of backward too
     rows = torch.cat([got[:0], *(by_cut[cut] for cut in sorted(by_cut))])
-    return _unpacked(rows.view(len(held), -1), weights)
+    return _unpacked(rows.view(len(here), -1), weights)
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
@@ -127,7 +125,7 @@ def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor
 
     A slice for each holder: all send it theirs, it adds, and sends the sum to all, hence the same bits."""
     rank, own = group.rank(), _packed(grads)
-    mine = dict(zip(held_by(holders, group.size())[rank], own))
+    mine = dict(zip(experts_of(holders, group.size())[rank], own))
     cuts = [part for e, there in enumerate(holders) for part in _slices(e, there, own.shape[1])]
     there = [Parcel(by, to, e, *cut) for to, e, *cut in cuts for by in holders[e] if by != to]
     back = [Parcel(by, to, e, *cut) for by, e, *cut in cuts for to in holders[e] if by != to]
@@ -137,8 +135,8 @@ def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor
         here = mine[e][slice(*cut)]
         terms = [here if by == rank else parts[Parcel(by, rank, e, *cut)] for by in holders[e]]
         totals[e, *cut] = sum(terms[1:], terms[0])
-    arrived, _ = _carried(back, lambda p: totals[p[2:]], group, own.flatten())
-    totals |= {p[2:]: part for p, part in arrived.items()}
+    others, _ = _carried(back, lambda p: totals[p[2:]], group, own.flatten())
+    totals |= {p[2:]: part for p, part in others.items()}
     return _unpacked(torch.cat([totals[cut] for cut in sorted(totals)]).view_as(own), grads)
 
 
@@ -151,12 +149,12 @@ def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup
             f"holders of {len(before)} experts become those of {len(after)}; give each its ranks"
         )
     rank, own = group.rank(), _packed(tensors)
-    mine = dict(zip(held_by(before, group.size())[rank], own))
+    mine = dict(zip(experts_of(before, group.size())[rank], own))
     new = [(e, to) for e, there in enumerate(after) for to in there if to not in before[e]]
     parcels = [Parcel(before[e][0], to, e, 0, own.shape[1]) for e, to in new]
     parts, _ = _carried(parcels, lambda p: mine[p.expert], group, own.flatten())
     mine |= {p.expert: part for p, part in parts.items()}
-    return _unpacked(torch.stack([mine[e] for e in held_by(after, group.size())[rank]]), tensors)
+    return _unpacked(torch.stack([mine[e] for e in experts_of(after, group.size())[rank]]), tensors)
 
 
 def _carried(parcels: list[Parcel], piece: Callable, group, like: Tensor) -> tuple[dict, Tensor]:
@@ -164,7 +162,7 @@ def _carried(parcels: list[Parcel], piece: Callable, group, like: Tensor) -> tup
     rank, ranks = group.rank(), range(group.size())
     sends = [[p for p in parcels if (p.source, p.to) == (rank, r)] for r in ranks]
     receives = [[p for p in parcels if (p.source, p.to) == (r, rank)] for r in ranks]
-    sizes = [[sum(p.stop - p.start for p in part) for part in way] for way in (sends, receives)]
+    sizes = [[sum(p.stop - p.start for p in part) for part in parts] for parts in (sends, receives)]
     x = torch.cat([like[:0], *(piece(p) for part in sends for p in part)])
     got = collectives.all_to_all(x, group, send_sizes=sizes[0], receive_sizes=sizes[1])
     come = [p for part in receives for p in part]
@@ -209,6 +207,5 @@ def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) 
     slots = (piece // here * c + group.rank() % c) * here + piece % here
     slots = slots.masked_fill(routing.experts[..., None] == NOWHERE, NOWHERE).flatten(1)
     width = routing.probs.new_zeros(()).expand(len(x), n * here)
-    way = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
-    y = work(way.there(x), way.counts, *full)
-    return way.back(y, routing.weights.repeat_interleave(parts, 1))
+    trip = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
+    return trip.back(work(trip.there(x), trip.counts, *full), routing.weights.repeat_interleave(parts, 1))

@@ -1,19 +1,19 @@
 """Tokens stay, experts travel: a rank pulls the experts its tokens visit, and sends their gradients home.
 
-rows [R, D] of this rank's own tokens, sorted by expert, counts [E] of all experts, as Dispatch without group
+rows [R, D] of this rank's tokens, sorted by expert, counts [E] of all experts, as Dispatch without group
 up, gate [E/n, D, F], down [E/n, F, D] of this rank's experts               -> [R, D]
 
-N nodes of g ranks: rank r of all is place r % g of node r // g; expert e lives on rank e // (E/n). In round
+N nodes of g ranks: rank r of all is place r % g of node r // g; expert e is on rank e // (E/n). In round
 (s, j) every rank gets, over `across`, expert j of its place in the node s further, if anyone in its node
-wants it; then over `inside` all that want one take it from there, place after place. So an expert enters a
-node once. Without nodes `inside` is a group of one. Backward does so once more, and gradients take the way
-back: summed in the node, then sent home, where what comes is added.
+wants it; then over `inside` all that want one get it from there, place after place. So an expert enters a
+node once. Without nodes `inside` is a group of one. Backward does so once more, and gradients go back as the
+experts came: summed in the node, then sent home, where what comes is added.
 
 An expert is M = 2·D·F elements, 3·D·F with a gate. Over each group a rank sends M for each expert it is asked
 for, forward and again in backward, and M for each gradient that it passes on; and a byte for each expert of
 another rank there (who wants it). The next expert arrives while the present one computes. Of others' experts
-two live at a time, three from g = 3 on (the one being shared); in backward five with the gradients at work,
-leaving and arriving, up to eight where nodes share. Kept: rows and the layer before act, no expert of others.
+two are there at a time, three from g = 3 on (the one being shared); in backward five with the gradients at
+work, leaving and arriving, up to eight where nodes share. Saved: rows and the layer before act.
 Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869. Differs: rounds in a fixed order, without
 priorities; no cache in host memory between forward and backward.
 """
@@ -35,10 +35,10 @@ def pulled(rows, counts, up, down, across, inside, act=F.gelu, gate=None, *, siz
     if sizes is not None and len(sizes) != len(counts):
         raise ValueError(f"sizes={sizes} of {len(counts)} experts; give the counts as numbers")
     if len(counts) != n * len(up):
-        found = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
-        raise ValueError(f"{found}; count the rows of every expert of all ranks, {n * len(up)}")
-    way = Way(counts, across, inside, sizes)
-    return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, way)
+        given = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
+        raise ValueError(f"{given}; count the rows of every expert of all ranks, {n * len(up)}")
+    wants = Wants(counts, across, inside, sizes)
+    return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, wants)
 
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
@@ -50,7 +50,7 @@ def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backwar
     return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
 
 
-class Way:
+class Wants:
     """Who wants which expert. Rank r is place r % g of node r // g."""
 
     def __init__(self, counts: Tensor, across: ProcessGroup, inside: ProcessGroup, sizes=None) -> None:
@@ -90,53 +90,53 @@ class Way:
         return (back, self.asked[back][(self.node + s) % self.nodes][j]), (further, wanted)
 
 
-def start(tensors: list[Tensor], own: list[Tensor], group: ProcessGroup, to: tuple, source: tuple) -> list:
-    """Handles of what comes from `source` while the tensors go `to`; each is shaped as this rank's own."""
+def start(tensors: list[Tensor], like: list[Tensor], group: ProcessGroup, to: tuple, source: tuple) -> list:
+    """Handles of what comes from `source` while the tensors go `to`; each is shaped like this rank's."""
     handles = []
-    for x, like in zip(tensors, own):
-        sends, receives = ([0] * group.size() for _ in range(2))
-        sends[to[0]], receives[source[0]] = len(like) * to[1], len(like) * source[1]
-        sizes = {"send_sizes": sends, "receive_sizes": receives}
-        handles.append(collectives.all_to_all(x if to[1] else like[:0], group, **sizes, async_op=True))
+    for x, mine in zip(tensors, like):
+        sends, receives = [0] * group.size(), [0] * group.size()
+        sends[to[0]], receives[source[0]] = len(mine) * to[1], len(mine) * source[1]
+        sizes = dict(send_sizes=sends, receive_sizes=receives)
+        handles.append(collectives.all_to_all(x if to[1] else mine[:0], group, **sizes, async_op=True))
     return handles
 
 
-def arrivals(matrices: list[Tensor], sizes: list[int], way: Way) -> Iterator[tuple]:
+def arrivals(matrices: list[Tensor], sizes: list[int], wants: Wants) -> Iterator[tuple]:
     """(s, q, j), expert, its matrices: every expert in turn, empty if it is not wanted here. The next one
     travels while the caller works; the caller drops what it got before it asks again."""
-    rounds = [(s, j) for s in range(way.nodes) for j in range(way.here)]
+    rounds = [(s, j) for s in range(wants.nodes) for j in range(wants.here)]
     entering = None
     for number, (s, j) in enumerate(rounds):
         own = of(j, matrices)
         entered = own if s == 0 else [handle.wait() for handle in entering]
         entering = shared = None
-        for q in range(way.g):
+        for q in range(wants.g):
             present = entered if q == 0 else [handle.wait() for handle in shared]
             shared = None
-            if q + 1 < way.g:
-                hop = way.in_the_node(s, q + 1, j, sizes[way.expert(s, q + 1, j)] > 0)
-                shared = start(entered, own, way.inside, *hop)
+            if q + 1 < wants.g:
+                hop = wants.in_the_node(s, q + 1, j, sizes[wants.expert(s, q + 1, j)] > 0)
+                shared = start(entered, own, wants.inside, *hop)
             else:
                 entered = None
                 if number + 1 < len(rounds) and rounds[number + 1][0]:
                     t, i = rounds[number + 1]
-                    entering = start(of(i, matrices), own, way.across, *way.between_nodes(t, i))
-            yield (s, q, j), way.expert(s, q, j), present
+                    entering = start(of(i, matrices), own, wants.across, *wants.between_nodes(t, i))
+            yield (s, q, j), wants.expert(s, q, j), present
 
 
 class Homeward:
     """Gradients of experts on their way: summed in the node at once, sent home behind the next expert's work,
     added to `sums`, those of this rank's experts."""
 
-    def __init__(self, sums: list[Tensor], way: Way) -> None:
-        self.sums, self.way, self.total, self.leaving = sums, way, None, None
+    def __init__(self, sums: list[Tensor], wants: Wants) -> None:
+        self.sums, self.wants, self.total, self.leaving = sums, wants, None, None
 
     def add(self, s: int, q: int, j: int, made: list[Tensor] | None) -> None:
         """`made` here for expert j of place q and node s further, or None."""
-        way, own = self.way, of(j, self.sums)
+        wants, own = self.wants, of(j, self.sums)
         if q:
-            back, further = way.in_the_node(s, q, j, made is not None)
-            handles = start(made or own, own, way.inside, further, back)
+            back, further = wants.in_the_node(s, q, j, made is not None)
+            handles = start(made or own, own, wants.inside, further, back)
             arrived = [handle.wait() for handle in handles]
             made = arrived if back[1] else None
         if made is not None and self.total is not None:
@@ -144,15 +144,15 @@ class Homeward:
                 total.add_(x)
         elif made is not None:
             self.total = made
-        if q + 1 < way.g:
+        if q + 1 < wants.g:
             return
         self.arrive()
         if s == 0 and self.total is not None:
             for home, x in zip(own, self.total):
                 home.add_(x)
         elif s:
-            back, further = way.between_nodes(s, j)
-            self.leaving = own, start(self.total or own, own, way.across, further, back)
+            back, further = wants.between_nodes(s, j)
+            self.leaving = own, start(self.total or own, own, wants.across, further, back)
         self.total = None
 
     def arrive(self) -> None:
@@ -167,16 +167,16 @@ class Homeward:
 
 class _Pulled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, up, down, gate, act, sizes, way):
+    def forward(ctx, rows, up, down, gate, act, sizes, wants):
         matrices = [down, up] if gate is None else [down, up, gate]
         made = [rows.new_empty(len(rows), up.shape[2]) for _ in matrices[1:]]
         y, where = torch.empty_like(rows), slices(sizes)
-        for _, e, present in arrivals(matrices, sizes, way):
+        for _, e, present in arrivals(matrices, sizes, wants):
             if sizes[e]:
                 y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
             del present  # lest it stay when the one after the next sets out
         ctx.save_for_backward(rows, *matrices, *made)
-        ctx.act, ctx.sizes, ctx.way = act, sizes, way
+        ctx.act, ctx.sizes, ctx.wants = act, sizes, wants
         return y
 
     @staticmethod
@@ -188,8 +188,8 @@ class _Pulled(torch.autograd.Function):
         wanted = [wants_down, wants_up, wants_gate][: len(matrices)]
         sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
         drows, where = torch.empty_like(rows) if wants_rows else None, slices(ctx.sizes)
-        home = Homeward(sums, ctx.way)
-        for place, e, present in arrivals(matrices, ctx.sizes, ctx.way):
+        home = Homeward(sums, ctx.wants)
+        for place, e, present in arrivals(matrices, ctx.sizes, ctx.wants):
             grads, here = None, where[e]
             if ctx.sizes[e]:
                 rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
@@ -203,6 +203,6 @@ class _Pulled(torch.autograd.Function):
             home.add(*place, grads)
             del grads
         home.arrive()
-        found = iter(sums)
-        ddown, dup, dgate = (next(found) if want else None for want in (*wanted, False)[:3])
+        grads = iter(sums)
+        ddown, dup, dgate = (next(grads) if want else None for want in (*wanted, False)[:3])
         return drows, dup, ddown, dgate, None, None, None

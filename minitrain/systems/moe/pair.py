@@ -7,16 +7,15 @@
 A layer is cut into pieces at its all-to-alls. `forward` and `backward` are generators that give way after
 each issue, so that
 
-    dx, (y, kept) = take_turns([backward(kept_b, dy), forward(pieces, x)], enter=2)
+    dx, (y, saved) = interleave([backward(saved_b, dy), forward(pieces, x)], enter=2)
 
 is the pair (F B) of DualPipe, for any number of layers, and one after the other the same without overlap.
-With `params` a piece takes the gradients of its weights after it has sent the gradient of its input on: more
-hides, and gradients between its products are computed twice (of experts 5 products, not 4). Sends what
+With `params` a piece computes the gradients of its weights after it has sent the gradient of its input on:
+more hides, and gradients between its products are computed twice (of experts 5 products, not 4). Sends what
 dispatch.py sends; the counts of a batch cross before its rows, and nothing hides them.
-DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: transfers are driven by
-a thread or by NCCL, not by kernels with cores of their own. Here the layers are cut by hand, to see and to
-choose what stands where; a pipeline runs whole stages so, uncut (pipeline/halves.py). At full size:
-systems/plan/expert_pair.py.
+DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: a thread or NCCL moves
+the rows, no kernels with cores of their own; the layers are cut by hand (a pipeline runs whole stages so,
+uncut: pipeline/halves.py). At full size: systems/plan/expert_pair.py.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -49,42 +48,42 @@ def layer(before: Callable, route: Callable, work: Work, params, group: ProcessG
     def leave(x: Tensor):
         h = before(x)
         routing = route(h)
-        way, (part,) = capacity_parts(routing, group, 1)
-        return h.index_select(0, way.tokens), Flight(part.there, part.back), h, routing.weights, way, part
+        trip, (part,) = capacity_parts(routing, group, 1)
+        return h.index_select(0, trip.tokens), Flight(part.there, part.back), h, routing.weights, trip, part
 
-    def experts(rows: Tensor, h: Tensor, weights: Tensor, way: Dispatch, part: Part):
-        y = work(rows.index_select(0, part.turn), part.counts, *params)
-        return y.index_select(0, part.home), Flight(part.back, part.there), h, weights, way, part
+    def experts(rows: Tensor, h: Tensor, weights: Tensor, trip: Dispatch, part: Part):
+        y = work(rows.index_select(0, part.order), part.counts, *params)
+        return y.index_select(0, part.home), Flight(part.back, part.there), h, weights, trip, part
 
-    def arrive(rows: Tensor, h: Tensor, weights: Tensor, way: Dispatch, part: Part):
-        return h + combine([rows], [part], way, weights), None
+    def arrive(rows: Tensor, h: Tensor, weights: Tensor, trip: Dispatch, part: Part):
+        return h + combine([rows], [part], trip, weights), None
 
     return [Piece(leave, dense or ()), Piece(experts, () if dense is None else params), Piece(arrive)]
 
 
 def forward(pieces: Sequence[Piece], x: Tensor) -> Generator:
     """A microbatch through the pieces, in turns; returns (y, what `backward` needs)."""
-    kept, values = [], (x,)
+    saved, values = [], (x,)
     for piece in pieces:
         values = [v.detach().requires_grad_() if _wants(v) else v for v in values]
         with torch.enable_grad():
             rows, flight, *beside = piece.run(*values)
         inputs, outputs = ([v for v in some if _wants(v)] for some in (values, [rows, *beside]))
-        kept.append((piece, inputs, outputs, flight if rows.requires_grad else None))
+        saved.append((piece, inputs, outputs, flight if rows.requires_grad else None))
         arrived = rows
         if flight is not None:
             flight.leave(rows.detach())
             yield
             arrived = flight.arrive().requires_grad_(rows.requires_grad)
         values = [arrived, *beside]
-    return rows.detach(), kept
+    return rows.detach(), saved
 
 
-def backward(kept: list, dy: Tensor) -> Generator:
+def backward(saved: list, dy: Tensor) -> Generator:
     """Back through the pieces, in turns; returns dx. Gradients of parameters are added to their .grad."""
     grads, later = [dy], []
-    while kept:
-        piece, inputs, outputs, flight = kept.pop()
+    while saved:
+        piece, inputs, outputs, flight = saved.pop()
         if flight is not None:
             flight.leave_back(grads[0])
             while later:

@@ -1,15 +1,13 @@
 """A balance loss that knows the links: tokens go where they travel fast, in proportion to bandwidth.
 
-    rows_j to rank j take rows_j / B_j; with R rows in all, max_j rows_j / B_j is least, R / sum_j B_j, if
+    rows_j to rank j need rows_j / B_j; with R rows in all, max_j rows_j / B_j is least, R / sum_j B_j, if
     rows_j = R · B_j / sum_j B_j: were any link idle before another, rows could move to it
 
     loss = alpha · sum_e f_e · P_e / target_e      f_e share of this rank's choices, P_e its mean probability
 
-With f = P it is alpha at f = target and more elsewhere (Cauchy-Schwarz: sum f²/target >= (sum f)²). A target
-of 1/E for all is the loss of Switch (router.balance_loss). Each rank has a target of its own, for the ranks
-near one are far from another; its router must be able to tell its tokens from those of others, by weights of
-its own or by what it reads. Sends nothing.
-
+With f = P it is alpha at f = target and more elsewhere (Cauchy-Schwarz). A target of 1/E for all is the loss
+of Switch (router.balance_loss). Each rank has a target, for the ranks near one are far from another; its
+router must tell its tokens from those of others, by weights of its own or by what it reads. Sends nothing.
 Chen et al. 2022 (TA-MoE), arXiv:2302.09915, section 4. Differs: bandwidth alone, no latency; penalties 1 /
 target, so that the least loss is alpha, where theirs normalises them; no capacities.
 """

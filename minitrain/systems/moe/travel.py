@@ -1,18 +1,19 @@
-"""What crosses ep for a layer of experts: set once, or decided by each layer anew in each step.
+"""What crosses ep for a layer of experts: rows, experts or copies; set once, or decided in each step.
 
     table [n, E]   rows that each rank of ep has for each expert, alike on all ranks
+    hook           (x [N, D], its routing, experts) -> [N, D], as moe/dispatch.AllToAll; each wraps another:
 
-tokens     rows go to their experts (dispatch.py), in chunks (overlap.py), over nodes (two_level.py)
-experts    experts go to their rows (move_experts.py)
-cheaper    by the table, those of the two that send fewer bytes, all ranks together
-shadows    experts that a rule picks from the table are copied to every rank for the step, the busiest first;
-           their rows stay, the gradients of the copies are added up at the owner; other rows travel
+    Shadow(Pull(AllToAll(group), across, inside, pays), group, table, rule, most)
 
-Who owns an expert never changes, so to decide otherwise moves nothing. Backward goes the way of its forward.
-Sends for the table 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t over each group `beside` (tp) whose t
-ranks share out the rows of a rank of ep; for the rest what the way sends that was chosen. A shadow of W
-elements sends W from the owner and (n-2)/(n-1) W from the others, in backward W from each of the others, and
-takes W on every rank until then.
+AllToAll   rows go to their experts (dispatch.py); TwoLevels over nodes, Chunks in chunks
+Pull       experts go to their rows (move_experts.py), where that pays: by the table, if it sends fewer bytes
+Shadow     experts that a rule picks from the table are copied to every rank for the step, the busiest first;
+           their rows stay, the gradients of the copies are added up at the owner; other rows go on
+
+Who owns an expert never changes, so to decide otherwise moves nothing. Backward repeats what its forward did.
+The table sends 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t over each group `shared_by` (tp) whose t
+ranks share out the rows of a rank of ep. A shadow of W elements sends W from the owner and (n-2)/(n-1) W from
+the others, in backward W from each of the others, and takes W on every rank until then.
 Liu et al. 2023 (Janus), SIGCOMM, and Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3, for the choice;
 He et al. 2022 (FasterMoE), PPoPP, section 4, for shadows. Differs: the rule counts bytes, not seconds, and
 those of rows and matrices only; in training it reckons with a backward in which nothing is frozen.
@@ -20,7 +21,6 @@ those of rows and matrices only; in training it reckons with a backward in which
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,112 +33,91 @@ from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_ints, require_nonempty
 from minitrain.systems.moe.balance import shadows
 from minitrain.systems.moe.move_experts import pull_is_cheaper, pulled
-from minitrain.systems.moe.overlapped_experts import by_capacity
-from minitrain.systems.moe.two_level import TwoLevelDispatch
 
 Table = list[list[int]]
-Rule = Callable[..., Sequence[int]]  # (table, D, F, matrices) -> experts: plan/expert_placement.shadowed
+Hook = Callable[[Tensor, Routing, nn.Module], Tensor]
 
 
-def choose_way(
-    mixture, group, across, inside, beside=(), *, what="tokens", chunks=1, most=0, rule: Rule, meanwhile=None
-) -> None:
-    """For a layer whose experts are spread over `group`, in nodes of `inside`, and not cut yet. `most` of the
-    experts that `rule` picks get shadows; `meanwhile` as in dispatch.py."""
-    _, d_model, width = mixture.experts.up.shape
-    gated, table = mixture.experts.gate is not None, partial(table_of, group=group, beside=beside)
+class Pull:
+    """Where it pays, alike on all ranks, experts travel to the rows; else rows by the other `hook`."""
 
-    def experts_pay(routing: Routing) -> bool:
-        return experts_are_cheaper(table(routing), width, gated=gated, backward=mixture.training)
+    def __init__(
+        self,
+        hook: Hook,
+        across: ProcessGroup,
+        inside: ProcessGroup,
+        pays: Callable[[Routing, bool], bool] | None = None,
+    ):
+        """`pays(routing, training)`; None: always."""
+        self.hook, self.across, self.inside, self.pays = hook, across, inside, pays
 
-    def busy(routing: Routing) -> list[int]:
-        rows = table(routing)
-        return busiest(rows, rule(rows, d_model, width, 2 + gated), most)
+    def __call__(self, x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
+        if self.pays is None or self.pays(routing, experts.training):
+            return at_home(x, routing, experts, self.work)
+        return self.hook(x, routing, experts)
 
-    if inside.size() > 1:
-        mixture.dispatch = partial(TwoLevelDispatch, across=across, inside=inside, meanwhile=meanwhile)
-    if chunks > 1:
-        in_chunks(mixture, group, chunks)
-    if what != "tokens":
-        pull(mixture, across, inside, experts_pay if what == "cheaper" else lambda routing: True)
-    if most:
-        shadow(mixture, group, busy)
+    def work(self, rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
+        return pulled(rows, counts, up, down, self.across, self.inside, act, gate, sizes=sizes)
 
 
-# ---- ways of a layer -------------------------------------------------------------------------------------
+class Shadow:
+    """Of the experts that `rule(table)` picks the `most` busiest are copied to their rows; other rows by the
+    other `hook`."""
 
+    def __init__(
+        self,
+        hook: Hook,
+        group: ProcessGroup,
+        table: Callable[[Routing], Table],
+        rule: Callable[[Table], Sequence[int]],
+        most: int,
+    ):
+        self.hook, self.group, self.table, self.rule, self.most = hook, group, table, rule, most
 
-def in_chunks(mixture: nn.Module, group: ProcessGroup, chunks: int) -> None:
-    """Rows travel in chunks, while experts work on those before."""
-
-    def work(rows: Tensor, counts: Tensor, sizes: list[int] | None = None) -> Tensor:
-        return mixture.experts(rows, counts, sizes)
-
-    mixture.through = partial(by_capacity, group=group, work=work, chunks=chunks)
-
-
-def pull(mixture, across: ProcessGroup, inside: ProcessGroup, pays: Callable[[Routing], bool]) -> None:
-    """Where it pays, alike on all ranks, experts travel to the rows; else rows as before."""
-    rows_travel = mixture.through
-
-    def way(rows, counts, up, down, act, gate=None, sizes=None) -> Tensor:
-        return pulled(rows, counts, up, down, across, inside, act, gate, sizes=sizes)
-
-    def through(x: Tensor, routing: Routing) -> Tensor:
-        return at_home(mixture, x, routing, way) if pays(routing) else rows_travel(x, routing)
-
-    mixture.through = through
-
-
-def shadow(mixture: nn.Module, group: ProcessGroup, busy: Callable[[Routing], list[int]]) -> None:
-    """The experts that are `busy`, alike on all ranks, are copied to their rows; other rows as before."""
-    rows_travel = mixture.through
-
-    def through(x: Tensor, routing: Routing) -> Tensor:
-        chosen = busy(routing)
+    def __call__(self, x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
+        table = self.table(routing)
+        chosen = busiest(table, self.rule(table), self.most)
         if not chosen:
-            return rows_travel(x, routing)
+            return self.hook(x, routing, experts)
 
-        def way(rows, counts, up, down, act, gate=None, sizes=None) -> Tensor:
-            own = [matrix for matrix in (up, down, gate) if matrix is not None]
-            up, down, *gate = shadows(own, chosen, group)
+        def work(rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
+            matrices = [matrix for matrix in (up, down, gate) if matrix is not None]
+            up, down, *gate = shadows(matrices, chosen, self.group)
             sizes = sizes and [sizes[e] for e in chosen]
             counts = counts[torch.tensor(chosen, device=counts.device)]
             return grouped(rows, counts, up, down, act, *gate, sizes=sizes)
 
-        others = [e for e in range(mixture.num_experts) if e not in chosen]
-        y = at_home(mixture, x, routing.only(chosen), way)
-        return y + rows_travel(x, routing.only(others))
-
-    mixture.through = through
+        others = [e for e in range(routing.probs.shape[1]) if e not in chosen]
+        y = at_home(x, routing.only(chosen), experts, work)
+        return y + self.hook(x, routing.only(others), experts)
 
 
-def at_home(mixture: nn.Module, x: Tensor, routing: Routing, way: Callable) -> Tensor:
-    """x [N, D] -> [N, D]: no row travels, `way` has the experts come."""
+def at_home(x: Tensor, routing: Routing, experts: nn.Module, work: Callable) -> Tensor:
+    """x [N, D] -> [N, D]: no row travels, `work` has the experts come."""
     home = Dispatch(routing)
-    y = mixture.experts(home.there(x), home.counts, home.sizes, way)
+    y = experts(home.there(x), home.counts, home.sizes, work)
     return home.back(y, routing.weights)
 
 
 # ---- what all ranks know ---------------------------------------------------------------------------------
 
 
-def table_of(routing: Routing, group: ProcessGroup, beside: Sequence[ProcessGroup]) -> Table:
-    """table[r][e]: the rows that rank r of the group has for expert e, with those of the ranks beside it."""
+def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessGroup] = ()) -> Table:
+    """table[r][e]: rows for expert e of rank r of the group, with the ranks that share out its rows."""
     counts = routing.counts
-    for ranks in beside:
+    for ranks in shared_by:
         counts = collectives.all_reduce(counts, ranks)
     table = collectives.all_gather(counts[None], group, 0)
     if routing.sizes is None:
         return table.tolist()
-    return [[size * math.prod(ranks.size() for ranks in beside) for size in routing.sizes]] * group.size()
+    return [[size * math.prod(ranks.size() for ranks in shared_by) for size in routing.sizes]] * group.size()
 
 
 def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool) -> bool:
     """Do the experts that are wanted elsewhere take fewer bytes than the rows that are?"""
     require_nonempty(table=table)
     here = len(table[0]) // len(table)
-    away = [rows for rank, own in enumerate(table) for e, rows in enumerate(own) if e // here != rank]
+    away = [rows for rank, counts in enumerate(table) for e, rows in enumerate(counts) if e // here != rank]
     wanted = sum(rows > 0 for rows in away)
     return pull_is_cheaper(sum(away), wanted, width, gated=gated, backward=backward)
 

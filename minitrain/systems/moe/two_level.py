@@ -7,12 +7,10 @@ node; rank r of all is place r % g of node r // g.
                            results -> weighed and summed inside the node -> one row back across per copy
     two_level_all_to_all   blocks for place l of every node meet at place l of this node, then cross
 
-Dispatch sends between nodes, where P pairs (token of this rank, other node) and Q pairs that arrive: forward
-P·D elements there and Q·D back, backward as many; 8 bytes for each node's number of pairs, and beside a pair
-k numbers of experts (8 bytes each) and k weights, with their gradients. Flat, a token crosses once for each
-expert. With node-limited routing (router.deepseek) it has at most `node_limit` copies whatever k is. Inside,
-rows go as in dispatch.py.
-
+Between nodes a rank with P pairs (token, other node) that receives Q sends P·D elements forward and Q·D back,
+backward as many; 8 bytes for each node's number of pairs, and with a pair k numbers of experts (8 bytes each)
+and k weights, with their gradients. Flat, a token crosses once for each expert; with node-limited routing
+(router.deepseek) it has at most `node_limit` copies. Inside, rows go as in dispatch.py.
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
 Differs: the two levels do not overlap; a copy enters its node at the sender's own place in it. In a dry run
@@ -23,16 +21,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.moe.dispatch import Dispatch, Meanwhile, combined
+from minitrain.moe.dispatch import AllToAll, Dispatch, Meanwhile, combined
 from minitrain.moe.router import NOWHERE, Routing
 from minitrain.ranks import collectives
 
 
 class TwoLevelDispatch:
-    """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. Expert e lives on rank
-    e // (E/n). `meanwhile()` is called while rows, or their gradients, are under way between nodes."""
+    """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. `meanwhile()` is called while
+    rows, or their gradients, are under way between nodes."""
 
-    def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None) -> None:
+    def __init__(
+        self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None
+    ):
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
         if experts % n:
             found = f"{experts} experts on {nodes} nodes of {inside.size()} ranks"
@@ -43,36 +43,46 @@ class TwoLevelDispatch:
         visits = (node == torch.arange(nodes, device=node.device)[:, None, None]).any(-1)  # [node, token]
         counts, known, sizes = visits.sum(1), None, None
         if routing.visits is not None:  # a dry run: every rank has the same table
-            known, own = routing.visits(nodes), across.rank()
-            sizes = [nodes * size for size in routing.sizes[own * per_node : (own + 1) * per_node]]
+            known, mine = routing.visits(nodes), across.rank()
+            sizes = [nodes * size for size in routing.sizes[mine * per_node : (mine + 1) * per_node]]
         self.send_sizes = known or counts.tolist()
         pairs = torch.nonzero_static(visits, size=sum(self.send_sizes))  # by node, then by token
         to, self.tokens = pairs.unbind(1)
         chosen = routing.experts.index_select(0, self.tokens)
         elsewhere = node.index_select(0, self.tokens) != to[:, None]  # choices that are not in the node
-        arriving = collectives.all_to_all(counts, across)
-        self.receive_sizes = [known[own]] * nodes if known else arriving.tolist()
+        received = collectives.all_to_all(counts, across)
+        self.receive_sizes = [known[mine]] * nodes if known else received.tolist()
         local = (chosen - to[:, None] * per_node).masked_fill(elsewhere, NOWHERE)
-        arrived = self._there(local)  # [pairs here, k]
-        probs = routing.probs.new_empty(len(arrived), per_node)  # its width is all that is asked for
-        self.inside = Dispatch(Routing(arrived, probs.new_empty(arrived.shape), probs, sizes), inside)
+        local = self._crossed(local)  # [pairs here, k]
+        probs = routing.probs.new_empty(len(local), per_node)  # its width is all that is asked for
+        self.inside = Dispatch(Routing(local, probs.new_empty(local.shape), probs, sizes), inside)
         self.counts, self.sizes = self.inside.counts, self.inside.sizes
 
     def there(self, x: Tensor) -> Tensor:
         """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
-        return self.inside.there(self._there(x.index_select(0, self.tokens), meanwhile=self.meanwhile))
+        return self.inside.there(self._crossed(x.index_select(0, self.tokens), self.meanwhile))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
-        weights = self._there(weights.index_select(0, self.tokens))
+        weights = self._crossed(weights.index_select(0, self.tokens))
         partial = self.inside.back(y, weights)  # summed where the copy has entered the node
-        sizes = {"send_sizes": self.receive_sizes, "receive_sizes": self.send_sizes}
+        sizes = dict(send_sizes=self.receive_sizes, receive_sizes=self.send_sizes)
         home = collectives.all_to_all(partial, self.across, meanwhile=self.meanwhile, **sizes)
         return combined(home, None, self.tokens, self.num_tokens)
 
-    def _there(self, pairs: Tensor, meanwhile: Meanwhile = None) -> Tensor:
-        sizes = {"send_sizes": self.send_sizes, "receive_sizes": self.receive_sizes}
+    def _crossed(self, pairs: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+        sizes = dict(send_sizes=self.send_sizes, receive_sizes=self.receive_sizes)
         return collectives.all_to_all(pairs, self.across, meanwhile=meanwhile, **sizes)
+
+
+class TwoLevels(AllToAll):
+    """As `AllToAll`, over the ranks of `across` and `inside`."""
+
+    def __init__(self, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None):
+        self.across, self.inside, self.meanwhile = across, inside, meanwhile
+
+    def dispatch(self, routing: Routing) -> TwoLevelDispatch:
+        return TwoLevelDispatch(routing, self.across, self.inside, self.meanwhile)
 
 
 def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) -> Tensor:

@@ -152,7 +152,7 @@ def expert_parameters(config: GPTConfig, layer: int) -> int:
 
 def _check(config: GPTConfig, s: Any) -> None:
     """Formulas are for what is listed above; everything else is a dry run's to say."""
-    known = dict(word=False, slices=1, overlap=False, ep_travel="tokens", ep_node=1, ep_shadow=0)
+    known = dict(hybrid=False, slices=1, overlap=False, ep_travel="tokens", ep_node=1, ep_shadow=0)
     known |= dict(offload="none", products="plain", post_validation=False)
     if s.recompute != "full" or s.cp > 1 or s.ep > 1 or s.sequence_parallel or s.zero == 3:
         known["recompute"] = "none"

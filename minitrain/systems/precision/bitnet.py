@@ -5,10 +5,9 @@
     y  = b · s · (codes of x^ · W~ᵀ)       a sum of integers: with W~ of three values add, subtract or skip
     dW = dyᵀ · x^     dx = norm'(dy · b W~)    as if rounding and sign were not there
 
-x [M, K], W [N, K]. The optimizer keeps W as it is (latent): steps too small for W~ add up in it. A norm
-without weights stands before every matrix, also where the block has none: before `out` and `down`.
-x^ has INT8 codes, s = max / 127 for each token; kept for backward are K + 8 bytes per token (in float64
-K + 12), and the norm's derivative reads x^ back from them. dy, dW and dx stay in the dtype of the weights.
+x [M, K], W [N, K]. The optimizer updates W as it is (latent): steps too small for W~ add up. A norm
+without weights stands before every matrix. x^ has INT8 codes, s = max / 127 for each token; K + 8 bytes per
+token are saved for backward (in float64 K + 12). dy, dW and dx have the dtype of the weights.
 Stored: 1 bit per weight, 1/16 of FP16; of three values log2 3 = 1.585 bits, 5 in a byte (3^5 = 243): 1.6.
 Over tp mean W, b, the norm and max are those of the whole: 2 numbers per matrix, in forward and in backward,
 and where K is cut 3 (RMS 2) numbers per token in forward, 2 (RMS 1) in backward. So a layout changes no code.
@@ -70,22 +69,22 @@ class BitProducts:
         inverse = (over_width(x.square(), scales) + EPS).rsqrt()
         return scales.quantized("x", x * inverse, TOKENS, "MK"), inverse
 
-    def forward(self, kept: tuple[Quantized, Tensor], weight: Tensor, scales: Scales) -> Tensor:
+    def forward(self, saved: tuple[Quantized, Tensor], weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]; of the rank's part of K, where it is cut."""
         few, size = self.weights(weight, scales)
-        whole = kept[0].elements().to(few.dtype) @ few.mT  # exact in float32 to K = 132,104
-        return (whole * (kept[0].multipliers.to(few.dtype) * size)).to(weight.dtype)
+        whole = saved[0].elements().to(few.dtype) @ few.mT  # exact in float32 to K = 132,104
+        return (whole * (saved[0].multipliers.to(few.dtype) * size)).to(weight.dtype)
 
-    def backward(self, dy: Tensor, kept: tuple, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
+    def backward(self, dy: Tensor, saved: tuple, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         dx = dweight = None
         few, size = self.weights(weight, scales)
-        dy, normed = dy.to(few.dtype), dequantize(kept[0], few.dtype)
+        dy, normed = dy.to(few.dtype), dequantize(saved[0], few.dtype)
         if wanted[0]:
             dx = dy @ (few * size)
             along = over_width(dx * normed, scales)
             if self.centred:
                 dx = dx - over_width(dx, scales)
-            dx = ((dx - normed * along) * kept[1]).to(weight.dtype)
+            dx = ((dx - normed * along) * saved[1]).to(weight.dtype)
         if wanted[1]:
             dweight = (dy.flatten(0, -2).mT @ normed.flatten(0, -2)).to(weight.dtype)
         return dx, dweight

@@ -7,12 +7,10 @@
 x [M, K], W [N, K], dy [M, N]: y = x · Wᵀ, dx = dy · W, dW = dyᵀ · x of cast numbers. Without scales a
 format's range must fit the tensor. dy reaches down to 1e-7: multiplied by 2^10 before the cast and divided
 after the sum, it is that of a loss scaled so (Wang: by 1,000). Too large x and W saturate, dy becomes
-infinity, which no step may use. Weights and activations need less range and more precision: hence (1,4,3).
-Kept for backward: x, a byte per number. Sends nothing. hfp8 equals one process under every layout (but for
-K/V heads that ranks of tp share); fp8_wang differs by its narrow sums, whose chunks are of a rank's own K or
-tokens, and which ranks then add exactly.
-A narrow sum is emulated, with all products of some rows of the result in float64 (of one row, [N, K], or as
-many as 2^22 numbers allow) and K roundings of each: for small layers.
+infinity, which no step may use. Saved for backward: x, a byte per number. Sends nothing. hfp8 equals one
+process under every layout (but for K/V heads that ranks of tp share); fp8_wang differs by its narrow sums,
+whose chunks are of a rank's K or tokens, and which ranks then add exactly. A narrow sum is emulated, with the
+products of some rows of the result in float64 and K roundings of each: for small layers.
 `sgd_by_chance_`: weights, gradients and velocities of (1,6,9), every result rounded by chance, so that of a
 step far below half a unit of the weight nothing is lost on average. Equal weights need one seed.
 Wang et al. 2018, arXiv:1812.08011, sections 2 and 3; Sun et al. 2019, NeurIPS (hybrid FP8), section 3.
@@ -33,7 +31,7 @@ from minitrain.precision.rounding import codes_of, decode, round_to, rounded
 from minitrain.ranks.checks import require_positive_ints
 
 CHUNK = 64
-HELD = 1 << 22  # products of a narrow sum in memory
+MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,17 @@ class CastProducts:
         """x [.., K] -> uint8 of its shape."""
         return codes_of(x, self.ahead, "saturate")
 
-    def forward(self, kept: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+    def forward(self, saved: Tensor, weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]."""
-        return self.product(decode(kept, self.ahead), self.cast(weight), weight.dtype)
+        return self.product(decode(saved, self.ahead), self.cast(weight), weight.dtype)
 
-    def backward(self, dy: Tensor, kept: Tensor, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
+    def backward(self, dy: Tensor, saved: Tensor, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         dx = dweight = None
         dy = rounded(dy * self.factor, self.back, "nearest")
         if wanted[0]:
             dx = self.product(dy, self.cast(weight).mT, weight.dtype) / self.factor
         if wanted[1]:
-            x = decode(kept, self.ahead).flatten(0, -2)
+            x = decode(saved, self.ahead).flatten(0, -2)
             dweight = self.product(dy.flatten(0, -2).mT, x.mT, weight.dtype) / self.factor
         return dx, dweight
 
@@ -87,7 +85,7 @@ def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Te
     require_positive_ints(chunk=chunk)
     missing = -a.shape[-1] % chunk if a.shape[-1] else chunk
     a, b = (pad(x, (0, missing)) for x in (a, b))
-    rows = a.split(max(1, HELD // max(b.numel(), 1)))
+    rows = a.split(max(1, MOST_PRODUCTS // max(b.numel(), 1)))
     return torch.cat([matmul_in(part, b.mT, sums, chunk) for part in rows])
 
 

@@ -4,7 +4,7 @@
     O_i  = e^(m - m') O_i + (E4M3 of e^(S_ij - m')) · codes of V_j · v_j       P is at most 1: no scale
 
 Q, K, V `[B, H, T, K]` in blocks of `rows` tokens of a head, one scale each, which is that of a whole tile of
-the loop; rows=None: one scale a tensor. `signs` turn Q and K (incoherent.py) before. A normal E4M3 number
+the loop; rows=None: one scale a tensor. `signs` turn Q and K (flash_3.py) before. A normal E4M3 number
 errs by at most 1/16 of itself, whatever the scale: an outlier spoils its product, the largest of all, more
 than its neighbours. Turned, that is a sum of many products whose errors cancel. So block scales alone help
 little, turning does, and more in long texts. Root mean square errors of 256 queries, means of 16 seeds, K =
@@ -26,7 +26,7 @@ from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pie
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.formats import E4M3
 from minitrain.precision.rounding import rounded
-from minitrain.systems.attention.incoherent import turned
+from minitrain.systems.attention.flash_3 import turned
 
 TILE = 128  # tokens of a tile where one scale is for the tensor
 

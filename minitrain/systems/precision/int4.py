@@ -2,21 +2,19 @@
 
     forward    y  = s_x s_w · a · bᵀ               a = int4(x H / s_x), b = int4(W H / s_w): integers to 7
     backward   dy = s · g,  g = 16 · hi + lo       integers to 119, rounded by chance; hi and lo: 4 bits each
-               dx = s s_w · (k g) · b · Hᵀ         k g: of the 2M rows of hi and lo M are kept on average,
-               dW = s s_x · (k g)ᵀ · a · Hᵀ        one with probability p and, if kept, divided by p
+               dx = s s_w · (k g) · b · Hᵀ         k g: of the 2M rows of hi and lo M stay on average,
+               dW = s s_x · (k g)ᵀ · a · Hᵀ        one with probability p and then divided by p
 
 H [K, K]: blocks of +-1/sqrt(h), h = 32 or the largest power of two that divides K; H Hᵀ = I, so y stays y,
 while an outlier becomes h numbers, each 1/sqrt(h) of it. Of nine steps s_x, s_w have the least squared error:
 what LSQ learns, measured. p grows with what a row adds to the product (its leverage): |hi| or |lo| for dx,
 times |a| for dW. E[dx] and E[dW] are the products of dy itself. Most rows are small: their hi is zero.
-
 Chance is a hash of the scale of dy (agreed, new in every step) and of the place in dy: no state, the same on
-all ranks and in recomputation. Kept for backward: 1/2 byte per number. All-reduced over tp: 4 bytes for each
+all ranks and in recomputation. Saved for backward: 1/2 byte per number. All-reduced over tp: 4 bytes for each
 tensor that is cut, for x and W 72 more, to agree on a step; 8 a row for its |hi| and |lo|, 4 for its |a|.
-Gathered: INT4 and, of dy, INT8. Scales are of a rank's tokens and microbatch; other cuts of K, other blocks.
 Xi et al. 2023, arXiv:2306.11987, sections 3 and 4; Esser et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps
 measured, gradients pass where a number is clipped, 1/p in float32 before the sum, emulated: no product is
-smaller for what is left out.
+smaller for what is left out. Another cut of K makes other blocks, another microbatch other scales.
 """
 
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from minitrain.precision.products import Grads, Scales, amax_of, usable
 from minitrain.precision.rounding import rounded
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_ints, require_positive_ints
-from minitrain.systems.attention import incoherent
+from minitrain.systems.attention import flash_3
 
 FOUR, EIGHT = Blocks(formats.INT4), Blocks(formats.INT8)  # one scale for a tensor
 SPLIT, LARGEST = 16, 16 * 7 + 7  # of which hi and lo both are integers of 4 bits, -8 to 7
@@ -46,14 +44,14 @@ class HadamardProducts:
 
     def enter(self, x: Tensor, scales: Scales) -> Quantized:
         """x [.., K] -> INT4 of x H."""
-        return self.spread(x, scales, "MK")
+        return self.quantized(x, scales, "MK")
 
-    def spread(self, x: Tensor, scales: Scales, dims: str) -> Quantized:
+    def quantized(self, x: Tensor, scales: Scales, dims: str) -> Quantized:
         exact = torch.promote_types(x.dtype, torch.float32)
         return measured(hadamard(x.detach().to(exact), self.block), scales, dims)
 
     def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
-        w = self.spread(weight, scales, "NK")
+        w = self.quantized(weight, scales, "NK")
         y = integer_product(x.elements(), w.elements().mT, x.multipliers * w.multipliers, weight.dtype)
         return y.to(weight.dtype)
 
@@ -80,7 +78,7 @@ class HadamardProducts:
         sizes, dx, dweight = lengths(parts, scales, "N"), None, None
         exact = torch.promote_types(weight.dtype, torch.float32)
         if wanted[0]:
-            w = self.spread(weight, scales, "NK")
+            w = self.quantized(weight, scales, "NK")
             kept = sampled(parts, sizes, bits(grad.scales, 1), exact)
             dx = integer_product(kept, w.elements(), grad.multipliers * w.multipliers, weight.dtype)
             dx = hadamard(dx, self.block).to(weight.dtype).view(x.shape)
@@ -105,7 +103,7 @@ def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
     require_positive_ints(block=block)
     h = min(block, x.shape[-1] & -x.shape[-1])
-    return incoherent.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
+    return flash_3.hadamard(x.unflatten(-1, (-1, h))).flatten(-2)
 
 
 def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:

@@ -3,15 +3,12 @@
     y[i, j] = Σ_k  s_x[i, k] s_w[j, k] · (x[i, k] · w[j, k]ᵀ)        i, j, k count blocks of 32
 
 A product of two blocks is a sum of 32 products of 7-bit numbers, at most 32 · 127² < 2^19: an exact integer,
-in INT32 on a tensor core, here in float32, which holds integers to 2^24. It is multiplied by its two scales
-once, and added up in float32 at least, k in order. A block is as wide as it is high, so the codes of x, W and
-dy are those of xᵀ, Wᵀ and dyᵀ: the three products read the same ones, and nothing is quantised twice. An
-outlier takes the resolution of 1,024 numbers, not of its token or of all.
-
+in INT32 on a tensor core, here in float32. It is multiplied by its two scales once and added up in float32
+or wider, k in order. A block is as wide as high, so the codes of x, W and dy are those of xᵀ, Wᵀ and dyᵀ:
+nothing is quantised twice. An outlier costs the resolution of 1,024 numbers, not of its token or of all.
 x [.., T, K] is cut into blocks of tokens of one sequence, W [N, K], dy [.., T, N]; short last blocks are
-filled up with zeros. Kept for backward: codes of x, 1 + 4/1024 bytes per number (a float32 scale; 1/2 + 1/512
-of FP16, and 1/2 + 1/1024 with the paper's 2-byte scale). Sends nothing of its own: a block ends where a
-rank's part ends, so cuts at multiples of 32 change no code; gathers are in the dtype of activations.
+filled up with zeros. Saved for backward: codes of x, 1 + 4/1024 bytes per number (1/2 + 1/512 of FP16).
+Sends nothing: cuts at multiples of 32 change no code; gathers are in the dtype of activations.
 Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 4 and 5. Differs: emulated, one block after the other;
 gradients round to nearest, where the authors' code draws.
 """
@@ -61,12 +58,8 @@ def block_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: tor
     blocks = zip(x.split(TILE, 1), w.split(TILE, 1), x_steps.unbind(1), w_steps.unbind(1))
     for x_codes, w_codes, x_step, w_step in blocks:
         whole = (x_codes @ w_codes.mT).to(total.dtype)
-        total += whole.mul_(spread(x_step)[:, None]).mul_(spread(w_step))
+        total += whole.mul_(x_step.repeat_interleave(TILE)[:, None]).mul_(w_step.repeat_interleave(TILE))
     return total.to(dtype)
-
-
-def spread(steps: Tensor) -> Tensor:
-    return steps.repeat_interleave(TILE)
 
 
 def without_filling(y: Tensor, leading: tuple[int, ...], width: int) -> Tensor:
@@ -75,4 +68,4 @@ def without_filling(y: Tensor, leading: tuple[int, ...], width: int) -> Tensor:
     return y.view(*leading[:-1], filled, y.shape[1])[..., : leading[-1], :width]
 
 
-PRODUCTS = {"int8": BlockProducts(*[RECIPES["int8_32x32"]] * 3)}
+PRODUCTS = {"int8": BlockProducts(RECIPES["int8_32x32"], RECIPES["int8_32x32"], RECIPES["int8_32x32"])}

@@ -12,8 +12,9 @@ else is kept, and dy comes and dx goes as INT8 too. Gradients of weights are flo
 2-byte scales, 1/2 + 1/1024. Between blocks tensors are floats that are multiples of INT8 steps: quantised
 again they are the same codes, so what the next block reads is what this one wrote.
 
-`through_int8(block, act)` makes a block of model/gpt.py compute so; its parameters and their names stay, and
-dp, ZeRO, pp and microbatches do what they did. Raises ValueError for a block that it is not written for.
+`through_int8(block, act)` makes the blocks of a model compute so, through their hook `block`; parameters and
+their names stay, and dp, ZeRO, pp and microbatches do what they did. Raises ValueError for a block that it is
+not written for.
 Sends nothing. FLOPs: those of the block, and norms, core and activation a second time.
 Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 3 and 6. Differs: the core reads and writes INT8 as well;
 so does the residual sum, whose stream the authors' code keeps in 16 bits; nearest rounding, no fused kernels.
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from minitrain.precision.blocks import Quantized, dequantize, quantize
 from minitrain.precision.products import Scales
-from minitrain.precision.quantized_linear import taken_apart
+from minitrain.precision.quantized_linear import split_tensors
 from minitrain.systems.precision.int8 import PRODUCTS
 
 INT8, ALONE = PRODUCTS["int8"], Scales()
@@ -113,10 +114,10 @@ def block_forward(block, x: Quantized, positions: Tensor, act: Callable) -> tupl
     return y, (x, a, *qkv, o, h, b, *made, z)
 
 
-def block_backward(block, dy: Quantized, kept: tuple, positions: Tensor, act: Callable) -> Grads:
+def block_backward(block, dy: Quantized, saved: tuple, positions: Tensor, act: Callable) -> Grads:
     """-> dx and the gradients of the parameters. A sum passes dy to both of its terms."""
     projections, core, out, inwards, between = parts(block, positions, act)
-    x, a, q, k, v, o, h, b, *made, z = kept
+    x, a, q, k, v, o, h, b, *made, z = saved
     dz, of_down = linear_backward((dy,), z, (block.mlp.down,))
     dmade, _ = backward(between, dz, *made)
     db, of_inwards = linear_backward(dmade, b, inwards)
@@ -130,11 +131,30 @@ def block_backward(block, dy: Quantized, kept: tuple, positions: Tensor, act: Ca
     return dx, of_down | of_inwards | of_norm2 | of_out | of_projections | of_norm1
 
 
-class _Block(torch.autograd.Function):
+def through_int8(block: nn.Module, act: Callable) -> None:
+    """From now on `block`, whose MLP has the activation `act`, and all of its model compute through INT8."""
+    config, attention, mlp = block.config, block.attention, block.mlp
+    linears = [getattr(attention, name, None) for name in ("q", "k", "v", "out")]
+    linears += [getattr(mlp, name, None) for name in ("up", "down")]
+    whole = all(isinstance(linear, nn.Linear) for linear in linears)
+    narrow = any(param.dtype != torch.float32 for param in block.parameters())
+    if not whole or narrow or config.residual != "pre" or config.dropout:
+        given = f"{type(attention).__name__} and {type(mlp).__name__}, {config.residual=}, {config.dropout=}"
+        needed = "float32, nn.Linear layers that are not cut, residual 'pre', no experts, no dropout"
+        raise ValueError(f"through_int8: {block.name} has {given}; it is written for {needed}")
+    block.hooks.block = partial(int8_block, act)
+
+
+def int8_block(act: Callable, block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    """As the hook `block` of model/hooks.py."""
+    return _Int8Block.apply(x, positions, block, act, *block.parameters())
+
+
+class _Int8Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, block, act, *params):
-        y, kept = block_forward(block, write(x), positions, act)
-        tensors, ctx.rebuild = taken_apart(kept)
+        y, saved = block_forward(block, write(x), positions, act)
+        tensors, ctx.rebuild = split_tensors(saved)
         ctx.save_for_backward(*tensors)
         ctx.rest = block, positions, act, params
         return read(y)
@@ -145,21 +165,3 @@ class _Block(torch.autograd.Function):
         block, positions, act, params = ctx.rest
         dx, grads = block_backward(block, write(dy), ctx.rebuild(ctx.saved_tensors), positions, act)
         return read(dx), None, None, None, *(grads.get(param) for param in params)
-
-
-def through_int8(block: nn.Module, act: Callable) -> None:
-    """From now on `block` of model/gpt.py, whose MLP has the activation `act`, computes through INT8."""
-    config, attention, mlp = block.config, block.attention, block.mlp
-    linears = [getattr(attention, name, None) for name in ("q", "k", "v", "out")]
-    linears += [getattr(mlp, name, None) for name in ("up", "down")]
-    whole = all(isinstance(linear, nn.Linear) for linear in linears)
-    narrow = any(param.dtype != torch.float32 for param in block.parameters())
-    if not whole or narrow or config.residual != "pre" or config.dropout:
-        found = f"{type(attention).__name__} and {type(mlp).__name__}, {config.residual=}, {config.dropout=}"
-        needed = "float32, nn.Linear layers that are not cut, residual 'pre', no experts, no dropout"
-        raise ValueError(f"through_int8: {block.name} has {found}; it is written for {needed}")
-
-    def through(x: Tensor, positions: Tensor) -> Tensor:
-        return _Block.apply(x, positions, block, act, *block.parameters())
-
-    block.forward = through

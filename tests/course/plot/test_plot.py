@@ -79,7 +79,7 @@ PICTURES = {
         limit=(80e9, "an H100 holds 80 GB"),
         xlabel="memory of a device",
     ),
-    "measured_beside_formula": lambda: plot.measured_beside_formula(
+    "measured_and_formula": lambda: plot.measured_and_formula(
         [("all-reduce, 2(n-1)/n S", 15e5, 15e5), ("broken", 2e6, 7.5e5), ("tiny", 10, 10), ("barrier", 0, 0)],
         title=LONG,
     ),
@@ -217,7 +217,7 @@ def test_bars_show_the_amounts():
 
 
 def test_a_wrong_number_stands_out():
-    texts = {t.get_text(): t.get_color() for t in PICTURES["measured_beside_formula"]().axes[0].texts}
+    texts = {t.get_text(): t.get_color() for t in PICTURES["measured_and_formula"]().axes[0].texts}
     assert texts["1.000"] == texts["0 = 0"] == COLOURS["formula"]
     assert texts["2.667"] == style.VERMILLION
 

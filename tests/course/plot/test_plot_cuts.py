@@ -36,7 +36,7 @@ def pair():
 PICTURES = {
     "table": lambda: cuts.table(COSTS, 3, title="a table"),
     "recomputed": lambda: cuts.recomputed(plan().stages, ["norms", "attention"], title="AdaPipe"),
-    "pair": lambda: cuts.held_by_pair(pair(), (0, 3), title="BPipe"),
+    "pair": lambda: cuts.activations_by_pair(pair(), (0, 3), title="BPipe"),
     "room": lambda: cuts.room_to_hide(
         {"rank 0": [18, 22], "rank 1": [0]}, {"peer": 4, "host": 32}, title="MPress"
     ),

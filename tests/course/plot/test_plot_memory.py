@@ -50,7 +50,7 @@ def roofs(shares=21):
 
 PICTURES = {
     "links": lambda: memory_charts.links(TMOF, kinds={"F": "forward"}, title=LONG),
-    "beside": lambda: memory_charts.beside(
+    "beside": lambda: memory_charts.side_by_side(
         {"plain": filling(3e9), "recomputed": filling(6e8)}, limit=(2e9, "the device has 2 GB"), title=LONG
     ),
     "pareto": lambda: memory_charts.pareto(POINTS, title=LONG),
@@ -121,7 +121,7 @@ def test_runs_are_beside_each_other_to_one_scale_with_their_peaks():
     assert {tuple(line.get_ydata()) for ax in (plain, recomputed) for line in ax.lines[1:]} == {(2, 2)}
     assert [patch.get_label() for patch in plain.collections] == ["parameters", "gradients", "activations"]
     with pytest.raises(ValueError, match="0 runs"):
-        memory_charts.beside({}, title="")
+        memory_charts.side_by_side({}, title="")
 
 
 def test_the_front_has_what_no_other_beats():

@@ -22,7 +22,7 @@ def owners(layout):
 
 SWITCH = [[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
 PICTURES = {
-    "two_ways": lambda: sequence_charts.two_ways(4),
+    "rings_and_heads": lambda: sequence_charts.rings_and_heads(4),
     "masks": lambda: sequence_charts.masks({"contiguous": owners(contiguous)}, 16, 4),
     "ring_strip": lambda: sequence_charts.ring_strip({"zigzag": tiles_of(zigzag)}, 4, 16),
     "rounds": lambda: sequence_charts.rounds({"ring": unbalanced(4), "balanced": balanced(4)}),

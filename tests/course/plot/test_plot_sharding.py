@@ -42,7 +42,7 @@ def test_cells_of_words():
 
 def test_words_and_the_cheapest_repeat():
     def valid():
-        return plot_sharding.words(["NNN", "IGG"], title="two")
+        return plot_sharding.all_choices(["NNN", "IGG"], title="two")
 
     def cheapest():
         plans = {"NNN": (100e9, 0.1), "GGG": (2e9, 0.7)}

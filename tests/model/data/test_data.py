@@ -13,13 +13,13 @@ TEXT = Text(bytes(random.Random(0).choices(range(1, 256), k=1009)), "noise")
 
 
 def test_the_found_text_is_english_and_long_enough_to_train_on():
-    text = Text.found()
+    text = Text.builtin()
     assert len(text) > 200_000
     words = text.data.decode().lower().split()
     assert words.count("the") / len(words) > 0.03  # about one word in twenty of any English prose
     paragraphs = text.data.split(b"\n\n")
     assert len(paragraphs) == len(set(paragraphs))  # no paragraph of the training part in the held-out part
-    assert Text.found().digest == text.digest and "data" not in repr(text)
+    assert Text.builtin().digest == text.digest and "data" not in repr(text)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -164,7 +164,7 @@ def test_a_bad_file_is_one_line(tmp_path, content, words):
         (lambda: rows_of(-1, 4, 8), "rank=-1"),
         (lambda: random_tokens(0, 0, 1, 2, 8, vocab=0), "vocab=0"),
         (lambda: Text("abc"), "text is str, tokens are bytes"),
-        (lambda: TEXT.split(1.5), "held_out=1.5"),
+        (lambda: TEXT.split(1.5), "test_share=1.5"),
         (lambda: keep_first_of_each(["a"], threshold=0), "threshold=0"),
     ],
 )
@@ -190,7 +190,7 @@ def planted(rng, words, share):
 def test_wanjuan_cc():
     """Planted near-duplicates of real paragraphs go, the originals and distant relations stay, in order."""
     rng = random.Random(0)
-    originals = [p.split() for p in Text.found().data.decode().split("\n\n") if len(p.split()) >= 60][:80]
+    originals = [p.split() for p in Text.builtin().data.decode().split("\n\n") if len(p.split()) >= 60][:80]
     originals = [
         originals[i] for i in keep_first_of_each([" ".join(p) for p in originals])
     ]  # Python repeats itself

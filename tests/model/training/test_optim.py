@@ -183,14 +183,14 @@ def test_no_compiler_is_imported():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        (dict(lr=-1.0), r"lr=-1.0: must be in \[0, inf\), finite"),
+        (dict(lr=-1.0), "lr=-1.0: use a finite number, 0 or more"),
         (dict(lr=math.inf), "lr=inf"),
         (dict(lr=math.nan), "lr=nan"),
-        (dict(lr="1e-3"), "lr='1e-3' is str, not a number"),
-        (dict(betas=(0.9, 1.0)), r"betas\[1\]=1.0: must be in \[0, 1\)"),
+        (dict(lr="1e-3"), "lr='1e-3': use a finite number"),
+        (dict(betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\): use fractions below 1"),
         (dict(eps=-1e-8), "eps=-1e-08"),
         (dict(weight_decay=-0.1), "weight_decay=-0.1"),
-        (dict(master_dtype=torch.int8), "master_dtype=torch.int8"),
+        (dict(master_dtype=torch.int8), r"master_dtype=\[torch.int8\]"),
         (dict(params=[dict(params=[torch.zeros(1)], wd=1)]), "unknown setting 'wd'; AdamW knows lr, betas"),
         (dict(params=[dict(params=[torch.zeros(1)], wd=1, b=2, a=3, c=4)]), "unknown setting 'a'; "),
         (dict(params=[torch.zeros(1), 3]), "updates leaf tensors, got int"),
@@ -396,5 +396,5 @@ def test_tiled_optimizer(tile):
     (ours, beside), (theirs, all_at_once) = train(tile), train(None)
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs))
     assert all_at_once == 8 * 1000 and beside == 8 * min(tile, 1000)
-    with pytest.raises(ValueError, match="tile=0: use a number of elements"):
+    with pytest.raises(ValueError, match="tile=0: use a whole number"):
         AdamW([nn.Parameter(torch.zeros(2))], tile=0)

@@ -489,7 +489,7 @@ def test_zero_trains_on_every_rank_and_keeps_a_share():
 
 def test_the_loss_of_real_text_falls():
     """Below the 5.5 of no idea at all at once, and below what knowing the frequency of each byte gives."""
-    text = Text.found()
+    text = Text.builtin()
     share = torch.bincount(torch.tensor(list(text.data))) / len(text)
     frequencies = -(share * share.log2().nan_to_num(neginf=0)).sum() * math.log(2)
     hyper = Hyperparameters(steps=80, batch_size=8, length=64, warmup=5)
@@ -704,7 +704,7 @@ def test_the_rate_of_a_recipe():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        (dict(steps=0), "steps=0: use at least 1"),
+        (dict(steps=0), "steps=0: use a whole number from 1"),
         (dict(batch_size=0), "batch_size=0: use"),
         (dict(length=-1), "length=-1: use"),
         (dict(lr=-1), "lr=-1, min_lr=-0.1: need 0 <= min_lr <= lr"),
@@ -713,7 +713,7 @@ def test_the_rate_of_a_recipe():
         (dict(steps=5, warmup=6), "warmup=6 of steps=5: lr is never reached; use 0 to 5"),
         (dict(clip=0), "clip=0: must be > 0"),
         (dict(clip=math.nan), "clip=nan"),
-        (dict(weight_decay=math.nan), "weight_decay=nan: must be >= 0"),
+        (dict(weight_decay=math.nan), "weight_decay=nan: use a finite number"),
     ],
 )
 def test_bad_recipes_are_one_line(settings, words):

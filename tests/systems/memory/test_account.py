@@ -11,6 +11,7 @@ from minitrain.memory.recompute_policies import NAMES, parse
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.memory.segment import Results
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.hooks import Hooks
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -49,9 +50,7 @@ def test_every_point_of_the_front_is_what_its_word_does(config):
     block = block_of(**CONFIGS[config])
     choices = planned(account(Ledger, block, X, POSITIONS))
     results = Results()
-    for part in block.modules():
-        if hasattr(part, "result"):
-            part.result = results
+    block.hooks.result = results
 
     def measured(word):
         (policy,) = parse(word)
@@ -75,9 +74,8 @@ def test_every_point_of_the_front_is_what_its_word_does(config):
 
 
 def test_figures_of_a_block_by_hand():
-    """A GPT-2 block: products 2·m·k·n; a norm keeps its result and 8 bytes per token, the core its output and 4
-    bytes a head and token; the last product is needed by nobody.
-    """
+    """A GPT-2 block: products 2·m·k·n; a norm keeps its result and 8 bytes per token, the core its output and
+    4 bytes a head and token; the last product is needed by nobody."""
     block, tokens = block_of(**CONFIGS["gpt2"]), B * T
     units = {unit.name: unit for unit in account(Ledger, block, X, POSITIONS)}
     assert list(units) == [name for name in NAMES if name not in ("latents", "experts")]
@@ -95,43 +93,37 @@ def test_figures_of_a_block_by_hand():
     assert units["down"].moved == 4 * (4 * tokens * D + 4 * D * D + D) + stream
 
 
-class Views(nn.Module):
-    """A result that is its input, of something without a name, and one that saves it."""
-
-    result = staticmethod(lambda name, compute, *inputs: compute(*inputs))
-
-    def forward(self, x):
-        return self.result("square", torch.square, self.result("view", lambda y: y.view(-1), x.exp()))
-
-
 class Named(nn.Module):
-    result = staticmethod(lambda name, compute, *inputs: compute(*inputs))
-
     def __init__(self, run):
         super().__init__()
-        self.run = run
+        self.run, self.hooks = run, Hooks()
 
     def forward(self, x):
-        return self.run(self.result, x)
+        return self.run(self.hooks.result, x)
+
+
+def views(result, x):
+    """A result that is its input, of something without a name, and one that saves it."""
+    return result("square", torch.square, result("view", lambda y: y.view(-1), x.exp()))
 
 
 def test_what_has_no_name_is_made_again_by_those_before_it():
     """Of a view nothing more is kept; what a result saves of its inputs does not make it needed."""
-    layer = Views()
-    door = layer.result
+    layer = Named(views)
+    door = layer.hooks.result
     assert account(Ledger, layer, X) == [
         UnitCost("view", 0, 0, 0, True),
         UnitCost("square", 0, 2 * X.nbytes, X.nbytes, False),
     ]
-    assert layer.result is door
+    assert layer.hooks.result is door
     part = Named(lambda result, x: result("part", lambda y: (y * 2)[:1], x))
     assert account(Ledger, part, X)[0].bytes == X.nbytes, "the block of what is viewed"
     nested = Named(lambda result, x: result("outer", lambda y: result("inner", torch.exp, y).sin(), x))
     assert [(unit.name, unit.bytes) for unit in account(Ledger, nested, X)] == [("outer", 2 * X.nbytes)]
     block = block_of()
-    doors = [part.result for part in block.modules() if hasattr(part, "result")]
+    door = block.hooks.result
     units = {unit.name: unit for unit in account(Ledger, block, X, POSITIONS)}
-    assert [part.result for part in block.modules() if hasattr(part, "result")] == doors
+    assert block.hooks.result is door
     assert units["act"].moved == 5 * 4 * B * T * len(block.mlp.gate.weight)  # silu 1 + 1, product 2 + 1
 
 

@@ -1,6 +1,5 @@
-"""A chain run by any plan gives the gradients of plain autograd, runs what the plan says, and holds it, to the
-byte.
-"""
+"""A chain run by any plan gives the gradients of plain autograd, runs what the plan says, and holds it, to
+the byte."""
 
 import math
 import weakref
@@ -25,7 +24,7 @@ from minitrain.systems.memory.chain_plan import (
     check,
     every,
     forwards,
-    most_held,
+    most_stored,
     parse,
     peak_bytes,
     recomputed,
@@ -233,7 +232,7 @@ def test_equal_layers_hold_sqrt_n():
     assert [sqrt(n) == every(n, size) for n, size in ((1, 1), (2, 2), (5, 3), (9, 3))] == [True] * 4
     assert sqrt(16) == every(16, 4) and min(held.values()) == held[4]
     assert held[16] == 32 + 1 and held[4] <= 4 * math.isqrt(16) < held[1] + 2
-    assert most_held(every(16, 16)) == 16 and most_held(revolve(16, 3)) <= 5
+    assert most_stored(every(16, 16)) == 16 and most_stored(revolve(16, 3)) <= 5
 
 
 def test_a_gpt_and_a_dry_run():

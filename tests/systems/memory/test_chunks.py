@@ -119,56 +119,14 @@ def test_training_loads_as_few_chunks_as_there_can_be(room):
         before = chunks.loads
         train_in(chunks, 1)
         loads.append(chunks.loads - before)
-    assert len(chunks._trace) == 11  # six layers there, six back, the last one once
-    # there and back what came first is used again latest: the first step, which goes by that, is no worse
-    assert loads == [fewest_loads(tuple(chunks._trace), room)] * 3
-
-
-@pytest.mark.parametrize("room", [5, 6, 8])
-def test_the_first_step_goes_by_age_and_there_and_back_the_trace_says_the_same(room):
-    chunks = chunked(make_model(), room)
-    evicted, evict = [], chunks._evict
-    chunks._evict = lambda number: (evicted.append(number), evict(number))
-    found = []
-    for _ in range(3):
-        train_in(chunks, 1)
-        found.append(evicted.copy())
-        evicted.clear()
-
-    resident, oldest = [], []
-    for needed in chunks._trace:
-        for number in sorted(needed.difference(resident)):
-            if len(resident) == room:
-                oldest.append(next(chunk for chunk in resident if chunk not in needed))
-                resident.remove(oldest[-1])
-            resident.append(number)
-    assert len(oldest) > 5
-    assert found == [oldest + sorted(resident)] * 3  # at the end all go home, chunk by chunk
+    assert len(chunks._uses) == 11  # six layers there, six back, the last one once
+    assert loads == [fewest_loads(tuple(chunks._uses), room)] * 3
 
 
 def test_of_equally_far_chunks_the_first():
     assert farthest([3, 1, 2], [{1}, {2, 3}]) == 3 and farthest([1, 2, 3], [{1}, {2, 3}]) == 2
     assert farthest([5, 1, 4], [{1}]) == 5 and farthest([1, 4, 5], [{1}]) == 4, "both never again"
     assert farthest([4, 1], [{1}, {4}]) == 4 == farthest([1, 4], [{1}, {4}])
-
-
-def test_round_and_round_age_is_the_worst_there_is():
-    uses = [{number} for number in range(4)] * 5
-
-    def loads(choose):
-        resident, count = [], 0
-        for now, (chunk,) in enumerate(uses):
-            if chunk in resident:
-                resident.remove(chunk)
-            else:
-                count += 1
-                if len(resident) == 3:
-                    resident.remove(choose(resident, uses[now + 1 :]))
-            resident.append(chunk)
-        return count
-
-    assert loads(lambda resident, coming: resident[0]) == 20
-    assert loads(farthest) == fewest_loads(tuple(map(frozenset, uses)), 3) == 9
 
 
 # ---- training ----------------------------------------------------------------------------------------------
@@ -245,7 +203,7 @@ def test_wrong_use_is_refused():
     for make, message in (
         (
             lambda: chunked(model, 2),
-            "layer 1 needs . chunks of 2,048 bytes at once, device_bytes=4,096 are 2",
+            "a layer needs . chunks of 2,048 bytes at once, device_bytes=4,096 are 2",
         ),
         (lambda: chunked(model, 9, 500), "has .* elements, a chunk 500: use larger chunks"),
         (lambda: chunked(GPT(small(), dtype=torch.bfloat16), 9), "two layers share a parameter"),

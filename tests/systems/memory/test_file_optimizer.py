@@ -109,13 +109,13 @@ def test_control_without_writing_back_it_is_another_run(tmp_path, monkeypatch):
     with FileStore(tmp_path, **BUFFERS) as store:
         filed = FileOptimizer(make_optimizer(models[1]), store, 100)
         train(models[1], filed, 1)
-        monkeypatch.setattr(FileStore, "give", lambda store, name, tensor: store.put_back(name))
+        monkeypatch.setattr(FileStore, "write", lambda store, name, tensor: store.release(name))
         train(models[1], filed, 2, first=1)
         assert not same(train(models[0], make_optimizer(models[0])), values(models[1]))
 
 
 class TestRanks:
-    """ZeRO 1 and 3 on 1, 2 and 4 ranks."""
+    """ZeRO 1 and 3."""
 
     @staticmethod
     def filed(folder, kind=Zero1, piece=100):
@@ -127,8 +127,7 @@ class TestRanks:
 
         return make
 
-    @pytest.mark.parametrize("ranks", [1, 2, 4])
-    @pytest.mark.parametrize("kind", [Zero1, Zero3])
+    @pytest.mark.parametrize("kind, ranks", [(Zero1, 2), (Zero3, 4)])
     def test_equals_one_process_and_memory_to_the_bit(self, tmp_path, kind, ranks):
         problem = Problem(batch_sizes=(12, 11, 13))
 
@@ -142,8 +141,7 @@ class TestRanks:
             assert difference(in_files, reference) < 1e-12
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("ranks", [2, 4])
-    def test_each_rank_reads_and_writes_its_part_once_a_step(self, tmp_path, ranks):
+    def test_each_rank_reads_and_writes_its_part_once_a_step(self, tmp_path, ranks=4):
         """Moments in float64 are 16 bytes per element: P/n elements are written in each of 3 steps and read
         in all but the first; on the device are no states."""
         problem = Problem(batch_sizes=(12, 11, 13), microbatches=2)
@@ -172,7 +170,7 @@ class TestRanks:
         def rank(folder):
             group, results = collectives.world(), []
             stages = [Zero1, self.filed(folder)]
-            for save, load in ((1, 0), (0, 1), (1, 1), (0, 0)):
+            for save, load in ((1, 0), (0, 1), (1, 1)):
                 model = problem.model()
                 zero = stages[save](model, group, lambda shards: AdamW(shards, lr=1e-2))
                 run_steps(problem, model, group, zero, zero)
@@ -303,7 +301,7 @@ def test_wrong_use_is_refused(tmp_path):
         filed = FileOptimizer(make_optimizer(model), store, 100)
         train(model, filed, 1)
         with pytest.raises(
-            ValueError, match="all 1 buffers of .* hold 0.0.exp_avg, ...: give back or use more"
+            ValueError, match="all 1 buffers of .* have 0.0.exp_avg, ...: release or use more"
         ):
             train(model, filed, 1)
     with FileStore(tmp_path, buffer_bytes=BLOCK) as store:

@@ -1,5 +1,6 @@
 """Layer by layer, and through a window: the bits of recomputation, bytes and memory as the formulas say."""
 
+import copy
 import weakref
 
 import pytest
@@ -9,10 +10,10 @@ from torch import nn
 from minitrain.memory.pools import on_host
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW, clip_grad_norm
-from minitrain.ranks.events import Compute
+from minitrain.ranks.events import Compute, Copy, Wait
+from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.in_turn import Kept, forward_backward, of_microbatches, order_of_use
-from minitrain.systems.memory.window import LayerWindow
+from minitrain.systems.memory.window import LayerToLayer, LayerWindow, Stash, forward_backward, order_of_use
 from tests.parallel import small
 
 TOKENS = torch.arange(40).view(5, 8) * 7 % 29
@@ -65,7 +66,7 @@ def test_in_turn_gives_the_gradients_of_one_graph_and_asks_in_order(count):
     x, asked, left = torch.randn(4, 3, dtype=torch.float64), [], []
     expected = (models[0](x).tanh() ** 2).sum()
     expected.backward()
-    loss = forward_backward(models[1], x, lambda y: (y.tanh() ** 2).sum(), asked.append, left.append)
+    loss = forward_backward(models[1], [x], lambda y, u: (y.tanh() ** 2).sum(), asked.append, left.append)
     assert loss == expected and not loss.requires_grad
     assert asked == order_of_use(count) and left == list(reversed(range(count)))
     for one, other in zip(*(model.parameters() for model in models)):
@@ -84,7 +85,7 @@ def test_in_turn_keeps_an_input_a_layer_and_the_graph_of_one():
                 param.grad = None
 
         with Ledger() as ledger:
-            forward_backward(layers, x, torch.sum, after=forget)
+            forward_backward(layers, [x], lambda y, u: y.sum(), after=forget)
         return ledger.peak_by_kind["activations"]
 
     assert peak(9) - peak(5) == 4 * 10 * 4 * 4
@@ -105,7 +106,8 @@ def test_in_turn_lets_an_input_go_with_its_layer():
     def gone(number):
         over.append(all(held[later]() is None for later in range(max(1, number), 5)))
 
-    forward_backward([layer(number) for number in range(5)], torch.randn(4, 3), torch.sum, after=gone)
+    layers = [layer(number) for number in range(5)]
+    forward_backward(layers, [torch.randn(4, 3)], lambda y, u: y.sum(), after=gone)
     assert over == [True] * 5
 
 
@@ -268,7 +270,7 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
     """FLOPs of two layers of 8 x 8, a product of 4 rows each: forward once and twice, dx of the last alone."""
     layers, inputs, left = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.ones(4, 8), []
 
-    class Watched(Kept):
+    class Watched(Stash):
         def __init__(self, x):
             super().__init__(x)
             alive.add(self)
@@ -284,12 +286,12 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
         return layer(x)
 
     with Ledger() as ledger:
-        forward_backward(layers, inputs, torch.sum)
+        forward_backward(layers, [inputs], loss_of)
     product = 2 * 4 * 8 * 8
     assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
     assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
     parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
-    of_microbatches(parts, [*inputs.split(1)], loss_of, lambda i: None, lambda i: None, keep=Watched)
+    forward_backward(parts, inputs.split(1), loss_of, stash=Watched)
     assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one
 
 
@@ -310,9 +312,174 @@ def test_of_several_microbatches_each_passes_a_layer_before_the_next_is_asked_fo
 
     layers, parts = [of(number) for number in range(3)], [torch.ones(rows, 2) for rows in (1, 2)]
     before, after = lambda i: said.append(("before", i)), lambda i: said.append(("after", i))
-    of_microbatches(layers, parts, loss_of, before, after, ("both get it",))
+    forward_backward(layers, parts, loss_of, before, after, ("both get it",))
     assert said == [
         ("before", 0), (0, 1), (0, 2), ("before", 1), (1, 1), (1, 2),
         ("before", 2), (2, 1), ("loss", 0), (2, 2), ("loss", 1), ("after", 2),
         ("before", 1), (1, 1), (1, 2), ("after", 1), ("before", 0), (0, 1), (0, 2), ("after", 0),
     ]  # fmt: skip
+
+
+# ---- one layer at a time ---------------------------------------------------------------------------------
+
+WIDTH, ROWS = 6, 5
+LAYER_BYTES = 8 * (WIDTH * WIDTH + WIDTH)
+
+
+def stack(depth: int) -> list[nn.Module]:
+    torch.manual_seed(depth)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(depth)]
+
+
+def batch(microbatches: int, rows: int = ROWS):
+    torch.manual_seed(1)
+    shape = microbatches, rows, WIDTH
+    return torch.randn(shape, dtype=torch.float64).unbind(), torch.randn(shape, dtype=torch.float64).unbind()
+
+
+def loss_fn(y, target):
+    return (y - target).square().sum()
+
+
+def of_plain(layers, inputs, targets):
+    model = nn.Sequential(*copy.deepcopy(layers))
+    losses = [loss_fn(model(x), target) for x, target in zip(inputs, targets)]
+    for loss in losses:
+        loss.backward()
+    return sum(losses).detach(), [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("depth, microbatches", [(1, 2), (2, 1), (5, 3)])
+def test_gradients_are_those_of_the_plain_model_to_the_bit(depth, microbatches, stash):
+    layers, (inputs, targets) = stack(depth), batch(microbatches)
+    loss, grads = of_plain(layers, inputs, targets)
+    run = LayerToLayer(layers, loss_fn, stash)
+    for _ in range(2):  # gradients are written anew
+        assert torch.equal(run(inputs, targets), loss)
+        ours = [param.grad for layer in layers for param in layer.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+    assert all(on_host(param) and on_host(param.grad) for layer in layers for param in layer.parameters())
+
+
+def test_layers_without_parameters_pass():
+    layers, (inputs, targets) = [nn.Tanh(), *stack(2), nn.Tanh()], batch(2)
+    loss, grads = of_plain(layers, inputs, targets)
+    assert torch.equal(LayerToLayer(layers, loss_fn)(inputs, targets), loss)
+    ours = [param.grad for layer in layers for param in layer.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
+
+
+def test_training_is_the_plain_models():
+    """The caller updates on the host; the next step fetches what it has written."""
+    layers, (inputs, targets) = stack(3), batch(2)
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    run = LayerToLayer(layers, loss_fn)
+    ours = torch.optim.SGD([param for layer in layers for param in layer.parameters()], lr=0.01)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        run(inputs, targets)
+        ours.step()
+        theirs.zero_grad()
+        for x, target in zip(inputs, targets):
+            loss_fn(plain(x), target).backward()
+        theirs.step()
+    for a, b in zip(nn.Sequential(*layers).parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def step(depth, microbatches=2, rows=ROWS, stash="device"):
+    layers, (inputs, targets) = stack(depth), batch(microbatches, rows)
+    run = LayerToLayer(layers, loss_fn, **({} if stash == "device" else dict(stash=stash)))
+    with Ledger() as ledger:
+        run(inputs, targets)
+    return ledger
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_parameters_on_the_device_are_two_layers_however_deep(stash):
+    """And the host's grows with depth."""
+    for depth in (4, 16):
+        for ledger in (step(depth, stash=stash), dryrun.run(step, depth, 2, ROWS, stash, ranks=1)):
+            most = {
+                kind: max(live[kind] for _, live in ledger.timeline())
+                for kind in ("parameters", "buffers", "gradients")
+            }
+            assert most == dict(parameters=2 * LAYER_BYTES, buffers=0, gradients=2 * LAYER_BYTES)
+            on_the_host = ledger.host_by_kind
+            assert on_the_host["parameters"] == on_the_host["gradients"] == depth * LAYER_BYTES
+            assert ledger.host_by_kind["activations"] == 0  # all given back
+
+
+def test_l2l():
+    """The check of the atlas's row: 4 to 64 layers, one figure of the device's; gradients of the plain model."""
+    for depth in (4, 16, 64):
+        test_gradients_are_those_of_the_plain_model_to_the_bit(depth, 2, "host")
+        assert max(live["parameters"] for _, live in step(depth).timeline()) == 2 * LAYER_BYTES
+
+
+def test_a_plain_model_grows_with_depth():
+    """Control: what L2L is compared with."""
+
+    def plain(depth):
+        model = nn.Sequential(*stack(depth))
+        with Ledger() as ledger:
+            loss_fn(model(batch(1)[0][0]), batch(1)[1][0]).backward()
+        return ledger.peak_by_kind["parameters"]
+
+    assert [plain(depth) for depth in (4, 64)] == [4 * LAYER_BYTES, 64 * LAYER_BYTES]
+
+
+@pytest.mark.parametrize("depth", [1, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_bytes_over_the_link_do_not_depend_on_microbatches(depth, microbatches):
+    ledger = step(depth, microbatches)
+    assert ledger.copied_bytes("to_device") == max(1, 2 * depth - 2) * LAYER_BYTES
+    assert ledger.copied_bytes("to_host") == depth * LAYER_BYTES
+    stashed = (depth - 1) * microbatches * ROWS * WIDTH * 8
+    ledger = step(depth, microbatches, stash="host")
+    assert ledger.copied_bytes("to_device") == max(1, 2 * depth - 2) * LAYER_BYTES + stashed
+    assert ledger.copied_bytes("to_host") == depth * LAYER_BYTES + stashed
+
+
+def test_activations_kept_are_the_inputs_of_layers():
+    """With the stash on the host the device's do not grow with depth either."""
+    grows = [step(depth).peak_by_kind["activations"] for depth in (8, 16, 24)]
+    assert grows[1] - grows[0] == grows[2] - grows[1] == 8 * 2 * ROWS * WIDTH * 8
+    fixed = [step(depth, stash="host").peak_bytes for depth in (8, 16, 24)]
+    assert fixed[0] == fixed[1] == fixed[2]
+
+
+def test_the_next_layer_comes_while_this_one_works():
+    events = step(4).events
+    arrives = {
+        event.id: number
+        for number, event in enumerate(events)
+        if type(event) is Copy and event.way == "to_device"
+    }
+    waited = {event.id: number for number, event in enumerate(events) if type(event) is Wait}
+    between = [sum(type(event) is Compute for event in events[arrives[id] : waited[id]]) for id in arrives]
+    assert between[0] == 0 and all(between[1:])
+
+
+def test_room_for_one_layer_only_is_late_every_time():
+    """Control: without a place for the next layer nothing hides a fetch."""
+    run = LayerToLayer(stack(4), loss_fn)
+    run._engine.room_bytes = LAYER_BYTES
+    run(*batch(1))
+    assert run._engine.late == 7
+    run = LayerToLayer(stack(4), loss_fn)
+    run(*batch(1))
+    assert run._engine.late == 1
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="stash='disk'; use device or host"):
+        LayerToLayer(stack(1), loss_fn, "disk")
+    for layers in ([], [nn.Tanh()]):
+        with pytest.raises(ValueError, match="have no parameters"):
+            LayerToLayer(layers, loss_fn)
+    with pytest.raises(ValueError, match="2 microbatches of inputs and 1 of targets"):
+        LayerToLayer(stack(1), loss_fn)(batch(2)[0], batch(1)[1])
+    with pytest.raises(ValueError, match="0 microbatches of inputs and 0 of targets; give .* at least one"):
+        LayerToLayer(stack(1), loss_fn)([], [])

@@ -126,7 +126,7 @@ def busy(rows_seen):
 
 def never_reduced(weights, holders, group):
     """The mistake: copies arrive, their gradients do not come back."""
-    held = balance.held_by(holders, group.size())[group.rank()]
+    held = balance.experts_of(holders, group.size())[group.rank()]
     own = torch.tensor([i for i, e in enumerate(held) if holders[e][0] == group.rank()])
     full = balance.copied([weight.detach() for weight in weights], holders, group)
     return [there.index_copy(0, own, weight) for there, weight in zip(full, weights)]
@@ -430,15 +430,14 @@ def test_flexmoe(ranks):
     """
     heat, owners = [10_000 // (e + 1) for e in range(E)], plan.owners(E, ranks)
     steps = plan.flexmoe(heat, owners, ranks, slots=E // ranks + 2)
-    levels = [
-        plan.balance_ratio(plan.shared_loads(heat, h, ranks)) for h in (owners, plan.applied(owners, steps))
-    ]
+    both = owners, plan.applied(owners, steps)
+    levels = [plan.balance_ratio(plan.shared_loads(heat, holders, ranks)) for holders in both]
     assert levels[1] < 1.1 < levels[0] and 0 < len(steps) <= 2 * E
     loads, *layouts = replicas(ranks)
     outcomes = [rank["flexible"] for rank in launched(ranks)]
     assert max(map(len, layouts[1])) > 1 and layouts[1][1] != layouts[0][1], "replicated, and moved"
     for step, layout in enumerate([0, 1, 1, 1, 2]):
-        held = balance.held_by(layouts[layout], ranks)
+        held = balance.experts_of(layouts[layout], ranks)
         for e, there in enumerate(layouts[layout]):
             for matrix in (0, 1):
                 copies = [outcomes[r][0][step][matrix][held[r].index(e)] for r in there]
@@ -475,7 +474,7 @@ def test_bytes_of_replicas(ranks):
 @pytest.mark.parametrize("wrong", ["replicas never meet", "moments stay behind"])
 def test_mistakes_of_replicas_are_seen(wrong):
     outcomes, layouts = launch.run(flexible, wrong, ranks=2), replicas(2)[1:]
-    held, step = balance.held_by(layouts[1], 2), 1
+    held, step = balance.experts_of(layouts[1], 2), 1
     far = max(
         (outcomes[r][0][step][0][i] - trained()[step][0][e]).abs().max()
         for r in range(2)
@@ -551,46 +550,27 @@ def test_a_row_for_replicas_is_the_turn_of_a_holder():
     routing = router.balanced(torch.zeros(24, 4, dtype=torch.float64), 2, torch.arange(24)[None])
     holders = ((0, 2, 3), (1,), (2, 0), (3,))
     found = balance.placed(routing, holders, Rank(), share=True).experts
-    held = balance.held_by(holders, 4)
+    held = balance.experts_of(holders, 4)
     for e, there in enumerate(holders):
         to = (found[routing.experts == e] // 2).tolist()
         assert to == [there[(i + 1) % len(there)] for i in range(12)]
-    assert [
-        (e, held[s // 2][s % 2]) for e, s in zip(routing.experts.flatten().tolist(), found.flatten().tolist())
-    ] == [(e, e) for e in routing.experts.flatten().tolist()]
+    assert [held[s // 2][s % 2] for s in found.flatten().tolist()] == routing.experts.flatten().tolist()
 
 
 def test_bad_input_is_refused_before_anything_is_sent():
-    class Four:
-        size = staticmethod(lambda: 4)
-        rank = staticmethod(lambda: 0)
+    class Group:
+        def __init__(self, ranks, rank=0):
+            self.size, self.rank = (lambda: ranks), (lambda: rank)
 
-    class Three(Four):
-        size = staticmethod(lambda: 3)
-
-    class SecondOfTwo(Four):
-        size = staticmethod(lambda: 2)
-        rank = staticmethod(lambda: 1)
-
-    weights = torch.zeros(1, D, WIDE), torch.zeros(1, WIDE, D)
-    routing = router.top_k(torch.zeros(4, 4), 2)
-    for call, words in (
-        (lambda: balance.held_by(((0,), (1,), (2,), ()), 4), "each expert has holders"),
-        (lambda: balance.held_by(((0,), (1,), (2,), (3, 3)), 4), "all different, of 0 to 3"),
-        (lambda: balance.held_by(((0,), (1,), (2,), (0,)), 4), "each rank holds an expert"),
-        (lambda: balance.held_by(((0,), (1,), (2,), (3, 4)), 4), "of 0 to 3"),
-        (
-            lambda: balance.copied(weights, ((1, 0), (1,), (2,), (3,)), Four()),
-            "with 4 ranks expert e of 4 is owned by rank e·ranks/experts, who stands first",
-        ),
-        (
-            lambda: balance.switchable(torch.zeros(4, D), routing, weights, Three(), Four()),
-            "4 experts on 4 ranks, 3 gather: neighbours gather, as many everywhere",
-        ),
-        (
-            lambda: balance.switchable(torch.zeros(4, D), routing, weights, SecondOfTwo(), Four()),
-            "4 experts on 4 ranks, 2 gather: neighbours gather",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    weights, four = (torch.zeros(1, D, WIDE), torch.zeros(1, WIDE, D)), Group(4)
+    switched = torch.zeros(4, D), router.top_k(torch.zeros(4, 4), 2), weights
+    for last in ((), (3, 3), (0,), (3, 4)):
+        with pytest.raises(
+            ValueError, match="each expert has holders, all different, of 0 to 3, and each rank"
+        ):
+            balance.experts_of(((0,), (1,), (2,), last), 4)
+    with pytest.raises(ValueError, match="with 4 ranks expert e of 4 is owned by rank e·ranks/experts"):
+        balance.copied(weights, ((1, 0), (1,), (2,), (3,)), four)
+    for sharing in (Group(3), Group(2, rank=1)):
+        with pytest.raises(ValueError, match="4 experts on 4 ranks, . gather: neighbours gather"):
+            balance.switchable(*switched, sharing, four)

@@ -1,33 +1,38 @@
 """What crosses ep, decided in each step: rows or experts, whichever is less, and shadows of busy experts."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 
 from minitrain import collectives, launch
+from minitrain.compose import expert_passes
 from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.mixture import MixtureOfExperts
-from minitrain.moe import parallel, router
-from minitrain.moe.dispatch import Dispatch
+from minitrain.moe import router
+from minitrain.moe.parallel import place_experts
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
 from minitrain.systems.moe import travel as module
-from minitrain.systems.plan.expert_placement import shadowed
 from tests.layouts import Draw, distance, on_rank, one_process
 
 D, E, RANKS = 8, 8, 4
 SIZE, HERE = 8, E // RANKS  # bytes of a number, experts of a rank
 
 
-def layer(width, whole=False, activation="gelu"):
-    """Experts of this rank of the world, or of all; the scores of expert 2 are high, of 5 a little."""
+def config_of(width, activation="gelu"):
     experts = ExpertsConfig(E, 2, expert_width=width)
-    c = GPTConfig(vocab_size=11, d_model=D, num_heads=2, num_layers=1, activation=activation, experts=experts)
+    return GPTConfig(
+        vocab_size=11, d_model=D, num_heads=2, num_layers=1, activation=activation, experts=experts
+    )
+
+
+def layer(c, whole=False):
+    """Experts of this rank of the world, or of all; the scores of expert 2 are high, of 5 a little."""
     torch.manual_seed(0)
     mixture = MixtureOfExperts(c, E, dtype=torch.float64)
     for param in mixture.parameters():
@@ -36,8 +41,7 @@ def layer(width, whole=False, activation="gelu"):
         mixture.router.weight[:, 0] = torch.tensor([0.0, 0, 3, 0, 0, 1, 0, 0])
     rank = collectives.world().rank()
     for name, param in () if whole else list(mixture.experts.named_parameters()):
-        own = param[HERE * rank : HERE * (rank + 1)].detach().clone()
-        setattr(mixture.experts, name, torch.nn.Parameter(own))
+        setattr(mixture.experts, name, torch.nn.Parameter(param.detach().chunk(RANKS)[rank].clone()))
     return mixture
 
 
@@ -49,17 +53,18 @@ def drawn(tokens, rank):
 
 def measured(width, tokens, activation="gelu", training=True, **how):
     """(distance from one process, counts [E] of this rank, bytes over ep, kinds of bytes) of one layer."""
-    group, mesh = collectives.world(), Mesh(ep=RANKS, one=1)
-    rank, ours, whole = group.rank(), layer(width, False, activation), layer(width, True, activation)
-    parallel.spread(ours, mesh.group("ep"), partial(Dispatch, group=mesh.group("ep")))
-    module.choose_way(ours, mesh.group("ep"), mesh.group("ep"), mesh.group("one"), rule=shadowed, **how)
+    strategy, c = Strategy(dp=RANKS, ep=RANKS, **how), config_of(width, activation)
+    mesh, rank, ours, whole = Mesh(**strategy.axes), collectives.world().rank(), layer(c), layer(c, True)
+    groups = expert_passes.ExpertGroups(strategy, mesh)
+    place_experts(ours.experts, groups.group)
+    ours.hooks.experts = expert_passes.travel(c, strategy, mesh, groups, None)
     ours.train(training)
     x, at = drawn(tokens, rank), torch.arange(tokens)
     with Ledger() as ledger, torch.set_grad_enabled(training):
         y = ours(x, at)
         if training:
             y.square().sum().backward()
-    sent = {op: ledger.sent_bytes(op, "ep") for op in ("all_to_all", "all_gather", "all_reduce")}
+    sent = {op: ledger.sent_bytes(op) for op in ("all_to_all", "all_gather", "all_reduce")}
     alone = [drawn(tokens, r) for r in range(RANKS)]  # the tokens of all, for gradients are sums over all
     with torch.set_grad_enabled(training):
         outputs = [whole(one, at) for one in alone]
@@ -83,7 +88,7 @@ WAYS = ("tokens", "experts", "cheaper")
 
 
 def all_ways():
-    return [[measured(*sizes, what=what) for what in WAYS] for sizes in SIZES]
+    return [[measured(*sizes, ep_travel=what) for what in WAYS] for sizes in SIZES]
 
 
 @cache
@@ -137,13 +142,13 @@ def test_the_rule_counts_what_crosses():
 
 # width, tokens of a rank, settings; and how many the rule picks of those allowed
 SHADOWS = [
-    (2, 40, dict(most=1), 1),
-    (2, 40, dict(most=8), 8),
-    (2, 40, dict(most=2, chunks=2), 2),
-    (50, 40, dict(most=8), 2),
-    (36, 40, dict(most=8, activation="swiglu"), 1),
-    (50, 4, dict(most=8), 0),
-    (2, 40, dict(most=2, training=False), 2),
+    (2, 40, dict(ep_shadow=1), 1),
+    (2, 40, dict(ep_shadow=8), 8),
+    (2, 40, dict(ep_shadow=2, ep_chunks=2), 2),
+    (50, 40, dict(ep_shadow=8), 2),
+    (36, 40, dict(ep_shadow=8, activation="swiglu"), 1),
+    (50, 4, dict(ep_shadow=8), 0),
+    (2, 40, dict(ep_shadow=2, training=False), 2),
 ]
 
 
@@ -187,7 +192,7 @@ def test_shadows_keep_rows_at_home_and_send_copies(number):
     by_rank, passes = [rank[number] for rank in copies()], 1 + how.get("training", True)
     table = [counts for _, counts, _ in by_rank]
     W = (3 if "activation" in how else 2) * D * width
-    chosen = picked(table, W, how["most"])
+    chosen = picked(table, W, how["ep_shadow"])
     assert len(chosen) == wanted and chosen[:1] in ([], [2]), chosen
     for rank, (far, _, sent) in enumerate(by_rank):
         assert far < 1e-12
@@ -214,12 +219,8 @@ def tabled():
     routing = router.top_k(scores, 2)
     with Ledger() as ledger:
         table = module.table_of(routing, mesh.group("ep"), [mesh.group("tp")])
-    return (
-        table,
-        mesh.rank("ep"),
-        routing.counts.tolist(),
-        [ledger.sent_bytes(axis=axis) for axis in ("ep", "tp")],
-    )
+    sent = [ledger.sent_bytes(axis=axis) for axis in ("ep", "tp")]
+    return table, mesh.rank("ep"), routing.counts.tolist(), sent
 
 
 def test_a_table_is_eight_bytes_an_expert_to_each_and_a_sum_beside():
@@ -281,7 +282,7 @@ def test_a_run_equals_one_process(ranks):
     """Gradients, clipped steps and whole states, with the names and shapes of one process; shadows there are."""
 
     def rank():
-        chosen, copied, tables, table_of = [], module.shadows, [], module.table_of
+        chosen, copied, tables, table_of = [], module.shadows, [], expert_passes.table_of
 
         def shadows(own, which, group):
             chosen.append(len(which))
@@ -291,7 +292,7 @@ def test_a_run_equals_one_process(ranks):
             tables.append(table_of(*given, **named))
             return tables[-1]
 
-        module.shadows, module.table_of, found = shadows, table, []
+        module.shadows, expert_passes.table_of, found = shadows, table, []
         for one in RUNS[ranks]:
             chosen.clear(), tables.clear()
             found.append((on_rank(one)[0], max(chosen, default=0), list(tables)))
@@ -302,9 +303,7 @@ def test_a_run_equals_one_process(ranks):
         reference = one_process(one)
         assert max(distance(found[number][0], reference) for found in results) < 1e-12, one.strategy
         assert all(bool(found[number][1]) == (one.strategy.ep_shadow > 0) for found in results), one.strategy
-        if (
-            one.strategy.tp > 1
-        ):  # whose ranks share out the tokens: 9 rows, then 8, of 24 tokens with 2 choices
+        if one.strategy.tp > 1:  # its ranks share out the tokens: 9 rows, then 8, of 24 tokens, 2 choices
             tables = [found[number][2] for found in results]
             assert all(table == tables[0] for table in tables)
             assert [sum(map(sum, table)) for table in tables[0]] == [9 * 48] * 2 + [8 * 48] * 2

@@ -99,10 +99,8 @@ def test_cross_node_a2a(ranks, case):
     for nodes, size in GRIDS[ranks]:
         outcomes = [rank[nodes, size, case] for rank in launched(ranks)]
         assert max(differs for differs, *_ in outcomes) < 1e-12
-        k, table = (
-            outcomes[0][1].shape[1],
-            torch.zeros(ranks, nodes, dtype=torch.long),
-        )  # [rank, node]: copies
+        k = outcomes[0][1].shape[1]
+        table = torch.zeros(ranks, nodes, dtype=torch.long)  # [rank, node]: copies
         for rank, (_, chosen, _, _) in enumerate(outcomes):
             for choices in chosen:
                 for node in {int(e) // (E // nodes) for e in choices if e != NOWHERE}:
@@ -115,9 +113,8 @@ def test_cross_node_a2a(ranks, case):
             notes = leave * k + leave * k + arrive * k  # experts, weights, gradients of the weights
             assert sent == (rows + notes + nodes - 1) * 8
         if case.endswith("of four") and nodes == 4:
-            assert table.sum(1).tolist() == [
-                {"two": 2, "one": 1}[case.split()[0]] * N // 2 // (3 if r else 1) for r in range(4)
-            ]
+            copies = {"two": 2, "one": 1}[case.split()[0]]
+            assert table.sum(1).tolist() == [copies * N // 2 // (3 if r else 1) for r in range(4)]
         if case == "all 8 experts":
             assert k == 8 and int(table.sum()) == N * nodes, "8 rows of a token in the flat one"
 
@@ -169,18 +166,11 @@ def all_to_all_on_a_rank():
     (back * x).sum().backward()
     others = [rank for rank in range(4) if rank // 2 != group.rank() // 2]
     beyond = [[size for to, size in sent if to in others] for sent in (plain, levels)]
-    with pytest.raises(
-        ValueError, match="x has 6 rows; all-to-all over 2 nodes of 2 ranks needs a multiple of 4"
-    ):
+    with pytest.raises(ValueError, match="x has 6 rows; all-to-all over 2 nodes of 2 ranks needs a multiple"):
         two_level_all_to_all(x[:6], across, inside)
     within = sum(size for to, size in levels if to not in others)
-    return (
-        torch.equal(flat, ours),
-        torch.equal(back, x) and torch.equal(leaf.grad, x),
-        beyond,
-        within,
-        x.nbytes,
-    )
+    adjoint = torch.equal(back, x) and torch.equal(leaf.grad, x)
+    return torch.equal(flat, ours), adjoint, beyond, within, x.nbytes
 
 
 def test_two_level_all_to_all():

@@ -1,28 +1,24 @@
 """BitNet and b1.58: their values, the norm and the straight-through gradients, storage, layouts, real text."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose.parallelize import parallelize
 from minitrain.compose.product_passes import multiply_in
-from minitrain.model.data.batches import Rows, Text, random_tokens
+from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
-from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import dequantize
 from minitrain.precision.products import Scales
 from minitrain.precision.quantized_linear import LowLinear, project
 from minitrain.systems.precision import bitnet
 from tests.parallel import TOLERANCE, small
+from tests.precision.training import distance, normal, trained
 
 NAMES = ("bitnet", "bitnet_b158")
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def by_hand(name: str, x, weight, dy):
@@ -119,16 +115,13 @@ def test_bits_of_a_weight_and_the_way_back():
     assert torch.equal(bitnet.unpack_trits(trits, 320), three.to(torch.int8))
     every = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * 5)
     packed = bitnet.pack_trits(every)
-    assert (
-        torch.equal(bitnet.unpack_trits(packed, 5), every) and len(packed.unique()) == 243 == packed.max() + 1
-    )
+    assert torch.equal(bitnet.unpack_trits(packed, 5), every)
+    assert len(packed.unique()) == 243 == packed.max() + 1
     for length in range(8):  # short last bytes
-        assert torch.equal(
-            bitnet.unpack_trits(bitnet.pack_trits(three[..., :length]), length), three[..., :length]
-        )
-        assert torch.equal(
-            bitnet.unpack_signs(bitnet.pack_signs(one[..., :length]), length), one[..., :length]
-        )
+        some = three[..., :length], one[..., :length]
+        back = bitnet.unpack_trits(bitnet.pack_trits(some[0]), length)
+        assert torch.equal(back, some[0])
+        assert torch.equal(bitnet.unpack_signs(bitnet.pack_signs(some[1]), length), some[1])
 
 
 def test_three_values_need_no_multiplication():
@@ -164,46 +157,33 @@ def test_refused_in_one_clear_line(call, complaint):
 # ---- layouts ---------------------------------------------------------------------------------------------
 
 
-def train(products: str, experts=None, size=4, **strategy):
-    config = small(tied=False, **({"experts": experts} if experts else {}))
-    run = parallelize(
-        config, Strategy(products=products, precision="float64", **strategy),
-        lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3,
-    )  # fmt: skip
-    rows = Rows(lambda step, rank, ranks: random_tokens(step, rank, ranks, size, 8, 29, seed=5), size, 8)
-    losses = [run.total(run.step(run.batch(rows, step), 0.5).loss).item() for step in range(3)]
-    return losses, run.state_dict()["parameters"]
+DENSE = small(tied=False)
+MIXED = small(tied=False, experts=dict(num_experts=4, top_k=2))
+LAYOUTS = [(DENSE, layout) for layout in (dict(dp=2), dict(dp=2, zero=3), dict(pp=2, microbatches=2))]
+LAYOUTS += [(DENSE, layout) for layout in (dict(tp=2), dict(tp=2, sequence_parallel=True), dict(cp=2))]
+LAYOUTS += [(MIXED, layout) for layout in (dict(tp=2), dict(dp=2, ep=2))]
 
 
-def train_all(settings):
-    return [train(products, **more) for products, more in settings]
+def each(cases):
+    return [trained(config, products, 3, **layout) for products, config, layout in cases]
 
 
-def apart(one, other) -> float:
-    return max(
-        *(abs(a - b) for a, b in zip(one[0], other[0])),
-        *((one[1][name] - other[1][name]).abs().max().item() for name in one[1]),
-    )
-
-
-EXPERTS = dict(num_experts=4, top_k=2)
-DENSE = (
-    dict(dp=2), dict(dp=2, zero=3), dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2, microbatches=2),
-    dict(cp=2),
-)  # fmt: skip
-MIXED = (dict(tp=2), dict(dp=2, ep=2))
+@cache
+def distances():
+    """Of every layout from one process, by product; and of the product from the plain one."""
+    alone = [(name, config, {}) for name in NAMES for config in (DENSE, MIXED)]
+    ((plain, *found),) = launch.run(each, [("plain", DENSE, {}), *alone], ranks=1)
+    alone = {case[:2]: result for case, result in zip(alone, found)}
+    cases = [(name, *layout) for name in NAMES for layout in LAYOUTS]
+    results = zip(cases, launch.run(each, cases, ranks=2, timeout_s=120)[0])
+    far = [(name, layout, distance(alone[name, config], found)) for (name, config, layout), found in results]
+    return far, [distance(plain, alone[name, DENSE]) for name in NAMES]
 
 
 def test_every_layout_is_one_process():
-    alone = [(name, {}) for name in NAMES] + [(name, dict(experts=EXPERTS)) for name in NAMES]
-    alone = dict(zip([(name, bool(more)) for name, more in alone], launch.run(train_all, alone, ranks=1)[0]))
-    cases = [(name, layout) for name in NAMES for layout in DENSE]
-    cases += [(name, dict(experts=EXPERTS, **layout)) for name in NAMES for layout in MIXED]
-    found = launch.run(train_all, cases, ranks=2, timeout_s=120)[0]
-    for (name, layout), result in zip(cases, found):
-        assert apart(alone[name, "experts" in layout], result) < TOLERANCE, (name, layout)
-    plain = launch.run(train, "plain", ranks=1)[0]
-    assert all(apart(plain, alone[name, False]) > 1e-3 for name in NAMES), "products are in few bits"
+    far, from_plain = distances()
+    assert max(gap for *_, gap in far) < TOLERANCE, far
+    assert min(from_plain) > 1e-3, "products are in few bits"
 
 
 def sent(tokens: int) -> dict:
@@ -213,9 +193,8 @@ def sent(tokens: int) -> dict:
         for cut in ("N", "K", "M"):
             calls, scales = [], Scales(0, group, cut)
             x, weight, dy = normal(tokens, 16), normal(8, 16, seed=1), normal(tokens, 8)
-            with collectives.observe(
-                lambda kind, call: calls.append(math.prod(call.shape)) if kind == "issue" else None
-            ):
+            note = lambda kind, call: calls.extend([math.prod(call.shape)] * (kind == "issue"))
+            with collectives.observe(note):
                 kept = products.enter(x, scales)
                 products.forward(kept, weight, scales)
                 calls.append("|")
@@ -233,8 +212,8 @@ def test_what_ranks_agree_on():
 
 
 def same_on_ranks(name):
-    (alone,), cut = launch.run(train, name, ranks=1), launch.run(lambda: train(name, tp=2), ranks=2)
-    assert max(apart(alone, one) for one in cut) < TOLERANCE
+    """Cut over ranks of tp the steps are those of one process."""
+    assert max(gap for one, layout, gap in distances()[0] if one == name and "tp" in layout) < TOLERANCE
 
 
 # ---- real text -------------------------------------------------------------------------------------------
@@ -242,7 +221,7 @@ def same_on_ranks(name):
 
 def learn(cases: list) -> list[list[float]]:
     """Losses of each (products, seed), on every second case of this rank; ranks say nothing to each other."""
-    found, text = [], Text.found()
+    found, text = [], Text.builtin()
     for products, seed in cases[collectives.world().rank() :: 2]:
         config = small(vocab_size=256, d_model=32, num_kv_heads=4, max_positions=32)
         model = GPT(config, seed=seed)
@@ -265,9 +244,8 @@ def learned() -> dict[str, list]:
     """{products: losses of three seeds}, first and mean of the last 20 steps."""
     cases = [(name, seed) for seed in range(3) for name in NAMES]
     by_rank = launch.run(learn, cases, ranks=2, timeout_s=200)
-    return {
-        name: [(losses[0], sum(losses[-20:]) / 20) for losses in found] for name, found in zip(NAMES, by_rank)
-    }
+    ends = [[(losses[0], sum(losses[-20:]) / 20) for losses in found] for found in by_rank]
+    return dict(zip(NAMES, ends))
 
 
 def test_bitnet(learned):

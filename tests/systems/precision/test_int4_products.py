@@ -7,24 +7,17 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose.parallelize import parallelize
 from minitrain.compose.products_by_name import PRODUCTS
-from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.training.optim import AdamW
-from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.products import Scales
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.precision import int4
 from tests.parallel import small
+from tests.precision.training import distance, normal, trained
 
 INT4, ALONE = PRODUCTS["int4"], Scales()
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # ---- forward -----------------------------------------------------------------------------------------------
@@ -72,7 +65,7 @@ def test_the_measured_step_is_the_one_that_is_learned(draw, worse):
 
 def test_products_forward_are_of_integers_and_cost_half_a_byte():
     x, weight = normal(2, 24, 96, dtype=torch.float32), normal(32, 96, seed=1, dtype=torch.float32)
-    kept, w = INT4.enter(x, ALONE), INT4.spread(weight, ALONE, "NK")
+    kept, w = INT4.enter(x, ALONE), INT4.quantized(weight, ALONE, "NK")
     whole = kept.elements().long() @ w.elements().long().mT
     assert kept.elements().abs().max() <= 7 and kept.nbytes == x.numel() // 2 + 4
     assert torch.equal(INT4.forward(kept, weight, ALONE), whole * (kept.multipliers * w.multipliers))
@@ -108,8 +101,7 @@ def test_rounding_by_chance_is_unbiased_and_never_exceeds_119():
 
 def test_int4_xi():
     """H is its own inverse, 16 hi + lo is INT8's code. dx and dW over 10^4 draws of what is kept: the mean is the
-    product of dy itself, within 3 sigma (of all
-    numbers at once; one of a thousand may be 4 away). Half of the rows are kept; without 1/p it fails."""
+    product of dy itself, within 3 sigma (of all numbers at once; one of a thousand may be 4 away). Half of the rows are kept; without 1/p it fails."""
     dy = normal(24, 8) * torch.logspace(0, -3, 24)[:, None]
     x, weight = normal(24, 16, seed=1), normal(8, 16, seed=2)
     kept, exact = INT4.enter(x, ALONE), torch.float64
@@ -120,7 +112,7 @@ def test_int4_xi():
     assert torch.equal(16 * parts[0].int() + parts[1].int(), grad.codes.int()) and parts[0].any()
     sizes = int4.lengths(parts, ALONE, "N")
     sizes_w = sizes * int4.lengths(kept.elements()[None], ALONE, "K")
-    w = INT4.spread(weight, ALONE, "NK").elements().to(exact)
+    w = INT4.quantized(weight, ALONE, "NK").elements().to(exact)
     for size, of in ((sizes, lambda k: k @ w), (sizes_w, lambda k: k.mT @ kept.elements().to(exact))):
         rows = int4.sampled(parts, size, torch.arange(10_000)[:, None, None])
         draws = of(rows)
@@ -143,7 +135,7 @@ def test_backward_is_right_on_average(monkeypatch):
     )
     scales = 1 + 1e-4 * torch.arange(300).double()
     draws = [INT4.backward(dy * scale, kept, weight, (True, True), ALONE) for scale in scales]
-    back = int4.hadamard(dequantize(INT4.spread(weight, ALONE, "NK"), torch.float64))
+    back = int4.hadamard(dequantize(INT4.quantized(weight, ALONE, "NK"), torch.float64))
     x_back = int4.hadamard(dequantize(kept, torch.float64))
     expected = dy @ back, dy.flatten(0, 1).mT @ x_back.flatten(0, 1)
     for found, exact in zip(zip(*draws), expected):
@@ -152,9 +144,8 @@ def test_backward_is_right_on_average(monkeypatch):
         assert off.square().mean() < 1.3 and off.abs().max() < 5
         assert 0.02 < ((found[0] - exact).norm() / exact.norm()) < 1
     codes = INT4.enter_grad(dy, ALONE).codes.flatten(0, 1)
-    norms = torch.stack(
-        [part.double().norm(dim=1) for part in ((codes + 8) // 16, codes - (codes + 8) // 16 * 16)]
-    )
+    hi = (codes + 8) // 16
+    norms = torch.stack([part.double().norm(dim=1) for part in (hi, codes - 16 * hi)])
     assert (seen[0] - norms).abs().max() < 1e-12
     assert (seen[1] - norms * kept.elements().double().flatten(0, 1).norm(dim=1)).abs().max() < 1e-9
 
@@ -197,9 +188,7 @@ def test_nan_is_told_and_nothing_is_nothing():
         dy[1, 2, 3] = bad
         assert all(g.isnan().all() for g in INT4.backward(dy, kept, weight, (True, True), ALONE))
         assert INT4.forward(INT4.enter(x.masked_fill(x > 2, bad), ALONE), weight, ALONE).isnan().all()
-    zero = INT4.backward(
-        dy * 0.0 if dy.isfinite().all() else torch.zeros_like(dy), kept, weight, (True, True), ALONE
-    )
+    zero = INT4.backward(torch.zeros_like(dy), kept, weight, (True, True), ALONE)
     assert not zero[0].any() and not zero[1].any()
     none = INT4.enter(x[0, :0], ALONE)
     assert INT4.forward(none, weight, ALONE).shape == (0, 16)
@@ -213,22 +202,6 @@ WIDE = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=2, ti
 MIXED = replace(WIDE, experts=ExpertsConfig(num_experts=4, top_k=2))
 
 
-def rows(step):
-    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, 4, 8, 29, seed=5), 4, 8)
-
-
-def trained(config=WIDE, **strategy):
-    strategy = dict(precision="float64", products="int4") | strategy
-    run = parallelize(config, Strategy(**strategy), lambda p: AdamW(p, lr=1e-2, eps=1e-3), seed=3)
-    losses = [run.total(run.step(run.batch(rows(i), i), 0.5).loss).item() for i in range(2)]
-    return losses, run.state_dict()["parameters"]
-
-
-def apart(a, b):
-    gaps = [(a[1][name] - b[1][name]).abs().max().item() for name in a[1]]
-    return max(gaps + [abs(x - y) for x, y in zip(a[0], b[0])])
-
-
 def agreed(tokens: int) -> dict:
     """Bytes of each all-reduce of a layer whose matrix is cut along N or K: forward and backward of its products."""
     group, found = collectives.world(), {}
@@ -240,10 +213,8 @@ def agreed(tokens: int) -> dict:
         with Ledger() as backward:
             grad = INT4.enter_grad(dy, scales)
             INT4.backward(grad, kept, weight, (True, True), scales)
-        found[cut] = [
-            [event.payload_bytes for event in ledger.events if isinstance(event, Issue)]
-            for ledger in (forward, backward)
-        ]
+        issues = ([e for e in ledger.events if isinstance(e, Issue)] for ledger in (forward, backward))
+        found[cut] = [[event.payload_bytes for event in some] for some in issues]
     return found
 
 
@@ -266,16 +237,17 @@ def test_ranks_that_share_tokens_or_matrices_draw_alike():
     ]
     more = [(WIDE, dict(dp=2)), (WIDE, dict(dp=2, zero=3)), (WIDE, dict(cp=2)), (MIXED, dict(tp=2))]
     more.append((MIXED, dict(dp=2, ep=2)))
-    (alone,) = launch.run(lambda: [trained(**one) for one, _ in cuts[1:]], ranks=1)
-    alone.insert(0, alone[0])
 
-    def rank():
-        return [trained(**two) for _, two in cuts], [trained(config, **layout) for config, layout in more]
+    def each(cases):
+        return [trained(config, "int4", **layout) for config, layout in cases]
 
-    ranks = launch.run(rank, ranks=2)
+    (alone,) = launch.run(each, [(WIDE, one) for one, _ in cuts[1:3]], ranks=1)
+    alone = [alone[0], *alone, alone[1]]
+    results = launch.run(each, [(WIDE, two) for _, two in cuts] + more, ranks=2)
+    ranks = [(found[:4], found[4:]) for found in results]
     for same, others in ranks:
-        assert [apart(a, b) < 1e-12 for a, b in zip(same, alone)] == [True] * 4
+        assert [distance(a, b) < 1e-12 for a, b in zip(same, alone)] == [True] * 4
         dp, zero, cp, *_ = others
-        assert apart(dp, zero) < 1e-15 and max(max(losses) for losses, _ in others) < 4
-        assert all(1e-6 < apart(a, b) for a, b in ((dp, alone[0]), (alone[0], alone[2]), (cp, alone[0])))
-    assert all(apart(a, b) == 0 for a, b in zip(ranks[0][1], ranks[1][1]))
+        assert distance(dp, zero) < 1e-15 and max(max(losses) for losses, _ in others) < 4
+        assert all(1e-6 < distance(a, b) for a, b in ((dp, alone[0]), (alone[0], alone[2]), (cp, alone[0])))
+    assert all(distance(a, b) == 0 for a, b in zip(ranks[0][1], ranks[1][1]))

@@ -203,7 +203,7 @@ def apart(a, b):
 def test_jetfire():
     """On text, 12 steps: products in INT8, and all that flows in INT8, end within 0.2 % of float32. What a block
     keeps is 1/2 of FP16 and a scale for 1,024 numbers; with a channel that stands out blocks err least."""
-    text = Text.found()
+    text = Text.builtin()
 
     def losses_of(way):
         products = "int8" if way == "products" else "plain"

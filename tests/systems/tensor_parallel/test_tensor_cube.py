@@ -1,6 +1,5 @@
 """A 2·2·2 cube of ranks: equal to one process, every operand cut in eight, bytes as the formulas say, clear
-refusals.
-"""
+refusals."""
 
 import copy
 import types
@@ -153,8 +152,7 @@ def test_without_a_collective_it_does_not():
 
 def measure():
     """Elements sent by the product and its two gradients, by a bias, by an MLP in 3-D and in 1-D; saved
-    memory.
-    """
+    memory."""
     groups = grid()
     plain, biased = (Linear3D(whole_linear(bias), *groups) for bias in (False, True))
     mlp, sent = cut_mlp(whole_mlp("gelu"), *groups), {}

@@ -1,6 +1,5 @@
 """Weights that travel round the ring: equal to one process on all batches together, hops and memory counted,
-clear refusals.
-"""
+clear refusals."""
 
 import copy
 import weakref
@@ -100,8 +99,7 @@ def compare_linear(in_place):
 
 def train(activation, in_place):
     """Three steps of a block beside one process: the largest difference of outputs, gradients and
-    parameters.
-    """
+    parameters."""
     group, block = collectives.world(), fill(Block(activation))
     mine, total = rows(group.rank()), rows(group.size()).start
     ours, worst = rotate_linears(copy.deepcopy(block), group, in_place), 0.0
@@ -150,8 +148,7 @@ def test_without_the_ring_it_does_not():
 
 def measure(k, n):
     """For both ways: elements sent forward and backward, with bias and without; weights and gradients at the
-    peak.
-    """
+    peak."""
     group, found = collectives.world(), []
     for in_place in WAYS:
         plain, biased = (RotatedLinear(whole_linear(bias, k, n), group, in_place) for bias in (False, True))
@@ -188,8 +185,7 @@ def test_a_long_ring_sends_what_the_chooser_says():
 
 def memory():
     """In shards, at the peak of forward and of backward: two rows of activations are small beside a weight of
-    64 · 64.
-    """
+    64 · 64."""
     rotated.PIECE_BYTES = 64 * BYTES
     return [(forward * 4 / 64**2, backward * 4 / 64**2) for _, forward, backward in measure(64, 64)]
 

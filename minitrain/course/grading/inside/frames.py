@@ -48,7 +48,7 @@ class Line:
                 return None
         return frame
 
-    def arrived(self) -> Iterator[tuple[dict, bytes]]:
+    def incoming(self) -> Iterator[tuple[dict, bytes]]:
         """The frames that are complete after reading once. Raises ConnectionError at the end of the line."""
         if not self._read():
             raise ConnectionResetError

@@ -68,9 +68,10 @@ class NotListed(AttributeError):
 
 def with_collectives(source: str) -> None:
     """A `minitrain` that has these collectives (their text, from kit.py) and nothing else."""
-    package, collectives = ModuleType("minitrain"), ModuleType("minitrain.ranks.collectives")
+    package, ranks = ModuleType("minitrain"), ModuleType("minitrain.ranks")
+    collectives = ModuleType("minitrain.ranks.collectives")
     exec(source, collectives.__dict__)
-    package.collectives = collectives
+    package.collectives = ranks.collectives = collectives
 
     def not_listed(name: str):
         if name.startswith("__"):
@@ -78,7 +79,7 @@ def with_collectives(source: str) -> None:
         raise NotListed(f"calls {name}")
 
     collectives.__getattr__ = not_listed
-    sys.modules |= {"minitrain": package, "minitrain.ranks.collectives": collectives}
+    sys.modules |= {module.__name__: module for module in (package, ranks, collectives)}
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
     sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "minitrain"))]
 

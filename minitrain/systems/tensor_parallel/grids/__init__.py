@@ -1,6 +1,6 @@
 """Matrices in blocks on grids of ranks.
 
-First  summa, cannon       the product of two matrices that no rank holds whole
+First  summa               the product of two matrices that no rank holds whole
 then   optimus             a Transformer's layer on a q x q grid
        tesseract           d copies of it
        cube                three dimensions

@@ -1,4 +1,4 @@
-"""SUMMA: the product of two matrices that no rank holds whole; rank (i, j) of a q×q grid has a block of each.
+"""SUMMA and Cannon: products of matrices of which rank (i, j) of a q×q grid has a block each.
 
     summa      C(i, j) = Σ_s A(i, s) · B(s, j)      step s: column s of A along rows, row s of B along columns
     summa_nt   A(i, l) = Σ_j C(i, j) · B(l, j)ᵀ     C · Bᵀ: row l of B along columns, sums along rows
@@ -10,7 +10,8 @@ mesh.group("row"). With A[m, k], B[k, n], C[m, n] a rank sends and receives (q-1
 move: mk + kn, kn + mk, and mk + kn elements. One dimension (Megatron) moves (p-1)/p of the activations.
 Memory beside operands and result: blocks, 1/q² of a matrix. van de Geijn and Watts 1997, Concurrency:
 Practice and Experience 9(4). Differs: a panel is a whole block; sums are not reduced to one root per
-step: q of them go round at once, and every rank they pass adds its product, for the same bytes.
+step: q of them go round at once, and every rank they pass adds its product, for the same bytes. Cannon 1969,
+PhD thesis, Montana State University. Differs: the skew is one message, not i shifts by one.
 """
 
 import torch
@@ -82,6 +83,34 @@ def summa_tn(a: Tensor, c: Tensor, row_group: ProcessGroup, column_group: Proces
         a_column = broadcast(a, column, row_group)  # A(i, column)
         b.addmm_(_rows(a_column).t(), _rows(c))
     return b
+
+
+@torch.no_grad()
+def cannon(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+    """C = A · B, as `summa`, on a torus, where blocks move past each other and always to a neighbour.
+
+    skew      A(i, j) goes i places left, B(i, j) goes j up:  rank (i, j) has A(i, i+j), B(i+j, j)  (mod q)
+    step s    C(i, j) += A(i, i+j+s) · B(i+j+s, j)            then all of A one place left, all of B one up
+
+    Sends what `summa` does, behind the product before, and for the skew mk/q² if i > 0 and kn/q² if j > 0.
+    Memory: two blocks of A and two of B, one in work and one on its way."""
+    side = grid_side(row_group, column_group)
+    check_fit("cannon", a, b, a.size(-1), b.size(0))
+    i, j = column_group.rank(), row_group.rank()
+    c = a.new_zeros(a.shape[:-1].numel(), b.size(1))
+    a_here, b_here = _shifted(a.flatten(0, -2), row_group, i, b, column_group, j)()
+    for _ in range(side - 1):
+        arrive = _shifted(a_here, row_group, 1, b_here, column_group, 1)
+        c.addmm_(a_here, b_here)
+        a_here, b_here = arrive()
+    c.addmm_(a_here, b_here)
+    return c.view(*a.shape[:-1], b.size(1))
+
+
+def _shifted(a: Tensor, row_group: ProcessGroup, left: int, b: Tensor, column_group: ProcessGroup, up: int):
+    """Sends a to the left and b up the grid; what is returned waits for those that come instead."""
+    handles = rotate(a, row_group, -left, async_op=True), rotate(b, column_group, -up, async_op=True)
+    return lambda: [handle.wait() for handle in handles]
 
 
 def _rows(x: Tensor) -> Tensor:

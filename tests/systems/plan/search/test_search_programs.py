@@ -199,7 +199,7 @@ def test_deepspeed_autotuning():
 
 def bytes_of_a_step(strategy, config):
     """The second step: the first also builds."""
-    run, rows = parallelize(config, strategy, AdamW), Text.found().rows(batch_size=16, length=8)
+    run, rows = parallelize(config, strategy, AdamW), Text.builtin().rows(batch_size=16, length=8)
     run.step(run.batch(rows, 0))
     with Ledger() as ledger:
         run.step(run.batch(rows, 1))

@@ -1,0 +1,120 @@
+"""FlashAttention-3: products beside exponentials, as a model of its time, and 8 bits despite outliers.
+
+A block of keys takes two products (S = Q Kᵀ and P V, together `gemm`) on one unit, softmax on another:
+
+    sequential    n · (gemm + softmax)                       S_j  softmax_j  PV_j  S_j+1 ..
+    ping-pong     n · max(gemm, softmax) + a start           two warpgroups: products of one, softmax of other
+    within one    n · (gemm/2 + max(gemm/2, softmax)) + ..   PV_j-1 runs while softmax_j does
+
+per block of a warpgroup. On an H100 with K = 128 softmax is half of gemm: 1.5 becomes 1. Incoherent
+processing turns Q and K by one orthogonal matrix, so that an outlier is shared out over its row:
+
+    (Q M)(K M)ᵀ = Q Kᵀ          M = diag(random signs) · H / sqrt(K),  H: Hadamard
+
+An outlier of size a among K small numbers becomes K numbers of size a / sqrt(K), and the scores stay, for
+K log2 K additions per row. What 8 bits gain by it: systems/precision/fp8_attention.py. Sends nothing.
+Shah et al. 2024, arXiv:2407.08608, sections 3.1 to 3.3. Differs: simulated; not fused with the rotation.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minitrain.ranks.checks import require_ints, require_positive_ints
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work of one warpgroup on one unit. `after`: names of the steps that must be done before."""
+
+    name: str
+    unit: str
+    duration: float
+    after: tuple[str, ...] = ()
+
+
+def play_steps(steps: list[Step]) -> dict[str, tuple[float, float]]:
+    """-> {name: (start, end)}. Each unit takes its steps in the order of the list."""
+    free, times = {}, {}
+    for step in steps:
+        start = max([free.get(step.unit, 0.0), *(times[name][1] for name in step.after)])
+        times[step.name] = start, start + step.duration
+        free[step.unit] = start + step.duration
+    return times
+
+
+def elapsed(steps: list[Step]) -> float:
+    return max(end for _, end in play_steps(steps).values())
+
+
+def _block(group: str, j: int, gemm: float, softmax: float) -> list[Step]:
+    """S, softmax and P·V of key block j, chained by their data."""
+    product, exponential, weighted = (f"{group}.{kind}{j}" for kind in ("S", "softmax", "PV"))
+    return [
+        Step(product, "products", gemm / 2),
+        Step(exponential, "exponentials", softmax, (product,)),
+        Step(weighted, "products", gemm / 2, (exponential,)),
+    ]
+
+
+def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Step]:
+    """One warpgroup after the other, one step after the other."""
+    require_positive_ints(blocks=blocks)
+    return [step for group in groups for j in range(blocks) for step in _block(group, j, gemm, softmax)]
+
+
+def pingpong(blocks: int, gemm: float, softmax: float) -> list[Step]:
+    """Two warpgroups: PV_j and S_j+1 of one, then of the other, each while the other's softmax runs."""
+    require_positive_ints(blocks=blocks)
+    steps = []
+    for j in range(blocks + 1):
+        for group in "AB":
+            if j > 0:
+                steps.append(_block(group, j - 1, gemm, softmax)[2])
+            if j < blocks:
+                steps += _block(group, j, gemm, softmax)[:2]
+    return steps
+
+
+def within(blocks: int, gemm: float, softmax: float) -> list[Step]:
+    """One warpgroup, two stages (algorithm 2): softmax_j runs beside PV_j-1, which is issued with S_j."""
+    require_positive_ints(blocks=blocks)
+    steps = []
+    for j in range(blocks + 1):
+        if j < blocks:
+            product, softmax_j, _ = _block("A", j, gemm, softmax)
+            steps += [replace(product, after=(f"A.softmax{j - 1}",) if j else ()), softmax_j]
+        if j > 0:
+            steps.append(_block("A", j - 1, gemm, softmax)[2])
+    return steps
+
+
+# ---- incoherent processing ---------------------------------------------------------------------------------
+
+
+def turned(x: Tensor, signs: Tensor) -> Tensor:
+    """x `[.., K]` times M; the same signs `[K]` for Q and K."""
+    return hadamard(x * signs)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x `[.., K]` times the orthogonal Hadamard matrix: every sum and difference, log2 K times."""
+    width = x.size(-1)
+    if width & (width - 1):
+        power = 1 << width.bit_length()
+        raise ValueError(f"a Hadamard matrix of {width} columns: give a power of two, {power} with zeros")
+    distance = 1
+    while distance < width:
+        a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        distance *= 2
+    return x / math.sqrt(width)
+
+
+def random_signs(width: int, seed: int = 0) -> Tensor:
+    """`[K]` of +1 and -1, equal for equal seeds."""
+    require_positive_ints(width=width)
+    require_ints(seed=seed)
+    return torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
