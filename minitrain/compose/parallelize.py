@@ -378,9 +378,8 @@ def run_microbatches(build: Build) -> None:
     )
     boundary = dict(width=build.config.d_model, dtype=build.dtype, down=build.mesh.twin("pp"))
     boundary["sequence_shards"] = strategy.tp if strategy.sequence_parallel else 1
-    build.forward_backward = kind(
-        stages, units, group, build.loss_fn, sync, hooks=build.runner_hooks, **boundary
-    )
+    boundary["hooks"] = build.runner_hooks
+    build.forward_backward = kind(stages, units, group, build.loss_fn, sync, **boundary)
 
 
 class ModelHooks(RunnerHooks):
