@@ -128,15 +128,15 @@ class _Marks:
     """Where in the events, and with how many bytes alive, each pass through a layer begins."""
 
     def __init__(self, ledger: Ledger, layers) -> None:
-        self.ledger, self.found, self.layers = ledger, [], len(layers)
+        self.ledger, self.marks, self.layers = ledger, [], len(layers)
         self.forward = True
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self.begin_forward, number))
             layer.register_forward_hook(partial(self.end_forward, number))
 
-    def add(self, way: str, number: int) -> None:
+    def add(self, direction: str, number: int) -> None:
         live = self.ledger.live_by_kind
-        self.found.append((way, number, len(self.ledger.events), live["activations"] + live["buffers"]))
+        self.marks.append((direction, number, len(self.ledger.events), live["activations"] + live["buffers"]))
 
     def begin_forward(self, number: int, layer, inputs) -> None:
         if number == 0:  # of the next microbatch
@@ -158,7 +158,7 @@ class _Marks:
     def of_microbatch(self, number: int) -> list[tuple[str, int, int, int]]:
         """And where the next begins."""
         each = 2 * self.layers
-        return self.found[number * each : (number + 1) * each + 1]
+        return self.marks[number * each : (number + 1) * each + 1]
 
 
 def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[tuple[Pass, int]]:

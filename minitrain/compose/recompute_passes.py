@@ -83,13 +83,13 @@ def run_segments(plan: Segments, how: dict, _layers, x: Tensor, positions: Tenso
     return x
 
 
-def revolve(layers: list[nn.Module], held: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
-    """x behind these layers, with at most `held` inputs of layers kept at once, x among them: segments inside
-    segments, cut as revolve.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
+def revolve(layers: list[nn.Module], max_inputs: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
+    """x behind these layers, with at most `max_inputs` inputs of layers in memory, x among them: segments
+    inside segments, cut as revolve.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
     while len(layers) > 1:
-        cut = next_held(len(layers), held) if held > 1 else len(layers) - 1
-        x = recompute(partial(revolve, layers[:cut], held, how), x, positions, **how)
-        layers, held = layers[cut:], max(1, held - 1)
+        cut = next_held(len(layers), max_inputs) if max_inputs > 1 else len(layers) - 1
+        x = recompute(partial(revolve, layers[:cut], max_inputs, how), x, positions, **how)
+        layers, max_inputs = layers[cut:], max(1, max_inputs - 1)
     return one_by_one(layers, x, positions)
 
 

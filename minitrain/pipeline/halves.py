@@ -1,7 +1,7 @@
 """The halves of a pair (F B) in turns: while an all-to-all of one is under way, the other computes.
 
     run_in_turns(run, turn, b, f)           run(b) and run(f), only one of them at any moment; b goes first
-    all_to_all(.., meanwhile=give_way)      in their layers: issue, give way, wait; forward and backward alike
+    all_to_all(.., meanwhile=yield_turn)    in their layers: issue, give way, wait; forward and backward alike
 
     backward of b   combine +1|                 |-1 experts +2|              |-2 attention
     forward of a              | attention +1    |             |-1 experts +2 |             |-2 sum
@@ -68,7 +68,7 @@ class Halves(RunnerHooks):
         if self.error is not None:
             raise self.error
 
-    def give_way(self) -> None:
+    def yield_turn(self) -> None:
         """Called while a transfer of one half is under way: the other half, if there is one, has its turn
         until it gives way or is done."""
         if len(self.going) == 2:

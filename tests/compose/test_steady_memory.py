@@ -39,7 +39,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
-from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, each_its_own, sgd
+from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, per_microbatch, sgd
 from minitrain.systems.tensor_parallel.grids import optimus
 from minitrain.systems.tensor_parallel.rotated import rotate_linears
 from tests.parallel import small
@@ -314,7 +314,7 @@ def cut_up(cut, *names):
 def asynchronous():
     rank, schedule = collectives.world().rank(), one_f_one_b(2, 4)
     stages = Stages(DENSE, {rank: even(DENSE.num_layers, 2)[rank]}, seed=3, dtype=torch.float64)
-    stages, policy = dict(stages.items()), each_its_own()
+    stages, policy = dict(stages.items()), per_microbatch()
     given = stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0)
     run = AsynchronousRunner(*given, width=DENSE.d_model)
     tokens, targets = random_tokens(0, 0, 1, 4, LENGTH, 32, seed=5)

@@ -40,7 +40,7 @@ def turns_of(first, second):
             if isinstance(word, Exception):
                 raise word
             noted.append(name + word)
-            halves.give_way() if word == "+" else None
+            halves.yield_turn() if word == "+" else None
 
     @contextmanager
     def turn(name):
@@ -48,7 +48,7 @@ def turns_of(first, second):
         yield
         noted.append(name + "<")
 
-    halves.give_way()  # nobody to give way to
+    halves.yield_turn()  # nobody to give way to
     try:
         halves.run_in_turns(run, turn, "b", "f")
     finally:
@@ -86,7 +86,7 @@ def test_a_half_that_has_not_begun_does_not_once_the_other_has_failed():
 def test_an_account_sees_both_halves():
     halves, x = Halves(), torch.ones(3, 3)
     with Ledger() as ledger:
-        halves.run_in_turns(lambda n: [(x @ x, halves.give_way()) for _ in range(n)], ledger.phase, 2, 3)
+        halves.run_in_turns(lambda n: [(x @ x, halves.yield_turn()) for _ in range(n)], ledger.phase, 2, 3)
     assert ledger.flops_by_phase == {3: 3 * 54, 2: 2 * 54}
     assert [event.phase for event in ledger.events if event.flops] == [2, 3, 2, 3, 3]
 

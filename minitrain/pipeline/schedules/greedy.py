@@ -45,7 +45,7 @@ def greedy(
     home = placement(place, stages, m, name)
     p = max(home.values()) + 1
     sizes = sizes or (1,) * m
-    memory = [Memory(held, pending, sizes) for held in limits(limit, home, p, max(sizes), name)]
+    memory = [Memory(most, pending, sizes) for most in limits(limit, home, p, max(sizes), name)]
     for (_, microbatch), rank in home.items():
         memory[rank].stages[microbatch] += 1
     needs = dependencies(home, stages, m, p, "FIW" if split else "FB")
@@ -86,7 +86,7 @@ class Memory:
 
     def __init__(self, limit: Amount | None, pending: Amount, sizes: Sequence[Amount]):
         self.limit, self.pending, self.sizes, self.largest = limit, pending, sizes, max(sizes)
-        self.held = self.oldest = 0
+        self.used = self.oldest = 0
         self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
@@ -104,11 +104,11 @@ class Memory:
             self.oldest += 1
         own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has freed stays reserved
         room = 0 if microbatch == self.oldest else max(self.stages.values()) - own
-        return self.held + self.sizes[microbatch] + room * self.largest <= self.limit
+        return self.used + self.sizes[microbatch] + room * self.largest <= self.limit
 
     def account(self, action: Action) -> None:
         share = {"F": 1, "B": -1, "I": self.pending - 1, "W": -self.pending}[action.kind]
-        self.held += share * self.sizes[action.microbatch]
+        self.used += share * self.sizes[action.microbatch]
         self.forwards[action.microbatch] += action.kind == "F"
         self.backwards[action.microbatch] += action.kind in "BI"
 

@@ -22,7 +22,7 @@ from minitrain.systems.pipeline.asynchronous import (
     AsynchronousRunner,
     Policy,
     double_buffered,
-    each_its_own,
+    per_microbatch,
     sgd,
 )
 from minitrain.systems.plan.trirace import delayed, paired_calls, period
@@ -175,8 +175,8 @@ def oldest(p: int) -> Callable[[int, int], int]:
 def ran(p: int) -> dict[str, list]:
     def rank():
         return {
-            "pipedream": trained(p, 12, each_its_own()),
-            "momentum": trained(p, 8, each_its_own(), with_momentum()),
+            "pipedream": trained(p, 12, per_microbatch()),
+            "momentum": trained(p, 8, per_microbatch(), with_momentum()),
             "2bw": trained(p, 16, double_buffered(4)),
             "unstashed": trained(p, 12, Policy(1, lambda unit, newest: 0), kind=Unstashed),
         }
@@ -233,10 +233,10 @@ def test_refusals():
     check_refusals(
         {
             "has W; stashed weights go with whole backwards": lambda: runner(
-                Schedule("", ((F(0, 0), I(0, 0), W(0, 0)),), 1, 1), each_its_own()
+                Schedule("", ((F(0, 0), I(0, 0), W(0, 0)),), 1, 1), per_microbatch()
             ),
             "has R; stashed weights": lambda: runner(
-                Schedule("", ((F(0, 0), R(0, 0), B(0, 0)),), 1, 1), each_its_own()
+                Schedule("", ((F(0, 0), R(0, 0), B(0, 0)),), 1, 1), per_microbatch()
             ),
             "3 microbatches are not a multiple of the 2 of an update": lambda: runner(
                 one_f_one_b(1, 3), double_buffered(2)
@@ -246,12 +246,12 @@ def test_refusals():
                 runner(one_f_one_b(4, 8), double_buffered(2))
             ),
             "B0.1 comes before B0.0; updates need backwards in order": lambda: runner(
-                Schedule("", ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),), 1, 2), each_its_own()
+                Schedule("", ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),), 1, 2), per_microbatch()
             ),
             "F0.4 comes before the update whose weights it takes; run fewer ahead": lambda: runner(
                 gpipe(1, 6), double_buffered(2)
             ),
-            "is for 2 ranks": lambda: runner(Schedule("", two, 2, 1), each_its_own()),
+            "is for 2 ranks": lambda: runner(Schedule("", two, 2, 1), per_microbatch()),
         },
         ranks=1,
     )
