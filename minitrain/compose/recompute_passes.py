@@ -66,7 +66,7 @@ def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
     return plan
 
 
-def run_segments(plan: Segments, how: dict, _layers, x: Tensor, positions: Tensor) -> Tensor:
+def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
     """The layers of a stage, as GPT.run_layers."""
     for layers, policy in plan:
         run = partial(one_by_one, layers)
