@@ -49,7 +49,7 @@ from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
 from minitrain.plan.strategy import Strategy
 from minitrain.plan.strategy_checks import AXES
 from minitrain.precision.policies import POLICIES, PRODUCTS
-from minitrain.ranks.events import WAYS
+from minitrain.ranks.events import DIRECTIONS
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from tests.saving import (
@@ -444,7 +444,7 @@ def begin(case: Draw, lent: dict | None = None):
         "FLOPs": ledger.flops,
         "peak": ledger.peak_by_kind,
         "host": (ledger.host_peak_bytes, ledger.host_by_kind),
-        "copied": {way: ledger.copied_bytes(way) for way in WAYS},
+        "copied": {one: ledger.copied_bytes(one) for one in DIRECTIONS},
         "bytes": {
             call: (ledger.num_calls(*call), ledger.sent_bytes(*call), ledger.payload_bytes(*call))
             for call in calls

@@ -48,12 +48,12 @@ NO_TORCH = (
     "plan",
     "systems.plan",
     "systems.simulate",
-    "systems.annotate.plan",
-    "systems.annotate.mesh_tensorflow",
-    "systems.annotate.propagate",
-    "systems.annotate.sbp",
-    "systems.annotate.tactics",
-    "systems.annotate.examples",
+    "systems.annotate.annotators",
+    "systems.communication.check",
+    "systems.communication.cost_model",
+    "systems.communication.locality",
+    "systems.communication.selector",
+    "systems.communication.tree",
     "course.plot.charts",
     "course.plot.pipeline_charts",
     "course.plot.plan_widget",
@@ -177,6 +177,54 @@ def test_no_torch_is_loaded_with(start):
     heavy = {name: loads(name) & {"torch"} for name in own}
     assert not any(heavy.values()), f"{[name for name, found in heavy.items() if found]} need torch"
     assert "torch" in loads("minitrain.compose.parallelize")
+
+
+MUTATORS = set(
+    "add append appendleft clear discard extend insert pop popitem remove setdefault update acquire".split()
+)
+STATE = {  # what is changed all the same, and why; PROCESS of ranks/process.py is what everything else is in
+    "compose.measured_work _measured": "what was measured once, for the planner's next question",
+    "course.grading.kit _lanes": "an answer's process, where there is no minitrain",
+    "precision.products quantize": "to become an argument",
+}
+
+
+def changed_by_functions(path: Path) -> set[str]:
+    """Names of a module, bound when it is imported, that its functions bind anew or change in place."""
+    tree = tree_of(path)
+    bound = {
+        name.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    } | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    changed = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            continue
+        nodes = list(ast.walk(function))
+        local = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        changed |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        for node in nodes:
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+                owner = node.value
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in MUTATORS:
+                owner = node.func.value
+            else:
+                continue
+            if isinstance(owner, ast.Name) and (owner.id in bound - local or owner.id == "cls"):
+                changed.add(owner.id)
+    return changed
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_keep_no_state(path):
+    """What a call changes came as an argument, or is in the one object of the process."""
+    names = {f"{name_of(path).removeprefix('minitrain.')} {name}" for name in changed_by_functions(path)}
+    assert names <= STATE.keys(), f"{sorted(names - STATE.keys())}: state of a module; see ranks/process.py"
 
 
 # Of os, sys and named tuples: documented, whatever they are called.

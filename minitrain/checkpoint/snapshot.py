@@ -103,7 +103,7 @@ class Snapshot:
         self.error, self.given_up, self._told = None, False, False
         if self.stream:
             self._computed = torch.cuda.current_stream(self.stream.device).record_event()
-        collectives.announce_copy("copy", self)
+        collectives.announce("copy", self)
 
     def _allocate(self, size: int) -> None:
         if self.memory is not None and self.memory.nbytes >= size:
@@ -115,7 +115,7 @@ class Snapshot:
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
         self.memory = collectives.announce_host(memory, "checkpoint")
 
-    way = "to_host"  # for an account of copies
+    direction = "to_host"  # for an account of copies
 
     @property
     def bytes(self) -> int:
@@ -142,7 +142,7 @@ class Snapshot:
             self.changed.wait_for(lambda: self.copied >= until or self.over)
         if self.over and not self._told:
             self._told = True
-            collectives.announce_copy("copied", self)
+            collectives.announce("copied", self)
 
     def give_up(self) -> None:
         """Whoever copies or takes blocks stops."""

@@ -49,7 +49,7 @@ def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
     def gather(flat: UnitBuffer) -> Chain | Transfer:
         if flat.groups[0].size() == 1:
             return to_device(flat.shard, out=flat.whole)
-        out = collectives.announce_buffer(torch.empty_like(flat.shard, device=flat.whole.device))
+        out = collectives.announce("buffer", torch.empty_like(flat.shard, device=flat.whole.device))
         copy = to_device(flat.shard, out=out)
         return Chain(copy, lambda shard: collectives.all_gather(shard, flat.groups[0], out=flat.whole))
 

@@ -70,7 +70,7 @@ class UnitBuffer(Flat):
 
     def _resize(self, numel: int) -> None:
         self.whole.untyped_storage().resize_(numel * self.whole.element_size())
-        collectives.announce_resized(self.whole)
+        collectives.announce("resized", self.whole)
 
 
 class Unit:

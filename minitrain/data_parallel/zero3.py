@@ -157,7 +157,7 @@ class Zero3(Shards):
             return
         if flat.grads is None:
             self._check_called(flat)
-            flat.grads = collectives.announce_buffer(param.new_zeros(flat.numel, dtype=param.grad_dtype))
+            flat.grads = collectives.announce("buffer", param.new_zeros(flat.numel, dtype=param.grad_dtype))
         flat.view(flat.grads, param).add_(param.grad)
         param.grad = None
         if self.driven:

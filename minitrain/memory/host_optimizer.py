@@ -96,7 +96,7 @@ class HostOptimizer:
         number = self.updates % 2 if self.delayed else 0  # a delayed update still reads the other one
         while len(spare) <= number:
             spare.append(new_host(grad.shape, grad.dtype, grad.is_cuda, "gradients"))
-        self._coming[param] = to_host(collectives.announce_gradient(grad), out=spare[number])
+        self._coming[param] = to_host(collectives.announce("gradient", grad), out=spare[number])
         param.grad = None
 
     def _arrive(self, param: Tensor) -> None:

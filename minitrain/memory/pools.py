@@ -32,7 +32,7 @@ LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 
 
 class Transfer:
-    """A copy under way. `direction` is one of ranks/events.py's WAYS, `bytes` what moves.
+    """A copy under way. `direction` is one of ranks/events.py's DIRECTIONS, `bytes` what moves.
 
     `finish` blocks until the numbers are there; `sources` are kept alive until then. An error of the copy is
     raised by `wait`."""
@@ -40,7 +40,7 @@ class Transfer:
     def __init__(self, direction: str, bytes: int, result: Tensor, finish: Callable[[], object], sources=()):
         self.direction, self.bytes = direction, bytes
         self._result, self._finish, self._sources = result, finish, sources
-        collectives.announce_copy("copy", self)
+        collectives.announce("copy", self)
 
     @property
     def waited(self) -> bool:
@@ -51,7 +51,7 @@ class Transfer:
         if self._finish is not None:
             self._finish()
             self._finish, self._sources = None, ()
-            collectives.announce_copy("copied", self)
+            collectives.announce("copied", self)
         return self._result
 
 

@@ -3,7 +3,7 @@
     least_ranks(7 * 10**9, 32e9, stage=3)     4: 16 bytes per parameter are 112 GB, 28 on each of four
     race([Task(.., machine("h100"), 16, ..), Task(.., v100s, 64, ..)], tokens=1e9, work_of=work_of)
 
-What ZeRO leaves on each of n ranks (accounting/memory.py) falls with n to a part that it does not cut, so a
+What ZeRO leaves on each of n ranks (memory_formulas.py) falls with n to a part that it does not cut, so a
 stage whose rest alone is too large never fits. Activations come on top: `race` counts them too, since it
 searches each fleet's layouts (planner.py). Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
 """

@@ -10,7 +10,7 @@ bytes are at most `room` of the device's memory: the rest is for what no account
 context, NCCL's buffers, holes). The search is exact: layouts wait in the order of the time they would take
 without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
 schedule is simulated, then memory asked for. `front` asks for the memory first, and simulates only what needs
-less than all that is faster. The searches of plan/search look at less, of spaces too large for this.
+less than all that is faster. The searches of systems/plan/search look at less, of spaces too large for this.
 """
 
 from __future__ import annotations
@@ -216,10 +216,10 @@ def needs(prediction: Prediction) -> int:
     return sum(prediction.memory.values())
 
 
-def pareto(found: Iterable[Prediction]) -> list[Prediction]:
+def pareto(predictions: Iterable[Prediction]) -> list[Prediction]:
     """Those than which no other is both faster and smaller, the fastest first."""
     front: list[Prediction] = []
-    for one in sorted(found, key=lambda one: (one.step_s, needs(one))):
+    for one in sorted(predictions, key=lambda one: (one.step_s, needs(one))):
         if not front or needs(one) < needs(front[-1]):
             front.append(one)
     return front
@@ -237,10 +237,9 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
 
 def nothing_divides(task: Task) -> str:
     """No layout at all: it is the batch, or what tp must divide, that fits none."""
-    near = [
-        n for n in range(max(1, task.batch - task.ranks), task.batch + task.ranks + 1) if n % task.ranks == 0
-    ]
-    cure = f"use a batch of {' or '.join(map(str, near[:2]))}, or fewer ranks"
+    below = task.batch // task.ranks * task.ranks
+    near = [str(n) for n in (below, below + task.ranks) if n]
+    cure = f"use a batch of {' or '.join(near)}, or fewer ranks"
     said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
     return f"{said}: no sizes of tp, pp, cp and dp divide both batch and ranks; {cure}"
 

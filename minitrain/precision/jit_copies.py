@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minitrain.ranks.collectives import announce_buffer
+from minitrain.ranks.collectives import announce
 from minitrain.ranks.torch_private import saved_hooks, storage_id
 
 
@@ -48,7 +48,7 @@ class _Copies:
         self.shown[get_ident()].append(away := ExitStack())
         for module in layer.modules():
             for name, param in module.named_parameters(recurse=False):
-                copy = announce_buffer(_Copy.apply(param, self.copy_of))
+                copy = announce("buffer", _Copy.apply(param, self.copy_of))
                 copy.copy_of = param
                 made[storage_id(copy.untyped_storage())] = param
                 module.__dict__[name] = copy
@@ -70,7 +70,7 @@ class _Copies:
         def unpack(saved) -> Tensor:
             if not isinstance(saved, _View):
                 return unpack_other(saved)
-            return announce_buffer(self.copy_of(saved.param)).as_strided(*saved[1:])
+            return announce("buffer", self.copy_of(saved.param)).as_strided(*saved[1:])
 
         return pack, unpack
 

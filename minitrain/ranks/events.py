@@ -23,9 +23,7 @@ class Compute:
     bytes: int  # bytes of the input tensors read plus the output tensors written, each tensor once
     phase: str = ""  # the text given to `ledger.phase(...)`
     dtype: str = ""  # of the first floating-point output ("bfloat16"): decides the peak rate
-    shape: tuple[
-        int, ...
-    ] = ()  # of a product (batch, m, n, k), of attention (B·H, Tq, Tk, head dim); else ()
+    shape: tuple[int, ...] = ()  # a product's (batch, m, n, k), attention's (B·H, Tq, Tk, head dim)
     written: int = 0  # of `bytes`; the rest is read
 
     read = property(lambda self: self.bytes - self.written)
@@ -55,19 +53,18 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes that leave one memory of this rank for another, beside computation; ids are counted with those
-    of `Issue`."""
+    """Bytes that leave one memory of this rank for another; ids are counted with those of `Issue`."""
 
     id: int
-    way: str  # "to_host", "to_device"; "to_disk", "from_disk"
+    direction: str  # "to_host", "to_device"; "to_disk", "from_disk"
     bytes: int
     phase: str = ""
 
     # what those who read an Issue ask for
-    op = property(lambda self: self.way)
-    axis = property(lambda self: "disk" if self.way.endswith("disk") else "host")
+    op = property(lambda self: self.direction)
+    axis = property(lambda self: "disk" if self.direction.endswith("disk") else "host")
     payload_bytes = sent_bytes = property(lambda self: self.bytes)
 
 
-WAYS = ("to_host", "to_device", "to_disk", "from_disk")
+DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
 Event = Compute | Issue | Wait | Copy

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.torch_private import outside_modes
 
 DRAWN = 8  # rows, columns, groups: more is not a picture
@@ -30,12 +31,11 @@ class Mesh:
         self.ranks, self.shape = dist.get_world_size(), axes
         if not axes:
             raise ValueError(f"Mesh has no axes; name at least one, such as Mesh(dp={self.ranks})")
-        for axis, size in axes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"Mesh: {axis}={size!r}; the size of an axis is a whole number, 1 or more")
+        require_positive_ints(**axes)
         sizes = list(axes.values())
         if (product := math.prod(sizes)) != self.ranks:
-            text, cure = " x ".join(f"{axis}={size}" for axis, size in axes.items()), self._what_fits(product)
+            text = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+            cure = self._what_fits(product)
             raise ValueError(f"Mesh: {text} is {product} ranks, but the job has {self.ranks}; {cure}")
         self._strides = {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(axes)}
         self._groups: dict[tuple, dist.ProcessGroup] = {}
@@ -119,10 +119,8 @@ class Mesh:
         """The same grid and groups for torch's own parallel libraries."""
         if self._device_mesh is None:
             axes, sizes = tuple(self.shape), tuple(self.shape.values())
-            groups, device = (
-                [self.group(axis) for axis in axes],
-                "cuda" if "nccl" in dist.get_backend() else "cpu",
-            )
+            groups = [self.group(axis) for axis in axes]
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
             with outside_modes():  # in a dry run too it holds real numbers
                 grid = torch.arange(self.ranks, dtype=torch.int).view(sizes)
                 self._device_mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=axes)

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import require_ints
 from minitrain.ranks.sharding import placement, whole_shape
 
 
@@ -94,17 +93,18 @@ def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tupl
     """Elements first .. last of an array, counted along its rows: (start, shape) of rectangles, in order."""
     if first >= last:
         return []
-    require_ints(first=first, last=last)
     if not shape:
         return [((), ())]
     row = math.prod(shape[1:])
     begin, end = -(-first // row), last // row  # whole rows
     if begin > end:  # inside of one row
         return _in_row(shape, end, first, last)
-    found = _in_row(shape, begin - 1, first, begin * row)
-    if begin < end:
-        found.append(((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])))
-    return found + _in_row(shape, end, end * row, last)
+    whole_rows = [((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))] if begin < end else []
+    return [
+        *_in_row(shape, begin - 1, first, begin * row),
+        *whole_rows,
+        *_in_row(shape, end, end * row, last),
+    ]
 
 
 def _in_row(shape: tuple[int, ...], number: int, first: int, last: int) -> list[tuple[tuple, tuple]]:

@@ -6,7 +6,7 @@
     inside        of a flat buffer of parameters: the groups that had cut these before it was cut
 
 `shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
-gather sends (n-1)/n of its result. `own_slice` cuts a whole tensor as a parameter is cut, `numbers` says
+gather sends (n-1)/n of its result. `local_shard` cuts a whole tensor as a parameter is cut, `numbers` says
 where in the whole the elements of a part are. A tensor may be cut
 several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
 different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
@@ -80,12 +80,11 @@ def shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, pad: bool = False)
         raise ValueError(f"shard: dim={dim}, but the tensor {shape} has {tensor.dim()} dims")
     dim %= tensor.dim()
     for earlier in placement(tensor).shards:
-        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(earlier.group))
+        both = set(collectives.members(group)) & set(collectives.members(earlier.group))
         if both != {dist.get_rank()}:
-            cure = (
-                f"cut over {collectives.axis_of(earlier.group)}; cut over an axis whose ranks hold the same"
-            )
-            raise ValueError(f"shard: ranks of {axis} hold different slices already, {cure}")
+            cut = f"cut over {collectives.axis_of(earlier.group)}"
+            cure = "cut over an axis whose ranks hold the same"
+            raise ValueError(f"shard: ranks of {axis} hold different slices already, {cut}; {cure}")
     if shape[dim] % ranks and not pad:
         size = f"{shape[dim]} along dim {dim} of {shape} is not a multiple of the {ranks} ranks of {axis}"
         raise ValueError(f"shard: {size}; pad the tensor or change the size of the axis")
@@ -107,7 +106,7 @@ def _slice(tensor: Tensor, cut: Shard) -> Tensor:
     return F.pad(part, [0, 0] * (tensor.dim() - 1 - cut.dim) + [0, missing]) if missing else part
 
 
-def own_slice(whole: Tensor, like: Tensor) -> Tensor:
+def local_shard(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor, cut as `like` is."""
     for cut in placement(like).shards:
         whole = _slice(whole, cut)
@@ -124,11 +123,11 @@ def numbers(tensor: Tensor, first: int, last: int) -> Tensor:
     for cut in placement(tensor).shards:
         lengths[cut.dim] = math.ceil(lengths[cut.dim] / cut.group.size())
         starts[cut.dim] += cut.group.rank() * lengths[cut.dim]
-    found = torch.zeros_like(index)
+    in_whole = torch.zeros_like(index)
     for dim in reversed(range(tensor.dim())):
-        found += (index % tensor.size(dim) + starts[dim]) * strides[dim]
+        in_whole += (index % tensor.size(dim) + starts[dim]) * strides[dim]
         index = index // tensor.size(dim)
-    return found
+    return in_whole
 
 
 def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tensor:

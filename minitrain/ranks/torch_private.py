@@ -12,9 +12,7 @@ import torch
 from torch import _C, _ops, overrides
 from torch.utils import _python_dispatch, _pytree
 
-COMPILER = (
-    "torch._dynamo"  # the first optimizer of torch.optim imports it, which takes as long as torch itself
-)
+COMPILER = "torch._dynamo"  # torch.optim's first optimizer imports it, in as much time as torch itself
 C10D_FILE = "distributed_c10d.py"  # torch's collectives: a rank with a frame of it in its stack waits in one
 
 # Operators: what one reads and writes, whether it has a kernel; the dispatch modes that see it.
@@ -30,9 +28,7 @@ outside_modes = _python_dispatch._disable_current_modes
 storage_id = attrgetter("_cdata")  # of a block of memory while it is alive; fake ones have no address
 grad_hooks = attrgetter("_post_accumulate_grad_hooks")  # of a parameter, in the order in which they run
 saved_hooks = partial(_C._autograd._top_saved_tensors_default_hooks, True)  # (pack, unpack) now, or None
-keeps_graph = (
-    _C._autograd._get_current_graph_task_keep_graph
-)  # will the graph of this backward be used again?
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # will this backward's graph be used again?
 autograd_functions = _C._functions  # a module that cannot be imported, so that it is pickled by its name
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in any nest of arguments
 version_of = attrgetter("_version")  # of a tensor: how often it was written to in place

@@ -145,18 +145,6 @@ def test_a_file_for_another_task_is_refused(tmp_path):
     assert isinstance(error, ValueError) and "4 ranks, 4 rows of 64 tokens" in str(error)
 
 
-def test_no_torch_before_names_are_known(tmp_path):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom minitrain.cli import main\n"
-        "r = CliRunner().invoke(main.app, ['plan', '--model', 'nope'])\nprint('torch' in sys.modules, r.exception)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("False no model is called 'nope'"), done
-
-
 def test_the_launcher_is_for_the_nodes_of_the_machine(capsys):
     alone = replace(machine("a100"), devices_per_node=1)
     run = Task(presets["small"], alone, 2, 4, 64).run(Strategy(dp=2, precision="bfloat16"))

@@ -33,10 +33,10 @@ from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
 from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
-from minitrain.ranks.collectives import arguments
 from minitrain.ranks.collectives.channel import Handle
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.process import PROCESS
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, per_microbatch, sgd
@@ -119,7 +119,7 @@ def in_flight():
     """Calls that nobody has waited for, and scratch memory that is still held for some."""
     handles = [thing for thing in gc.get_objects() if type(thing) is Handle and not thing._waited]
     left = [f"{len(handles)} handles that nobody has waited for"] if handles else []
-    for channel in arguments._channels.values():
+    for channel in PROCESS.channels.values():
         left += [f"messages on {channel.axis}"] if channel.unwaited else []
         left += [f"scratch on {channel.axis}" for lane in channel.lanes if len(lane._scratch)]
     return left

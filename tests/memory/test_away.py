@@ -145,7 +145,9 @@ def test_a_layers_tensors_come_while_the_layer_behind_it_works():
     )[0]
     events = ledger.events
     issued = {
-        event.id: i for i, event in enumerate(events) if type(event) is Copy and event.way == "to_device"
+        event.id: i
+        for i, event in enumerate(events)
+        if type(event) is Copy and event.direction == "to_device"
     }
     waited = {event.id: i for i, event in enumerate(events) if type(event) is Wait and event.id in issued}
     hidden = [any(type(e) is Compute and e.flops for e in events[issued[id] : waited[id]]) for id in issued]

@@ -211,7 +211,7 @@ def test_what_does_not_fit_fails_with_what_is_there():
             x.add_(first)
     with pytest.raises(MemoryError, match="on the device, which has 10: buffers 40"):
         with Ledger(limit_bytes=10):
-            collectives.announce_buffer(torch.empty(10))
+            collectives.announce("buffer", torch.empty(10))
 
 
 def test_a_host_without_room_says_so(monkeypatch):

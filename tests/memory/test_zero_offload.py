@@ -266,7 +266,9 @@ def the_papers_models_fit_a_v100(name):
 
 def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_updates():
     ledger, _ = launch.run(accounts, exact(zero=2, offload="optimizer"), ranks=1)[0]
-    copies = [i for i, event in enumerate(ledger.events) if type(event) is Copy and event.way == "to_host"]
+    copies = [
+        i for i, event in enumerate(ledger.events) if type(event) is Copy and event.direction == "to_host"
+    ]
     products = [i for i, event in enumerate(ledger.events) if type(event) is Compute and event.flops]
     between = sum(copies[0] < i for i in products)
     assert len(copies) > 5 and between > len(products) // 3
@@ -274,7 +276,9 @@ def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_
     waited = {event.id: i for i, event in enumerate(ledger.events) if type(event) is Wait}
     ended = [waited[ledger.events[i].id] for i in copies[:-1]]
     assert all(end > after for end, after in zip(ended, copies[1:])), "one more may be on its way"
-    back = [i for i, event in enumerate(ledger.events) if type(event) is Copy and event.way == "to_device"]
+    back = [
+        i for i, event in enumerate(ledger.events) if type(event) is Copy and event.direction == "to_device"
+    ]
     assert len(back) > 5 and max(back) < min(waited[ledger.events[i].id] for i in back), "all at once"
 
 

@@ -25,32 +25,12 @@ from tests.model.hugging_face_logits import CASES, DEEPSEEK, STORED, drawn
 from tests.model.hugging_face_logits import TOKENS as THEIR_TOKENS
 from tests.parallel import TOLERANCE
 
-LLAMA = dict(
-    model_type="llama",
-    vocab_size=61,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=16,
-    rms_norm_eps=1e-6,
-    rope_theta=5000.0,
-    hidden_act="silu",
-    rope_scaling=None,
-    tie_word_embeddings=False,
-)
-GPT2 = dict(
-    model_type="gpt2",
-    vocab_size=61,
-    n_embd=32,
-    n_layer=2,
-    n_head=4,
-    n_positions=16,
-    n_inner=None,
-    layer_norm_epsilon=1e-5,
-    activation_function="gelu_new",
-)
+LLAMA = json.loads("""{"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2,
+ "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16,
+ "rms_norm_eps": 1e-6, "rope_theta": 5000.0, "hidden_act": "silu", "rope_scaling": null,
+ "tie_word_embeddings": false}""")
+GPT2 = json.loads("""{"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4,
+ "n_positions": 16, "n_inner": null, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}""")
 TOKENS = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
@@ -66,48 +46,31 @@ def values(shapes):
 def llama_state(tied=False):
     D, H, G, K, F_, V = 32, 4, 2, 8, 48, 61
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    inside = {
+        **{f"self_attn.{name}_proj": (H * K if name == "q" else G * K, D) for name in "qkv"},
+        **{"self_attn.o_proj": (D, H * K), "mlp.gate_proj": (F_, D), "mlp.up_proj": (F_, D)},
+        **{"mlp.down_proj": (D, F_), "input_layernorm": (D,), "post_attention_layernorm": (D,)},
+    }
     for i in range(2):
-        shapes |= {
-            f"model.layers.{i}.{name}.weight": shape
-            for name, shape in {
-                "self_attn.q_proj": (H * K, D),
-                "self_attn.k_proj": (G * K, D),
-                "self_attn.v_proj": (G * K, D),
-                "self_attn.o_proj": (D, H * K),
-                "mlp.gate_proj": (F_, D),
-                "mlp.up_proj": (F_, D),
-                "mlp.down_proj": (D, F_),
-                "input_layernorm": (D,),
-                "post_attention_layernorm": (D,),
-            }.items()
-        }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in inside.items()}
     return values(shapes if tied else shapes | {"lm_head.weight": (V, D)})
 
 
 def gpt2_state():
     D, V = 32, 61
-    shapes = {
-        "transformer.wte.weight": (V, D),
-        "transformer.wpe.weight": (16, D),
-        "transformer.ln_f.weight": (D,),
-        "transformer.ln_f.bias": (D,),
+    shapes = {"wte.weight": (V, D), "wpe.weight": (16, D), "ln_f.weight": (D,), "ln_f.bias": (D,)}
+    linears = {
+        "attn.c_attn": (D, 3 * D),
+        "attn.c_proj": (D, D),
+        "mlp.c_fc": (D, 4 * D),
+        "mlp.c_proj": (4 * D, D),
     }
     for i in range(2):
-        for name, (rows, columns) in {
-            "attn.c_attn": (D, 3 * D),
-            "attn.c_proj": (D, D),
-            "mlp.c_fc": (D, 4 * D),
-            "mlp.c_proj": (4 * D, D),
-        }.items():
-            shapes |= {
-                f"transformer.h.{i}.{name}.weight": (rows, columns),
-                f"transformer.h.{i}.{name}.bias": (columns,),
-            }
-        shapes |= {
-            f"transformer.h.{i}.{name}.{kind}": (D,)
-            for name in ("ln_1", "ln_2")
-            for kind in ("weight", "bias")
-        }
+        for name, (rows, columns) in linears.items():
+            shapes |= {f"h.{i}.{name}.weight": (rows, columns), f"h.{i}.{name}.bias": (columns,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{name}.{kind}": (D,) for kind in ("weight", "bias")}
+    shapes = {f"transformer.{name}": shape for name, shape in shapes.items()}
     state = values(shapes)
     return state | {
         "lm_head.weight": state["transformer.wte.weight"],
@@ -484,82 +447,67 @@ def test_files_of_newer_versions():
     ) == config_of(LLAMA)
 
 
-@pytest.mark.parametrize(
-    "words, call",
-    [
-        (
-            "model_type 'bert'; known here are llama, gpt2, mixtral, deepseek_v3",
-            lambda: config_of({"model_type": "bert"}),
-        ),
-        (
-            "rope_scaling = {'factor': 8.0}; only None",
-            lambda: config_of(LLAMA | {"rope_scaling": {"factor": 8.0}}),
-        ),
-        (
-            "rope_type = 'llama3'; only 'default'",
-            lambda: config_of(LLAMA | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "llama3"}}),
-        ),
-        ("attention_bias = True; only False", lambda: config_of(LLAMA | {"attention_bias": True})),
-        ("activation_function = 'relu'", lambda: config_of(GPT2 | {"activation_function": "relu"})),
-        (r"lacks \['embed_tokens.weight'", lambda: from_hugging_face(gpt2_state(), config_of(LLAMA))),
-        (
-            r"has \['extra.weight'\] too many",
-            lambda: from_hugging_face(gpt2_state() | {"extra.weight": torch.ones(1)}, config_of(GPT2)),
-        ),
-        (r"lacks \['lm_head.weight'\]", lambda: from_hugging_face(llama_state(tied=True), config_of(LLAMA))),
-        (
-            r"embed_tokens.weight is \[61, 32\], .* wants \[62, 32\]",
-            lambda: from_hugging_face(llama_state(), config_of(LLAMA | {"vocab_size": 62})),
-        ),
-        (
-            "is none of Llama, GPT-2, Mixtral, DeepSeek-V3",
-            lambda: from_hugging_face(llama_state(), replace(config_of(LLAMA), activation="geglu")),
-        ),
-        *(
-            ("is none of Llama", lambda config=config: to_hugging_face({}, config))
-            for config in (
-                replace(presets["mixtral-8x7b"], experts=replace(presets["mixtral-8x7b"].experts, **change))
-                for change in (
-                    dict(router="gshard"),
-                    dict(shared_experts=1),
-                    dict(expert_width=8),
-                    dict(dense_first=1),
-                    dict(expert_every=2),
-                )
-            )
-        ),
-        ("is none of Llama", lambda: to_hugging_face({}, replace(presets["deepseek-v3"], experts=None))),
-        *(
-            (f"{name} = {value!r}; only", lambda name=name, value=value: config_of(DEEPSEEK | {name: value}))
-            for name, value in dict(
-                norm_topk_prob=False,
-                scoring_func="softmax",
-                topk_method="greedy",
-                v_head_dim=6,
-                moe_layer_freq=2,
-                rope_interleave=False,
-                rms_norm_eps=1e-5,
-                attention_bias=True,
-                hidden_act="gelu",
-            ).items()
-        ),
-        (
-            "num_experts_per_tok = 6, topk_group = 2: .* 2 is both",
-            lambda: config_of(DEEPSEEK | {"num_experts_per_tok": 6}),
-        ),
-        ("sliding_window = 4096; only None", lambda: config_of(CASES["mixtral"] | {"sliding_window": 4096})),
-        (
-            "weights in FP8 with scales",
-            lambda: from_hugging_face({"model.x.weight_scale_inv": torch.ones(1)}, config_of(DEEPSEEK)),
-        ),
-        (
-            r"lacks \['layers.0.block_sparse_moe.experts.4.w1.weight'",
-            lambda: from_hugging_face(
-                case_of("mixtral")[1], config_of(CASES["mixtral"] | {"num_local_experts": 5})
-            ),
-        ),
-    ],
-)
+BAD_SETTINGS = {  # what is said, and of which settings
+    "model_type 'bert'; known here are llama, gpt2, mixtral, deepseek_v3": {"model_type": "bert"},
+    "rope_scaling = {'factor': 8.0}; only None": LLAMA | {"rope_scaling": {"factor": 8.0}},
+    "rope_type = 'llama3'; only 'default'": LLAMA
+    | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "llama3"}},
+    "attention_bias = True; only False": LLAMA | {"attention_bias": True},
+    "activation_function = 'relu'": GPT2 | {"activation_function": "relu"},
+    "num_experts_per_tok = 6, topk_group = 2: .* 2 is both": DEEPSEEK | {"num_experts_per_tok": 6},
+    "sliding_window = 4096; only None": CASES["mixtral"] | {"sliding_window": 4096},
+} | {
+    f"{name} = {value!r}; only": DEEPSEEK | {name: value}
+    for name, value in dict(
+        norm_topk_prob=False,
+        scoring_func="softmax",
+        topk_method="greedy",
+        v_head_dim=6,
+        moe_layer_freq=2,
+        rope_interleave=False,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        hidden_act="gelu",
+    ).items()
+}
+BAD_STATES = {  # what is said, of which weights, for which model
+    r"lacks \['embed_tokens.weight'": (gpt2_state(), LLAMA),
+    r"has \['extra.weight'\] too many": (gpt2_state() | {"extra.weight": torch.ones(1)}, GPT2),
+    r"lacks \['lm_head.weight'\]": (llama_state(tied=True), LLAMA),
+    r"embed_tokens.weight is \[61, 32\], .* wants \[62, 32\]": (llama_state(), LLAMA | {"vocab_size": 62}),
+    "weights in FP8 with scales": ({"model.x.weight_scale_inv": torch.ones(1)}, DEEPSEEK),
+    r"lacks \['layers.0.block_sparse_moe.experts.4.w1.weight'": (
+        case_of("mixtral")[1],
+        CASES["mixtral"] | {"num_local_experts": 5},
+    ),
+}
+MIXTRAL = presets["mixtral-8x7b"]
+OF_NO_FAMILY = [
+    replace(config_of(LLAMA), activation="geglu"),
+    replace(presets["deepseek-v3"], experts=None),
+    *(
+        replace(MIXTRAL, experts=replace(MIXTRAL.experts, **change))
+        for change in (
+            dict(router="gshard"),
+            dict(shared_experts=1),
+            dict(expert_width=8),
+            dict(dense_first=1),
+            dict(expert_every=2),
+        )
+    ),
+]
+CALLS = [(said, lambda settings=settings: config_of(settings)) for said, settings in BAD_SETTINGS.items()]
+CALLS += [
+    (said, lambda state=state, settings=settings: from_hugging_face(state, config_of(settings)))
+    for said, (state, settings) in BAD_STATES.items()
+]
+CALLS += [
+    ("is none of Llama, GPT-2, Mixtral, DeepSeek-V3", lambda config=config: to_hugging_face({}, config))
+    for config in OF_NO_FAMILY
+]
+
+
+@pytest.mark.parametrize("words, call", CALLS)
 def test_refusals_are_one_line(words, call):
     with pytest.raises(ValueError, match=words) as error:
         call()

@@ -260,29 +260,12 @@ def test_llama_as_a_command_of_megatron():
     with pytest.raises(ValueError, match="node"):
         megatron.write(JOB, -8)
     said = {line.strip() for line in lines[1:]}
-    assert said >= {
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
-        "--cp-comm-type p2p",
-        "--use-distributed-optimizer",
-        "--sequence-parallel",
-        "--micro-batch-size 8",
-        "--global-batch-size 64",
-        "--recompute-granularity full",
-        "--recompute-method uniform",
-        "--bf16",
-        "--hidden-size 4096",
-        "--num-query-groups 8",
-        "--ffn-hidden-size 14336",
-        "--vocab-size 128256",
-        "--rotary-base 500000",
-        "--swiglu",
-        "--disable-bias-linear",
-        "--untie-embeddings-and-output-weights",
-        "--normalization RMSNorm",
-        "--hidden-dropout 0.0",
-    }
+    wanted = """--tensor-model-parallel-size 2, --pipeline-model-parallel-size 2, --context-parallel-size 2,
+    --cp-comm-type p2p, --use-distributed-optimizer, --sequence-parallel, --micro-batch-size 8,
+    --global-batch-size 64, --recompute-granularity full, --recompute-method uniform, --bf16, --hidden-size 4096,
+    --num-query-groups 8, --ffn-hidden-size 14336, --vocab-size 128256, --rotary-base 500000, --swiglu,
+    --disable-bias-linear, --untie-embeddings-and-output-weights, --normalization RMSNorm, --hidden-dropout 0.0"""
+    assert said >= {option.strip() for option in wanted.split(",")}
     job, left = megatron.read(text)
     assert job == JOB and not left
 
@@ -424,136 +407,88 @@ def test_a_json_and_a_toml_that_somebody_else_wrote():
     assert left == {"optimizer.lr": 0.1}
 
 
-COMMAND = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --vocab-size 256"
+COMMAND = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --vocab-size 256"
+)
 SIZES_OF = {"d_model": 64, "num_layers": 2, "num_heads": 4}
 SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint]\nmode = 'none'\n"
+BAD_COMMANDS = {  # after `COMMAND`; what is said
+    "--tensor-parallel-size 2": "has no option '--tensor-parallel-size'; did you mean '--tensor-model-parallel-size'?",
+    "--tensor-model-parallel-size two": "--tensor-model-parallel-size two: it is int",
+    "--bf16 yes": "--bf16 yes: it takes no value",
+    "--lr": "--lr : it takes one float",
+    "--squared-relu": "--squared-relu = True, and minitrain has nothing like it",
+    "--hidden-dropout 0.0": "--attention-dropout=0.1, --hidden-dropout=0.0: no dropout is this",
+    "--recompute-granularity selective --recompute-modules mlp": "--recompute-modules mlp: of these only core_attn",
+    "--recompute-granularity full --recompute-method block": "--recompute-method block: use uniform",
+    "--num-experts 4 --moe-layer-freq [1,0]": "use a list of 0 and 1 in which, from one block on",
+    "--num-experts 4 --moe-aux-loss-coeff 0.01": "minitrain's loss is of each row; use seq_aux_loss",
+    "--num-experts 4 --moe-shared-expert-intermediate-size 100": "100 is no multiple of an expert's 256",
+    "--fp8-format e4m3 --fp8-recipe custom": "--fp8-format=e4m3, --fp8-recipe=custom: no products is this",
+    "--cp-comm-type p2p a2a": "--cp-comm-type=['p2p', 'a2a']: no core is this",
+    "--multi-latent-attention": "minitrain's has keys and values of one width",
+    "--num-distributed-optimizer-instances 2": "--num-distributed-optimizer-instances 2 without",
+    "--tp-comm-overlap": "--tp-comm-overlap without --sequence-parallel",
+    "--disable-bias-linear": "its LayerNorm has a bias",
+}
+BAD_LAUNCHES = {  # whole commands
+    "--num-layers 2": "--hidden-size is missing, and Megatron-LM has no default for it",
+    "2 --num-layers 2": "'2' in front of the first option",
+    f"torchrun --nproc-per-node 6 x.py {COMMAND} --tensor-model-parallel-size 4": "6 ranks are no multiple of tp · pp",
+    f"torchrun --nproc-per-node gpu x.py {COMMAND}": "--nproc-per-node gpu: say how many, dp follows",
+    f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3": "3 and --micro-batch-size 1 on dp=2 ranks",
+}
+BAD_JSON = {
+    '{"zero_optimization": {"stagee": 2}}': "no option 'zero_optimization.stagee'; did you mean 'zero_optimization.stage'?",
+    '{"zero_optimization": {"stage": "2"}}': "zero_optimization.stage = '2'; it is int",
+    '{"zero_optimization": {"stage": true}}': "zero_optimization.stage = True; it is int",
+    "{": "DeepSpeed: no JSON",
+    "[]": "the JSON is list",
+    '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}': "the first is a multiple of the others",
+    '{"zero_optimization": {"zero_hpz_partition_size": 8}}': "zero_optimization.zero_hpz_partition_size = 8, and",
+    '{"fp16": {"enabled": true, "loss_scale": 128.0}}': "it does not change; minitrain's does",
+}
+BAD_TOML = {
+    "[parallelism]\ntensor_parallel_degre = 2": "has no option 'parallelism.tensor_parallel_degre'; did you mean",
+    "[": "torchtitan: no TOML",
+    "[activation_checkpoint]\nmode = 'none'": "the rest of the ranks, whose number the TOML does not say",
+    SHARDED.replace("[activation", "pipeline_parallel_degree = 2\n[activation"): "schedules are 1F1B, GPipe",
+    SHARDED.replace("'none'", "'selective'"): "activation_checkpoint.mode=selective: no recompute is this",
+}
 
 
 @pytest.mark.parametrize(
-    "words, call",
-    {
-        "Megatron-LM has no option '--tensor-parallel-size'; did you mean '--tensor-model-parallel-size'?": lambda: (
-            megatron.read(f"{COMMAND} --tensor-parallel-size 2")
-        ),
-        "--tensor-model-parallel-size two: it is int": lambda: megatron.read(
-            f"{COMMAND} --tensor-model-parallel-size two"
-        ),
-        "--bf16 yes: it takes no value": lambda: megatron.read(f"{COMMAND} --bf16 yes"),
-        "--lr : it takes one float": lambda: megatron.read(f"{COMMAND} --lr"),
-        "--hidden-size is missing, and Megatron-LM has no default for it": lambda: megatron.read(
-            "--num-layers 2"
-        ),
-        "'2' in front of the first option": lambda: megatron.read("2 --num-layers 2"),
-        "--squared-relu = True, and minitrain has nothing like it": lambda: megatron.read(
-            f"{COMMAND} --squared-relu"
-        ),
-        "6 ranks are no multiple of tp · pp · cp = 4": lambda: megatron.read(
-            f"torchrun --nproc-per-node 6 x.py {COMMAND} --tensor-model-parallel-size 4"
-        ),
-        "--nproc-per-node gpu: say how many, dp follows": lambda: megatron.read(
-            f"torchrun --nproc-per-node gpu x.py {COMMAND}"
-        ),
-        "--global-batch-size 3 and --micro-batch-size 1 on dp=2 ranks": lambda: megatron.read(
-            f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3"
-        ),
-        "--attention-dropout=0.1, --hidden-dropout=0.0: no dropout is this": lambda: megatron.read(
-            f"{COMMAND} --hidden-dropout 0.0"
-        ),
-        "--recompute-modules mlp: of these only core_attn": lambda: megatron.read(
-            f"{COMMAND} --recompute-granularity selective --recompute-modules mlp"
-        ),
-        "--recompute-method block: use uniform": lambda: megatron.read(
-            f"{COMMAND} --recompute-granularity full --recompute-method block"
-        ),
-        "use a list of 0 and 1 in which, from one block on": lambda: megatron.read(
-            f"{COMMAND} --num-experts 4 --moe-layer-freq [1,0]"
-        ),
-        "minitrain's loss is of each row; use seq_aux_loss": lambda: megatron.read(
-            f"{COMMAND} --num-experts 4 --moe-aux-loss-coeff 0.01"
-        ),
-        "100 is no multiple of an expert's 256": lambda: megatron.read(
-            f"{COMMAND} --num-experts 4 --moe-shared-expert-intermediate-size 100"
-        ),
-        "--fp8-format=e4m3, --fp8-recipe=custom: no products is this": lambda: megatron.read(
-            f"{COMMAND} --fp8-format e4m3 --fp8-recipe custom"
-        ),
-        "--cp-comm-type=['p2p', 'a2a']: no core is this": lambda: megatron.read(
-            f"{COMMAND} --cp-comm-type p2p a2a"
-        ),
-        "minitrain's has keys and values of one width": lambda: megatron.read(
-            f"{COMMAND} --multi-latent-attention"
-        ),
-        "--num-distributed-optimizer-instances 2 without": lambda: megatron.read(
-            f"{COMMAND} --num-distributed-optimizer-instances 2"
-        ),
-        "DeepSpeed has no option 'zero_optimization.stagee'; did you mean 'zero_optimization.stage'?": lambda: (
-            deepspeed.read('{"zero_optimization": {"stagee": 2}}', SIZES_OF)
-        ),
-        "zero_optimization.stage = '2'; it is int": lambda: deepspeed.read(
-            '{"zero_optimization": {"stage": "2"}}', SIZES_OF
-        ),
-        "zero_optimization.stage = True; it is int": lambda: deepspeed.read(
-            '{"zero_optimization": {"stage": true}}', SIZES_OF
-        ),
-        "DeepSpeed: no JSON": lambda: deepspeed.read("{", SIZES_OF),
-        "the JSON is list": lambda: deepspeed.read("[]", SIZES_OF),
-        "in_code: 'tp' is not said in code": lambda: deepspeed.read("{}", {"tp": 2}),
-        "the first is a multiple of the others": lambda: deepspeed.read(
-            '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}', SIZES_OF
-        ),
-        "zero_optimization.zero_hpz_partition_size = 8, and": lambda: deepspeed.read(
-            '{"zero_optimization": {"zero_hpz_partition_size": 8}}', SIZES_OF
-        ),
-        "it does not change; minitrain's does": lambda: deepspeed.read(
-            '{"fp16": {"enabled": true, "loss_scale": 128.0}}', SIZES_OF
-        ),
-        "torchtitan has no option 'parallelism.tensor_parallel_degre'; did you mean": lambda: torchtitan.read(
-            "[parallelism]\ntensor_parallel_degre = 2", SIZES_OF
-        ),
-        "torchtitan: no TOML": lambda: torchtitan.read("[", SIZES_OF),
-        "in_code: 'length' is not said in code": lambda: torchtitan.read("", {"length": 2}),
-        "the rest of the ranks, whose number the TOML does not say": lambda: torchtitan.read(
-            "[activation_checkpoint]\nmode = 'none'", SIZES_OF
-        ),
-        "schedules are 1F1B, GPipe": lambda: torchtitan.read(
-            SHARDED.replace("[activation", "pipeline_parallel_degree = 2\n[activation"), SIZES_OF
-        ),
-        "activation_checkpoint.mode=selective: no recompute is this": lambda: torchtitan.read(
-            SHARDED.replace("'none'", "'selective'"), SIZES_OF
-        ),
-    }.items(),
-    ids=lambda value: value if isinstance(value, str) else "",
+    "read, cases",
+    [
+        (lambda more: megatron.read(f"{COMMAND} {more}"), BAD_COMMANDS),
+        (megatron.read, BAD_LAUNCHES),
+        (lambda text: deepspeed.read(text, SIZES_OF), BAD_JSON),
+        (lambda text: torchtitan.read(text, SIZES_OF), BAD_TOML),
+        (lambda _: deepspeed.read("{}", {"tp": 2}), {"tp": "in_code: 'tp' is not said in code"}),
+        (lambda _: torchtitan.read("", {"length": 2}), {"length": "in_code: 'length' is not said in code"}),
+    ],
 )
-def test_what_cannot_be_read_is_one_line(words, call):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value) and "\n" not in str(error.value)
+def test_what_cannot_be_read_is_one_line(read, cases):
+    for text, said in cases.items():
+        with pytest.raises(ValueError) as error:
+            read(text)
+        assert said in str(error.value) and "\n" not in str(error.value), text
+
+
+BURST = "Megatron-LM cannot say core='burst', inner=2; use another"
+ZB_H1 = "cannot say schedule='zb_h1' (it has 1f1b and interleaved); use another value"
+STAGES = "(stages 0 to 3, and with a pipeline 0 and 1)"
 
 
 @pytest.mark.parametrize(
     "key, strategy, words",
     [
-        (
-            "megatron",
-            dict(cp=2, core="burst", inner=2),
-            "Megatron-LM cannot say core='burst', inner=2; use another",
-        ),
-        (
-            "megatron",
-            dict(pp=2, microbatches=2, schedule="zb_h1"),
-            "cannot say schedule='zb_h1' (it has 1f1b and interleaved); use another value",
-        ),
+        ("megatron", dict(cp=2, core="burst", inner=2), BURST),
+        ("megatron", dict(pp=2, microbatches=2, schedule="zb_h1"), ZB_H1),
         ("megatron", dict(dp=2, zero="NIG"), "zero='NIG'"),
-        (
-            "deepspeed",
-            dict(dp=2, zero="III", node=2),
-            "zero='III' (stages 0 to 3, and with a pipeline 0 and 1)",
-        ),
-        (
-            "deepspeed",
-            dict(dp=2, pp=2, zero=2, microbatches=2),
-            "zero=2 (stages 0 to 3, and with a pipeline 0 and 1)",
-        ),
+        ("deepspeed", dict(dp=2, zero="III", node=2), f"zero='III' {STAGES}"),
+        ("deepspeed", dict(dp=2, pp=2, zero=2, microbatches=2), f"zero=2 {STAGES}"),
         ("torchtitan", dict(dp=2, zero=1), "zero=1 (it has 0, 2, 3 and III)"),
         ("torchtitan", dict(tp=2), "tp=2 (its tp cuts the sequence as well)"),
     ],

@@ -18,7 +18,7 @@ from minitrain.plan.planner import LEAST_TOKENS, Task, front, layouts, needs, pa
 from minitrain.plan.predict.predicted_step import least_s, predict
 from minitrain.plan.predict.rates import RATES
 from minitrain.plan.predict.training_run import STACKS
-from minitrain.plan.simulate.machines import V100, machine
+from minitrain.plan.simulate.machines import DEVICES, machine
 
 MODEL = GPTConfig(d_model=256, num_layers=4, num_heads=4, vocab_size=512, max_positions=8192)
 NODE = replace(machine("a100"), devices_per_node=2, nics_per_node=2)
@@ -236,7 +236,7 @@ def test_cluster_choice_7b(memory_bytes):
     assert least_ranks(P, 80e9) == 2 and zero_bytes(P, 2, 3) == 56e9
     assert least_ranks(P, 14e9, 2) is None  # its weights alone fill the device
 
-    v100s = replace(machine("v100-ethernet"), device=V100)
+    v100s = replace(machine("v100-ethernet"), device=DEVICES["V100 SXM2 32GB"])
     fleets = [
         Task(MODEL, machine("h100"), 2, 8, 512, precision="float16"),
         Task(MODEL, v100s, 4, 8, 512, precision="float16"),

@@ -1,63 +1,12 @@
 """Nonsense is refused in one line that says what was given and what is allowed, where it would have been a result."""
 
 import math
-import re
 
 import pytest
 
-from minitrain.context.layout import contiguous, striped, zigzag
-from minitrain.plan.accounting.compute import layer_forward_flops, megatron_flops, mfu, training_days
-from minitrain.plan.accounting.memory_formulas import (
-    activation_bytes,
-    checkpoint_bytes,
-    model_state_bytes,
-    zero_bytes,
-)
-from minitrain.plan.accounting.traffic import (
-    crossover_tokens,
-    tensor_parallel_bytes_per_step,
-    text_bytes,
-    token_bytes,
-    zero3_bytes_per_step,
-)
 from minitrain.ranks import checks
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    "call, name",
-    [
-        *((lambda layout=layout: layout(9, 4, 8), "rank=9") for layout in (contiguous, zigzag, striped)),
-        *((lambda layout=layout: layout(-1, 4, 8), "rank=-1") for layout in (contiguous, zigzag, striped)),
-        *((lambda layout=layout: layout(0, 0, 8), "ranks=0") for layout in (contiguous, zigzag, striped)),
-        *((lambda layout=layout: layout(0, 2, 0), "T=0") for layout in (contiguous, zigzag, striped)),
-        (lambda: zigzag(0, 1.5, 8), "ranks=1.5"),
-        (lambda: zigzag(0, 2, "8"), "length='8'"),
-        (lambda: model_state_bytes(-5), "parameters=-5"),
-        (lambda: checkpoint_bytes(NAN), "parameters=nan"),
-        (lambda: zero_bytes(10, 0, 1), "ranks=0"),
-        (lambda: zero_bytes(10, 2.5, 1), "ranks=2.5"),
-        (lambda: zero_bytes(INF, 2, 1), "parameters=inf"),
-        (lambda: activation_bytes(2048, 1, 1024, 16, tensor_parallel=3), "tensor_parallel=3"),
-        (lambda: activation_bytes(2048, 1, 1000, 16), "width=1000, heads=16"),
-        (lambda: activation_bytes(0, 1, 1024, 16), "length=0"),
-        (lambda: mfu(1e6, 1e9, 0, 1e15), "devices=0"),
-        (lambda: mfu(1e6, 1e9, 8, NAN), "peak_flops_per_s=nan"),
-        (lambda: training_days(1e9, 1e12, 8, 0), "flops_per_s=0"),
-        (lambda: layer_forward_flops(1, -2, 8), "length=-2"),
-        (lambda: megatron_flops(1, 8, 0, 8, 8), "num_layers=0"),
-        (lambda: token_bytes(0), "vocab=0"),
-        (lambda: text_bytes(-1, 2), "tokens=-1"),
-        (lambda: zero3_bytes_per_step(1e9, 0), "devices=0"),
-        (lambda: tensor_parallel_bytes_per_step(10, 8, 2, 0), "tensor_parallel=0"),
-        (lambda: crossover_tokens(1e9, 8, 2, 1, 4), "tensor_parallel=1"),
-    ],
-)
-def test_nonsense_is_refused_by_name(call, name):
-    with pytest.raises(ValueError, match=rf"(^|[ :]){re.escape(name)}") as caught:
-        call()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from minitrain.ranks.pieces import (
     share_out,
     whole_piece,
 )
-from minitrain.ranks.sharding import Placement, Shard, full_tensor, own_slice, place, shard
+from minitrain.ranks.sharding import Placement, Shard, full_tensor, local_shard, place, shard
 
 
 class Group:
@@ -78,7 +78,7 @@ def cut_by(whole: torch.Tensor, cuts: list[tuple[int, int]], ranks: tuple[int, .
         lengths[dim] = math.ceil(lengths[dim] / size)
     like = torch.empty(whole.shape)
     like.placement = Placement(tuple(shards))
-    part = own_slice(whole, like).clone()
+    part = local_shard(whole, like).clone()
     part.placement = like.placement
     return part
 

@@ -13,7 +13,7 @@ from minitrain.ranks.sharding import (
     Placement,
     Shard,
     full_tensor,
-    own_slice,
+    local_shard,
     place,
     placement,
     shard,
@@ -76,7 +76,7 @@ def padded():
         for dim, group in cuts:
             part = shard(part, dim, group, pad=True)
         assert torch.equal(full_tensor(part), whole) and whole_shape(part) == [length, 4]
-        assert torch.equal(own_slice(whole, part), part) and part.is_contiguous()
+        assert torch.equal(local_shard(whole, part), part) and part.is_contiguous()
         assert torch.equal(full_tensor(part.detach() * 2, part.placement.shards), whole * 2)
         if len(cuts) == 1:  # equal slices, real rows first, zeros behind
             rows = -(-length // 4)
@@ -123,7 +123,7 @@ def test_a_placement_is_one_record_that_grows():
         assert cut.placement.cut_over == (dp, tp) and cut.placement.shards == (Shard(1, tp),)
         with pytest.raises(TypeError):
             place(param, shard=())
-        return whole_shape(cut), list(own_slice(torch.ones(8, 4), cut).shape)
+        return whole_shape(cut), list(local_shard(torch.ones(8, 4), cut).shape)
 
     assert launch.run(rank, ranks=4) == [([8, 4], [8, 2])] * 4
 

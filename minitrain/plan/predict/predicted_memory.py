@@ -20,11 +20,10 @@ rounding and holes, workspaces of kernels and networks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import parts
-from minitrain.plan.predict.predicted_pipeline import LAYERS, Layout, layout_of, splits
+from minitrain.plan.predict.predicted_pipeline import LAYERS, Layout, in_steady_state, layout_of, splits
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import Layer, Work
 from minitrain.ranks.checks import require_ints
@@ -88,15 +87,8 @@ def layers_of(work: Work) -> tuple[Layer, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def saved_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
-    """Most bytes of activations on each rank; beyond the microbatches after which a schedule repeats itself,
-    p more add what the p before added."""
-    few = layout.repeats_after
-    shorter = _kept(replace(layout, microbatches=few), work, again)
-    if few == layout.microbatches:
-        return shorter
-    longer = _kept(replace(layout, microbatches=few + layout.p), work, again)
-    times = (layout.microbatches - few) // layout.p
-    return tuple(a + times * (b - a) for a, b in zip(shorter, longer))
+    """Most bytes of activations on each rank."""
+    return in_steady_state(layout, lambda some: _kept(some, work, again))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -13,6 +13,7 @@ blocks, and the embedding or the head where they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import log2
@@ -161,11 +162,16 @@ def splits(schedule: str) -> bool:
 @lru_cache(maxsize=1 << 14)
 def longest(layout: Layout, costs: Costs) -> Counts:
     """How many passes of each kind and messages are on the longest path."""
+    return in_steady_state(layout, lambda some: _path(some, costs))
+
+
+def in_steady_state(layout: Layout, counted: Callable[[Layout], Counts]) -> Counts:
+    """What is counted of a schedule, from few microbatches: p more add what the p before added."""
     few = layout.repeats_after
-    shorter = _path(replace(layout, microbatches=few), costs)
+    shorter = counted(replace(layout, microbatches=few))
     if few == layout.microbatches:
         return shorter
-    longer = _path(replace(layout, microbatches=few + layout.p), costs)
+    longer = counted(replace(layout, microbatches=few + layout.p))
     times = (layout.microbatches - few) // layout.p
     return tuple(a + times * (b - a) for a, b in zip(shorter, longer))
 
@@ -173,17 +179,17 @@ def longest(layout: Layout, costs: Costs) -> Counts:
 @lru_cache(maxsize=1 << 12)
 def _path(layout: Layout, costs: Costs) -> Counts:
     cast = _cast(layout)
-    timed = Timed(cast, costs)
-    ends = cast.ends(timed.times, timed.send)
+    send = 0.0 if costs.blocking else costs.message_s
+    vector = (*costs.passes, costs.message_s * costs.blocking)
+    ends = cast.ends([sum(map(mul, passes, vector)) for passes in cast.passes], send)
     counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
     at = max(cast.last, key=ends.__getitem__)
     while True:
         for number, own in enumerate(cast.passes[cast.roles[at]]):
             counts[number] += own if number < len(counts) - 1 or costs.blocking else 0
-        before = (
-            [(ends[cast.previous[at]], 0, cast.where[cast.previous[at]])] if cast.previous[at] >= 0 else []
-        )
-        before += [(ends[need] + timed.send, 1, cast.where[need]) for need in cast.messages[at]]
+        before = [(ends[need] + send, 1, cast.where[need]) for need in cast.messages[at]]
+        if (previous := cast.previous[at]) >= 0:
+            before.append((ends[previous], 0, cast.where[previous]))
         if not before or max(before)[0] <= 0:
             return tuple(counts)
         _, sent, (_, _, at) = max(before)
@@ -250,12 +256,3 @@ class _Cast:
 
 
 _cast = lru_cache(maxsize=1 << 8)(_Cast)
-
-
-class Timed:
-    """What the roles of a cast take."""
-
-    def __init__(self, cast: _Cast, costs: Costs) -> None:
-        self.send = 0.0 if costs.blocking else costs.message_s
-        vector = (*costs.passes, costs.message_s * costs.blocking)
-        self.times = [sum(map(mul, passes, vector)) for passes in cast.passes]

@@ -105,26 +105,26 @@ def travel_s(op: str, payload_bytes: int, members: tuple[int, ...], machine: Mac
     return collectives.seconds(op, payload_bytes, at)
 
 
-def exposed(way: Pass, machine: Machine, rates: Rates, stack: Stack, place) -> dict[str, float]:
+def exposed(one_pass: Pass, machine: Machine, rates: Rates, stack: Stack, place) -> dict[str, float]:
     """What a pass waits for, by the first axis of a group: a transfer beside operators only for what they
     leave of it. `place` maps the members of a group to ranks of the machine."""
     found: dict[str, float] = {}
-    for collective in way.collectives:
+    for collective in one_pass.collectives:
         if collective.op == "send":
             continue  # its receiver waits, and here another message is received
         time = travel_s(collective.op, collective.payload_bytes, place(collective.members), machine, rates)
         if collective.overlapped:
-            beside = way.operators[collective.overlapped.start : collective.overlapped.stop]
+            beside = one_pass.operators[collective.overlapped.start : collective.overlapped.stop]
             time = max(0.0, time - sum(seconds(beside, machine, rates, stack).values()))
         axis = axis_of(collective)
         found[axis] = found.get(axis, 0.0) + time
     return found
 
 
-def on_wires(way: Pass, machine: Machine, rates: Rates, place) -> tuple[float, float]:
+def on_wires(one_pass: Pass, machine: Machine, rates: Rates, place) -> tuple[float, float]:
     """How long a pass's own transfers have a rank's links inside the node, and its share of the cards."""
     inside = outside = 0.0
-    for collective in way.collectives:
+    for collective in one_pass.collectives:
         members = place(collective.members)
         sizes = collective.payload_bytes, 0
         all_of_it, latency = (travel_s(collective.op, size, members, machine, rates) for size in sizes)

@@ -75,16 +75,20 @@ def layers_s(work: Work, at: Place, again: bool) -> tuple[Times, ...]:
 
 
 def _times(layer: Layer, at: Place, again: bool) -> Times:
-    forward, backward, weights = (_pass(way, at) for way in (layer.forward, layer.backward, layer.weights))
-    f, b, w = (sum(way.values()) for way in (forward, backward, weights))
+    forward, backward, weights = (
+        _pass(one_pass, at) for one_pass in (layer.forward, layer.backward, layer.weights)
+    )
+    f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
     parts = {name: forward[name] + backward[name] for name in forward}
-    sent = tuple(on_wires(way, at.machine, at.rates, at.ranks_of) for way in (layer.forward, layer.backward))
+    sent = tuple(
+        on_wires(one_pass, at.machine, at.rates, at.ranks_of) for one_pass in (layer.forward, layer.backward)
+    )
     return Times((f, b + f * again, b + f * again - w, w, f), parts | {"recomputation": f * again}, sent)
 
 
-def _pass(way: Pass, at: Place) -> dict[str, float]:
-    found = seconds(way.operators, at.machine, at.rates, at.stack)
-    waits = dict.fromkeys(AXES, 0.0) | exposed(way, at.machine, at.rates, at.stack, at.ranks_of)
+def _pass(one_pass: Pass, at: Place) -> dict[str, float]:
+    found = seconds(one_pass.operators, at.machine, at.rates, at.stack)
+    waits = dict.fromkeys(AXES, 0.0) | exposed(one_pass, at.machine, at.rates, at.stack, at.ranks_of)
     if at.stack.tp_overlapped:  # cut into tp parts, the first of which finds no product to hide behind
         waits["tp"] = max(waits["tp"] / at.tp, waits["tp"] - found["products"])
     return found | waits

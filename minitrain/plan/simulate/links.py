@@ -7,8 +7,8 @@ A copy has bytes and passes links; the copies that are under way share each link
 the least for each of its copies settles these, what they leave elsewhere is for the others, and so on. A link
 carries one way; a full-duplex bus is two links. With whole numbers or Fractions every time is exact.
 
-One model for every system that moves tensors between devices, host and disks (swaps, tiers, plan/offload,
-plan/mobius). Not modelled: latencies, what a copy costs the processors, and order within a lane: it is given.
+One model for every system that moves tensors between devices, host and disks (swaps, tiers, offload plans,
+Mobius). Not modelled: latencies, what a copy costs the processors, and order within a lane: it is given.
 Fairness: Bertsekas and Gallager 1992, Data Networks, section 6.5.2 (filling up progressively).
 """
 

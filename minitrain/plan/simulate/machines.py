@@ -13,6 +13,7 @@ Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from minitrain.ranks.tables import aligned
 
@@ -94,85 +95,33 @@ class Machine:
         return self.nic_bytes_per_s * self.nics_per_node / self.devices_per_node
 
 
-# ---- links -----------------------------------------------------------------------------------------------
-_LL128 = "latency: NCCL tuning.cc, ring, LL128"
+# ---- machines.tsv ----------------------------------------------------------------------------------------
 
 
-def _nvlink(name: str, links: int, each_way: int, source: str) -> Link:
-    source = f"{source}: {links} links x {each_way} GB/s each way; {_LL128}"
-    return Link(name, 1.9e-6, links * each_way * GB, source)
+def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
+    links, devices, machines = {}, {}, {}
+    table = Path(__file__).with_name("machines.tsv").read_text()
+    for line in (line for line in table.splitlines() if not line.startswith("#")):
+        kind, name, *cells = line.split("\t")
+        if kind == "link":
+            latency_s, gb_per_s, source = cells
+            links[name] = Link(name, float(latency_s), float(gb_per_s) * GB, f"{source}; {_LATENCIES}")
+        elif kind == "device":
+            memory_gb, gb_per_s, multiprocessors, peaks, source = cells
+            tflops = (peak.split("=") for peak in peaks.split())
+            rates = {dtype: float(rate) * TFLOPS for dtype, rate in tflops}
+            memory = float(memory_gb) * GB, float(gb_per_s) * GB
+            devices[name] = Device(name, rates, *memory, source, int(multiprocessors))
+        elif kind == "machine":
+            device, per_node, intra, inter, cards, host, *disk = cells
+            node = devices[device], int(per_node), links[intra], links[inter], int(cards)
+            more = dict(host=links[host], disk=links[disk[0]] if disk else None)
+            machines[name] = Machine(name, *node, **more)
+    return links, devices, machines
 
 
-def _pcie(generation: int, gigatransfers: int) -> Link:
-    # 16 lanes of 8, 16, 32 GT/s; the 128b/130b code takes another 1.5 %.
-    source = f"PCI-SIG, PCI Express {generation}.0; {_LL128}"
-    return Link(f"PCIe {generation} x16", 2.5e-6, 16 * gigatransfers / 8 * GB, source)
-
-
-def _network(name: str, gigabits: int, source: str) -> Link:
-    return Link(name, 4.0e-6, gigabits / 8 * GB, f"{source}: {gigabits} Gb/s a port; {_LL128}")
-
-
-NVLINK1 = _nvlink("NVLink 1", 4, 20, "NVIDIA Tesla P100 whitepaper")
-NVLINK2 = _nvlink("NVLink 2", 6, 25, "NVIDIA Tesla V100 datasheet")
-NVLINK3 = _nvlink("NVLink 3", 12, 25, "NVIDIA A100 datasheet")
-NVLINK4 = _nvlink("NVLink 4", 18, 25, "NVIDIA H100 datasheet")
-NVLINK_A800 = _nvlink("NVLink 3 (A800)", 8, 25, "NVIDIA A800 datasheet, 400 GB/s total")
-NVLINK_H800 = _nvlink("NVLink 4 (H800)", 8, 25, "400 GB/s total, as reported for H800 systems")
-_HOT_CHIPS = "Hot Chips 31, Ascend 910: 3 ports x 240 Gb/s; latency unpublished: NVLink's"
-HCCS = Link("HCCS", 1.9e-6, 3 * 30 * GB, _HOT_CHIPS)
-PCIE3, PCIE4, PCIE5 = _pcie(3, 8), _pcie(4, 16), _pcie(5, 32)
-INFINIBAND_EDR = _network("InfiniBand EDR", 100, "InfiniBand Trade Association roadmap")
-INFINIBAND_HDR = _network("InfiniBand HDR", 200, "InfiniBand Trade Association roadmap")
-INFINIBAND_NDR = _network("InfiniBand NDR", 400, "InfiniBand Trade Association roadmap")
-# Two SSDs for the system, four for data; the latency of reading one flash page is of this order.
-_DRIVES = "NVIDIA DGX A100 datasheet: 25 GB/s a node"
-DGX_A100_DRIVES = Link("a share of 4 NVMe drives", 1e-4, 25 / 8 * GB, _DRIVES)
-OMNI_PATH = _network("Omni-Path", 100, "Intel Omni-Path 100 series")
-ETHERNET_100G = _network("100G Ethernet", 100, "IEEE 802.3ba, with RDMA")
-
-
-# ---- devices ---------------------------------------------------------------------------------------------
-def _device(name: str, memory_gb: int, gb_per_s: int, source: str, cores: int, **tflops: float) -> Device:
-    rates = {dtype: rate * TFLOPS for dtype, rate in tflops.items()}
-    return Device(name, rates, memory_gb * GB, gb_per_s * GB, source, cores)
-
-
-_AMPERE = dict(float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312)
-_H800 = dict(float64=1, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979)
-_HOPPER = {**_H800, "float64": 67}
-_V100 = "NVIDIA Tesla V100 datasheet"
-_SPARSE = "NVIDIA {} datasheet, sparse figures halved"
-_CUT = "H100 datasheet; FP64 and links cut, as reported for H800 systems"
-
-V100 = _device("V100 SXM2 32GB", 32, 900, _V100, 80, float64=7.8, float32=15.7, float16=125)
-V100_PCIE = _device("V100 PCIe 16GB", 16, 900, _V100, 80, float64=7, float32=14, float16=112)
-A100_40GB = _device("A100 SXM 40GB", 40, 1555, "NVIDIA A100 datasheet", 108, **_AMPERE)
-A100 = _device("A100 SXM 80GB", 80, 2039, "NVIDIA A100 datasheet", 108, **_AMPERE)
-A800 = _device("A800 SXM 80GB", 80, 2039, "NVIDIA A800 datasheet: an A100 with fewer links", 108, **_AMPERE)
-H100 = _device("H100 SXM 80GB", 80, 3350, _SPARSE.format("H100"), 132, **_HOPPER)
-H800 = _device("H800 SXM 80GB", 80, 3350, _CUT, 132, **_H800)
-H200 = _device("H200 SXM 141GB", 141, 4800, _SPARSE.format("H200"), 132, **_HOPPER)
-ASCEND_910 = _device("Ascend 910", 32, 1200, "Huawei, Hot Chips 31 (2019)", 32, float16=256)
-
-# ---- machines ---------------------------------------------------------------------------------------------
-_MACHINES = [
-    # DGX-1; a plain server; the first DGX A100 and the second; DGX H100 and H200
-    Machine("v100", V100, 8, NVLINK2, INFINIBAND_EDR, 4, host=PCIE3),
-    Machine("v100-ethernet", V100_PCIE, 4, PCIE3, ETHERNET_100G, 1, host=PCIE3),
-    Machine("a100-40gb", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, 8, host=PCIE4),
-    Machine("a100", A100, 8, NVLINK3, INFINIBAND_HDR, 8, host=PCIE4, disk=DGX_A100_DRIVES),
-    Machine("a800", A800, 8, NVLINK_A800, INFINIBAND_HDR, 8, host=PCIE4),
-    Machine("h100", H100, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
-    Machine("h800", H800, 8, NVLINK_H800, INFINIBAND_NDR, 8, host=PCIE5),
-    Machine("h200", H200, 8, NVLINK4, INFINIBAND_NDR, 8, host=PCIE5),
-    # Jean Zay's node of the BLOOM report, section 3.1; that of GPT-NeoX-20B's, section 2.3 (from memory)
-    Machine("jean-zay", A100, 8, NVLINK3, OMNI_PATH, 4, host=PCIE4),
-    Machine("neox", A100_40GB, 8, NVLINK3, INFINIBAND_HDR, 4, host=PCIE4),
-    # An Atlas 800 server holds two HCCS meshes of four: the fast domains. Each device has its own 100G port.
-    Machine("ascend910", ASCEND_910, 4, HCCS, ETHERNET_100G, 4, host=PCIE4),
-]
-MACHINES = {machine.name: machine for machine in _MACHINES}
+_LATENCIES = "latency: NCCL tuning.cc, ring, LL128"
+LINKS, DEVICES, MACHINES = _read()
 
 
 def machine(name: str) -> Machine:

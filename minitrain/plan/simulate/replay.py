@@ -188,11 +188,11 @@ class _Player:
         if link is None:
             missing = f"{self.machine.name} has no {event.axis} link"
             cure = f"give it one: dataclasses.replace(machine, {event.axis}=Link(...))"
-            raise ValueError(f"{event.bytes:,} bytes {event.way}, and {missing}; {cure}")
-        start = max(state.now_s, state.copied_s.get(event.way, 0.0))
+            raise ValueError(f"{event.bytes:,} bytes {event.direction}, and {missing}; {cure}")
+        start = max(state.now_s, state.copied_s.get(event.direction, 0.0))
         rate = link.bandwidth_bytes_per_s * self.machine.network_efficiency
-        end = state.copied_s[event.way] = start + link.latency_s + event.bytes / rate
-        state.spans.append(Span(event.way, "transfer", start, end, event, state.now_s))
+        end = state.copied_s[event.direction] = start + link.latency_s + event.bytes / rate
+        state.spans.append(Span(event.direction, "transfer", start, end, event, state.now_s))
         return _Transfer(end, ended=True)
 
     def start(self, stream: _Stream) -> None:

@@ -1,5 +1,4 @@
-"""The only door to torch.distributed: what ranks send to each other, counted, logged and, in checked mode,
-compared across ranks.
+"""The only door to torch.distributed: what ranks send each other, counted, logged, and checked on request.
 
 First  functions           all_reduce, all_gather, ..., and the pairs that gradients flow through
        messages            send, receive, exchange, rotate
@@ -9,19 +8,15 @@ then   backends            what moves the data: gloo, NCCL, or nothing in a dry 
        arguments           what every call checks before any rank waits
 beside call_log            every call: who, what, how many bytes, from which line
        checked             members of a group compare what they are about to call
-       board               how they tell each other, on one machine
 
-This folder is one module to its users: `from minitrain import collectives`, `from minitrain.ranks.collectives
-import all_reduce`.
+This folder is one module to its users: `from minitrain import collectives`.
 """
+# ruff: noqa: F401
 
 from minitrain.ranks.collectives.arguments import channel_of, settle
 from minitrain.ranks.collectives.call_log import (
-    announce_buffer,
-    announce_copy,
-    announce_gradient,
+    announce,
     announce_host,
-    announce_resized,
     last_calls,
     log_to,
     name_file,
@@ -29,7 +24,7 @@ from minitrain.ranks.collectives.call_log import (
     read_log,
 )
 from minitrain.ranks.collectives.channel import Handle, another_rank_is_gone, wait_at_most
-from minitrain.ranks.collectives.checked import CollectiveMismatch, meet_in, set_checked
+from minitrain.ranks.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.ranks.collectives.functions import (
     all_gather,
     all_reduce,
@@ -48,43 +43,3 @@ from minitrain.ranks.collectives.functions import (
     world,
 )
 from minitrain.ranks.collectives.messages import exchange, receive, rotate, send
-
-__all__ = [
-    "CollectiveMismatch",
-    "Handle",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "announce_buffer",
-    "announce_copy",
-    "announce_gradient",
-    "announce_host",
-    "announce_resized",
-    "another_rank_is_gone",
-    "axis_of",
-    "members",
-    "barrier",
-    "broadcast",
-    "channel_of",
-    "copy_to",
-    "exchange",
-    "gather_from",
-    "gather_to",
-    "last_calls",
-    "log_to",
-    "meet_in",
-    "name_file",
-    "observe",
-    "read_log",
-    "receive",
-    "reduce_from",
-    "reduce_scatter",
-    "reduce_scatter_to",
-    "rotate",
-    "scatter_to",
-    "send",
-    "set_checked",
-    "settle",
-    "wait_at_most",
-    "world",
-]

@@ -1,6 +1,4 @@
-"""What every call checks, before any rank waits for another, and the numbered record that it makes of
-itself.
-"""
+"""What every call checks before any rank waits for another, and the numbered record it makes of itself."""
 
 import weakref
 
@@ -13,21 +11,22 @@ from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.backends import backend_of
 from minitrain.ranks.collectives.call_log import Call, signature
 from minitrain.ranks.collectives.channel import Channel
+from minitrain.ranks.process import PROCESS
 
 FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 REFUSED = {
     "sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
     "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()"),
 }
+Sizes = list[int] | None
 OUTSIDE = "there are no ranks here, and no group of them; call this inside launch.run(fn, ranks=4), in fn"
-_channels: dict[int, Channel] = {}  # by the group's id, as long as the group lives
 
 
 def channel_of(group: ProcessGroup) -> Channel:
     """The one channel of a process group; ValueError if this rank cannot talk in it."""
-    known = _channels.get(id(group))
-    if known is not None:
-        return known
+    channels = PROCESS.channels
+    if id(group) in channels:
+        return channels[id(group)]
     if not isinstance(group, ProcessGroup):
         if group == GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
             raise ValueError("this rank is not a member of the group; only members may call its collectives")
@@ -36,9 +35,9 @@ def channel_of(group: ProcessGroup) -> Channel:
         raise ValueError(
             f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world() for all"
         )
-    made = _channels[id(group)] = Channel(group, backend_of(group))
-    weakref.finalize(group, _channels.pop, id(group))
-    return made
+    channels[id(group)] = Channel(group, backend_of(group))
+    weakref.finalize(group, channels.pop, id(group))
+    return channels[id(group)]
 
 
 def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
@@ -54,7 +53,7 @@ def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
 
 def settle() -> None:
     """Wait for what runs in the background; raise the first error that nobody has waited for."""
-    for ch in list(_channels.values()):
+    for ch in list(PROCESS.channels.values()):
         for task in [task for lane in ch.lanes for task in list(lane.unsettled)]:
             try:
                 task.wait()
@@ -65,30 +64,15 @@ def settle() -> None:
 def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, peer=None, **more) -> Call:
     """The record of a call on x, numbered; `payload` times x is the size S of the formulas."""
     number = ch.number(None if peer is None else (op, peer))
-    size_bytes, peer = payload * x.numel() * x.element_size(), None if peer is None else ch.members[peer]
-    site = call_log.call_site()
-    return Call(
-        number,
-        op,
-        ch.axis,
-        ch.members,
-        ch.who,
-        size_bytes,
-        tuple(x.shape),
-        x.dtype,
-        site,
-        peer,
-        name,
-        dim,
-        group=ch.name,
-        **more,
-    )
+    size, peer = payload * x.numel() * x.element_size(), None if peer is None else ch.members[peer]
+    what = tuple(x.shape), x.dtype, call_log.call_site()
+    return Call(number, op, ch.axis, ch.members, ch.who, size, *what, peer, name, dim, group=ch.name, **more)
 
 
 def contiguous(x: Tensor) -> Tensor:
     """x outside autograd and contiguous; the copy, if one is needed, is communication memory."""
     x = x.detach()
-    return x if x.is_contiguous() else call_log.announce_buffer(x.contiguous())
+    return x if x.is_contiguous() else call_log.announce("buffer", x.contiguous())
 
 
 def result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
@@ -111,7 +95,7 @@ def check_rank(ch: Channel, what: str, rank: int, other: bool = False) -> None:
 
 
 def check_can_reduce(what: str, op: str, x: Tensor) -> None:
-    if op not in tuple(REFUSED):
+    if op not in REFUSED:
         raise ValueError(f"{what}: op={op!r}; it is 'sum' or 'max' (the mean is the sum / group.size())")
     dtypes, reason = REFUSED[op]
     if x.dtype in dtypes:
@@ -119,9 +103,7 @@ def check_can_reduce(what: str, op: str, x: Tensor) -> None:
 
 
 def checked_dim(op: str, x: Tensor, dim: int, divisor: Channel | None = None) -> int:
-    """`dim` counted from the front; x must have it, and divisible by the ranks of `divisor` if that is
-    given.
-    """
+    """`dim` counted from the front; x must have it, divisible by the ranks of `divisor` if that is given."""
     if not -x.dim() <= dim < x.dim():
         what = "has no dims; use x.reshape(1)" if x.dim() == 0 else f"has dims {-x.dim()} to {x.dim() - 1}"
         raise ValueError(f"{op}: dim={dim}, but x {list(x.shape)} {what}")
@@ -133,9 +115,7 @@ def checked_dim(op: str, x: Tensor, dim: int, divisor: Channel | None = None) ->
     return dim % x.dim()
 
 
-def check_sizes(
-    ch: Channel, x: Tensor, dim: int, sends: list[int] | None, receives: list[int] | None
-) -> None:
+def check_sizes(ch: Channel, x: Tensor, dim: int, sends: Sizes, receives: Sizes) -> None:
     for what, sizes in (("send_sizes", sends), ("receive_sizes", receives)):
         if sizes is None or len(sizes) != ch.size or min(sizes) < 0:
             raise ValueError(

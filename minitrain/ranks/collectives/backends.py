@@ -1,12 +1,13 @@
 """What moves the data of a group, an object each: gloo (our algorithms), NCCL, or nothing (a dry run).
 
-    start(ch, group, job, in_background)   sets a collective in motion; returns (wait, is it done?)
-    post(ch, group, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
+    start(ch, job, in_background)   sets a collective in motion; returns wait
+    post(ch, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
 
 Where the backend moves the data itself, on NCCL and in a dry run, `transport.planned_bytes` charges the same
 cuts. In a dry run nothing is cut: a call costs the same Python in a world of 4 and of 131,072.
 """
 
+from contextlib import nullcontext
 from typing import Callable
 
 import torch
@@ -15,23 +16,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import call_log, checked
-from minitrain.ranks.collectives.board import MESSAGE
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.collectives.channel import Channel, apart
 from minitrain.ranks.collectives.transport import Job, move, post_receive, post_send, wait_all
+from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import num_modes, outside_modes
-
-# What a rank does when it first uses a group on gloo, whose event loop is there by then.
-ON_OPEN: list[Callable[[], None]] = []
 
 
 class Backend:
     counts = False  # are bytes counted where a buffer is handed to the network?
     adds = True  # are sums taken here, in memory of ours?
-    at_once = False  # is a message there as soon as it is asked for?
-
-    def open(self) -> None:
-        """Called when this rank first uses a group."""
 
     def check(self, op: str, x: Tensor) -> None:
         """ValueError for a tensor that the backend cannot reach."""
@@ -41,19 +35,13 @@ class Backend:
         return x.device
 
     def stage(self, job: Job) -> Callable[[], None] | None:
-        """Put the job on memory that the network reaches; returns what brings the result back, if anything
-        must.
-        """
+        """Put the job on memory that the network reaches; returns what brings the result back, if needed."""
 
 
 class Gloo(Backend):
     """Our algorithms over messages between host memories."""
 
     counts = True
-
-    def open(self) -> None:
-        for prepare in ON_OPEN:
-            prepare()
 
     def check(self, op: str, x: Tensor) -> None:
         if not x.is_cpu and not x.is_cuda:
@@ -67,13 +55,11 @@ class Gloo(Backend):
     def stage(self, job: Job) -> Callable[[], None] | None:
         if not job.dst.is_cuda:
             return None
-        target, job.src = job.dst, call_log.announce_buffer(job.src.cpu())
-        job.dst = call_log.announce_buffer(torch.empty_like(target, device="cpu"))
+        target, job.src = job.dst, call_log.announce("buffer", job.src.cpu())
+        job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
         return lambda: target.copy_(job.dst)
 
-    def start(
-        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
-    ) -> tuple[Callable, Callable]:
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         def drive() -> None:
             try:
                 unseen(move, ch, job)
@@ -81,26 +67,23 @@ class Gloo(Backend):
                 call_log.finished(job.call)
 
         if in_background:
-            task = ch.lane(job.call).submit(drive)
-            return task.wait, task.done
+            return ch.lane(job.call).submit(drive).wait
         apart(drive)
-        return lambda: None, lambda: True
+        return lambda: None
 
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         arrivals, works = unseen(self._post, ch, sends, receives)
         refusals: list[checked.CollectiveMismatch] = []
 
         def wait() -> None:
-            if refusals:  # waited for once more
-                raise refusals[0]
-            for (call, _, peer), hear, data in arrivals:
-                header = hear()
+            for (call, _, peer), header, header_work, data in () if refusals else arrivals:
+                wait_all([header_work])
                 try:
                     if header is not None:
-                        checked.compare_message(call, header)
+                        checked.compare_message(call, bytes(header.tolist()))
                 except checked.CollectiveMismatch as refusal:
                     refusals.append(refusal)
-                    let_go(ch, call, header, peer)
+                    drop(ch, call, bytes(header.tolist()), peer)
                     call_log.finished(call)
                 else:
                     if not refusals:
@@ -112,57 +95,35 @@ class Gloo(Backend):
         return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (what will arrive: receive, what waits for its header, work; works of what is sent)."""
+        """Returns (what will arrive: receive, header if it has one, works of both; works of what is sent)."""
         arrivals, works = [], []
         for receive in receives:
             call, tensor, peer = receive
-            hear = hear_of(ch, call, peer) if checked.enabled else lambda: None
-            arrivals.append((receive, hear, post_receive(ch, tensor, peer, message_tags(call)[1])))
+            header, header_work, (header_tag, tag) = None, None, message_tags(call)
+            if PROCESS.checked:
+                header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
+                header_work = post_receive(ch, header, peer, header_tag)
+            arrivals.append((receive, header, header_work, post_receive(ch, tensor, peer, tag)))
         for call, tensor, peer in sends:
-            if checked.enabled:
-                works.append(announce(ch, call, peer))
-            works.append(post_send(ch, call, tensor, peer, message_tags(call)[1]))
+            header_tag, tag = message_tags(call)
+            if PROCESS.checked:
+                header = checked.as_tensor(checked.message_header(call))
+                works.append(post_send(ch, None, header, peer, header_tag))
+            works.append(post_send(ch, call, tensor, peer, tag))
         return arrivals, works
 
 
-def announce(ch: Channel, call: Call, peer: int):
-    """Let the receiver know what comes, before it comes; returns the work of a header that travels."""
-    board, header = checked.board_of(ch), checked.message_header(call)
-    if board is None:
-        return post_send(ch, None, checked.as_tensor(header), peer, message_tags(call)[0])
-    board.put(MESSAGE, peer, call.seq, header)
-
-
-def hear_of(ch: Channel, call: Call, peer: int) -> Callable[[], bytes | None]:
-    """What waits for the header of the message that `call` receives; None if it got lost."""
-    board = checked.board_of(ch)
-    if board is not None:
-        return lambda: board.take(MESSAGE, peer, call.seq)
-    header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
-    work = post_receive(ch, header, peer, message_tags(call)[0])
-
-    def hear() -> bytes:
-        wait_all([work])
-        return bytes(header.tolist())
-
-    return hear
-
-
-def let_go(ch: Channel, call: Call, header: bytes, peer: int) -> None:
-    """Take the message that was refused, and drop it: its sender would wait for a receiver until time is
-    up.
-    """
+def drop(ch: Channel, call: Call, header: bytes, peer: int) -> None:
+    """Receive what was refused, and forget it: its sender would wait for a receiver until time is up."""
     unwanted = checked.announced(header)
     if unwanted is not None:
         wait_all([post_receive(ch, unwanted, peer, message_tag(call) + checked.fingerprint(unwanted))])
 
 
 def message_tags(call: Call) -> tuple[int, int]:
-    """Tags of a message's header and data. In checked mode dtype and shape are part of the second: see
-    checked.py.
-    """
+    """Tags of a message's header and data, which in checked mode has dtype and shape in it (checked.py)."""
     tag = message_tag(call)
-    return tag + 2**16, tag + (checked.fingerprint(call) if checked.enabled else 0)
+    return tag + 2**16, tag + (checked.fingerprint(call) if PROCESS.checked else 0)
 
 
 def message_tag(call: Call) -> int:
@@ -170,26 +131,18 @@ def message_tag(call: Call) -> int:
 
 
 def unseen(work: Callable, *args):
-    """work(*args) unseen by dispatch modes: additions of an algorithm are communication, not FLOPs of a
-    model.
-    """
-    if not num_modes():
-        return work(*args)
-    with outside_modes():
+    """work(*args) unseen by dispatch modes: an algorithm's additions are communication, not FLOPs."""
+    with outside_modes() if num_modes() else nullcontext():
         return work(*args)
 
 
 class Dry(Backend):
     """Nothing moves; results have shapes and no values."""
 
-    at_once = True
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        return lambda: call_log.finished(job.call)
 
-    def start(
-        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
-    ) -> tuple[Callable, Callable]:
-        return lambda: call_log.finished(job.call), lambda: True
-
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         return lambda: None
 
 
@@ -209,30 +162,29 @@ class NCCL(Backend):
                 f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda(), or a group on gloo"
             )
 
-    def start(
-        self, ch: Channel, group: ProcessGroup, job: Job, in_background: bool
-    ) -> tuple[Callable, Callable]:
-        op, src, dst, way = job.call.op, job.src, job.dst, dict(group=group, async_op=True)
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)
         if op == "all_reduce":
             if dst.data_ptr() != src.data_ptr():
                 dst.copy_(src)
             reduction = dist.ReduceOp.MAX if job.call.reduction == "max" else dist.ReduceOp.SUM
-            work = dist.all_reduce(dst, reduction, **way)
+            work = dist.all_reduce(dst, reduction, **given)
         elif op == "all_gather":
-            work = renamed("all_gather_single", "all_gather_into_tensor")(dst, src, **way)
+            work = renamed("all_gather_single", "all_gather_into_tensor")(dst, src, **given)
         elif op == "reduce_scatter":
-            work = renamed("reduce_scatter_single", "reduce_scatter_tensor")(dst, src, **way)
+            work = renamed("reduce_scatter_single", "reduce_scatter_tensor")(dst, src, **given)
         elif op == "all_to_all":
-            work = dist.all_to_all_single(dst, src, job.receive_sizes, job.send_sizes, **way)
+            work = dist.all_to_all_single(dst, src, job.receive_sizes, job.send_sizes, **given)
         elif op == "broadcast":
             if ch.rank == job.source:
                 dst.copy_(src)
-            work = dist.broadcast(dst, group_src=job.source, **way)
+            work = dist.broadcast(dst, group_src=job.source, **given)
         else:
-            work = dist.barrier(**way)
-        return lambda: (work.wait(), call_log.finished(job.call)), work.is_completed
+            work = dist.barrier(**given)
+        return lambda: (work.wait(), call_log.finished(job.call))
 
-    def post(self, ch: Channel, group: ProcessGroup, sends: list, receives: list) -> Callable[[], None]:
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
+        group = ch.group
         if len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
             works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
             works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]

@@ -1,10 +1,9 @@
 """Every collective leaves a record before it starts, where others can read it even if the rank never returns.
 
-A `Call` says who calls what from which line, and how many bytes were handed to the network. A process keeps
-its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped file of fixed
-slots: writing one is a copy of 320 bytes and no system call, and a rank that hangs inside the network library
-still shows its last calls to whoever opens the file (`read_log`). `observe(callback)` hands the records to an
-instrument such as the ledger; unobserved, a call costs its record and nothing else.
+A process keeps its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped
+file of fixed slots: writing one is a copy of 320 bytes and no system call, and a rank that hangs inside the
+network library still shows its last calls to whoever opens the file (`read_log`). `observe(callback)` hands
+the records to an instrument such as the ledger.
 
 A slot: one state byte (b"i" issued, b"d" done), then the fields as text between tabs, padded with zero bytes.
 A recorder of collectives in flight is PyTorch's idea (the NCCL flight recorder). Differs: gloo too, and the
@@ -14,9 +13,7 @@ call site.
 import mmap
 import os
 import sys
-import threading
 import zlib
-from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +21,9 @@ from typing import Callable, Iterator, NamedTuple
 
 import torch
 
-SLOTS, SLOT_BYTES = 64, 320
+from minitrain.ranks.process import LAST_CALLS, PROCESS
+
+SLOTS, SLOT_BYTES = LAST_CALLS, 320
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +55,7 @@ class Call:
 
 
 class LoggedCall(NamedTuple):
-    """What `read_log` gives back; `order` counts all calls of the process, `done` is False while it is in
-    flight.
-    """
+    """What `read_log` gives back; `done` is False while the call is in flight."""
 
     order: int
     done: bool
@@ -103,69 +100,55 @@ def shortened(text: str, letters: int) -> str:
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_standing = threading.local()
-_labels: dict[str, str | None] = {}  # file name -> how to print it; None for plumbing
 
 
 def name_file(filename: str, label: str) -> None:
-    """From now on call sites in `filename` (the file name of a compiled notebook cell, say) print as
-    `label:line`.
-    """
-    _labels[filename] = label
+    """Call sites in `filename`, the file of a notebook cell say, print as `label:line` from now on."""
+    PROCESS.labels[filename] = label
 
 
 @contextmanager
 def standing_at(site: str) -> Iterator[None]:
     """Calls made inside report `site`: a backward collective belongs to the line of its forward."""
-    _standing.site = site
+    PROCESS.thread.site = site
     try:
         yield
     finally:
-        _standing.site = None
+        PROCESS.thread.site = None
 
 
 def call_site() -> str:
     """The first frame outside minitrain's collectives and torch, as "train.py:41"."""
-    if getattr(_standing, "site", None):
-        return _standing.site
-    frame = sys._getframe(1)
+    if getattr(PROCESS.thread, "site", None):
+        return PROCESS.thread.site
+    frame, labels = sys._getframe(1), PROCESS.labels
     while frame is not None:
         filename = frame.f_code.co_filename
-        try:
-            label = _labels[filename]
-        except KeyError:
-            hidden = filename.startswith((_HERE, _TORCH))
-            label = _labels[filename] = None if hidden else os.path.basename(filename)
-        if label is not None:
-            return f"{label}:{frame.f_lineno}"
+        if filename not in labels:
+            labels[filename] = None if filename.startswith((_HERE, _TORCH)) else os.path.basename(filename)
+        if labels[filename] is not None:
+            return f"{labels[filename]}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"  # a backward pass on a thread of torch's own has no Python caller
 
 
 # ---- the log ---------------------------------------------------------------------------------------------
 
-_recent: deque[Call] = deque(maxlen=SLOTS)
-_observers: list[Callable] = []
-_file: mmap.mmap | None = None
-_order = 0
-
 
 def issued(call: Call) -> Call:
     """Record a call that is about to start."""
-    global _order
-    call.order = _order
-    _recent.append(call)
-    if _file is not None:
+    call.order = PROCESS.num_calls
+    PROCESS.num_calls += 1
+    PROCESS.recent.append(call)
+    if PROCESS.log_file is not None:
         size, peer = call.payload_bytes, call.peer
         same = _text_of(
             call.op, call.axis, call.who, call.shape, call.dtype, size, peer, call.name, call.group
         )
-        text = f"i{_order}\t{call.seq}\t{same}\t{call.site}".encode()[:SLOT_BYTES]
-        start = (_order % SLOTS) * SLOT_BYTES
-        _file[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
-    _order += 1
-    if _observers:
-        tell("issue", call)
+        text = f"i{call.order}\t{call.seq}\t{same}\t{call.site}".encode()[:SLOT_BYTES]
+        start = (call.order % SLOTS) * SLOT_BYTES
+        PROCESS.log_file[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
+    announce("issue", call)
     return call
 
 
@@ -179,109 +162,66 @@ def _text_of(op, axis, who, shape, dtype, payload_bytes, peer, name, group) -> s
 
 def finished(call: Call) -> None:
     """Mark the call as done (from the worker thread when it is asynchronous)."""
-    if _file is not None and _order - call.order <= SLOTS:  # else its slot already belongs to a later call
+    in_log = PROCESS.num_calls - call.order <= SLOTS  # else its slot already belongs to a later call
+    if PROCESS.log_file is not None and in_log:
         start = (call.order % SLOTS) * SLOT_BYTES
-        _file[start : start + 1] = b"d"
+        PROCESS.log_file[start : start + 1] = b"d"
 
 
-def waited(call: Call) -> None:
-    """Tell the observers that the caller has waited for `call`: its `sent_bytes` are final."""
-    if _observers:
-        tell("wait", call)
+def announce(kind: str, subject):
+    """Tell the observers; the subject itself.
 
-
-def tell(kind: str, subject) -> None:
-    for callback in tuple(_observers):
-        callback(kind, subject)
-
-
-def announce_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the observers that `tensor` is communication scratch memory."""
-    if _observers:
-        tell("buffer", tensor)
-    return tensor
-
-
-def announce_resized(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the observers that `tensor`, a gathered copy of parameters, has just been given memory or lost
-    it.
+    issue, wait     a `Call` that starts, and that has been waited for: its `sent_bytes` are final
+    copy, copied    a transfer between memories (`direction`, `bytes`), likewise
+    buffer, host    scratch memory, and memory of the host, just allocated
+    gradient        one that is about to leave its parameter
+    resized         a gathered tensor whose storage has just grown or shrunk
     """
-    if _observers:
-        tell("resized", tensor)
-    return tensor
+    for callback in tuple(PROCESS.observers):
+        callback(kind, subject)
+    return subject
 
 
 def announce_host(tensor: torch.Tensor, kind: str = "activations") -> torch.Tensor:
-    """Mark the block of `tensor` as memory of the host, not of the device, and tell the observers. `kind` is
-    what an account calls it.
-
-    On a machine without an accelerator both are the same memory: this mark is what tells them apart."""
+    """Mark the block of `tensor` as memory of the host, not of the device: without an accelerator both are
+    the same memory. An account calls it `kind`."""
     tensor.untyped_storage().on_host = kind
-    if _observers:
-        tell("host", tensor)
-    return tensor
-
-
-def announce_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the observers that `tensor` is a gradient which is about to leave its parameter."""
-    if _observers:
-        tell("gradient", tensor)
-    return tensor
-
-
-def announce_copy(kind: str, transfer) -> None:
-    """Tell the observers that a copy between memories (memory/pools.py) starts, "copy", or has been waited
-    for, "copied". `transfer` has a `way` ("to_host") and its `bytes`.
-    """
-    if _observers:
-        tell(kind, transfer)
+    return announce("host", tensor)
 
 
 @contextmanager
 def observe(callback: Callable) -> Iterator[None]:
-    """Call `callback(kind, subject)`: "issue" and "wait" with a `Call`, "buffer" with scratch memory just
-    allocated, "gradient" with one that leaves, "resized" with a gathered tensor whose storage has just grown
-    or shrunk, "host" with memory of the host just allocated, "copy" and "copied" with a transfer between
-    memories.
-    """
-    _observers.append(callback)
+    """Call `callback(kind, subject)` whenever something is announced."""
+    PROCESS.observers.append(callback)
     try:
         yield
     finally:
-        _observers.remove(callback)
+        PROCESS.observers.remove(callback)
 
 
 def last_calls() -> list[Call]:
     """This process's last calls, oldest first."""
-    return list(_recent)
+    return list(PROCESS.recent)
 
 
 def log_to(path: str | os.PathLike) -> None:
     """Write a record of every further call into the file `path` (created, readable by the owner only)."""
-    global _file
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.ftruncate(descriptor, SLOTS * SLOT_BYTES)
-        _file = mmap.mmap(descriptor, SLOTS * SLOT_BYTES)
-    finally:
-        os.close(descriptor)
+    with open(path, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.truncate(SLOTS * SLOT_BYTES)
+        PROCESS.log_file = mmap.mmap(file.fileno(), SLOTS * SLOT_BYTES)
 
 
 def read_log(path: str | os.PathLike) -> list[LoggedCall]:
-    """The last calls of the process that logs to `path`, oldest first; at any moment, even after its
-    death.
-    """
+    """The last calls of the process that logs to `path`, oldest first; at any time, even after its death."""
     with open(path, "rb") as file:
         data = file.read()
     calls = []
     for slot in (data[start : start + SLOT_BYTES] for start in range(0, len(data), SLOT_BYTES)):
+        fields = slot[1:].rstrip(b"\0").decode(errors="replace").split("\t")
         try:
             done = {b"i": False, b"d": True}[slot[:1]]
-            order, seq, *what, size, peer, name, group, site = (
-                slot[1:].rstrip(b"\0").decode(errors="replace").split("\t")
-            )
-            peer = int(peer) if peer else None
-            more = int(size), peer, name or None, group, site
+            order, seq, *what, size, peer, name, group, site = fields
+            more = int(size), int(peer) if peer else None, name or None, group, site
             calls.append(LoggedCall(int(order), done, int(seq), *what, *more))
         except (TypeError, ValueError, KeyError):
             continue  # never written, or being written right now

@@ -1,5 +1,4 @@
-"""A process group as the collectives see it: its members, the number of the next call, and who works in the
-background.
+"""A process group as the collectives see it: members, the number of the next call, workers in the background.
 
 gloo moves data by itself, on an event loop, but an algorithm has to be driven: something must add up what has
 arrived and send the sum on. So a group has two lanes, each a worker thread that starts with its first
@@ -20,6 +19,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.call_log import Call
+from minitrain.ranks.process import PROCESS
 
 LOOK_S = 0.1  # how often a wait looks whether a rank is gone
 
@@ -28,9 +28,7 @@ class Channel:
     """What we know of one process group. `backend` (backends.py) moves its data."""
 
     def __init__(self, group: ProcessGroup, backend):
-        # Channels are kept by group (arguments.py), and must not keep a destroyed group
-        # alive.
-        self.group = weakref.proxy(group)
+        self._group = weakref.ref(group)  # a channel must not keep a destroyed group alive
         self.backend = backend
         self.members = tuple(get_process_group_ranks(group))
         self.who = call_log.span(self.members)
@@ -42,8 +40,12 @@ class Channel:
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
-        self.board = None  # where the members leave notes for each other, opened in checked mode
-        backend.open()
+        if backend.counts:  # gloo's event loop is there by now
+            PROCESS.on_open()
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self._group()
 
     def number(self, sequence: object) -> int:
         """The next number of a sequence of calls: None for collectives, (op, peer) for messages."""
@@ -63,9 +65,7 @@ def axis_name(group: ProcessGroup) -> str:
 
 
 class Lane:
-    """A worker thread, started when needed, and scratch memory for the calls that run on it one after the
-    other.
-    """
+    """A worker thread, started when needed, and scratch memory for the calls that run on it in turn."""
 
     def __init__(self, axis: str):
         self._name = f"collectives on {axis}"
@@ -77,15 +77,13 @@ class Lane:
         """Run `run()` after what was submitted before."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=work, args=(self._tasks,), name=self._name, daemon=True).start()
+            threading.Thread(target=_work, args=(self._tasks,), name=self._name, daemon=True).start()
         task = Task(run, self.unsettled)
         self._tasks.put(task)
         return task
 
     def scratch(self, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for `numel` elements or more: shared by all calls in flight here, free when the last was
-        waited for.
-        """
+        """Room for `numel` elements or more, shared by all calls in flight here."""
         kind = (dtype, like.device)
         room = self._scratch.get(kind)
         if room is None or room.numel() < numel:
@@ -94,7 +92,7 @@ class Lane:
 
 
 def new_scratch(like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    return call_log.announce_buffer(like.new_empty(numel, dtype=dtype))
+    return call_log.announce("buffer", like.new_empty(numel, dtype=dtype))
 
 
 class Task:
@@ -107,18 +105,15 @@ class Task:
 
     def wait(self) -> None:
         started = time.monotonic()
-        while not self.running.acquire(timeout=-1 if Loss.patience_s is None else LOOK_S):
-            Loss.check(started)
+        while not self.running.acquire(timeout=-1 if PROCESS.patience_s is None else LOOK_S):
+            check_patience(started)
         self.running.release()
         if self.error is not None:
             self.unsettled.pop(self, None)
             raise self.error
 
-    def done(self) -> bool:
-        return not self.running.locked()
 
-
-def work(tasks: queue.SimpleQueue) -> None:
+def _work(tasks: queue.SimpleQueue) -> None:
     while True:
         task = tasks.get()
         try:
@@ -135,18 +130,12 @@ def work(tasks: queue.SimpleQueue) -> None:
 # ---- a rank that is gone -------------------------------------------------------------------------------
 
 
-class Loss:
-    """Of this process: how long it waits for others once one of them is gone, and since when one is."""
-
-    patience_s: float | None = None
-    since: float | None = None
-
-    @classmethod
-    def check(cls, started: float) -> None:
-        """RuntimeError if a wait that began at `started` has lasted too long."""
-        if cls.since is not None and time.monotonic() > max(started, cls.since) + cls.patience_s:
-            cls.patience_s = 0.0  # nothing that is waited for from now on will come either
-            raise RuntimeError("another rank is gone, and gloo does not end this wait")
+def check_patience(started: float) -> None:
+    """RuntimeError if a rank is gone and a wait that began at `started` has lasted too long."""
+    since = PROCESS.lost_since
+    if since is not None and time.monotonic() > max(started, since) + PROCESS.patience_s:
+        PROCESS.patience_s = 0.0  # nothing that is waited for from now on will come either
+        raise RuntimeError("another rank is gone, and gloo does not end this wait")
 
 
 def wait_at_most(seconds: float) -> None:
@@ -156,42 +145,32 @@ def wait_at_most(seconds: float) -> None:
     and nothing ends it from outside. So calls wait on a thread of their own, `apart`, and who called them
     waits for that thread. (Not a call of torch.distributed.)
     """
-    Loss.patience_s = seconds
+    PROCESS.patience_s = seconds
 
 
 def another_rank_is_gone() -> None:
-    Loss.since = time.monotonic()
-
-
-_own = threading.local()
+    PROCESS.lost_since = time.monotonic()
 
 
 def apart(work: Callable[[], None]) -> None:
     """work(), which waits in gloo."""
-    if Loss.patience_s is None:
+    if PROCESS.patience_s is None:
         return work()
-    if not hasattr(_own, "lane"):
-        _own.lane = Lane("waits")
-    _own.lane.submit(work).wait()
+    if not hasattr(PROCESS.thread, "lane"):
+        PROCESS.thread.lane = Lane("waits")
+    PROCESS.thread.lane.submit(work).wait()
 
 
 class Handle:
-    """What an asynchronous call returns: `wait()` gives the result, as often as asked, and must be called
-    once.
-    """
+    """What an asynchronous call returns: `wait()` gives the result, and must be called at least once."""
 
-    def __init__(self, settle: Callable[[], None], finish: Callable, poll: Callable[[], bool]):
-        self._settle, self._finish, self._poll = settle, finish, poll
+    def __init__(self, settle: Callable[[], None], finish: Callable):
+        self._settle, self._finish = settle, finish
         self._waited, self._result = False, None
 
     def wait(self):
         if not self._waited:
             self._settle()
             self._result, self._waited = self._finish(), True
-            self._settle = self._finish = self._poll = None  # let the buffers go
+            self._settle = self._finish = None  # let the buffers go
         return self._result
-
-    @property
-    def done(self) -> bool:
-        """Has all data arrived? (A message over gloo knows only after `wait()`.)"""
-        return self._waited or self._poll()

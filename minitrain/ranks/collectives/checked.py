@@ -15,54 +15,27 @@ aborts the process when sizes differ. A header of 256 bytes says what is called,
                 goes on. Sites may differ.
 
 A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
-launch reports the hang. Headers are not counted as sent bytes. Between ranks of one launch they pass
-through memory (board.py); in a job each is a small message, n-1 per call. On NCCL and in a dry run nothing
-is compared.
+launch reports the hang. Each header is a small message, n-1 per call; headers are not counted as sent bytes.
+On NCCL and in a dry run nothing is compared.
 """
 
-import hashlib
-import os
 import zlib
 from functools import lru_cache
 
 import torch
 
 from minitrain.ranks.collectives import call_log
-from minitrain.ranks.collectives.board import FUTEX, MOST_MEMBERS, Board
 from minitrain.ranks.collectives.call_log import Call
+from minitrain.ranks.process import PROCESS
 
 HEADER_BYTES = 256
 ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
 SEPARATOR = b"\x1f"
-enabled = False
-_folder: str | None = None  # where the boards of this launch are
 
 
 def set_checked(on: bool) -> None:
-    """Turn checked mode on or off in this process: the same on all ranks, and not between two halves of a
-    call.
-    """
-    global enabled
-    enabled = bool(on)
-
-
-def meet_in(folder: str | None) -> None:
-    """From now on all ranks of this process's groups are on this machine and share `folder` (None: they send
-    headers, as those of several nodes).
-    """
-    global _folder
-    _folder = folder if FUTEX is not None else None
-
-
-def board_of(ch) -> Board | None:
-    """Where the members of this channel's group leave headers; None if they send them."""
-    if _folder is None or ch.size > MOST_MEMBERS:
-        return None
-    if ch.board is None:
-        key = f"{ch.group.group_name} {ch.members}"  # torch's name of the group is the same on all members
-        path = os.path.join(_folder, f"board.{hashlib.sha256(key.encode()).hexdigest()}")
-        ch.board = Board(path, ch.rank, ch.size, HEADER_BYTES)
-    return ch.board
+    """Turn checked mode on or off in this process: alike on all ranks, and not between halves of a call."""
+    PROCESS.checked = bool(on)
 
 
 class CollectiveMismatch(RuntimeError):
@@ -71,9 +44,7 @@ class CollectiveMismatch(RuntimeError):
 
 @lru_cache(maxsize=256)
 def pack(*fields: str) -> bytes:
-    """Text fields as a header; of a field that is too long the tail becomes a checksum, so that it still
-    differs.
-    """
+    """Text fields as a header; of a field that is too long the tail becomes a checksum."""
     data = [field.encode() for field in fields]
     data = [
         text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
@@ -92,24 +63,20 @@ def as_tensor(header: bytes) -> torch.Tensor:
 
 
 def headers_of(call: Call, sends: list[int] | None) -> list[bytes]:
-    """The header for each member; it also says how many elements go to that member, where sizes may
-    differ.
-    """
-    identity = call_log.describe(call), call.name or "", call.site
-    if sends is None:
-        return [pack(*identity, "")] * len(call.members)
-    return [pack(*identity, str(count)) for count in sends]
+    """The header for each member; it also says how many elements go there, where sizes may differ."""
+    counts = [""] * len(call.members) if sends is None else map(str, sends)
+    return [pack(call_log.describe(call), call.name or "", call.site, count) for count in counts]
 
 
-def compare(call: Call, headers: list[bytes | None], expects: list[int] | None) -> None:
-    """Raise CollectiveMismatch if the members' headers (in rank order, None: lost) do not belong together."""
+def compare(call: Call, headers: list[bytes], expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers, in rank order, do not belong together."""
     if expects is None and headers.count(headers[0]) == len(headers):
         return
-    calls = {member: unpack(header) for member, header in zip(call.members, headers) if header is not None}
+    calls = {member: unpack(header) for member, header in zip(call.members, headers)}
     if len({(what, name, "" if name else site) for what, name, site, _ in calls.values()}) > 1:
         raise CollectiveMismatch(disagreement(call, calls))
     for member, expected in zip(call.members, expects or ()):
-        sent = calls[member][-1] if member in calls else expected
+        sent = calls[member][-1]
         if int(sent) != expected:
             raise CollectiveMismatch(
                 f"{place(call)}: rank {member} sends {sent} elements at {call.site}, "
@@ -121,12 +88,15 @@ def disagreement(call: Call, calls: dict[int, list[str]]) -> str:
     """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at .."."""
     ranks: dict[str, list[int]] = {}
     for member, (what, name, site, _) in calls.items():
-        ranks.setdefault(f"{what}{f' named {name!r}' if name else ''} at {site}", []).append(member)
+        named = f" named {name!r}" if name else ""
+        ranks.setdefault(f"{what}{named} at {site}", []).append(member)
     sides = sorted(ranks.items(), key=lambda side: len(side[1]))
-    texts = [
-        f"rank {who[0]} calls {what}" if len(who) == 1 else f"ranks {', '.join(map(str, who))} call {what}"
-        for what, who in sides
-    ]
+    texts = []
+    for what, who in sides:
+        one = len(who) == 1
+        texts.append(
+            f"rank {who[0]} calls {what}" if one else f"ranks {', '.join(map(str, who))} call {what}"
+        )
     if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
         texts[1] = f"others {sides[1][0]}"
     only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1

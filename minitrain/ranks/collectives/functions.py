@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from minitrain.ranks.collectives import call_log, transport
 from minitrain.ranks.collectives.arguments import (
     OUTSIDE,
+    Sizes,
     channel_of,
     check_can_reduce,
     check_rank,
@@ -44,6 +45,7 @@ from minitrain.ranks.collectives.channel import Channel, Handle, new_scratch
 from minitrain.ranks.collectives.transport import Job
 
 Given = Tensor | None
+Name = str | None  # of a call, to tell it apart from others of its line
 
 
 def world() -> ProcessGroup:
@@ -67,13 +69,7 @@ def axis_of(group: ProcessGroup) -> str:
 
 
 def all_reduce(
-    x: Tensor,
-    group: ProcessGroup,
-    *,
-    op: str = "sum",
-    out: Given = None,
-    name: str | None = None,
-    async_op=False,
+    x: Tensor, group: ProcessGroup, *, op="sum", out: Given = None, name: Name = None, async_op=False
 ) -> Tensor | Handle:
     """The sum over the group, or with `op="max"` the maximum of each element. `out=x` works in place.
 
@@ -84,43 +80,31 @@ def all_reduce(
     check_can_reduce("all_reduce", op, x)
     out = result("all_reduce", x, x.shape, out)
     src = contiguous(x).view(-1)
-    call = new_call(ch, "all_reduce", x, name, reduction=op)
-    return _perform(
-        ch, group, Job(call, src, src if out is x else out.detach().view(-1)), lambda: out, async_op
-    )
+    job = Job(new_call(ch, "all_reduce", x, name, reduction=op), src, src)
+    if out is not x:
+        job.dst = out.detach().view(-1)
+    return _perform(ch, job, lambda: out, async_op)
 
 
 def all_gather(
-    x: Tensor,
-    group: ProcessGroup,
-    dim: int = 0,
-    *,
-    out: Given = None,
-    name: str | None = None,
-    async_op=False,
+    x: Tensor, group: ProcessGroup, dim: int = 0, *, out: Given = None, name: Name = None, async_op=False
 ) -> Tensor | Handle:
     """Everyone's x [.., d, ..], concatenated along `dim` in group-rank order: [.., n·d, ..]."""
     ch = open_channel(group, "all_gather", x)
     dim = checked_dim("all_gather", x, dim)
     call = new_call(ch, "all_gather", x, name, dim, payload=ch.size)
-    return _along(ch, group, call, x, ch.size * x.shape[dim], out, async_op)
+    return _along(ch, call, x, ch.size * x.shape[dim], out, async_op)
 
 
 def reduce_scatter(
-    x: Tensor,
-    group: ProcessGroup,
-    dim: int = 0,
-    *,
-    out: Given = None,
-    name: str | None = None,
-    async_op=False,
+    x: Tensor, group: ProcessGroup, dim: int = 0, *, out: Given = None, name: Name = None, async_op=False
 ) -> Tensor | Handle:
     """This rank's piece [.., d, ..] along `dim` of the sum of everyone's x [.., n·d, ..]."""
     ch = open_channel(group, "reduce_scatter", x)
     check_can_reduce("reduce_scatter", "sum", x)
     dim = checked_dim("reduce_scatter", x, dim, divisor=ch)
     call = new_call(ch, "reduce_scatter", x, name, dim)
-    return _along(ch, group, call, x, x.shape[dim] // ch.size, out, async_op)
+    return _along(ch, call, x, x.shape[dim] // ch.size, out, async_op)
 
 
 def all_to_all(
@@ -128,9 +112,9 @@ def all_to_all(
     group: ProcessGroup,
     dim: int = 0,
     *,
-    send_sizes: list[int] | None = None,
-    receive_sizes: list[int] | None = None,
-    name: str | None = None,
+    send_sizes: Sizes = None,
+    receive_sizes: Sizes = None,
+    name: Name = None,
     async_op: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor | Handle:
@@ -155,7 +139,7 @@ def all_to_all(
     call = new_call(ch, "all_to_all", x, name, dim, uneven=uneven)
     rows = sum(receive_sizes) if uneven else x.shape[dim]
     under_way = async_op or meanwhile is not None
-    y = _along(ch, group, call, x, rows, None, under_way, send_sizes, receive_sizes)
+    y = _along(ch, call, x, rows, None, under_way, send_sizes, receive_sizes)
     if meanwhile is None or async_op:
         return y
     meanwhile()
@@ -163,7 +147,7 @@ def all_to_all(
 
 
 def broadcast(
-    x: Tensor, source: int, group: ProcessGroup, *, name: str | None = None, async_op: bool = False
+    x: Tensor, source: int, group: ProcessGroup, *, name: Name = None, async_op=False
 ) -> Tensor | Handle:
     """The source's x, on every rank; elsewhere x only says shape and dtype."""
     ch = open_channel(group, "broadcast", x)
@@ -171,37 +155,25 @@ def broadcast(
     out = result("broadcast", x, x.shape, None)
     src = contiguous(x) if ch.rank == source else out
     job = Job(new_call(ch, "broadcast", x, name, source=source), src.view(-1), out.view(-1), source=source)
-    return _perform(ch, group, job, lambda: out, async_op)
+    return _perform(ch, job, lambda: out, async_op)
 
 
 def barrier(group: ProcessGroup, *, name: str | None = None) -> None:
     """Return when every member has called it."""
     ch = channel_of(group)
     nothing = torch.empty(0)
-    _perform(ch, group, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
+    _perform(ch, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
 
 
 # ---- from a call to bytes in motion ----------------------------------------------------------------------
 
 
-def _along(
-    ch: Channel,
-    group: ProcessGroup,
-    call,
-    x: Tensor,
-    length: int,
-    out: Given,
-    async_op: bool,
-    sends=None,
-    receives=None,
-):
-    """Perform `call`, whose result is like x but `length` long in call.dim; if that is not dim 0, on turned
-    copies.
-    """
+def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, sends=None, receives=None):
+    """Perform `call`, whose result is like x but `length` long in call.dim; unless 0, on turned copies."""
     dim = call.dim
     src = contiguous(x.movedim(dim, 0))
     out = result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1 :]), out)
-    dst = out.detach() if dim == 0 else call_log.announce_buffer(src.new_empty((length, *src.shape[1:])))
+    dst = out.detach() if dim == 0 else call_log.announce("buffer", src.new_empty((length, *src.shape[1:])))
     row = math.prod(src.shape[1:])
     sends, receives = (sizes and [row * size for size in sizes] for sizes in (sends, receives))
 
@@ -210,12 +182,11 @@ def _along(
             out.detach().copy_(dst.movedim(0, dim))
         return out
 
-    return _perform(
-        ch, group, Job(call, src.view(-1), dst.view(-1), None, None, sends, receives), finish, async_op
-    )
+    job = Job(call, src.view(-1), dst.view(-1), send_sizes=sends, receive_sizes=receives)
+    return _perform(ch, job, finish, async_op)
 
 
-def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async_op: bool):
+def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
     """Allocate what the algorithm needs, log the call, move the data now or in the background."""
     backend, call = ch.backend, job.call
     bring_back = backend.stage(job)
@@ -228,17 +199,17 @@ def _perform(ch: Channel, group: ProcessGroup, job: Job, finish: Callable, async
     if not backend.counts:
         call.sent_bytes, call.planned = transport.planned_bytes(ch, job), True
     call_log.issued(call)
-    settle, poll = backend.start(ch, group, job, async_op)
+    settle = backend.start(ch, job, async_op)
 
     def end():
         job.src = job.received = job.wide = None  # what only the algorithm needed is free from here
-        call_log.waited(call)
+        call_log.announce("wait", call)
         if bring_back:
             bring_back()
         return finish()
 
     if async_op:
-        return Handle(settle, end, poll)
+        return Handle(settle, end)
     settle()
     return end()
 
@@ -262,31 +233,25 @@ class _Linear(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, the same on all ranks, enters work that differs by rank; backward adds the ranks' gradients
-    (Megatron's f).
-    """
+    """Megatron's f: x, alike on all ranks, enters work that differs by rank; backward adds gradients."""
     return _Linear.apply(x, lambda x: x.view_as(x), lambda dy: all_reduce(dy, group))
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' x, used alike by all from here on; backward passes the gradient through
-    (Megatron's g).
-    """
+    """Megatron's g: the sum of the ranks' x, used alike by all from here on; backward is the identity."""
     return _Linear.apply(x, lambda x: all_reduce(x, group), lambda dy: dy)
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
     """Shards -> the whole, used alike by all ranks from here on; backward takes this rank's slice."""
-    return _Linear.apply(
-        x, lambda x: all_gather(x, group, dim), lambda dy: _slice("gather_from", dy, group, dim)
-    )
+    back = lambda dy: _slice("gather_from", dy, group, dim)
+    return _Linear.apply(x, lambda x: all_gather(x, group, dim), back)
 
 
 def scatter_to(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
     """x, the same on all ranks -> this rank's slice; backward gathers the slices' gradients."""
-    return _Linear.apply(
-        x, lambda x: _slice("scatter_to", x, group, dim), lambda dy: all_gather(dy, group, dim)
-    )
+    there = lambda x: _slice("scatter_to", x, group, dim)
+    return _Linear.apply(x, there, lambda dy: all_gather(dy, group, dim))
 
 
 def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
@@ -295,9 +260,7 @@ def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
 
 
 def gather_to(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Shards -> the whole, entering work that differs by rank; backward adds the gradients and keeps the own
-    slice.
-    """
+    """Shards -> the whole, entering work that differs by rank; backward is this rank's slice of the sum."""
     return _Linear.apply(x, lambda x: all_gather(x, group, dim), lambda dy: reduce_scatter(dy, group, dim))
 
 

@@ -1,5 +1,4 @@
-"""Messages from one rank to another: send, receive, and two patterns that cannot deadlock, exchange and
-rotate.
+"""Messages between two ranks: send, receive, and two patterns that cannot deadlock, exchange and rotate.
 
     send(x, to), receive(like, source)    blocking: both return when the data has changed hands
     exchange(x, to, source)               send one and receive one at the same time
@@ -28,7 +27,7 @@ def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> 
     """Give x to rank `to` of the group."""
     ch = open_channel(group, "send", x)
     check_rank(ch, "send to", to, other=True)
-    return _transfer(ch, group, [(x, to)], [], lambda received: None, async_op)
+    return _transfer(ch, [(x, to)], [], lambda received: None, async_op)
 
 
 def receive(
@@ -41,15 +40,13 @@ def receive(
     device: torch.device | str = "cpu",
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """What rank `source` of the group sends: shaped as `like`, which is not written to, or as the keywords
-    say.
-    """
+    """What rank `source` sends: shaped as `like`, which is not written to, or as the keywords say."""
     if like is None and (shape is None or dtype is None):
         raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
     room = torch.empty(shape, dtype=dtype, device=device) if like is None else _room_for(like)
     ch = open_channel(group, "receive", room if like is None else like)
     check_rank(ch, "receive from", source, other=True)
-    return _transfer(ch, group, [], [(room, source)], lambda received: received[0], async_op)
+    return _transfer(ch, [], [(room, source)], lambda received: received[0], async_op)
 
 
 def exchange(
@@ -61,9 +58,7 @@ def exchange(
     like: Tensor | None = None,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """Send x to rank `to` while receiving a tensor of the shape of `like` (of x if None) from rank
-    `source`.
-    """
+    """Send x to rank `to` while receiving a tensor shaped as `like` (as x if None) from rank `source`."""
     ch = open_channel(group, "exchange", x)
     check_rank(ch, "exchange: send to", to)
     check_rank(ch, "exchange: receive from", source)
@@ -72,15 +67,13 @@ def exchange(
             f"exchange: to={to} and source={source}, one of them this rank itself; make it both or neither"
         )
     room = _room_for(x if like is None else like)
-    return _transfer(ch, group, [(x, to)], [(room, source)], lambda received: received[0], async_op)
+    return _transfer(ch, [(x, to)], [(room, source)], lambda received: received[0], async_op)
 
 
 def rotate(
     xs: Tensor | tuple[Tensor, ...], group: ProcessGroup, shift: int = 1, *, async_op: bool = False
 ) -> Tensor | tuple[Tensor, ...] | Handle:
-    """xs goes to rank + shift, what comes is rank - shift's: the same number of tensors, of the same
-    shapes.
-    """
+    """xs goes to rank + shift, what comes is rank - shift's: as many tensors, of the same shapes."""
     tensors = (xs,) if isinstance(xs, Tensor) else tuple(xs)
     if not tensors:
         raise ValueError("rotate: an empty tuple; give at least one tensor")
@@ -88,7 +81,7 @@ def rotate(
     to, source = (ch.rank + shift) % ch.size, (ch.rank - shift) % ch.size
     pack = (lambda received: received[0]) if isinstance(xs, Tensor) else tuple
     receives = [(_room_for(x), source) for x in tensors]
-    return _transfer(ch, group, [(x, to) for x in tensors], receives, pack, async_op)
+    return _transfer(ch, [(x, to) for x in tensors], receives, pack, async_op)
 
 
 def _room_for(like: Tensor) -> Tensor:
@@ -96,31 +89,23 @@ def _room_for(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _transfer(
-    ch: Channel, group: ProcessGroup, sends: Sends, receives: Sends, pack: Callable, async_op: bool
-):
+def _transfer(ch: Channel, sends: Sends, receives: Sends, pack: Callable, async_op: bool):
     """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
-        handle = Handle(lambda: None, lambda: pack(copies), lambda: True)
+        handle = Handle(lambda: None, lambda: pack(copies))
         return handle if async_op else handle.wait()
     backend, first = ch.backend, (sends + receives)[0][0]
     there = backend.device(first)
     outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x.to(there)), peer) for x, peer in sends]
-    incoming = [
-        (
-            new_call(ch, "receive", x, peer=peer),
-            x if x.device == there else torch.empty_like(x, device=there),
-            peer,
-        )
-        for x, peer in receives
-    ]
+    room = [(x if x.device == there else torch.empty_like(x, device=there), peer) for x, peer in receives]
+    incoming = [(new_call(ch, "receive", x, peer=peer), x, peer) for x, peer in room]
     calls = [call for call, _, _ in outgoing + incoming]
     for call in calls:
         if not backend.counts:
             call.planned, call.sent_bytes = True, call.payload_bytes if call.op == "send" else 0
         call_log.issued(call)
-    wait = backend.post(ch, group, outgoing, incoming)
+    wait = backend.post(ch, outgoing, incoming)
 
     def settle() -> None:
         wait()
@@ -131,11 +116,9 @@ def _transfer(
         ch.unwaited.discard(handle)
         outgoing.clear()
         for call in calls:
-            call_log.waited(call)
+            call_log.announce("wait", call)
         return pack([x.to(first.device) for _, x, _ in incoming])
 
-    handle = Handle(settle, finish, lambda: backend.at_once)
-    # If its owner drops the handle, the buffers must live all the same until the network is done
-    # with them.
-    ch.unwaited.add(handle)
+    handle = Handle(settle, finish)
+    ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done
     return handle if async_op else handle.wait()

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from minitrain.ranks.collectives import checked
-from minitrain.ranks.collectives.board import COLLECTIVE
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.collectives.channel import Channel
+from minitrain.ranks.process import PROCESS
+
+Tensors = list[Tensor]
 
 
 @dataclass(slots=True)
@@ -46,9 +48,7 @@ class Job:
 
 
 def chunk_size(total: int, n: int, index: int) -> int:
-    """Elements of chunk `index` of n: total // n, the first total % n chunks one more, as torch.tensor_split
-    cuts.
-    """
+    """Elements of chunk `index` of n: total // n, the first total % n chunks one more."""
     return total // n + (index < total % n)
 
 
@@ -94,9 +94,7 @@ def planned_bytes(ch: Channel, job: Job) -> int:
 
 
 def post_send(ch: Channel, call: Call | None, tensor: Tensor, to: int, tag: int):
-    """Hand `tensor` to the network and count it in `call`: the only place where gloo is given bytes to
-    send.
-    """
+    """Hand `tensor` to the network and count it in `call`: the only place where gloo is given bytes."""
     if tensor.numel() == 0:
         return None
     if call is not None:
@@ -114,9 +112,7 @@ def wait_all(works: list) -> None:
             work.wait()
 
 
-def in_rounds(
-    ch: Channel, call: Call | None, outgoing: list[Tensor], incoming: list[Tensor], tag: int
-) -> None:
+def in_rounds(ch: Channel, call: Call | None, outgoing: Tensors, incoming: Tensors, tag: int) -> None:
     """In round s send outgoing[rank + s] to that rank, and wait for incoming[rank - s] from that one."""
     arrivals = [post_receive(ch, incoming[p], p, tag) for p in ch.before]
     sends = []
@@ -183,8 +179,7 @@ def all_gather(ch: Channel, job: Job, tag: int) -> None:
 
 def all_reduce(ch: Channel, job: Job, tag: int) -> None:
     # The receives of the second half are posted first, to be there when its data comes. In place this is
-    # safe: rank p sends chunk p only when it has all terms, so what arrives never overwrites what is still to
-    # send.
+    # safe: rank p sends chunk p only when it has all terms, so nothing that is still to send is overwritten.
     chunks = pieces(job.dst, ch.size)
     arrivals = post_ring(ch, chunks, tag + 1)
     outgoing = chunks if job.src is job.dst else pieces(job.src, ch.size)
@@ -208,24 +203,19 @@ def barrier(ch: Channel, job: Job, tag: int) -> None:
 ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
 
 
-def swap_headers(ch: Channel, call: Call, ours: list[bytes], tag: int) -> list[bytes | None]:
-    """Give ours[p] to each member p, and return what they say, in rank order; None for what got lost."""
-    board = checked.board_of(ch)
-    if board is None:
-        theirs = torch.stack(list(map(checked.as_tensor, ours)))
-        in_rounds(ch, None, list(map(checked.as_tensor, ours)), list(theirs), tag)
-        return [bytes(header.tolist()) for header in theirs]
-    for to in ch.after:
-        board.put(COLLECTIVE, to, call.seq, ours[to])
-    return [ours[p] if p == ch.rank else board.take(COLLECTIVE, p, call.seq) for p in range(ch.size)]
+def swap_headers(ch: Channel, ours: list[bytes], tag: int) -> list[bytes]:
+    """Give ours[p] to each member p, and return what they say, in rank order."""
+    outgoing = [checked.as_tensor(header) for header in ours]
+    incoming = [header.clone() for header in outgoing]
+    in_rounds(ch, None, outgoing, incoming, tag)
+    return [bytes(header.tolist()) for header in incoming]
 
 
 def move(ch: Channel, job: Job) -> None:
     """One collective to its end; in checked mode the members first compare what they call."""
-    # This tag is for headers; the next two are for the data of the first and the second half of
-    # an all-reduce.
+    # this tag is for headers, the next two for the data of the first and second half of an all-reduce
     tag = job.call.seq % 2**27 * 4
-    if checked.enabled and ch.size > 1:
-        headers = swap_headers(ch, job.call, checked.headers_of(job.call, job.send_sizes), tag)
+    if PROCESS.checked and ch.size > 1:
+        headers = swap_headers(ch, checked.headers_of(job.call, job.send_sizes), tag)
         checked.compare(job.call, headers, job.receive_sizes)
     ALGORITHMS[job.call.op](ch, job, tag + 1)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.launch import shapes
 from minitrain.ranks.launch.local import notebook_cells
 from minitrain.ranks.launch.report import spot
@@ -46,16 +47,9 @@ FROM_OUTSIDE = "convert all Tensors to FakeTensors"
 
 
 def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
-    """fn(*args) as rank `rank` of `ranks`; returns what fn returns. Tensors in it are fake: shapes without
-    numbers.
-    """
-    for name, value in (("rank", rank), ("ranks", ranks)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name} = {value!r}; use a whole number")
-    if ranks < 1:
-        raise ValueError(f"ranks = {ranks}; a world has 1 rank or more")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank = {rank} of ranks = {ranks}; use a rank from 0 to {ranks - 1}")
+    """What fn(*args) returns as rank `rank` of `ranks`; tensors in it are fake: shapes without numbers."""
+    require_positive_ints(ranks=ranks)
+    require_ints(0, ranks - 1, rank=rank)
     if dist.is_initialized():
         raise ValueError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
@@ -89,18 +83,14 @@ def _without_data(args: tuple, mode: shapes.ShapesMode) -> tuple:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from: who runs the reader's code may say in its own words where
-    it failed.
-    """
+    """The error, and those that it was raised from: who runs the reader's code may raise one of its own."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _complaint(error: BaseException) -> str | None:
-    """What a beginner has to know about an error of torch's; None if it is not one that comes from the dry
-    run.
-    """
+    """What a beginner has to know about an error of torch's; None if it does not come from the dry run."""
     if FROM_OUTSIDE in str(error):
         return "uses a tensor from outside the dry run; make it inside by torch.tensor, or pass it"
     if isinstance(error, NUMBERS_ERRORS) or any(text in str(error) for text in NUMBERS_WANTED):

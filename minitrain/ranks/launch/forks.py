@@ -53,12 +53,11 @@ def serve(requests_fd: int, caller_pid: int) -> None:
         ready, _, _ = select.select([requests, wakeup[0], *lifelines], [], [], 0.5)
         if wakeup[0] in ready:
             os.read(wakeup[0], 4096)
+        reap(launches)
         for launch in launches:
-            launch.reap()
             if launch.lifeline in ready:
                 launch.listen([requests.fileno(), *wakeup], launches)
         launches = [launch for launch in launches if not launch.ended]
-        bury({pid for launch in launches for pid in launch.pids})
         if requests in ready:
             _, fds, _, _ = socket.recv_fds(requests, 1, 2)
             if not fds:
@@ -78,6 +77,14 @@ def preload(names: list[str]) -> None:
     assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
     gc.collect()
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
+
+
+def reap(launches: list["RankGroup"]) -> None:
+    """Take note of every child that has ended: ranks, and what ranks had left to us."""
+    with suppress(ChildProcessError):  # there is no child any more
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            for launch in launches:
+                launch.note_the_end(*ended)
 
 
 class RankGroup:
@@ -104,9 +111,8 @@ class RankGroup:
         order = "" if self.pids else self.line()
         if not order:
             return self.end(alone=len(launches) == 1)
-        for launch in launches:
-            not_for_ranks += launch.files() if launch is not self else []
-        self.start(json.loads(order), [*not_for_ranks, self.gone_writer])
+        others = [file for launch in launches if launch is not self for file in launch.files()]
+        self.start(json.loads(order), [*not_for_ranks, *others, self.gone_writer])
 
     def files(self) -> list[int]:
         """Those that are open: a rank of it, or all, may have ended in this round."""
@@ -134,14 +140,12 @@ class RankGroup:
                     os._exit(70)  # never fall back into the helper's loop
             self.pids[pid] = rank
 
-    def reap(self) -> None:
-        for pid, rank in list(self.pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self.pids[pid]
-                kill(os.killpg, pid)  # what a rank started ends with it
-                say(self.events, rank, "exit", os.waitstatus_to_exitcode(status))
-                self.tell_the_others()
+    def note_the_end(self, pid: int, status: int) -> None:
+        """Of one of the ranks: what it started ends with it; the caller and the other ranks hear of it."""
+        if pid in self.pids:
+            kill(os.killpg, pid)
+            say(self.events, self.pids.pop(pid), "exit", os.waitstatus_to_exitcode(status))
+            self.tell_the_others()
 
     def tell_the_others(self) -> None:
         if self.gone_writer is not None:
@@ -175,28 +179,18 @@ class RankGroup:
 
 
 def kill(how: Callable, pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # gone (macOS says the second of a group of zombies)
         how(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone (macOS says the second of a group of zombies)
-        pass
 
 
 def children(pid: int) -> list[int]:
     """None where there is no /proc."""
-    found = []
+    pids = []
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with suppress(OSError):  # the thread has ended
-            with open(path) as file:
-                found += map(int, file.read().split())
-    return found
+        with suppress(OSError), open(path) as file:  # the thread may have ended
+            pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
     return [one for child in children(pid) for one in (child, *descendants(child))]
-
-
-def bury(ranks: set[int]) -> None:
-    """Take note of the end of what ranks had left to us."""
-    for pid in children(os.getpid()):
-        if pid not in ranks:
-            os.waitpid(pid, os.WNOHANG)

@@ -17,34 +17,32 @@ import threading
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch import report
 from minitrain.ranks.launch.report import RankError
+from minitrain.ranks.process import PROCESS
 
+ROOT = os.path.dirname(report.PACKAGE.rstrip(os.sep))  # where minitrain is found
 # Ranks neither draw nor talk to a notebook or a terminal, and what these rooms import takes as long as torch.
-CALLERS_OWN = ("minitrain.course", "minitrain.cli")
+NOT_FOR_RANKS = ("minitrain.course", "minitrain.cli")
 # Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share
 # the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In a pickled function: `torch.optim`, `from torch.optim import SGD`. Its optimizers import torch's compiler.
 OPTIMIZERS = re.compile(rb"\x8c\x05optim\x94|torch\.optim")
-# Read when a process starts: the kernel gives large tensors pages of 2 MB, 300 times fewer faults for the
-# same memory.
+# Read when a process starts: large tensors get pages of 2 MB, 300 times fewer faults for the same memory.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Helper:
     """The process, the socket that requests go through, and what it was asked to import."""
 
-    current: "Helper | None" = None
-    guard = threading.Lock()
-
     @classmethod
     def find(cls) -> "Helper":
-        with cls.guard:
-            helper = cls.current
+        with PROCESS.lock:
+            helper = PROCESS.helper
             if helper is None or not helper.usable():
-                cls.current = cls()
+                PROCESS.helper = cls()
                 if helper is not None and not helper.launches:
                     helper.close()
-            return cls.current
+            return PROCESS.helper
 
     def __init__(self):
         self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
@@ -54,20 +52,11 @@ class Helper:
         self.requests, theirs = socket.socketpair()
         code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.ranks.launch.forks import serve; "
         code += "serve(int(sys.argv[1]), int(sys.argv[2]))"
-        root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+        command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, ROOT]
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-c",
-                        code,
-                        str(theirs.fileno()),
-                        str(self.owner),
-                        *sys.path,
-                        root,
-                    ],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=self.log,
                     stderr=self.log,
@@ -82,25 +71,22 @@ class Helper:
         atexit.register(self.close)
 
     def usable(self) -> bool:
-        """It runs, its files are as it read them, and it is ours: a process forked from a caller holds a copy
-        of its parent's helper, and must not use it.
-        """
+        """It runs, its files are as it read them, and it is ours: not a parent's, of which we are a fork."""
         if self.owner != os.getpid() or self.process.poll() is not None:
             return False
         # a copy: another thread that launches may add files meanwhile
         return all(changed_at(file) == time for file, time in self.files.copy().items())
 
     def modules(self, call: bytes) -> list[str]:
-        """What it should have imported before it forks ranks for `call`: heavy ones, which the caller has or
-        ranks had to import, or will; and those of minitrain in use here.
-        """
+        """What it should import before it forks ranks for `call`: heavy ones, which the caller has or ranks
+        had to import, or will; and those of minitrain in use here."""
         if OPTIMIZERS.search(call):
             self.heavy.add(launch_ranks.COMPILER)
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.heavy]
         ours = {
             name: module.__file__
             for name, module in sys.modules.copy().items()
-            if name.startswith("minitrain.") and not name.startswith(CALLERS_OWN)
+            if name.startswith("minitrain.") and not name.startswith(NOT_FOR_RANKS)
         }
         for file in ours.values():
             self.files.setdefault(file, changed_at(file))

@@ -24,6 +24,7 @@ from minitrain.ranks import collectives
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch import report
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
+from minitrain.ranks.process import PROCESS
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_S = 3.0  # for others to come to an end too, after this rank failed
@@ -35,7 +36,7 @@ def here() -> bool:
     """Is this process a rank of a job? ValueError for variables that are left over from one."""
     if not all(variable in os.environ for variable in VARIABLES):
         return False
-    if Job.current is not None:
+    if PROCESS.job is not None:
         return True
     given = {name: os.environ[name] for name in VARIABLES}
     numbers = [given[name] for name in VARIABLES if name != "MASTER_ADDR"]
@@ -57,13 +58,9 @@ def here() -> bool:
 class Job:
     """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
 
-    current: "Job | None" = None
-
     @classmethod
     def find(cls, ranks: int, start_timeout_s: float) -> "Job":
-        if cls.current is None:
-            cls.current = cls(start_timeout_s)
-        job = cls.current
+        job = PROCESS.job = PROCESS.job or cls(start_timeout_s)
         if ranks != job.size and job.rank == 0:
             print(f"this job has {job.size} ranks: running on all of them instead of ranks={ranks}")
         return job
@@ -106,18 +103,15 @@ class Job:
         return [result if rank == self.rank else pickle.loads(data) for rank, data in enumerate(everyone)]
 
     def agree(self, error: dict | None, timeout_s: float) -> None:
-        """Return if no rank failed; raise the same RankError on all if all came to an end; else end the
-        job.
-        """
+        """Return if no rank failed; the same RankError on all if all came to an end; else end the job."""
         key = f"launch-{self.launches}"
         self.store.set(f"{key}/{self.rank}", json.dumps(error))
         try:
             patience = datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S)
             self.store.wait([f"{key}/{rank}" for rank in range(self.size)], patience)
         except dist.DistError:
-            self.end(
-                report.failure({self.rank: error}, {}) if error else LaunchTimeout("other ranks are late")
-            )
+            late = LaunchTimeout("other ranks are late")
+            self.end(report.failure({self.rank: error}, {}) if error else late)
         errors = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.size)}
         if any(errors.values()):
             raise report.failure({rank: error for rank, error in errors.items() if error}, {})
@@ -129,10 +123,8 @@ class Job:
 
 
 def leave() -> None:
-    """Let go of every group: gloo joins its threads then, and a process that ends with them running may
-    abort.
-    """
-    Job.current = None
+    """Let go of every group: gloo joins its threads then; a process that ends before may abort."""
+    PROCESS.job = None
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # what still refers to a group may be a cycle

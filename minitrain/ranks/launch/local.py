@@ -1,5 +1,4 @@
-"""The calling process's side of a launch: start the helper, hand it a request, listen, show prints, name the
-culprit.
+"""The caller's side of a launch: start the helper, hand it a request, listen, show prints, name the culprit.
 
 What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the
 pickled function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`,
@@ -43,8 +42,7 @@ def run_local(
 ) -> list:
     launch = Launch(ranks, echo, grace_s)
     try:
-        # The ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all ranks in
-        # hand.
+        # the ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all in hand
         launch.start(call, {"checked": checked, "patience_s": start_timeout_s + timeout_s + 60})
         launch.wait(timeout_s, start_timeout_s)
         return launch.results()
@@ -74,9 +72,8 @@ class Launch:
         environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
         # lines of code that no file holds, so that a rank can quote them
-        sources = {
-            file: entry for file, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
-        }
+        lines = linecache.cache.items()
+        sources = {file: entry for file, entry in lines if len(entry) == 4 and entry[1] is None}
         request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
         request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s)
         self.announce()
@@ -132,8 +129,7 @@ class Launch:
 
     def let_others_end(self) -> None:
         """For `grace_s`, until all have. A rank that has raised keeps its sockets open: it is killed, having
-        said why, so that those that wait for it see their collective fail, and the news goes round.
-        """
+        said why, so that those that wait for it see their collective fail, and the news goes round."""
         started, let_go = time.monotonic(), set()
         while time.monotonic() < started + self.patience_s() and self.busy():
             for rank in self.failed() if self.grace_s else ():
@@ -143,15 +139,11 @@ class Launch:
             self.listen(0.05)
 
     def patience_s(self) -> float:
-        """If all that is known is that connections were lost, somebody must have died: the news is on its
-        way.
-        """
+        """If all that is known is that connections were lost, somebody has died: the news is under way."""
         if self.grace_s is not None:
             return self.grace_s
-        errors = {
-            rank: json.loads(self.read(rank, "error")) for rank in self.failed() if rank not in self.exits
-        }
-        only_lost = not self.exits and all(map(report.lost_a_connection, errors.values()))
+        errors = (json.loads(self.read(rank, "error")) for rank in self.failed() if rank not in self.exits)
+        only_lost = not self.exits and all(map(report.lost_a_connection, errors))
         return LOST_GRACE_S if only_lost else GRACE_S
 
     def busy(self) -> list[int]:
@@ -161,12 +153,10 @@ class Launch:
 
     def listen(self, timeout_s: float) -> None:
         """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""
-        if wait_for([self.events], timeout_s):
-            data = os.read(self.events, 65536)
-        elif self.helper.process.poll() is None:
+        heard = wait_for([self.events], timeout_s)
+        if not heard and self.helper.process.poll() is None:
             return
-        else:
-            data = b""
+        data = os.read(self.events, 65536) if heard else b""
         if not data:
             gone = "the helper process that forks ranks is gone (killed, or out of memory?)"
             raise RankError(f"{gone}; run again to start another", (), self.helper.last_words())
@@ -209,12 +199,10 @@ class Launch:
         return os.path.join(self.directory, ".".join(map(str, parts)))
 
     def read(self, rank: int, kind: str, start: int = 0, size: int = -1) -> bytes:
-        try:
-            with open(self.path(rank, kind), "rb") as file:
-                file.seek(start)
-                return file.read(size)
-        except FileNotFoundError:
-            return b""
+        with suppress(FileNotFoundError), open(self.path(rank, kind), "rb") as file:
+            file.seek(start)
+            return file.read(size)
+        return b""
 
     def text(self, rank: int, kind: str) -> str:
         return self.read(rank, kind).decode(errors="replace")
@@ -248,9 +236,7 @@ class Launch:
         return report.failure(records, self.cells, {rank: self.text(rank, "noise") for rank in records})
 
     def hang(self, timeout_s: float) -> LaunchTimeout:
-        """Ask every rank for its stack (faulthandler answers even inside gloo) and read the log of its
-        collectives.
-        """
+        """Ask every rank for its stack (faulthandler answers even inside gloo), read its log of calls."""
         busy = [rank for rank, state in self.states.items() if state != "done"]
         for rank in busy:
             with suppress(ProcessLookupError):
@@ -271,9 +257,7 @@ class Launch:
                 self.show(rank, kind, stream, ended=True)
 
     def show(self, rank: int, kind: str, stream, ended: bool = False) -> None:
-        """Print the lines that `rank` has completed since the last time, and what is left once it has
-        `ended`.
-        """
+        """Print the lines that `rank` has completed since the last time; the rest once it has `ended`."""
         if not self.echo:
             return
         before = self.shown.get((rank, kind), 0)

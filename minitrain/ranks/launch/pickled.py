@@ -17,11 +17,8 @@ ODD = EIGHT_BITS | {torch.uint16, torch.uint32, torch.uint64}
 class Pickler(cloudpickle.Pickler):
     def reducer_override(self, thing):
         if type(thing) is Tensor and thing.dtype in ODD:
-            return _of_bytes, (
-                thing.detach().contiguous().view(-1).view(torch.uint8),
-                thing.dtype,
-                thing.shape,
-            )
+            data = thing.detach().contiguous().view(-1).view(torch.uint8)
+            return _of_bytes, (data, thing.dtype, thing.shape)
         return super().reducer_override(thing)
 
 

@@ -19,9 +19,9 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
+from contextlib import suppress
 
 import cloudpickle
 import numpy.random  # by name: else numpy loads it in each rank that seeds it, 15 ms
@@ -29,50 +29,30 @@ import torch
 import torch.distributed as dist
 
 from minitrain.ranks import collectives
-from minitrain.ranks.collectives.backends import ON_OPEN
 from minitrain.ranks.launch import pickled, report, shared_cores
+from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-# Imported by the helper once the caller or a rank has: building a torch.optim optimizer pulls in the first,
-# which takes as long as torch itself, and four ranks doing so at once on two cores would take 4 s in every
-# launch.
+# Imported by the helper once the caller or a rank has: a torch.optim optimizer pulls in the first, which
+# takes as long as torch itself, and four ranks doing so at once on two cores take 4 s.
 HEAVY = (COMPILER, "sympy", "pytest", "hypothesis")
-# torch.autograd.function.once_differentiable makes a reader's function refer to this module. It cannot be
-# imported, so cloudpickle would take it to pieces that do not fit together again; listed here, it travels by
-# its name.
+# torch.autograd.function.once_differentiable makes a reader's function refer to this module, which cannot be
+# imported: listed here, it travels by its name, and cloudpickle does not take it to pieces.
 sys.modules.setdefault(autograd_functions.__name__, autograd_functions)
 
 
 def say(events: int, *words) -> None:
-    """One line on the events pipe. Under 512 bytes, so POSIX promises that lines of different writers never
-    mix.
-    """
-    try:
+    """One line on the events pipe; POSIX promises that lines under 512 bytes never mix."""
+    with suppress(BrokenPipeError):  # the caller is gone; the lifeline says so too
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
-    except BrokenPipeError:
-        pass  # the caller is gone; the lifeline says so too
-
-
-def keep_freed_memory() -> None:
-    """A step frees and allocates the same tensors over and over. glibc would hand large ones back to the
-    kernel each time and pay for clean pages again (1 to 2 % of a small step); a rank keeps them, as torch's
-    allocator for GPUs does.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if LINUX else None
-    if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, 2**30)
-        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that glibc takes
 
 
 class Rank:
     """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`."""
 
-    def __init__(
-        self, rank: int, ranks: int, directory: str, events: int, lifeline: socket.socket, gone: int
-    ):
+    def __init__(self, rank: int, ranks: int, directory: str, events: int, lifeline, gone: int):
         self.rank, self.ranks, self.directory = rank, ranks, directory
         self.events, self.lifeline, self.gone = events, lifeline, gone
 
@@ -95,7 +75,9 @@ class Rank:
             say(self.events, self.rank, "ready")
             result = fn(*args)
             collectives.settle()
-            self.keep(result)
+            result = pickled_result(result)
+            with open(self.path("result"), "wb") as file:
+                file.write(result)
         except BaseException as error:  # SystemExit included: who leaves early fails the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
                 json.dump(report.record(error), file)
@@ -120,9 +102,7 @@ class Rank:
         os._exit(0)
 
     def redirect_output(self) -> None:
-        """Prints go to files that the caller shows; what C writes to descriptor 2 is shown only after a
-        failure.
-        """
+        """Prints go to files that the caller shows; what C writes to descriptor 2, only after a failure."""
         for fd, kind in ((1, "stdout"), (2, "noise")):
             file = os.open(self.path(kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(file, fd)
@@ -134,9 +114,7 @@ class Rank:
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
 
     def settle(self, request: dict) -> tuple:
-        """Become a process like the caller (environment, folder, import path), then read function and
-        arguments.
-        """
+        """Become a process like the caller (environment, folder, path); then read function and arguments."""
         os.environ.clear()
         os.environ.update(request["environ"], RANK=str(self.rank), LOCAL_RANK=str(self.rank))
         os.chdir(request["folder"])
@@ -152,28 +130,20 @@ class Rank:
 
     def join(self, request: dict) -> None:
         torch.set_num_threads(1)
-        keep_freed_memory()
         seed_all()
-        ON_OPEN.append(shared_cores.calm)
+        PROCESS.on_open = shared_cores.calm
         path = os.fsencode(self.in_directory("rendezvous"))  # a name that the locale cannot write, too
-        store = dist.FileStore(path, self.ranks)
-        init_group(store, self.rank, self.ranks, datetime.timedelta(seconds=request["patience_s"]))
+        patience = datetime.timedelta(seconds=request["patience_s"])
+        init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
         collectives.set_checked(request["checked"])
-        collectives.meet_in(self.directory)
         if request["grace_s"] is not None:
             collectives.wait_at_most(request["grace_s"] / 3)
             threading.Thread(target=self.watch_others, daemon=True).start()
         collectives.log_to(self.path("calls"))
 
-    def keep(self, result) -> None:
-        pickled = pickled_result(result)
-        with open(self.path("result"), "wb") as file:
-            file.write(pickled)
-
     def wait_for_the_end(self, event: str) -> None:
-        """Tell the caller, then keep every socket open until it has decided: a peer that saw ours close would
-        report an error of its own ("Connection closed by peer") and the wrong rank would be blamed.
-        """
+        """Tell the caller, and keep every socket open until it has decided: a peer that saw ours close would
+        report an error of its own ("Connection closed by peer"), and the wrong rank would be blamed."""
         sys.stdout.flush()
         sys.stderr.flush()
         say(self.events, self.rank, event, *(name for name in HEAVY if name in sys.modules))

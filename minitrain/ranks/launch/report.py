@@ -28,18 +28,20 @@ from minitrain.ranks.torch_private import C10D_FILE
 SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 TORCH = os.path.join(os.path.dirname(find_spec("torch").origin), "")  # which may stand outside of the schemes
 LIBRARIES = tuple({TORCH, *(sysconfig.get_path(scheme) + os.sep for scheme in SCHEMES)})
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+RANKS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(RANKS)) + os.sep
 LOST = (
     "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
     "another rank is gone"
 )
-CONNECTION_LOST = re.compile(LOST, re.I)
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-CALLS_FN = rf'(  File "{re.escape(PACKAGE)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
-COLLECTIVES = os.path.join(PACKAGE, "collectives", "")
+CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
+NO_COLLECTIVE = ("_", "get_", "is_", "pg_", "default_")  # in torch's file of them
+COLLECTIVES = os.path.join(RANKS, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
 MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
 HINTS = {  # what to do about what the system says
+    LOST: "another process of the group is gone",
     "Unable to find address for": "the loopback has no address: bring it up (ip link set lo up)",
     "Resource temporarily unavailable|can't start new thread": "no more processes: see ulimit -u",
 }
@@ -83,15 +85,18 @@ def unborn(who: str, number: int) -> str:
 
 def record(error: BaseException) -> dict:
     """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
-    tb = error.__traceback__.tb_next or error.__traceback__
-    message = message_of(error)
+    tb, name, message = (
+        error.__traceback__.tb_next or error.__traceback__,
+        type(error).__name__,
+        message_of(error),
+    )
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
     if len(message) > MESSAGE_LETTERS:  # Python's printer of them takes seconds for 20 MB
-        lines = [*traceback.format_tb(tb), f"{type(error).__name__}: {message}"]
+        lines = [*traceback.format_tb(tb), f"{name}: {message}"]
     else:
         lines = traceback.format_exception(type(error), error, tb)
     text = shortened("".join(lines), TRACEBACK_LETTERS, "\n")
-    return {"type": type(error).__name__, "message": message, "frames": frames, "traceback": text}
+    return {"type": name, "message": message, "frames": frames, "traceback": text}
 
 
 def message_of(error: BaseException) -> str:
@@ -144,24 +149,20 @@ def signal_name(number: int) -> str:
 
 def sentence(record: dict, places: list[str]) -> str:
     """What happened, without naming the rank."""
-    where = f" ({', '.join(places)})" if places else ""
     if record["type"] is None:
         return record["message"]
-    if CONNECTION_LOST.search(record["message"]):
-        where += "; another process of the group is gone"
-    where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"]))
+    where = f" ({', '.join(places)})" if places else ""
+    where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"], re.I))
     if record["type"] == "SystemExit":
         return f"called sys.exit({record['message']}){where}; return from fn instead"
     return f"raised {record['type']}{': ' * bool(record['message'])}{record['message']}{where}"
 
 
 def place(frames: list, cells: dict[str, str]) -> str:
-    """The line to look at, "train.py:41" or "cell:4" (cell numbers change from run to run); innermost frames
-    first.
-    """
+    """The line to look at, "train.py:41" or "cell:4" (cell numbers change); innermost frames first."""
     for hidden in ((*LIBRARIES, PACKAGE), LIBRARIES, ()):
         for frame in frames:
-            if not frame[0].startswith((*hidden, "<frozen", PACKAGE + "launch", COLLECTIVES)):
+            if not frame[0].startswith((*hidden, "<frozen", RANKS + "launch", COLLECTIVES)):
                 return spot(frame, cells)
     return ""
 
@@ -200,7 +201,7 @@ def name(ranks: list[int]) -> str:
 
 
 def lost_a_connection(record: dict) -> bool:
-    return bool(record["type"] and CONNECTION_LOST.search(record["message"]))
+    return bool(record["type"] and re.search(LOST, record["message"], re.I))
 
 
 def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, str] = {}) -> RankError:
@@ -220,9 +221,8 @@ def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, st
     text = readable(records[first]["traceback"], cells)
     if noise.get(first, "").strip():
         text += f"\nstderr of rank {first}:\n{noise[first].strip()[-NOISE_LETTERS:]}"
-    return RankError(
-        "; ".join(sentences[:3]) + more, tuple(sorted(blamed)), f"Rank {first}: {text}" if text else ""
-    )
+    text = f"Rank {first}: {text}" if text else ""
+    return RankError("; ".join(sentences[:3]) + more, tuple(sorted(blamed)), text)
 
 
 # ---- a hang ----------------------------------------------------------------------------------------------
@@ -246,18 +246,17 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
     in_torch = [frame.function for frame in frames if frame.file.endswith(C10D_FILE)]
-    in_torch = [
-        f for f in in_torch if f.islower() and not f.startswith(("_", "get_", "is_", "pg_", "default_"))
-    ]
+    in_torch = [name for name in in_torch if name.islower() and not name.startswith(NO_COLLECTIVE)]
     in_ours = any(frame.file.startswith(COLLECTIVES) for frame in frames)
     unfinished = [call for call in calls if not call.done]
     if unfinished and in_ours:
         here = {spot(frame, cells) for frame in frames}
         call = next((call for call in unfinished if call.site in here), unfinished[0])
-        peer = "" if call.peer is None else f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}"
-        axis = f" of group {call.group!r} {call.members}" if call.group else f" of {call.axis} {call.members}"
-        axis = "" if call.axis == "world" and not call.group else axis
-        group = (call.axis, call.members, call.group) if call.peer is None else ()
+        peer, group = "", (call.axis, call.members, call.group)
+        if call.peer is not None:
+            peer, group = f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}", ()
+        axis = f"group {call.group!r}" if call.group else call.axis
+        axis = "" if axis == "world" else f" of {axis} {call.members}"
         return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
     if not place(frames, cells):
         return RETURNED
@@ -275,9 +274,9 @@ def smaller_side(stuck: dict[int, Stuck]) -> list[int]:
     sides: dict[tuple, list[int]] = {}
     for rank, where in stuck.items():
         if where.group:
-            axis, members, own_name = where.group
+            axis, members, group = where.group
             if [other.group for other in stuck.values()].count(where.group) < len(ranks_of(members)):
-                sides.setdefault((axis, own_name), []).append(rank)
+                sides.setdefault((axis, group), []).append(rank)
     sizes = {len(ranks) for ranks in sides.values()}
     return [rank for ranks in sides.values() if len(ranks) < max(sizes) for rank in ranks]
 

@@ -1,5 +1,4 @@
-"""Ranks that share cores with each other, and with the threads that carry their messages: what Linux's
-scheduler is asked.
+"""Ranks that share cores with each other and with the threads of gloo: what Linux's scheduler is asked.
 
 On a laptop four ranks run on two cores, and each has an event loop of gloo for every group. Left alone, Linux
 switches between them some hundred times in a training step: a message for one rank takes the core from
@@ -19,9 +18,8 @@ Linux only; turns of a length of one's own since 6.12 (an older kernel hears onl
 of ranks on NCCL.
 """
 
-from __future__ import annotations
-
 import ctypes
+import glob
 import os
 import platform
 import struct
@@ -36,17 +34,11 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.p
 SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
-_known: set[int] = set()  # threads seen before: a rank of many groups has hundreds
-
-
 def calm() -> None:
-    """Ask for both, for what there is by now."""
+    """Ask for both, for the threads there are by now."""
     calm_rank()
-    threads = threads_of_process()
-    for thread in event_loops(threads - _known):
+    for thread in event_loops():
         schedule(thread, SCHED_BATCH)
-    _known.clear()  # the kernel gives numbers of ended threads again
-    _known.update(threads)
 
 
 def calm_rank() -> None:
@@ -60,9 +52,7 @@ def leave_rank() -> None:
 
 
 def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
-    """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, and for how long at a time (0: as long as the
-    kernel finds right).
-    """
+    """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, how long at a time (0: as the kernel likes)."""
     if SCHED_SETATTR is None:
         return
     with suppress(ProcessLookupError):  # the thread has ended
@@ -72,19 +62,11 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
         ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, attr, 0)
 
 
-def threads_of_process() -> set[int]:
-    """None where there is no /proc."""
-    with suppress(FileNotFoundError):
-        return {int(thread) for thread in os.listdir("/proc/self/task")}
-    return set()
-
-
-def event_loops(threads: set[int] | None = None) -> list[int]:
-    """Threads of this process, or those of `threads`, that are gloo's event loops: one for each group."""
+def event_loops() -> list[int]:
+    """Threads of this process that are gloo's event loops, one a group; none where there is no /proc."""
     loops = []
-    for thread in threads_of_process() if threads is None else threads:
-        with suppress(OSError):  # the thread has ended
-            with open(f"/proc/self/task/{thread}/comm") as file:
-                if file.read().startswith("gloo_tcp_loop"):
-                    loops.append(thread)
+    for path in glob.glob("/proc/self/task/*/comm"):
+        with suppress(OSError), open(path) as file:  # the thread may have ended
+            if file.read().startswith("gloo_tcp_loop"):
+                loops.append(int(path.split("/")[-2]))
     return loops

@@ -20,10 +20,9 @@ ranks there are, on however many nodes, and gives all results to all of them: se
 import copyreg
 import importlib
 import inspect
-import operator
+import math
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -31,7 +30,9 @@ from types import ModuleType
 import cloudpickle
 import torch
 
+from minitrain.ranks.checks import require_positive, require_positive_ints
 from minitrain.ranks.launch import job, local, pickled, report
+from minitrain.ranks.process import PROCESS
 
 LONGEST_S = 10 * 24 * 3600.0  # what torch can count in milliseconds, twice; `timeout_s=inf` means this
 
@@ -49,18 +50,27 @@ def run(
     """Call fn(*args) on every rank and return the results in rank order.
 
     `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other, both 10 days at
-    most. `checked` compares
-    every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
-    ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
-    environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
-    all seeds at 0. When fn has returned everywhere the ranks are killed, not asked to leave: what must be
-    closed is closed in fn, with `with`. `grace_s`: after the first failure the other ranks have that long to
-    see it and come to an end by themselves, to save what they have say: a collective in which one waits
-    for a rank that is gone fails after a third of that time at the latest (not under torchrun, which ends
-    them itself). Raises ValueError before anything starts; RankError and LaunchTimeout after.
+    most. `checked` compares every collective across ranks before it runs (None: yes, unless
+    MINITRAIN_CHECKED=0). `echo` shows what ranks print, as "[rank 3] text" in rank order: rank 0 as it runs,
+    the others at the end. A rank has the environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE), one torch thread, and all seeds at 0. When fn has returned everywhere the ranks are
+    killed, not asked to leave: what must be closed is closed in fn, with `with`.
+
+    `grace_s`: after the first failure the other ranks have that long to see it and come to an end by
+    themselves, to save what they have say: a collective in which one waits for a rank that is gone fails
+    after a third of that time at the latest (not under torchrun, which ends them itself). Raises ValueError
+    before anything starts; RankError and LaunchTimeout after.
     """
-    ranks = _check(fn, args, ranks, timeout_s, start_timeout_s, 1 if grace_s is None else grace_s)
-    checked = os.environ.get("MINITRAIN_CHECKED", "1") != "0" if checked is None else checked
+    if os.environ.get("MINITRAIN_INSIDE"):
+        raise ValueError(
+            "run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
+            "dist.new_group for fewer ranks than there are"
+        )
+    times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
+    require_positive_ints(ranks=ranks)
+    require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
+    _check_call(fn, args)
+    ranks, checked = int(ranks), os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
     timeout_s, start_timeout_s = min(timeout_s, LONGEST_S), min(start_timeout_s, LONGEST_S)
     if job.here():
         return job.Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
@@ -75,63 +85,37 @@ def run(
 
 
 def device() -> torch.device:
-    """The device of this rank: a GPU of its own if there are enough, a shared one if there are fewer, else
-    the CPU.
-    """
+    """This rank's: a GPU of its own if there are enough, a shared one if there are fewer, else the CPU."""
     gpus = torch.cuda.device_count()
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
 
 
-def _check(fn, args, ranks, timeout_s, start_timeout_s, grace_s) -> int:
-    if os.environ.get("MINITRAIN_INSIDE"):
-        raise ValueError(
-            "run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
-            "dist.new_group for fewer ranks than there are"
-        )
+def _check_call(fn, args: tuple) -> None:
     if not callable(fn):
         raise ValueError(
             f"fn = {fn!r} is not a function; write run(fn) with the function itself, not run(fn())"
         )
     try:
-        count = 0 if isinstance(ranks, bool) else operator.index(ranks)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"ranks = {ranks!r}; use a whole number, 1 or more")
-    times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
-    for name, seconds in times.items():
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ValueError(f"{name} = {seconds!r}; use a number of seconds above 0")
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ValueError("the working directory has been deleted; change to one that exists") from None
-    try:
         signature = inspect.signature(fn)
     except ValueError:  # some built-in functions have none
-        return count
+        return
     try:
         signature.bind(*args)
     except TypeError as error:
         called = f"{getattr(fn, '__name__', fn)}{signature}"
         raise ValueError(f"{called} cannot be called with the {len(args)} arguments given: {error}") from None
-    return count
 
 
 # ---- local ranks: what travels to them -------------------------------------------------------------------
 
-pickling = threading.Lock()  # cloudpickle's list of modules that go by value belongs to the whole process
-# torch.backends and a few more are objects of classes of their own in place of modules; they travel by name
-# as well.
-for kind in {type(module) for module in sys.modules.values() if isinstance(module, ModuleType)} - {
-    ModuleType
-}:
+# torch.backends and a few more are objects of classes of their own in place of modules; they travel by name.
+for kind in {type(one) for one in sys.modules.values() if isinstance(one, ModuleType)} - {ModuleType}:
     copyreg.pickle(kind, lambda module: (importlib.import_module, (module.__name__,)))
 
 
 def pickled_call(fn: Callable, args: tuple) -> bytes:
     for modules in (single_files(), []):  # by reference where by value fails, over a global lock for instance
-        with pickling:
+        with PROCESS.lock:  # cloudpickle's list of modules that go by value belongs to the whole process
             for module in modules:
                 cloudpickle.register_pickle_by_value(module)
             try:
@@ -154,20 +138,12 @@ def pickled_call(fn: Callable, args: tuple) -> bytes:
 
 def single_files() -> list:
     """The reader's own one-file modules, a test or a helper beside a notebook. Their functions travel by
-    value as those of a notebook do: as they are loaded here, not as the file is by now, and the file is not
-    run once per rank.
-    """
-    known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    value as those of a notebook do: as they are loaded here, and the file is not run once per rank."""
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     found = []
     for name, module in sys.modules.copy().items():
-        if (
-            "." in name
-            or name in known
-            or name != getattr(module, "__name__", "")
-            or hasattr(module, "__path__")
-        ):
-            continue
-        file = getattr(module, "__file__", None)
-        if file and not file.startswith(report.LIBRARIES):
+        file, known_as = getattr(module, "__file__", None), getattr(module, "__name__", "")
+        alone = "." not in name and name == known_as and not hasattr(module, "__path__")
+        if alone and name not in by_value and file and not file.startswith(report.LIBRARIES):
             found.append(module)
     return found

@@ -4,12 +4,10 @@ First  ledger              Ledger: open it around what is to be counted
 then   watch               sees every operator
        operators           what one operator costs
        contractions        and those of products and attention: FLOPs and shape
-       cost                one number for it, to compare operators
        memory_meter        every block of memory from birth to death
 
 This folder is one module to its users: `from minitrain.ranks.ledger import Ledger`.
 """
+# ruff: noqa: F401
 
 from minitrain.ranks.ledger.ledger import Ledger
-
-__all__ = ["Ledger"]

@@ -110,8 +110,7 @@ def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args, **kwargs) -> int:
-    """Every row of a [R, D] meets one matrix of b [E, D, F]; or b is [R, F], and each row adds to one [D, F]
-    (a is then [D, R])."""
+    """Every row of a [R, D] meets one matrix of b [E, D, F]; or a [D, R] and b [R, F] add to one [D, F]."""
     return 2 * a.numel() * b.shape[-1]
 
 

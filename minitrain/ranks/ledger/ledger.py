@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from minitrain.ranks import collectives
 from minitrain.ranks.collectives.call_log import Call
-from minitrain.ranks.events import WAYS, Compute, Copy, Event, Issue, Wait
+from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Event, Issue, Wait
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ranks.ledger.watch import Watch
 from minitrain.ranks.tables import aligned
@@ -42,8 +42,8 @@ class Ledger:
         self, *, causal: str = "triangle", limit_bytes: int | None = None, host_limit_bytes: int | None = None
     ) -> None:
         if causal not in ("triangle", "square"):
-            ways = "'triangle' (what a mask leaves) or 'square' (as in papers)"
-            raise ValueError(f"causal = {causal!r}; use {ways}")
+            allowed = "'triangle' (what a mask leaves) or 'square' (as in papers)"
+            raise ValueError(f"causal = {causal!r}; use {allowed}")
         self.causal = causal
         self._events: list[Compute | _Issued | Wait | Copy] = []
         self._calls: list[_Issued] = []
@@ -168,15 +168,14 @@ class Ledger:
     def host_by_kind(self) -> dict[str, int]:
         return self._memory.by_kind(host=True)
 
-    def copied_bytes(self, way: str | None = None) -> int:
+    def copied_bytes(self, direction: str | None = None) -> int:
         """Bytes copied between memories: "to_host", "to_device", "to_disk", "from_disk", or all."""
-        if way not in (None, *WAYS):
-            raise ValueError(f"way={way!r}; use {', '.join(WAYS)}")
-        return sum(copy.bytes for copy in self._copies if way in (None, copy.way))
+        if direction not in (None, *DIRECTIONS):
+            raise ValueError(f"direction={direction!r}; use {', '.join(DIRECTIONS)}")
+        return sum(copy.bytes for copy in self._copies if direction in (None, copy.direction))
 
     def memory_trace(self) -> list[tuple[str, int, int]]:
-        """("alloc" or "free", block number, bytes) of the device's blocks, in order; those which the ledger
-        found there come first."""
+        """("alloc" or "free", block number, bytes) of the device's blocks in order; older ones first."""
         return list(self._memory.trace())
 
     def timeline(self, gathered: bool = False) -> list[tuple[int, dict[str, int]]]:
@@ -213,9 +212,9 @@ class Ledger:
             (("memory", "live bytes", "at the peak"), *kinds, ("total", self.live_bytes, self.peak_bytes)),
         )
         if self._copies or self.host_peak_bytes:
-            ways = [(way, self.copied_bytes(way)) for way in WAYS if self.copied_bytes(way)]
+            copies = [(one, self.copied_bytes(one)) for one in DIRECTIONS if self.copied_bytes(one)]
             host = ("host memory", "live bytes", "peak"), ("total", self.host_bytes, self.host_peak_bytes)
-            tables += ((("copies", "bytes"), *ways, ("total", self.copied_bytes())), host)
+            tables += ((("copies", "bytes"), *copies, ("total", self.copied_bytes())), host)
         return _Shown("\n\n".join(map(aligned, tables)))
 
     # ---- what the instruments report ----------------------------------------------------------------------

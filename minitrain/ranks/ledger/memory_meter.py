@@ -79,8 +79,7 @@ class MemoryMeter:
         self._now = None
 
     def read(self, tensor: Tensor) -> int:
-        """An operator reads `tensor`; if its block is unknown, it is older than the meter. -> its block's
-        bytes."""
+        """Bytes of the block of `tensor`, which an operator reads; if unknown, it is older than the meter."""
         block = self._block(tensor, older=True)
         kind = type(tensor)
         # isinstance(tensor, Parameter), in a third of the time: a dry run asks it of every argument
@@ -89,8 +88,7 @@ class MemoryMeter:
         return block.bytes
 
     def write(self, tensor: Tensor) -> int:
-        """An operator returns `tensor`; if its block is unknown, it was born just now. -> its block's
-        bytes."""
+        """Bytes of the block of `tensor`, which an operator returns; if unknown, it was born just now."""
         return self._block(tensor, older=False).bytes
 
     def name(self, tensor: Tensor, kind: str, older: bool = True) -> None:
@@ -101,8 +99,7 @@ class MemoryMeter:
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
 
     def resized(self, tensor: Tensor) -> None:
-        """The block of `tensor`, where parameters are gathered for a while, has a new size. It is a buffer
-        for good."""
+        """The block of `tensor`, where parameters are gathered for a while, has a new size."""
         block = self._block(tensor, older=False)
         block.is_parameter, self._kinds[block.number] = True, "buffers"
         self._gathered.add(block.number)
@@ -117,11 +114,10 @@ class MemoryMeter:
         """Its block, perhaps seen for the first time, or with another size than last time."""
         storage = tensor.untyped_storage()
         block, size = self._alive.get(storage_id(storage)), storage.nbytes()
-        if block is not None and block.bytes == size:
-            return block
         if block is not None:
-            self._change(block.number, size - block.bytes)
-            block.bytes = size
+            if block.bytes != size:
+                self._change(block.number, size - block.bytes)
+                block.bytes = size
             return block
         block = self._alive[storage_id(storage)] = _Block(storage, self._died)
         block.key, block.number = storage_id(storage), len(self._kinds)
@@ -173,14 +169,14 @@ class MemoryMeter:
                 self._name_gradient(parameter)
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
-        self._name_what_it_holds(optimizer)
+        self._name_states(optimizer)
         self._kind_of_births = "buffers"  # what does not turn out to be state is the step's scratch memory
 
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         self._kind_of_births = "activations"
-        self._name_what_it_holds(optimizer)
+        self._name_states(optimizer)
 
-    def _name_what_it_holds(self, optimizer: Optimizer) -> None:
+    def _name_states(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.name(parameter, "parameters")

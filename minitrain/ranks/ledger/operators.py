@@ -1,4 +1,4 @@
-"""What is known of an operator of torch: whether it reads, writes, allocates or only views, and its formulas.
+"""What is known of an operator of torch: whether it reads, writes, allocates or only views; what it costs.
 
     bytes    input tensors read + output tensors written; 0 for a view and for an allocation
     flops    of a contraction, and its shape: contractions.py; 0 and () for everything else
@@ -9,6 +9,7 @@ from or added to counts those rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -80,6 +81,22 @@ def describe(func: OpOverload, causal: str = "triangle") -> Operator:
     )
 
 
+@cache
+def _described(func: OpOverload) -> Operator:
+    return describe(func)
+
+
+def operator_cost(func: OpOverload, args, kwargs: dict, out) -> int:
+    """FLOPs + bytes read + bytes written: one number for those who choose which result to drop and compute
+    again (dtr.py). A view costs nothing. Differs from the account: a table is read whole."""
+    operator = _described(func)
+    if operator.views:
+        return 0
+    flops = operator.flops(*args, **kwargs, out_val=out) if operator.flops else 0
+    inputs = [] if operator.allocates else operator.inputs(tuple(args), kwargs)
+    return flops + sum(tensor.nbytes for tensor in (*inputs, *tensors(out)))
+
+
 def _is_written(argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -88,11 +105,10 @@ def tensors(values) -> list[Tensor]:
     """The tensors in a list or tuple of anything, those in its lists included; of a tensor: itself."""
     if isinstance(values, Tensor):
         return [values]
-    found = []
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found.extend(v for v in value if isinstance(v, Tensor))
-    return found
+    several = []
+    for value in values if isinstance(values, (list, tuple)) else ():
+        if isinstance(value, Tensor):
+            several.append(value)
+        elif isinstance(value, (list, tuple)):
+            several.extend(v for v in value if isinstance(v, Tensor))
+    return several

@@ -9,7 +9,8 @@ have one operand (a sum, a transposition) and letters that its result alone has 
 `d_y`, an input more, back to the tensors that are asked for. So who places tensors on ranks places backward
 and the update too, as compilers do that see a whole step.
 
-signature.py says how an operator can be cut, run.py runs it. No torch.
+signature.py says how an operator can be cut, run_placed.py runs it. `mlp`, `mlp_step` and `attention` are
+graphs to begin with. No torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from minitrain.ranks.checks import require_text
+from minitrain.ranks.checks import require_one_of, require_text
 
 LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
 POINTWISE = ("relu", "step", "exp", "reciprocal")
@@ -38,8 +39,7 @@ class Op:
 
     def __post_init__(self):
         require_text(name=self.name, equation=self.equation)
-        if self.function not in FUNCTIONS:
-            raise ValueError(f"{self.name}: function {self.function!r}; use {', '.join(FUNCTIONS)}")
+        require_one_of(FUNCTIONS, function=self.function)
         said = f"{self.name}: {self.function} {self.equation!r}"
         letters = [term.isalpha() or not term for term in self.terms]
         if "->" not in self.equation or not all(letters) or any(len(set(t)) < len(t) for t in self.terms):
@@ -83,18 +83,15 @@ class Graph:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor, whole."""
-        found = dict(self.inputs)
+        shapes = dict(self.inputs)
         for op in self.ops:
             for name in op.inputs:
-                if name not in found:
-                    raise ValueError(
-                        f"{op.name}: no operand {name!r} before it; there are {', '.join(found)}"
-                    )
-            if op.name in found:
+                require_one_of(shapes, **{f"operand of {op.name}": name})
+            if op.name in shapes:
                 raise ValueError(f"{op.name!r} is made twice; give each result a name of its own")
-            sizes = letter_sizes(op, found)
-            found[op.name] = tuple(sizes[letter] for letter in op.terms[-1])
-        return found
+            sizes = letter_sizes(op, shapes)
+            shapes[op.name] = tuple(sizes[letter] for letter in op.terms[-1])
+        return shapes
 
     def sizes(self, op: Op) -> dict[str, int]:
         """Of each letter of the operator."""
@@ -108,8 +105,8 @@ def letter_sizes(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int
             raise ValueError(f"{op.name}: {name} {list(shapes[name])} has not the dims {term!r}")
         for letter, size in zip(term, shapes[name]):
             if sizes.setdefault(letter, size) != size:
-                found = f"{letter} is {sizes[letter]} and, in {name} {list(shapes[name])}, {size}"
-                raise ValueError(f"{op.name}: {op.equation!r}: {found}; a letter has one size")
+                both = f"{letter} is {sizes[letter]} and, in {name} {list(shapes[name])}, {size}"
+                raise ValueError(f"{op.name}: {op.equation!r}: {both}; a letter has one size")
     return sizes
 
 
@@ -119,8 +116,7 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
     `d_of` is an input more, shaped as `of`. Only what depends on one of `wanted` gets a gradient."""
     wanted = tuple(wanted)
     for name in (of, *wanted):
-        if name not in graph.shapes:
-            raise ValueError(f"gradient of {name!r}: the tensors are {', '.join(graph.shapes)}")
+        require_one_of(graph.shapes, tensor=name)
     if any(of in op.inputs for op in graph.ops):
         raise ValueError(f"gradient of {of!r}: other operators use it; begin with a result that none uses")
     moving, above = set(wanted), {of}  # depends on one of wanted; is something that `of` depends on
@@ -153,8 +149,8 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
             if name in moving:
                 called = f"d_{name}" if uses[name] == 1 else f"d_{name}.{op.name}{at}"
                 parts[name].append(_back(op, at, dy, called, graph.sizes(op), new))
-    found = {name: gradient(name) for name in wanted}
-    return Graph({**graph.inputs, f"d_{of}": graph.shapes[of]}, tuple(ops)), found
+    gradients = {name: gradient(name) for name in wanted}
+    return Graph({**graph.inputs, f"d_{of}": graph.shapes[of]}, tuple(ops)), gradients
 
 
 def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Callable) -> str:
@@ -190,3 +186,41 @@ def with_update(graph: Graph, gradients: Mapping[str, str]) -> Graph:
         ops.append(Op(f"{name}_step", "negate", f"{term}->{term}", (gradient,)))
         ops.append(Op(f"{name}_new", "add", f"{term},{term}->{term}", (name, f"{name}_step")))
     return Graph(graph.inputs, tuple(ops))
+
+
+# ---- graphs to begin with
+
+
+def mlp(rows: int, width: int, hidden: int) -> Graph:
+    """y = relu(x · w1) · w2 with x[b, d], w1[d, f], w2[f, e]."""
+    ops = (
+        Op("h", "product", "bd,df->bf", ("x", "w1")),
+        Op("a", "relu", "bf->bf", ("h",)),
+        Op("y", "product", "bf,fe->be", ("a", "w2")),
+    )
+    return Graph({"x": (rows, width), "w1": (width, hidden), "w2": (hidden, width)}, ops)
+
+
+def mlp_step(rows: int, width: int, hidden: int) -> Graph:
+    """The same, backward from an input d_y, and the parameters after a step of gradient descent."""
+    graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
+    return with_update(graph, gradients)
+
+
+def attention(rows: int, length: int, width: int, heads: int, head_dim: int) -> Graph:
+    """Without a mask: x[b, t, d], matrices [d, h, k], at last [h, k, e]; no maximum is taken off scores."""
+    each = (width, heads, head_dim)
+    ops = (
+        Op("q", "product", "btd,dhk->bhtk", ("x", "wq")),
+        Op("k", "product", "bsd,dhk->bhsk", ("x", "wk")),
+        Op("v", "product", "bsd,dhk->bhsk", ("x", "wv")),
+        Op("scores", "product", "bhtk,bhsk->bhts", ("q", "k")),
+        Op("powers", "exp", "bhts->bhts", ("scores",)),
+        Op("sums", "product", "bhts->bht", ("powers",)),
+        Op("shares", "reciprocal", "bht->bht", ("sums",)),
+        Op("weights", "product", "bhts,bht->bhts", ("powers", "shares")),
+        Op("o", "product", "bhts,bhsk->bhtk", ("weights", "v")),
+        Op("y", "product", "bhtk,hke->bte", ("o", "wo")),
+    )
+    inputs = {"x": (rows, length, width), "wq": each, "wk": each, "wv": each}
+    return Graph({**inputs, "wo": (heads, head_dim, width)}, ops)

@@ -3,13 +3,13 @@
     placed = Placed(graph, {"x": 2, "y": 2}, specs={"w1": (BROADCAST, Split(1)), ..}, chosen={"h": (..), ..})
     placed.program()        [Compute h .., Compute y, Box y: (S(0), P) -> (S(0), B)]
 
-`specs` says where each tensor is kept, `chosen` the signature of each operator along each axis. What an
+`specs` says where each tensor is, `chosen` the signature of each operator along each axis. What an
 operator needs and what it makes follow: operands are boxed from where they are kept to what its signature
 asks for, its result from there to where it is kept. Whoever annotates, propagates or searches gives a Placed;
 what follows is the same for all of them. A tensor that was boxed for one operator is there for the next: a
 weight gathered in forward is not gathered again in backward, and takes memory until the end.
 
-`collectives()` and `sent_elements()` are read from the program; run.py does it on ranks. No torch.
+`collectives()` and `sent_elements()` are read from the program; run_placed.py does it on ranks. No torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_nonempty
-from minitrain.systems.annotate.boxing import Move, moves, sent, sent_along
 from minitrain.systems.annotate.graph import Graph, Op
 from minitrain.systems.annotate.signature import (
     BROADCAST,
     PARTIAL,
+    Move,
     Place,
     Signature,
     Spec,
     Split,
     local_shape,
+    moves,
+    sent,
+    sent_along,
     signatures,
 )
 
@@ -147,9 +150,9 @@ def place(
     specs = {name: tuple(known.get((name, axis), BROADCAST) for axis in axes) for name in graph.shapes}
     full = {}
     for op in graph.ops:
-        found = []
+        signatures_ = []
         for at, (axis, ranks) in enumerate(axes.items()):
             here = [specs[name][at] for name in op.tensors]
-            found.append(chosen.get((op.name, axis)) or cheapest(graph, op, here, ranks))
-        full[op.name] = tuple(found)
+            signatures_.append(chosen.get((op.name, axis)) or cheapest(graph, op, here, ranks))
+        full[op.name] = tuple(signatures_)
     return Placed(graph, axes, specs, full)

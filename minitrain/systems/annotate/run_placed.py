@@ -1,6 +1,6 @@
 """The program of a placed graph on real ranks: each computes with what it has, and collectives box the rest.
 
-    results = run(placed, {"x": own_part(x, spec, groups), ...}, groups)        groups by axis, as in a Mesh
+    results = run(placed, {"x": local_part(x, spec, groups), ...}, groups)        groups by axis, as in a Mesh
 
 Every operator works on local slices as if they were whole: a product is an einsum over the local part of each
 letter, which is why a contracted letter that is cut leaves a term of a sum. All that is sent is in `box`.
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.systems.annotate.boxing import moves
+from minitrain.ranks.checks import require_one_of
 from minitrain.systems.annotate.graph import Graph, Op
 from minitrain.systems.annotate.plan import Box, Placed
-from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split, local_shape
+from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split, local_shape, moves
 
 Groups = Mapping[str, ProcessGroup]
 
@@ -28,8 +28,8 @@ Groups = Mapping[str, ProcessGroup]
 def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
     """x, this rank's part by `source`, as its part by `target`."""
     for place in (source, target):
-        if not isinstance(place, Split) and place not in (BROADCAST, PARTIAL):
-            raise ValueError(f"place {place!r}: use 'B', 'P' or Split(dim)")
+        if not isinstance(place, Split):
+            require_one_of((BROADCAST, PARTIAL, "Split(dim)"), place=place)
     ranks, rank = group.size(), group.rank()
     if source == target:
         return x
@@ -58,7 +58,7 @@ def box_along(x: Tensor, source: Spec, target: Spec, groups: Groups) -> Tensor:
     return x
 
 
-def own_part(x: Tensor, spec: Spec, groups: Groups) -> Tensor:
+def local_part(x: Tensor, spec: Spec, groups: Groups) -> Tensor:
     """This rank's part of a tensor that all ranks have whole; sends nothing."""
     return box_along(x, (BROADCAST,) * len(spec), spec, groups)
 
@@ -94,38 +94,35 @@ def check(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> None:
             raise ValueError(f"no part of {name!r}; the inputs are {', '.join(placed.graph.inputs)}")
         local = local_shape(shape, placed.specs[name], placed.axes, name)
         if tuple(parts[name].shape) != local:
-            found = f"{name} is {list(parts[name].shape)} here, and placed it is {list(local)}"
-            raise ValueError(f"{found} of {list(shape)}; give own_part(..)")
+            given = f"{name} is {list(parts[name].shape)} here, and placed it is {list(local)}"
+            raise ValueError(f"{given} of {list(shape)}; give local_part(..)")
 
 
 def compute(op: Op, operands: list[Tensor], sizes: Mapping[str, int]) -> Tensor:
     """The operator on what is here; `sizes` of its letters, here."""
-    match op.function:
-        case "product":
-            *terms, result = op.terms
-            kept = "".join(letter for letter in result if letter in "".join(terms))
-            y = torch.einsum(f"{','.join(terms)}->{kept}", *operands)
-            for dim, letter in enumerate(result):
-                y = y if letter in kept else y.unsqueeze(dim)
-            return y.expand([sizes[letter] for letter in result]).contiguous()
-        case "add":
-            return sum(operands[1:], operands[0])
-        case "negate":
-            return -operands[0]
-        case "relu":
-            return operands[0].relu()
-        case "step":
-            return (operands[0] > 0).to(operands[0].dtype)
-        case "exp":
-            return operands[0].exp()
-        case "reciprocal":
-            return operands[0].reciprocal()
-    raise AssertionError(op.function)
+    if op.function != "product":
+        return POINTWISE[op.function](*operands)
+    *terms, result = op.terms
+    kept = "".join(letter for letter in result if letter in "".join(terms))
+    y = torch.einsum(f"{','.join(terms)}->{kept}", *operands)
+    for dim, letter in enumerate(result):
+        y = y if letter in kept else y.unsqueeze(dim)
+    return y.expand([sizes[letter] for letter in result]).contiguous()
+
+
+POINTWISE = {
+    "add": lambda *terms: sum(terms[1:], terms[0]),
+    "negate": torch.neg,
+    "relu": torch.relu,
+    "step": lambda x: (x > 0).to(x.dtype),
+    "exp": torch.exp,
+    "reciprocal": torch.reciprocal,
+}
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor of the graph, on one process."""
-    found = dict(values)
+    tensors = dict(values)
     for op in graph.ops:
-        found[op.name] = compute(op, [found[name] for name in op.inputs], graph.sizes(op))
-    return found
+        tensors[op.name] = compute(op, [tensors[name] for name in op.inputs], graph.sizes(op))
+    return tensors

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.sharding import shard
 
 DIRECTIONS = ("forward", "backward")
@@ -54,25 +55,20 @@ class Schedule:
     def shard(self, param: str, dim: int, group: ProcessGroup) -> Schedule:
         """This rank keeps its slice of the parameter along `dim`."""
         if not isinstance(getattr(self.module, param, None), nn.Parameter):
-            there = (
-                ", ".join(name for name, _ in self.module.named_parameters(recurse=False)) or "none itself"
-            )
-            raise ValueError(f"{self.name} has no parameter {param!r}; it has {there}")
+            there = ", ".join(name for name, _ in self.module.named_parameters(recurse=False))
+            raise ValueError(f"{self.name} has no parameter {param!r}; it has {there or 'none itself'}")
         setattr(self.module, param, shard(getattr(self.module, param), dim, group))
         return self._did(f"shard({param!r}, {dim}, {collectives.axis_of(group)})")
 
     def sync(self, direction: str, group: ProcessGroup) -> Schedule:
         """The sum over the group: "forward" of what the module gives, "backward" of its input's gradient."""
-        if direction not in DIRECTIONS:
-            raise ValueError(f"sync({direction!r}); use {' or '.join(DIRECTIONS)}")
+        require_one_of(DIRECTIONS, direction=direction)
         if direction == "backward":
-            self.module.register_forward_pre_hook(
-                lambda _, given: (collectives.copy_to(given[0], group), *given[1:])
-            )
+            copied = lambda _, given: (collectives.copy_to(given[0], group), *given[1:])
+            self.module.register_forward_pre_hook(copied)
         elif getattr(self.module, "bias", None) is not None:
-            raise ValueError(
-                f"{self.name}: each rank would add its bias, {group.size()} times in the sum; use bias=False"
-            )
+            times = f"{group.size()} times in the sum"
+            raise ValueError(f"{self.name}: each rank would add its bias, {times}; use bias=False")
         else:
             self.module.register_forward_hook(lambda _, given, y: collectives.reduce_from(y, group))
         self.module.synced = True
@@ -103,9 +99,7 @@ class Schedule:
 def project_once(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """The matrices below each other, for this product: a copy of them, and one kernel for several."""
     if any(hasattr(linear, "synced") for linear in linears):
-        raise ValueError(
-            "a fused matrix is not called by itself; sync the module that was fused, or use no fuse()"
-        )
+        raise ValueError("a fused matrix is not called by itself; sync the fused module, or use no fuse()")
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else torch.cat(biases)
     y = F.linear(x, torch.cat([linear.weight for linear in linears]), bias)
@@ -114,15 +108,15 @@ def project_once(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 def stages(layers: nn.ModuleList, schedule: Schedule, name: str = "layers") -> list[list[nn.Module]]:
     """The layers of the list called `name`, up to each cut."""
-    found: list[list[nn.Module]] = [[]]
+    parts: list[list[nn.Module]] = [[]]
     names = [f"{name}.{number}" for number, _ in layers.named_children()]
     if strange := [end for end in schedule.ends if end not in names[:-1]]:
         raise ValueError(f"cut behind {strange[0]}: use a layer of {names[0]} .. {names[-2]}")
     for called, layer in zip(names, layers):
-        found[-1].append(layer)
+        parts[-1].append(layer)
         if called in schedule.ends:
-            found.append([])
-    return found
+            parts.append([])
+    return parts
 
 
 def step(

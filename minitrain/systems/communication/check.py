@@ -10,6 +10,7 @@ decide the result, and a chunk left incomplete. `history` returns the sizes of t
 
 from collections.abc import Iterator
 
+from minitrain.ranks.checks import require_one_of
 from minitrain.systems.communication.chunk_schedule import Schedule
 
 Holdings = list[list[int]]  # [rank][chunk] -> set of contributions, as bits; 0: nothing of value
@@ -33,17 +34,12 @@ def check(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> 
 
 def start_of(schedule: Schedule, collective: str, root: int = 0) -> Holdings:
     """Before the first step: everyone's own contribution or, to spread a finished sum, its holder's."""
-    if collective not in COLLECTIVES:
-        raise ValueError(f"unknown collective {collective!r}; choose one of {', '.join(COLLECTIVES)}")
-    everyone = (1 << schedule.ranks) - 1
-
-    def held(rank: int, chunk: int) -> int:
-        if collective in ("all_gather", "broadcast"):
-            holder = root if collective == "broadcast" else _owner(schedule, chunk)
-            return everyone if rank == holder else 0
-        return 1 << rank
-
-    return [[held(rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.ranks)]
+    require_one_of(COLLECTIVES, collective=collective)
+    everyone, chunks = (1 << schedule.ranks) - 1, range(schedule.chunks)
+    if collective not in ("all_gather", "broadcast"):
+        return [[1 << rank for _ in chunks] for rank in range(schedule.ranks)]
+    holders = [root if collective == "broadcast" else _owner(schedule, chunk) for chunk in chunks]
+    return [[everyone * (rank == holder) for holder in holders] for rank in range(schedule.ranks)]
 
 
 def _owner(schedule: Schedule, chunk: int) -> int:

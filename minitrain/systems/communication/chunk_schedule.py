@@ -45,7 +45,7 @@ class Schedule:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        check_ranks(self.ranks)
+        require_positive_ints(ranks=self.ranks)
         for index, step in enumerate(self.steps):
             for source, to, chunks, _ in step:
                 ranks_fit = 0 <= source < self.ranks and 0 <= to < self.ranks and source != to
@@ -53,10 +53,6 @@ class Schedule:
                     what = f"step {index} sends {chunks} from rank {source} to rank {to}"
                     need = f"two different ranks below {self.ranks}, contiguous chunks within {self.chunks}"
                     raise ValueError(f"{what}; it needs {need}")
-
-
-def check_ranks(n: int) -> None:
-    require_positive_ints(n=n)
 
 
 def then(*schedules: Schedule) -> Schedule:
@@ -85,9 +81,9 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
     Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones."""
     block, rest = divmod(len(chunks), schedule.chunks)
     if rest or len(set(ranks)) != schedule.ranks:
-        size, room = (schedule.ranks, schedule.chunks), (len(set(ranks)), len(chunks))
-        own, new = ("{} ranks with {} chunks".format(*pair) for pair in (size, room))
-        raise ValueError(f"{own} cannot be placed on {new}; give a rank for each, a multiple of the chunks")
+        size = f"{schedule.ranks} ranks with {schedule.chunks} chunks"
+        room = f"{len(set(ranks))} ranks with {len(chunks)} chunks"
+        raise ValueError(f"{size} cannot be placed on {room}; give a rank for each, a multiple of the chunks")
 
     def moved(transfer: Transfer) -> Transfer:
         first, last = (chunks.start + block * end for end in (transfer.chunks.start, transfer.chunks.stop))
@@ -120,6 +116,6 @@ def sent_shares(schedule: Schedule, counts: Callable = lambda transfer: True) ->
 def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
     sizes = sorted({(each.ranks, each.chunks) for each in schedules})
     if len(sizes) != 1:
-        found = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes)
-        raise ValueError(f"cannot join {found or 'no schedule'}; bring all to one size with place()")
+        given = " and ".join(f"{ranks} ranks with {chunks} chunks" for ranks, chunks in sizes)
+        raise ValueError(f"cannot join {given or 'no schedule'}; bring all to one size with place()")
     return sizes[0]

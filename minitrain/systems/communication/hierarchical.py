@@ -25,29 +25,27 @@ from math import prod
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.communication.algorithms import (
     binomial_reduce,
+    halving_doubling_all_reduce,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
 from minitrain.systems.communication.chunk_schedule import Schedule, in_parallel, mirror, place, then
-from minitrain.systems.communication.halving import halving_doubling_all_reduce
 
 
 def nodes_of(n: int, per_node: int) -> list[range]:
     """[node] -> its ranks, numbered node by node."""
-    if per_node < 1 or n % per_node:
+    require_positive_ints(n=n, per_node=per_node)
+    if n % per_node:
         raise ValueError(f"n={n} ranks do not fill nodes of {per_node}; choose a divisor of {n}")
-    require_positive_ints(n=n)
     return [range(first, first + per_node) for first in range(0, n, per_node)]
 
 
 def ranks_in(nodes: Sequence[Sequence[int]]) -> int:
     """n, when the nodes hold every rank of 0..n-1 exactly once."""
     n, listed = sum(map(len, nodes)), list(map(list, nodes))
-    if not nodes or not all(map(len, nodes)):
-        raise ValueError(f"every node of {listed} needs a rank; leave empty nodes out")
-    if sorted(rank for node in nodes for rank in node) != list(range(n)):
-        raise ValueError(f"nodes {listed} must hold every rank of 0..{n - 1} exactly once")
+    if not all(listed) or not n or sorted(sum(listed, [])) != list(range(n)):
+        raise ValueError(f"nodes {listed} must hold every rank of 0..{n - 1} exactly once, and none be empty")
     return n
 
 
@@ -62,7 +60,6 @@ def two_level(nodes: Sequence[Sequence[int]]) -> Schedule:
 
 def within_and_across(per_node: int, across: Schedule) -> Schedule:
     """Ring reduce-scatter in nodes; `across` on each shard, by its holders; ring all-gather in nodes."""
-    require_positive_ints(per_node=per_node)
     nodes = nodes_of(per_node * across.ranks, per_node)
     size = (per_node * across.ranks, per_node * across.chunks)
     everything = range(per_node * across.chunks)

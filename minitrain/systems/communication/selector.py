@@ -22,8 +22,7 @@ section 4.
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
-from minitrain.systems.communication.chunk_schedule import check_ranks
+from minitrain.ranks.checks import require_nonnegative, require_one_of, require_positive_ints
 
 AS_NCCL = ("ring", "double tree")
 POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")
@@ -55,23 +54,21 @@ def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, t
 
 def steps(algorithm: str, n: int, pieces: int = 1) -> int:
     """Messages that follow one another, at any n; `pieces` concerns the double tree."""
-    _check(algorithm, n)
-    require_positive_ints(pieces=pieces)
+    _check(algorithm, n, pieces)
     return _costs(n, pieces)[algorithm][0]
 
 
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
-    _check(algorithm, n)
+    _check(algorithm, n, pieces)
     require_nonnegative(size_bytes=size_bytes)
-    require_positive_ints(pieces=pieces)
     messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
     """The k with the least time for the double tree: an integer beside the root of the derivative."""
-    check_ranks(n)
+    require_positive_ints(n=n)
     bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
     ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
@@ -79,7 +76,7 @@ def best_pieces(n: int, size_bytes: float, network: Network) -> int:
 
 def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] = AS_NCCL) -> Choice:
     """The fastest of `among`; at equal times the earlier one."""
-    check_ranks(n)
+    require_positive_ints(n=n)
 
     def priced(algorithm: str) -> Choice:
         pieces = best_pieces(n, size_bytes, network) if algorithm == "double tree" else 1
@@ -90,7 +87,7 @@ def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] =
 
 def crossover_bytes(n: int, network: Network) -> float:
     """S*: below it the double tree is faster than the ring. 0 for n <= 3, where the ring is never slower."""
-    check_ranks(n)
+    require_positive_ints(n=n)
     if n == 1:
         return 0.0
     height, share = _height(n), network.tree_efficiency
@@ -102,7 +99,6 @@ def crossover_bytes(n: int, network: Network) -> float:
 
 def crossover_by_sweep(n: int, network: Network) -> float:
     """The same without algebra: double the size until the ring wins, then halve the interval."""
-    check_ranks(n)
 
     def tree_wins(size_bytes: float) -> bool:
         return choose(n, size_bytes, network).algorithm == "double tree"
@@ -124,10 +120,8 @@ def _beside(ideal: float) -> set[int]:
     return {max(1, floor(ideal)), max(1, ceil(ideal))}
 
 
-def _check(algorithm: str, n: int) -> None:
-    known = AS_NCCL + POWERS_OF_TWO_ONLY
-    if algorithm not in known:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(known)}")
-    check_ranks(n)
+def _check(algorithm: str, n: int, pieces: int) -> None:
+    require_one_of(AS_NCCL + POWERS_OF_TWO_ONLY, algorithm=algorithm)
+    require_positive_ints(n=n, pieces=pieces)
     if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
         raise ValueError(f"{algorithm} is for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")

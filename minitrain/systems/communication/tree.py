@@ -19,7 +19,6 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
     Transfer,
-    check_ranks,
     in_parallel,
     mirror,
     place,
@@ -31,7 +30,7 @@ Tree = list[int | None]  # [rank] -> parent; the root has none
 
 def binary_tree(n: int) -> Tree:
     """Positions 0..n-1 from left to right: odd ones are leaves; 0 is the root, with one child."""
-    check_ranks(n)
+    require_positive_ints(n=n)
     tree: Tree = [None]
     for position in range(1, n):
         lowest = position & -position
@@ -61,7 +60,6 @@ def inner(tree: Tree) -> set[int]:
 
 def depths(tree: Tree) -> list[int]:
     """[rank] -> hops to the root."""
-
     require_ints(0, len(tree) - 1, parents=[parent or 0 for parent in tree])
 
     def hops(rank: int) -> int:
@@ -77,8 +75,7 @@ def depths(tree: Tree) -> list[int]:
 
 def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
     """Towards the root, a piece per step: a rank starts when its slowest child's first piece has arrived."""
-    if pieces < 1:
-        raise ValueError(f"pieces={pieces}; a tensor is at least one piece")
+    require_positive_ints(pieces=pieces)
     level, n = depths(tree), len(tree)
     start = [0] * n  # [rank] -> the step of its first message: its height above the leaves
     for rank in sorted(range(n), key=level.__getitem__, reverse=True):

@@ -1,7 +1,7 @@
 """Dynamic tensor rematerialization: tensors that may be dropped at any moment, and make themselves again.
 
     evictor = Evictor(limit_bytes=2_000_000, rule="dtr")            systems/simulate/eviction.py: who goes
-    with Dynamic(evictor, operator_cost, model.parameters()):       ranks/ledger/cost.py: FLOPs and bytes
+    with Dynamic(evictor, operator_cost, model.parameters()):       ranks/ledger/operators.py: FLOPs and bytes
         loss_of(model(tokens), targets).backward()
 
 Inside, every result of an operator is an `Evictable`: a tensor with a shape and no memory, whose numbers lie

@@ -160,7 +160,8 @@ def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[T
 
 def by_expert(received: Tensor, part: Part) -> Tensor:
     """Both are communication buffers in an account."""
-    return collectives.announce_buffer(collectives.announce_buffer(received).index_select(0, part.order))
+    collectives.announce("buffer", received)
+    return collectives.announce("buffer", received.index_select(0, part.order))
 
 
 class _Reused(torch.autograd.Function):
@@ -268,7 +269,7 @@ def joined(handles: list[collectives.Handle]) -> collectives.Handle:
     def rows() -> Tensor:
         return torch.cat([handle.wait() for handle in handles])
 
-    return collectives.Handle(lambda: None, rows, lambda: all(handle.done for handle in handles))
+    return collectives.Handle(lambda: None, rows)
 
 
 def _parts(

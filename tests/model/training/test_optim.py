@@ -15,7 +15,7 @@ from minitrain import launch
 from minitrain.model.training.optim import AdamW, clip_grad_norm, warmup_cosine
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.ranks.sharding import Shard, full_tensor, own_slice, place, placement, shard
+from minitrain.ranks.sharding import Shard, full_tensor, local_shard, place, placement, shard
 
 
 def parameters(dtype=torch.float64):
@@ -285,7 +285,7 @@ def norm_of_stages(broken):
         param = place(param, copies=stages) if shared else param
         if name != "both":
             param = shard(param, 0, tp)
-            grad = own_slice(grad, param)
+            grad = local_shard(grad, param)
         param.grad = grad.clone()
         params.append(param)
     norm = clip_grad_norm(params, 1.5, stages=None if broken == "stages" else stages)

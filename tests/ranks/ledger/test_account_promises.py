@@ -13,6 +13,7 @@ from minitrain.ranks.collectives.call_log import SLOTS, Call
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.process import Process
 from minitrain.ranks.sharding import numbers, shard
 from minitrain.systems.tensor_parallel.grids.optimus import norm_forward
 from minitrain.tensor_parallel.vocabulary import owned
@@ -53,8 +54,7 @@ def test_a_site_holds_inside_its_block_only():
 def test_the_oldest_call_of_a_full_log_can_still_be_marked_and_one_that_is_gone_marks_nothing(
     tmp_path, monkeypatch
 ):
-    for name, value in (("_file", None), ("_order", 0)):
-        monkeypatch.setattr(call_log, name, value)
+    monkeypatch.setattr(call_log, "PROCESS", Process())
     call_log.log_to(tmp_path / "log")
     calls = [call_log.issued(call(number, group="group 7")) for number in range(SLOTS)]
     call_log.finished(calls[0])
@@ -128,7 +128,7 @@ def test_gathered_parameters_that_were_there_before_stand_apart():
     x = torch.ones(100)
     with Ledger() as ledger:
         x + 1
-        call_log.announce_resized(x)
+        call_log.announce("resized", x)
     first = ledger.timeline(gathered=True)[0][1]
     assert (first["gathered parameters"], first["buffers"]) == (400, 0)
 

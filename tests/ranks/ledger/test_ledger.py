@@ -33,6 +33,7 @@ from minitrain.ranks.ledger.contractions import ATTENTION, visible_scores
 from minitrain.ranks.ledger.memory_meter import MemoryMeter
 from minitrain.ranks.ledger.operators import describe
 from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.process import PROCESS
 
 B, T, D, H, L, V = 2, 24, 32, 4, 3, 50
 CONFIG = GPTConfig(vocab_size=V, d_model=D, num_layers=L, num_heads=H, activation="gelu", positions="none")
@@ -527,7 +528,7 @@ def test_asked_on_the_way_it_says_what_the_whole_list_of_changes_adds_up_to():
         yield kept[0].resize_(10)
         yield kept[0].add_(1)
         yield kept.pop()
-        yield kept.append(call_log.announce_buffer(torch.ones(70)))
+        yield kept.append(call_log.announce("buffer", torch.ones(70)))
         yield kept.clear()
 
     with Ledger() as ledger:
@@ -562,9 +563,9 @@ def test_timeline():
 def test_of_equally_full_moments_of_an_event_the_first_counts():
     with Ledger() as ledger:
         x = torch.zeros(100)
-        first = call_log.announce_buffer(torch.empty(100))
+        first = call_log.announce("buffer", torch.empty(100))
         del x
-        second = call_log.announce_buffer(torch.empty(100))
+        second = call_log.announce("buffer", torch.empty(100))
     (_, then), (_, fullest) = ledger.timeline()
     assert then["activations"] == 400 and (fullest["activations"], fullest["buffers"]) == (400, 400)
     assert len(first) == len(second) and ledger.live_by_kind["buffers"] == 800
@@ -714,7 +715,7 @@ def hooks():
     return (
         len(torch_optimizer._global_optimizer_pre_hooks),
         len(torch_optimizer._global_optimizer_post_hooks),
-        len(call_log._observers),
+        len(PROCESS.observers),
         len(_get_current_dispatch_mode_stack()),
     )
 
@@ -822,17 +823,14 @@ def imported_by(path: Path) -> set[str]:
 def test_instrument_and_formula_share_no_code():
     """What counts imports no formula but the events it writes, and what predicts imports no instrument."""
     package = Path(minitrain.__file__).parent
-    for path in (*package.glob("ledger/*.py"), package / "launch" / "dryrun.py"):
-        assert not {
-            name
-            for name in imported_by(path)
-            if name.startswith(("plan.", "simulate.")) and not name.startswith("simulate.events.")
-        }
-    for path in (*package.rglob("plan/**/*.py"), *package.glob("simulate/*.py")):
-        assert not {
-            name for name in imported_by(path) if name.startswith(("ledger", "launch", "collectives"))
-        }
-    assert "simulate.events.Compute" in imported_by(package / "ledger" / "ledger.py")
+    instruments, formulas = [*package.glob("ranks/**/*.py")], [*package.glob("plan/**/*.py")]
+    assert len(instruments) > 30 and len(formulas) > 10
+    for path in instruments:
+        assert not {name for name in imported_by(path) if name.startswith(("plan.", "systems."))}
+    for path in formulas:
+        measured = tuple(f"ranks.{room}" for room in ("ledger", "launch", "collectives"))
+        assert not {name for name in imported_by(path) if name.startswith(measured)}
+    assert "ranks.events.Compute" in imported_by(package / "ranks" / "ledger" / "ledger.py")
 
 
 def test_a_product_of_fp8_codes_runs_at_their_rate():

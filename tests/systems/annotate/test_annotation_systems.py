@@ -12,19 +12,14 @@ import torch
 from minitrain import collectives, launch
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.annotate.boxing import sent
-from minitrain.systems.annotate.examples import attention, mlp, mlp_step
-from minitrain.systems.annotate.graph import Graph, Op, with_gradients
-from minitrain.systems.annotate.mesh_tensorflow import dim_names, laid_out
+from minitrain.systems.annotate.annotators import Tactic, apply, choose, dim_names, laid_out, propagate
+from minitrain.systems.annotate.graph import Graph, Op, attention, mlp, mlp_step, with_gradients
 from minitrain.systems.annotate.plan import Placed
-from minitrain.systems.annotate.propagate import propagate
-from minitrain.systems.annotate.run_placed import box, evaluate, own_part, run, whole
-from minitrain.systems.annotate.sbp import choose
+from minitrain.systems.annotate.run_placed import box, evaluate, local_part, run, whole
 from minitrain.systems.annotate.signature import BROADCAST as B
 from minitrain.systems.annotate.signature import PARTIAL as P
 from minitrain.systems.annotate.signature import Split as S
-from minitrain.systems.annotate.signature import cut_along
-from minitrain.systems.annotate.tactics import Tactic, apply
+from minitrain.systems.annotate.signature import cut_along, sent
 from tests.systems.annotate.test_placed_graphs import groups_of, pretend, random_values
 
 ROWS, WIDTH, HIDDEN = 8, 4, 12
@@ -41,7 +36,7 @@ def on_ranks(placed, without=None):
         groups, values = groups_of(placed.axes), random_values(placed.graph)
         expected, parts = evaluate(placed.graph, values), {}
         for name, x in values.items():
-            parts[name] = own_part(x, placed.specs[name], groups)
+            parts[name] = local_part(x, placed.specs[name], groups)
         with Ledger() as ledger:
             results = run(placed, parts, groups)
         errors = []
@@ -49,7 +44,7 @@ def on_ranks(placed, without=None):
             spec, known = placed.specs[name], expected[name]
             if P in spec:  # a term: only the sum is known
                 x, spec = whole(x, spec, groups), (B,) * len(spec)
-            errors.append((x - own_part(known, spec, groups)).abs().max().item())
+            errors.append((x - local_part(known, spec, groups)).abs().max().item())
         calls = [event for event in ledger.events if isinstance(event, Issue)]
         sent_bytes = Counter()
         for call in calls:
@@ -114,8 +109,8 @@ def test_a_layout_that_means_nothing_is_refused():
     )
     outer = Graph({"x": (4,), "w": (4,)}, (Op("y", "product", "a,b->", ("x", "w")),))
     refused = {
-        "layout f -> z: the mesh has row": lambda: laid_out(MLP, {"row": 2}, {"f": "z"}),
-        "no tensor has a dim 'q'": lambda: laid_out(MLP, {"row": 2}, {"q": "row"}),
+        "axis='z': use row": lambda: laid_out(MLP, {"row": 2}, {"f": "z"}),
+        "letter='q': use": lambda: laid_out(MLP, {"row": 2}, {"q": "row"}),
         "h has the dims 'ac', and in y 'ab'": lambda: dim_names(square),
         "y sums over a and b on row": lambda: laid_out(outer, {"row": 2}, {"a": "row", "b": "row"}),
     }
@@ -198,7 +193,7 @@ def boxed_for_table_2():
     groups, metered = groups_of({"x": collectives.world().size()}), []
     tensor = torch.arange(96.0, dtype=torch.float64).view(8, 12)
     for source, target in TABLE_2:
-        part = own_part(tensor, (source,), groups)
+        part = local_part(tensor, (source,), groups)
         with Ledger() as ledger:
             got = box(part, source, target, groups["x"])
         back = whole(got, (target,), groups)

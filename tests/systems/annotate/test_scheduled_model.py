@@ -179,7 +179,7 @@ def refused():
         "layers.1.mlp has no parameter 'weight'; it has none itself": lambda: own["layers.1.mlp"].shard(
             "weight", 0, group
         ),
-        "sync('both'); use forward or backward": lambda: own["layers.1"].sync("both", group),
+        "direction='both': use forward, backward": lambda: own["layers.1"].sync("both", group),
         "each rank would add its bias, 2 times": lambda: Schedule(biased)["layers.1.mlp.down"].sync(
             "forward", group
         ),

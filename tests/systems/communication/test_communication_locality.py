@@ -118,16 +118,3 @@ def test_the_ring_on_equal_links_takes_the_textbook_time():
         assert cost_model.time_s(ring_all_reduce(n), 1e6, cost_model.flat(2e-6, 1e10)) == pytest.approx(
             textbook, rel=1e-12
         )
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (lambda: clusters([[0.0, 1.0], [1.0]]), "2 rows of \\[1, 2\\] entries"),
-        (lambda: aggregate([[0, 1], [3]]), "must hold every rank of 0..2 exactly once"),
-        (lambda: aggregate([[0], []]), "needs a rank"),
-    ],
-)
-def test_bad_input_is_one_line(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        wrong()

@@ -82,15 +82,3 @@ def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
             assert 0 <= formula - simulated <= 3 * size_bytes / pieces + 1e-9, (n, pieces)
             if n & (n - 1) == 0:
                 assert formula - simulated == pytest.approx(size_bytes / pieces)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (lambda: binary_tree(0), "n=0: use a whole number from 1"),
-        (lambda: tree_reduce(binary_tree(3), pieces=0), "pieces=0; a tensor is at least one piece"),
-    ],
-)
-def test_bad_input_is_one_line(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        wrong()

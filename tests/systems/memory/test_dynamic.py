@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.ledger.cost import operator_cost
+from minitrain.ranks.ledger.operators import operator_cost
 from minitrain.ranks.random_state import random_state
 from minitrain.systems.memory import dtr
 from minitrain.systems.memory.dtr import Dynamic, Evictable

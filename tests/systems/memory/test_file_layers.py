@@ -58,7 +58,7 @@ def taken(layers):
 
 def reads(ledger):
     """A piece begins to be read, +, and is waited for, -."""
-    read = {event.id for event in ledger.events if type(event) is Copy and event.way == "from_disk"}
+    read = {event.id for event in ledger.events if type(event) is Copy and event.direction == "from_disk"}
     found = (event for event in ledger.events if type(event) in (Copy, Wait) and event.id in read)
     return "".join("+" if type(event) is Copy else "-" for event in found)
 

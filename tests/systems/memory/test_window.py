@@ -455,7 +455,7 @@ def test_the_next_layer_comes_while_this_one_works():
     arrives = {
         event.id: number
         for number, event in enumerate(events)
-        if type(event) is Copy and event.way == "to_device"
+        if type(event) is Copy and event.direction == "to_device"
     }
     waited = {event.id: number for number, event in enumerate(events) if type(event) is Wait}
     between = [sum(type(event) is Compute for event in events[arrives[id] : waited[id]]) for id in arrives]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.ranks.ledger.cost import operator_cost
+from minitrain.ranks.ledger.operators import operator_cost
 from minitrain.systems.memory.dtr import Dynamic
 from minitrain.systems.plan.rematerialize import Node, checkmate
 from minitrain.systems.simulate.eviction import RULES, Evictor, needed_again, neighbourhood

@@ -1,0 +1,37 @@
+"""What the functions of this process share, in one object: minitrain's only state that no argument carries.
+
+A process is one rank. torch has one default group per process, autograd runs backward on threads of its own,
+and a job is joined once. So what holds "here" (is checked mode on? who observes the calls? is a rank gone?)
+holds on all threads; a ContextVar, whose value a new thread does not see, cannot carry it.
+"""
+
+import threading
+from collections import deque
+
+LAST_CALLS = 64  # how many calls are remembered
+
+
+class Process:
+    def __init__(self) -> None:
+        # collectives: the log of calls (call_log.py), and who hears of them
+        self.recent: deque = deque(maxlen=LAST_CALLS)
+        self.num_calls = 0
+        self.log_file = None
+        self.observers: list = []
+        self.labels: dict[str, str | None] = {}  # file name -> how call sites print it; None: not at all
+        self.thread = threading.local()  # .site: whose line a backward belongs to; .lane: where it waits
+        # groups (arguments.py): a ProcessGroup has no attributes, so its channel is found by its id
+        self.channels: dict[int, object] = {}
+        self.on_open = lambda: None  # what a rank does when it first uses a group on gloo
+        self.checked = False  # is checked mode on? (checked.py)
+        # a rank that is gone (channel.py): since when, and how long a wait lasts from then on
+        self.lost_since, self.patience_s = None, None
+        # launch: the helper of a caller, the job of a rank that torchrun has started
+        self.helper, self.job = None, None
+        self.lock = threading.Lock()  # of the helper, and of cloudpickle's lists
+
+    def __reduce__(self) -> str:
+        return "PROCESS"  # in a function that travels to ranks it is theirs
+
+
+PROCESS = Process()
