@@ -362,24 +362,26 @@ def clip_late(build: Build) -> None:
 def run_microbatches(build: Build) -> None:
     strategy, schedule, sync, losses = build.strategy, build.schedule, build.sync, build.router_losses
     if schedule is None:
-        asked = build.places.at, losses.collect if losses else lambda: None
-        microbatches = strategy.microbatches
-        build.forward_backward = accumulate(build.module, build.loss_fn, microbatches, sync, *asked)
+        given = build.module, build.loss_fn, strategy.microbatches, sync, build.places.at
+        build.forward_backward = accumulate(*given, losses.collect) if losses else accumulate(*given)
         return
     sync.driven = True
     build.runner_hooks.append(ModelHooks(build.places, losses))
     if schedule.breadth_first and isinstance(sync, Zero3):
         build.runner_hooks.append(WholeStages(schedule, build.mesh.rank("pp")))
     kind = build.runner or (Balanced if schedule.evicts else Runner)
-    stages, units, group = (
+    build.forward_backward = kind(
         dict(build.module.items()),
         on_each_rank(schedule, strategy.cp),
         build.mesh.group("pp"),
+        build.loss_fn,
+        sync,
+        width=build.config.d_model,
+        dtype=build.dtype,
+        sequence_shards=strategy.tp if strategy.sequence_parallel else 1,
+        down=build.mesh.twin("pp"),
+        hooks=build.runner_hooks,
     )
-    boundary = dict(width=build.config.d_model, dtype=build.dtype, down=build.mesh.twin("pp"))
-    boundary["sequence_shards"] = strategy.tp if strategy.sequence_parallel else 1
-    boundary["hooks"] = build.runner_hooks
-    build.forward_backward = kind(stages, units, group, build.loss_fn, sync, **boundary)
 
 
 class ModelHooks(RunnerHooks):
