@@ -112,8 +112,8 @@ def test_the_draws_would_notice(what):
         from minitrain.moe import dispatch
 
         if what == "sums over data ranks":
-            module.sum_over = lambda model, strategy, mesh, *_: [
-                place(param, summed_over=(mesh.group("pp"),)) for param in model.parameters()
+            module.place_gradients = lambda build: [
+                place(param, summed_over=(build.mesh.group("pp"),)) for param in build.module.parameters()
             ]
         elif what == "sums over tp of what saw slices":
             module.sequence_sharded_params = lambda layers: set()

@@ -72,7 +72,7 @@ def travel(
     """Shadow(Pull(rows that travel)), each as far as the strategy asks for it."""
     if groups.group is None:
         return AllToAll()
-    meanwhile = pairs.give_way if pairs else None
+    meanwhile = pairs.yield_turn if pairs else None
     shared_by = (mesh.group("tp"),) if strategy.tp > 1 else ()
     table = partial(table_of, group=groups.group, shared_by=shared_by)
     width, gated = config.expert_width, config.activation in GATED

@@ -17,7 +17,6 @@ writes scores and mask out (attention of 2021).
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -53,13 +52,7 @@ def work_of(
     """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
     key = _key(config, strategy, microbatch, length, fused_attention)
     if key not in _measured:
-        collecting = gc.isenabled()
-        gc.disable()  # a fifth of the time would go into searches beside torch's many objects
-        try:
-            _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
-        finally:
-            if collecting:
-                gc.enable()
+        _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
     return _measured[key][splits(strategy.schedule)]
 
 
@@ -84,19 +77,20 @@ def measure(
         settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
     dp = strategy.ep // gcd(strategy.ep, strategy.cp)
     remembers = config.experts or strategy.products != "plain"
-    found = []
+    works = []
     for routed in sorted(kinds, reverse=True):
-        own = settings | dict(dp=dp)
+        sizes = settings | dict(dp=dp)
         if not routed:  # a dense block knows no ep
-            own = {name: value for name, value in settings.items() if not name.startswith("ep")}
-        one_rank = Strategy(**own, microbatches=2 if remembers else 1)
+            sizes = {name: value for name, value in settings.items() if not name.startswith("ep")}
+        one_rank = Strategy(**sizes, microbatches=2 if remembers else 1)
         experts = replace(config.experts, dense_first=0, expert_every=1, pyramid_layers=0) if routed else None
         alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
         ask = alone, one_rank, microbatch, length, config.dropout, fused_attention
-        found.append(dryrun.run(_two_microbatches, *ask, ranks=one_rank.ranks))
-    whole, apart = ([both[way] for both in found] for way in range(2))
-    with_dense = lambda own: replace(own[0], dense=own[1].block if len(own) > 1 else None)
-    return with_dense(whole), with_dense(apart)
+        works.append(dryrun.run(_two_microbatches, *ask, ranks=one_rank.ranks))
+    if len(works) == 1:
+        return works[0]
+    whole, apart = (replace(routed, dense=dense.block) for routed, dense in zip(*works))
+    return whole, apart
 
 
 def _two_microbatches(config, strategy, microbatch, length, dropout, fused_attention) -> tuple[Work, Work]:
@@ -117,10 +111,8 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
         later = _weights_later(run, batch, microbatch, ledger, marks)
         marks.add("end", 0)
     at_once = [(Pass(), 0)] * len(run.model.layers)
-    numbers = strategy.microbatches - 1, strategy.microbatches
-    whole, apart = map(marks.of_microbatch, numbers)
-    how = dict(boundary_bytes=marks.boundary_bytes)
-    return _work(run, ledger, whole, at_once, **how), _work(run, ledger, apart, later, **how)
+    last = strategy.microbatches - 1
+    return _work(run, ledger, marks, last, at_once), _work(run, ledger, marks, last + 1, later)
 
 
 def _add_up(sync: Sync) -> None:
@@ -136,15 +128,15 @@ class _Marks:
     """Where in the events, and with how many bytes alive, each pass through a layer begins."""
 
     def __init__(self, ledger: Ledger, layers) -> None:
-        self.ledger, self.found, self.layers = ledger, [], len(layers)
+        self.ledger, self.marks, self.layers = ledger, [], len(layers)
         self.forward = True
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self.begin_forward, number))
             layer.register_forward_hook(partial(self.end_forward, number))
 
-    def add(self, way: str, number: int) -> None:
+    def add(self, direction: str, number: int) -> None:
         live = self.ledger.live_by_kind
-        self.found.append((way, number, len(self.ledger.events), live["activations"] + live["buffers"]))
+        self.marks.append((direction, number, len(self.ledger.events), live["activations"] + live["buffers"]))
 
     def begin_forward(self, number: int, layer, inputs) -> None:
         if number == 0:  # of the next microbatch
@@ -166,7 +158,7 @@ class _Marks:
     def of_microbatch(self, number: int) -> list[tuple[str, int, int, int]]:
         """And where the next begins."""
         each = 2 * self.layers
-        return self.found[number * each : (number + 1) * each + 1]
+        return self.marks[number * each : (number + 1) * each + 1]
 
 
 def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[tuple[Pass, int]]:
@@ -195,13 +187,12 @@ def _gradients(layer) -> frozenset[int]:
     return frozenset(param.numel() * param.grad_dtype.itemsize for param in matrices)
 
 
-def _work(run, ledger: Ledger, marks: list, later: list[tuple[Pass, int]], boundary_bytes: int) -> Work:
-    events = ledger.events
+def _work(run, ledger: Ledger, all_marks: _Marks, microbatch: int, later: list[tuple[Pass, int]]) -> Work:
+    events, marks = ledger.events, all_marks.of_microbatch(microbatch)
     alive = {index: live["activations"] + live["buffers"] for index, live in ledger.timeline()}
     *_, head = range(len(run.model.layers))
-    seed = next(
-        i for i in range(marks[head][2], len(events)) if getattr(events[i], "name", "") == "ones_like"
-    )
+    after = range(marks[head][2], len(events))
+    seed = next(i for i in after if getattr(events[i], "name", "") == "ones_like")
     ways: dict[tuple[str, int], Pass] = {}
     kept, before = {}, {}  # by layer: bytes left for backward; alive when its forward begins
     for (way, number, start, live), (_, _, end, next_live) in pairwise(marks):
@@ -227,7 +218,7 @@ def _work(run, ledger: Ledger, marks: list, later: list[tuple[Pass, int]], bound
         layers.append(Layer(ways["forward", number], backward, weights, *sizes))
     experts = [layer.experts for layer in mixtures(run.model.layers)]
     dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
-    return Work(*layers, boundary_bytes=boundary_bytes, expert_parameters=dealt)
+    return Work(*layers, boundary_bytes=all_marks.boundary_bytes, expert_parameters=dealt)
 
 
 def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset()) -> Pass:

@@ -60,14 +60,12 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     """Of a pipeline each stage watches its own forwards."""
     if "activations" not in strategy.offloads:
         return
-    stages = [part for _, part in module.items()] if isinstance(module, Stages) else [module]
-    for stage in stages:
+    for stage in [part for _, part in module.items()] if isinstance(module, Stages) else [module]:
 
         def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
             return [*(sync.gathered_buffers() or stage.parameters()), *stage.buffers()]
 
-        layers = stage.layers if hasattr(stage, "layers") else elements(stage)
-        AwayActivations(resident).watch(stage, layers)
+        AwayActivations(resident).watch(stage, getattr(stage, "layers", None) or elements(stage))
 
 
 def update_on_host(sync: Sync, strategy: Strategy) -> None:

@@ -1,26 +1,18 @@
 """A Strategy and a model's config -> a Run on this rank. The only module that knows model and techniques.
 
-Its passes, in this order:
-    1 stages     the layers of this rank, built from the config and seeds by name; what is frozen
-    2 tp, ep     every layer cut by heads, hidden units and words; experts that tokens travel to; the loss of
-                 the logits that are left
-    3 cp         attention over the ranks that hold the other tokens; slices of a sequence
-      products   of blocks in few bits
-    4 dropout    every mask a function of the place
-    5 placements how each parameter is cut, over whom its gradient is a sum, who else holds it
-    6 sync       what sums gradients and owns the optimizer: replicated, ZeRO 1 to 3, hybrid sharding; in
-                 which precision gradients add up and states are kept; what the host keeps
-    7 recompute  what blocks keep for their backward
-    8 schedule   gradient accumulation, or a pipeline
-
-A pass lives with its technique and takes groups; what it swaps keeps the names of parameters. Sends nothing.
+`parallelize` is a list of passes, each of which reads and changes one `Build`. A technique lives in its own
+folder and takes groups; the pass here says which groups, and to which layers. What a pass swaps keeps the
+names of parameters. Sends nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +25,7 @@ from minitrain.compose.product_passes import multiply_in
 from minitrain.compose.products_by_name import PRODUCTS
 from minitrain.compose.recompute_passes import recompute_in
 from minitrain.compose.run import Run
+from minitrain.context.layout import Layout
 from minitrain.data_parallel.hybrid import Hybrid
 from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.states import elements_of
@@ -45,17 +38,18 @@ from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
-from minitrain.model.training.step import accumulate
+from minitrain.model.training.step import Batch, accumulate
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
-from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.schedule import Schedule
+from minitrain.pipeline.runtime import Runner, RunnerHooks
+from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
-from minitrain.pipeline.sliced_attention import look_back
+from minitrain.pipeline.sliced_attention import attend, look_back
 from minitrain.pipeline.whole_stages import WholeStages
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
+from minitrain.precision.loss_scale import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh
@@ -87,194 +81,229 @@ def parallelize(
     layers of each stage (else as even as they can be), and `runner` a kind of Runner, for actions of your
     own.
     """
-    require_device(device="cpu" if device is None else device)
-    ranks, config = collectives.world().size(), model if isinstance(model, GPTConfig) else None
-    if config:
-        strategy.check(config, ranks)
+    frozen = tuple(frozen)
+    build = Build(model, strategy, make_optimizer, seed, frozen, device, loss_fn, schedule, cuts, runner)
+    for pass_ in (
+        check,  # before any rank waits for another
+        make_groups,  # the mesh, and who has all experts together
+        build_layers,  # the layers of this rank, seeded by name
+        freeze,
+        cut_over_tp,  # heads, hidden units and words
+        deal_experts,  # over ep; rows travel to them
+        multiply_in_few_bits,
+        attend_over_cp,  # and over earlier slices of a sequence
+        drop_by_global_place,  # every mask a function of the place
+        place_gradients,  # over whom each gradient is a sum
+        share_stages,  # who else holds a tied table, or a stage that stands on two ranks
+        sync_gradients,  # replicated, ZeRO 1 to 3 or hybrid sharding; the optimizer and its precision
+        save_memory,  # what the host keeps, narrow copies of weights, what blocks keep for their backward
+        clip_late,  # without a common stop of the stages
+        run_microbatches,  # gradient accumulation, or a pipeline
+    ):
+        pass_(build)
+    step = build.module, strategy, build.mesh, build.sync, build.forward_backward, build.loss_fn
+    return Run(*step, build.config, build.layout, build.late, build.scale)
+
+
+@dataclass
+class Build:
+    """A Run in the making: what `parallelize` was given, then what its passes have made of it."""
+
+    model: GPTConfig | nn.Module
+    strategy: Strategy
+    make_optimizer: MakeOptimizer | None
+    seed: int
+    frozen: tuple[str, ...]
+    device: torch.device | str | None
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    schedule: Schedule | None  # None: gradient accumulation
+    cuts: list[range] | None
+    runner: type[Runner] | None
+
+    mesh: Mesh = field(init=False)
+    module: nn.Module = field(init=False)  # the layers of this rank
+    sync: Sync = field(init=False)
+    forward_backward: Callable[[Batch], Tensor] = field(init=False)
+    experts: ExpertGroups | None = None
+    router_losses: RouterLosses | None = None
+    sequence_sharded_params: set[nn.Parameter] = field(default_factory=set)
+    layout: Layout | None = None  # of the tokens over cp
+    model_hooks: Hooks = field(default_factory=Hooks)
+    runner_hooks: list[RunnerHooks] = field(default_factory=list)
+    scale: LossScale | None = None
+    late: PostValidation | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.model if isinstance(self.model, GPTConfig) else None
+        self.places = Places(self.seed)
+        self.dtype = getattr(torch, self.strategy.policy.activations)
+
+
+def check(build: Build) -> None:
+    require_device(device="cpu" if build.device is None else build.device)
+    strategy, ranks = build.strategy, collectives.world().size()
+    if build.config:
+        strategy.check(build.config, ranks)
     else:
-        check_module(model, strategy, ranks)
-    mesh = Mesh(**strategy.axes)
-    if schedule is not None:
-        check_schedule(schedule, strategy)
+        check_module(build.model, strategy, ranks)
+    if build.schedule is not None:
+        check_schedule(build.schedule, strategy)
     elif strategy.pipelined:
-        schedule = strategy.build_schedule()
-    experts = ExpertGroups(strategy, mesh) if config and config.experts else None
-    pairs = Halves() if strategy.hides_transfers(schedule) else None
-    hooks = expert_hooks(config, strategy, mesh, experts, pairs) if experts else Hooks()
-    module = build(config, strategy, mesh, schedule, cuts, seed, device, experts, hooks) if config else model
-    mixed.widen(module.parameters() if config else (), strategy.policy)
-    freeze(module, frozen, config)
-
-    places, memory, in_slices, losses, played = Places(seed), None, set(), None, None
-    if config:
-        loss_fn, in_slices = cut_model(module, config, strategy, mesh, loss_fn)
-        if experts:
-            in_slices |= place_on_ranks(module, strategy, mesh, experts)
-            layers = {number: stage.layers for number, stage in module.items()}
-            losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
-        multiply_in(module, strategy, mesh)
-        memory = attend_over(module, strategy, mesh, schedule)
-        if config.dropout or experts:
-            drop_by_place(module.layers, places, **parts_of_places(strategy, mesh))
-    sum_over(module, strategy, mesh, in_slices, experts)
-    if schedule:
-        share_stages(module, schedule, mesh)
-    mixed.keep_gradients(module.parameters(), strategy.policy)
-    sync = make_sync(module, strategy, mesh, make_optimizer)
-    mixed.keep_states(sync.optimizer, strategy.policy)
-    mixed.round_by_place(
-        [(one.shard, elements_of(one)) for one in sync.shards], sync.names, numbers, strategy.policy, seed
-    )
-    factor, window = strategy.first_loss_scale, strategy.loss_scale_window
-    scale = mixed.loss_scale(sync.optimizer, strategy.policy, factor, window)
-
-    offload(module, sync, strategy)
-    mixed.copy_in_time(module.layers if config else (), strategy.policy)
-    if config:
-        recompute_in(module, strategy, mesh, places, memory)
-    if schedule is None:
-        more = dict(router_loss=losses.collect) if losses else {}
-        forward_backward = accumulate(module, loss_fn, strategy.microbatches, sync, places.at, **more)
-    else:
-        sync.driven = True
-        settings = dict(width=config.d_model, down=mesh.twin("pp"), check=False, memory=memory, at=places.at)
-        settings |= dict(length_over=strategy.tp if strategy.sequence_parallel else 1, router_losses=losses)
-        settings |= dict(pairs=pairs, dtype=getattr(torch, strategy.policy.activations))
-        stages, units = dict(module.items()), on_each_rank(schedule, strategy.cp)
-        stays = schedule.breadth_first and isinstance(sync, Zero3)
-        kind = runner or (Balanced if schedule.evicts else WholeStages if stays else Runner)
-        forward_backward = played = kind(stages, units, mesh.group("pp"), loss_fn, sync, **settings)
-    late = check_late(sync, mesh, played) if strategy.post_validation else None
-    layout = layout_of(strategy, schedule)
-    return Run(module, strategy, mesh, sync, forward_backward, loss_fn, config, played, layout, late, scale)
+        build.schedule = strategy.build_schedule()
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
+    policy, name = strategy.policy, type(module).__name__
+    dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, policy.weights)
+    said = f"precision={strategy.precision!r}"
     if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute != "none":
         why = "a module of your own gets dp and ZeRO, for nobody knows its layers; use these, or a GPTConfig"
-        raise ValueError(f"{type(module).__name__} with {strategy}: {why}")
+        raise ValueError(f"{name} with {strategy}: {why}")
     if strategy.products != "plain":
         cure = "swap its linear layers for LowLinear (precision/quantized_linear.py)"
-        raise ValueError(f"{type(module).__name__} with products={strategy.products!r}: {cure}")
-    dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, strategy.policy.weights)
-    if strategy.policy.copies:
-        said = f"precision={strategy.precision!r} makes copies for the layers of a GPTConfig"
-        raise ValueError(f"{said}, and {type(module).__name__} is none; use another precision: bfloat16")
-    if strategy.policy.narrow and dtypes != {wanted}:
-        said = f"precision={strategy.precision!r} is for weights in {wanted}"
-        raise ValueError(f"{said}; convert the module first")
+        raise ValueError(f"{name} with products={strategy.products!r}: {cure}")
+    if policy.copies:
+        why = (
+            f"makes copies for the layers of a GPTConfig, and {name} is none; use another precision: bfloat16"
+        )
+        raise ValueError(f"{said} {why}")
+    if policy.narrow and dtypes != {wanted}:
+        raise ValueError(f"{said} is for weights in {wanted}; convert the module first")
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
     """Of your own: it must be for the ranks, the microbatches and the slices of the strategy."""
-    found = (len(schedule.ranks), schedule.microbatches // schedule.slices, schedule.slices)
+    sizes = (len(schedule.ranks), schedule.microbatches // schedule.slices, schedule.slices)
     wanted = (strategy.pp, strategy.microbatches, strategy.slices)
-    if found != wanted:
-        said = ", ".join(f"{name}={size}" for name, size in zip(("pp", "microbatches", "slices"), found))
+    if sizes != wanted:
+        said = ", ".join(f"{name}={size}" for name, size in zip(("pp", "microbatches", "slices"), sizes))
         ours = f"and the strategy has {', '.join(map(str, wanted))}; make both for the same"
         raise ValueError(f"{schedule.name} is for {said}, {ours}")
 
 
-# ---- 1: the layers of this rank --------------------------------------------------------------------------
+def make_groups(build: Build) -> None:
+    strategy, pairs = build.strategy, None
+    build.mesh = Mesh(**strategy.axes)
+    if not (build.config and build.config.experts):
+        return
+    build.experts = ExpertGroups(strategy, build.mesh)
+    if strategy.hides_transfers(build.schedule):
+        pairs = Halves()
+        build.runner_hooks.append(pairs)
+    build.model_hooks = expert_hooks(build.config, strategy, build.mesh, build.experts, pairs)
 
 
-def build(
-    config: GPTConfig, strategy: Strategy, mesh: Mesh, schedule, cuts, seed, device, experts, hooks: Hooks
-) -> GPT | Stages:
-    settings = dict(seed=seed, dtype=getattr(torch, strategy.policy.activations), device=device, hooks=hooks)
-    if experts:
-        settings["expert_part"] = experts.part
+def build_layers(build: Build) -> None:
+    config, schedule, cuts = build.config, build.schedule, build.cuts
+    if config is None:
+        build.module = build.model
+        return
+    part = build.experts.part if build.experts else (0, 1)
+    settings = dict(seed=build.seed, dtype=build.dtype, device=build.device)
+    settings |= dict(expert_part=part, hooks=build.model_hooks)
     if schedule is None:
-        return GPT(config, **settings)
-    cuts, stages = cuts or even(config.num_layers, schedule.stages), schedule.stages
-    if len(cuts) != stages:
-        cure = "give the layers of each stage"
-        raise ValueError(f"{len(cuts)} cuts for the {stages} stages of {schedule.name}; {cure}")
-    return Stages(config, {stage: cuts[stage] for stage in schedule.stages_of(mesh.rank("pp"))}, **settings)
+        build.module = GPT(config, **settings)
+    else:
+        cuts = cuts or even(config.num_layers, schedule.stages)
+        if len(cuts) != schedule.stages:
+            where = f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}"
+            raise ValueError(f"{where}; give the layers of each stage")
+        stages = schedule.stages_of(build.mesh.rank("pp"))
+        build.module = Stages(config, {stage: cuts[stage] for stage in stages}, **settings)
+    mixed.widen(build.module.parameters(), build.strategy.policy)
 
 
-def freeze(module: nn.Module, patterns: Iterable[str], config: GPTConfig | None) -> None:
+def freeze(build: Build) -> None:
     """A tied table has two names, on both ends; a pattern may be about layers of other ranks."""
-    tied = {"layers.0.tokens": f"layers.{config.num_layers + 1}.out.weight"} if config and config.tied else {}
+    config, tied = build.config, {}
+    if config and config.tied:
+        tied["layers.0.tokens"] = f"layers.{config.num_layers + 1}.out.weight"
+    module = build.module
     parts = module.parts() if isinstance(module, Stages) else [{p: n for n, p in module.named_parameters()}]
     for param, name in (pair for part in parts for pair in part.items()):
-        if any(fnmatchcase(one, pattern) for pattern in patterns for one in (name, tied.get(name, name))):
+        names = {name, tied.get(name, name)}
+        if any(fnmatchcase(one, pattern) for pattern in build.frozen for one in names):
             param.requires_grad_(False)
 
 
-# ---- 2 to 4: what is swapped -----------------------------------------------------------------------------
-
-
-def cut_model(
-    module: GPT | Stages, config: GPTConfig, strategy: Strategy, mesh: Mesh, loss_fn: Callable
-) -> tuple[Callable, set[nn.Parameter]]:
-    """The loss of what this rank has of the logits; and the parameters that see a slice of the tokens."""
+def cut_over_tp(build: Build) -> None:
+    """And the loss of the logits that are left on this rank."""
+    strategy, config = build.strategy, build.config
     if strategy.tp == 1:
-        return loss_fn, set()
-    how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap)
-    how |= dict(products=PRODUCTS.get(strategy.products))
-    loss_fn = cut_layers(module.layers, config.head_dim, config.vocab_size, mesh.group("tp"), **how)
-    return loss_fn, sequence_sharded_params(module.layers) if strategy.sequence_parallel else set()
+        return
+    layers, group, products = build.module.layers, build.mesh.group("tp"), PRODUCTS.get(strategy.products)
+    how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap, products=products)
+    build.loss_fn = cut_layers(layers, config.head_dim, config.vocab_size, group, **how)
+    if strategy.sequence_parallel:
+        build.sequence_sharded_params |= sequence_sharded_params(layers)
 
 
-def attend_over(module: GPT | Stages, strategy: Strategy, mesh: Mesh, schedule: Schedule | None):
-    """Attention over the ranks of cp; with slices, also over earlier ones, and what remembers their keys."""
-    groups = dict(zip(strategy.context_groups, (mesh.group(axis) for axis in strategy.context_axes)))
-    if schedule is not None and schedule.slices > 1:
-        lengths, how = schedule.lengths or schedule.slices, {}
-        if groups:
-            how["attend"] = core_of_slices(strategy.core, groups, strategy.layout, lengths)
-        return look_back(dict(module.items()), schedule, **how)
+def deal_experts(build: Build) -> None:
+    strategy, mesh = build.strategy, build.mesh
+    if build.experts is None:
+        return
+    build.sequence_sharded_params |= place_on_ranks(build.module, strategy, mesh, build.experts)
+    layers = {number: stage.layers for number, stage in build.module.items()}
+    build.router_losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
+
+
+def multiply_in_few_bits(build: Build) -> None:
+    multiply_in(build.module, build.strategy, build.mesh)
+
+
+def attend_over_cp(build: Build) -> None:
+    strategy, schedule = build.strategy, build.schedule
+    slices = schedule and schedule.lengths or strategy.slices
+    groups = dict(zip(strategy.context_groups, map(build.mesh.group, strategy.context_axes)))
     if groups:
-        for layer in module.layers:
+        build.layout = data_layout(strategy.core, strategy.context_groups, strategy.layout, slices)
+    if schedule and schedule.slices > 1:
+        core = core_of_slices(strategy.core, groups, strategy.layout, slices) if groups else attend
+        build.runner_hooks.append(look_back(dict(build.module.items()), schedule, core))
+    elif groups:
+        for layer in build.module.layers:
             if hasattr(layer, "attention"):
                 layer.attention.core = core_for(strategy.core, groups, strategy.layout)
-    return None
 
 
-def parts_of_places(strategy: Strategy, mesh: Mesh) -> dict:
-    """Which heads and which tokens this rank has, where ranks of tp share them out."""
-    if strategy.tp == 1:
-        return {}
-    group = mesh.group("tp")
-    parts = dict(part=group.rank())
-    if strategy.sequence_parallel:
-        parts["local_positions"] = lambda positions: local_tokens(positions, group)
-    return parts
+def drop_by_global_place(build: Build) -> None:
+    if not (build.config and (build.config.dropout or build.experts)):
+        return
+    shard = {}
+    if build.strategy.tp > 1:
+        group = build.mesh.group("tp")
+        shard["part"] = group.rank()
+        if build.strategy.sequence_parallel:
+            shard["local_positions"] = partial(local_tokens, group=group)
+    drop_by_place(build.module.layers, build.places, **shard)
 
 
-def layout_of(strategy: Strategy, schedule: Schedule | None):
-    """How the tokens of a row are laid out over the ranks of cp: slice by slice, if there are any."""
-    if strategy.cp == 1:
-        return None
-    slices = schedule and schedule.lengths or strategy.slices
-    return data_layout(strategy.core, strategy.context_groups, strategy.layout, slices)
-
-
-# ---- 5: placements ---------------------------------------------------------------------------------------
-
-
-def sum_over(module: nn.Module, strategy: Strategy, mesh: Mesh, in_slices: set, experts) -> None:
+def place_gradients(build: Build) -> None:
     """A gradient is a sum over all ranks with other tokens: dp × cp, and tp for what sees a slice of them;
-    for experts, which see the tokens of all ranks of ep, over what is left beside it."""
+    for experts, which see the tokens of all ranks of ep, over the other blocks of experts."""
+    strategy, mesh, experts = build.strategy, build.mesh, build.experts
     *outer, inner = strategy.data_axes
     levels = [(axis,) for axis in outer] + [(inner, *strategy.context_axes)]
     groups = tuple(mesh.group(*names) for names in reversed(levels))  # inside a node first
-    with_tp, spread_out = groups, set()
+    with_tp, dealt = groups, set()
     if strategy.sequence_parallel or experts and strategy.tp > 1:  # made on every rank, used or not: see Mesh
         with_tp = (mesh.group(*levels[-1], "tp"), *groups[1:])
     if experts and experts.group is not None:
-        spread_out = {param for layer in mixtures(module.layers) for param in layer.experts.parameters()}
-    for param in module.parameters():
-        over = experts.summed_over if param in spread_out else with_tp if param in in_slices else groups
-        place(param, summed_over=over)
+        dealt = {param for layer in mixtures(build.module.layers) for param in layer.experts.parameters()}
+    for param in build.module.parameters():
+        if param in dealt:
+            place(param, summed_over=experts.summed_over)
+        else:
+            place(param, summed_over=with_tp if param in build.sequence_sharded_params else groups)
 
 
-def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
-    """Who else has the tied table, or a stage that stands on two ranks."""
-    ranks, stages, tied = range(len(schedule.ranks)), range(schedule.stages), module.config.tied
+def share_stages(build: Build) -> None:
+    module, schedule, mesh = build.module, build.schedule, build.mesh
+    if schedule is None:
+        return
+    ranks, stages, tied = range(len(schedule.ranks)), range(schedule.stages), build.config.tied
     holders = {stage: {rank for rank in ranks if stage in schedule.stages_of(rank)} for stage in stages}
     ends = holders[0] | holders[schedule.stages - 1] if tied else set()
     sets = sorted({tuple(sorted(holding)) for holding in (ends, *holders.values()) if len(holding) > 1})
@@ -285,37 +314,93 @@ def share_stages(module: Stages, schedule: Schedule, mesh: Mesh) -> None:
             place(param, copies=groups.get(tuple(sorted(ends if at_an_end else holders[stage]))))
 
 
-# ---- 6: sync ---------------------------------------------------------------------------------------------
-
-
-def make_sync(
-    module: nn.Module, strategy: Strategy, mesh: Mesh, make_optimizer: MakeOptimizer | None
-) -> Sync:
+def sync_gradients(build: Build) -> None:
+    strategy, mesh, policy = build.strategy, build.mesh, build.strategy.policy
+    mixed.keep_gradients(build.module.parameters(), policy)
+    rows = mesh.group(*strategy.data_axes, *strategy.context_axes) if not strategy.hybrid else None
+    given = build.module, rows, build.make_optimizer
     if strategy.hybrid:
-        inside, by_node = ("intra", *strategy.context_axes), None
-        if strategy.nodes > 1:
-            size = strategy.node * strategy.cp
-            by_node = mesh.blocks(*inside, size=size, names=("node", "nodes"))
-        groups = mesh.group(*inside), mesh.group("inter")
-        return Hybrid(module, *groups, make_optimizer, strategy.zero, by_node=by_node)
-    rows = mesh.group(*strategy.data_axes, *strategy.context_axes)
-    if strategy.policy.scaled:
-        return Scaled(module, rows, make_optimizer, strategy.bucket_bytes, deal=strategy.zero == 1)
-    if strategy.zero == 3:
-        return Zero3(module, rows, make_optimizer)
-    return (Replicated, Zero1, Zero2)[strategy.zero](module, rows, make_optimizer, strategy.bucket_bytes)
+        build.sync = shard_inside_a_node(build)
+    elif policy.scaled:
+        build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
+    elif strategy.zero == 3:
+        build.sync = Zero3(*given)
+    else:
+        build.sync = (Replicated, Zero1, Zero2)[strategy.zero](*given, strategy.bucket_bytes)
+    optimizer = build.sync.optimizer
+    mixed.keep_states(optimizer, policy)
+    shards = [(one.shard, elements_of(one)) for one in build.sync.shards]
+    mixed.round_by_place(shards, build.sync.names, numbers, policy, build.seed)
+    factor, window = strategy.first_loss_scale, strategy.loss_scale_window
+    build.scale = mixed.loss_scale(optimizer, policy, factor, window)
 
 
-# ---- 7: how a step ends ----------------------------------------------------------------------------------
+def shard_inside_a_node(build: Build) -> Hybrid:
+    strategy, mesh, by_node = build.strategy, build.mesh, None
+    inside = ("intra", *strategy.context_axes)
+    if strategy.nodes > 1:
+        by_node = mesh.blocks(*inside, size=strategy.node * strategy.cp, names=("node", "nodes"))
+    groups = mesh.group(*inside), mesh.group("inter")
+    return Hybrid(build.module, *groups, build.make_optimizer, strategy.zero, by_node=by_node)
 
 
-def check_late(sync: Sync, mesh: Mesh, runner: Runner) -> PostValidation:
-    """Clipping that no rank waits for: the runner asks before its first backward."""
-    like = torch.zeros((), dtype=torch.float64, device=runner.device)
+def save_memory(build: Build) -> None:
+    offload(build.module, build.sync, build.strategy)
+    mixed.copy_in_time(build.module.layers if build.config else (), build.strategy.policy)
+    recompute_in(build.module, build.strategy, build.mesh, build.places)
+
+
+def clip_late(build: Build) -> None:
+    if not build.strategy.post_validation:
+        return
+    sync, device = build.sync, next(build.module.parameters()).device
+    like = torch.zeros((), dtype=torch.float64, device=device)
 
     def squares() -> Tensor:
         return sum_of_squares([param for group in sync.param_groups for param in group["params"]], like)
 
-    late = PostValidation(sync, math.inf, mesh.group("pp"), squares)
-    runner.before_backward = late.before_backward
-    return late
+    build.late = PostValidation(sync, math.inf, build.mesh.group("pp"), squares)
+    build.runner_hooks.append(build.late)
+
+
+def run_microbatches(build: Build) -> None:
+    strategy, schedule, sync, losses = build.strategy, build.schedule, build.sync, build.router_losses
+    if schedule is None:
+        given = build.module, build.loss_fn, strategy.microbatches, sync, build.places.at
+        build.forward_backward = accumulate(*given, losses.collect) if losses else accumulate(*given)
+        return
+    sync.driven = True
+    build.runner_hooks.append(ModelHooks(build.places, losses))
+    if schedule.breadth_first and isinstance(sync, Zero3):
+        build.runner_hooks.append(WholeStages(schedule, build.mesh.rank("pp")))
+    kind = build.runner or (Balanced if schedule.evicts else Runner)
+    build.forward_backward = kind(
+        dict(build.module.items()),
+        on_each_rank(schedule, strategy.cp),
+        build.mesh.group("pp"),
+        build.loss_fn,
+        sync,
+        width=build.config.d_model,
+        dtype=build.dtype,
+        sequence_shards=strategy.tp if strategy.sequence_parallel else 1,
+        down=build.mesh.twin("pp"),
+        hooks=build.runner_hooks,
+    )
+
+
+class ModelHooks(RunnerHooks):
+    """Which rows of the global batch masks are drawn for; the losses that routers add."""
+
+    def __init__(self, places: Places, router_losses: RouterLosses | None):
+        self.places, self.router_losses = places, router_losses
+
+    def begin(self, runner: Runner) -> None:
+        if self.router_losses:
+            self.router_losses.forget()
+
+    def around(self, runner: Runner, action: Action) -> AbstractContextManager:
+        self.places.at(runner.batch.step, runner.first_rows[action.microbatch])
+        return nullcontext()
+
+    def extra_loss(self, stage: int) -> Tensor | None:
+        return self.router_losses.collect(stage) if self.router_losses else None

@@ -42,7 +42,7 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
         mixture.experts.work = LowBits(products, *scales)
     said = emulation(module.layers, strategy)
     if said and "cuda" in said and collectives.world().rank() == 0:
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(said, stacklevel=4)
 
 
 def swap(module: nn.Module | None, products) -> None:

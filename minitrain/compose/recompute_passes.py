@@ -33,22 +33,20 @@ from minitrain.systems.plan.rematerialize import next_checkpoint
 
 
 def recompute_in(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh, places: Places, memory=None, early_stop: bool = True
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop: bool = True
 ) -> None:
-    """`memory`: of slices of sequences, if there are any. Comes behind all that adds hooks to layers."""
+    """Comes behind all that adds hooks to layers."""
     policies = parse(strategy.recompute)
     if not any(policy.drops for policy in policies):
         return
     results = Results()
     module.hooks.result = results
     hold = in_parts(mesh.group("tp")) if strategy.recompute_partition else None
-    for number, stage in module.items():
+    how = dict(results=results, hold=hold, replay=[places.again], early_stop=early_stop)
+    for _, stage in module.items():
         for layer in stage.layers:
             layer.register_forward_pre_hook(results.know)
-        replay = [places.again, *([partial(memory.again, number)] if memory else [])]
-        plan = planned(stage.layers, policies)
-        how = dict(results=results, hold=hold, replay=replay, early_stop=early_stop)
-        stage.play = partial(play, plan, how)
+        stage.run_layers = partial(run_segments, planned(stage.layers, policies), how)
 
 
 Segments = list[tuple[list[nn.Module], Policy | None]]
@@ -68,8 +66,8 @@ def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
     return plan
 
 
-def play(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
-    """The layers of a stage, as GPT.play."""
+def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
+    """The layers of a stage, as GPT.run_layers."""
     for layers, policy in plan:
         run = partial(one_by_one, layers)
         if policy is None or not policy.drops:
@@ -85,13 +83,13 @@ def play(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positio
     return x
 
 
-def revolve(layers: list[nn.Module], held: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
-    """x behind these layers, with at most `held` inputs of layers kept at once, x among them: segments inside
-    segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph is autograd's own."""
+def revolve(layers: list[nn.Module], max_inputs: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
+    """x behind these layers, with at most `max_inputs` inputs of layers in memory, x among them: segments
+    inside segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph autograd's own."""
     while len(layers) > 1:
-        cut = next_checkpoint(len(layers), held) if held > 1 else len(layers) - 1
-        x = recompute(partial(revolve, layers[:cut], held, how), x, positions, **how)
-        layers, held = layers[cut:], max(1, held - 1)
+        cut = next_checkpoint(len(layers), max_inputs) if max_inputs > 1 else len(layers) - 1
+        x = recompute(partial(revolve, layers[:cut], max_inputs, how), x, positions, **how)
+        layers, max_inputs = layers[cut:], max(1, max_inputs - 1)
     return one_by_one(layers, x, positions)
 
 

@@ -52,27 +52,23 @@ class Run(RunStates):
     forward_backward: Callable[[Batch], Tensor]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     config: GPTConfig | None  # None: a module of the reader's own
-    runner: Runner | None  # of a pipeline
     layout: layouts.Layout | None  # of the tokens over cp
     late: PostValidation | None
     scale: LossScale | None  # of a loss that is scaled
 
     def __post_init__(self):
-        rows, tokens = self.strategy.data_axes, self.strategy.context_axes
-        self.data_group = self.mesh.group(*rows)  # ranks with other rows
-        # Ranks with other tokens of the same rows.
-        self.context_group = self.mesh.group(*tokens) if tokens else None
-        self.stage_group = self.mesh.group("pp") if self.runner else None  # with other layers
-        self.token_group = self.mesh.group(*rows, *tokens)  # with other tokens
-        self.loss_group = self.token_group  # whose losses are terms of the loss
-        if self.runner:
-            self.loss_group = self.mesh.group(*rows, "pp", *tokens)
+        self.runner = self.forward_backward if isinstance(self.forward_backward, Runner) else None
+        rows, tokens, group = self.strategy.data_axes, self.strategy.context_axes, self.mesh.group
+        self.data_group = group(*rows)  # ranks with other rows
+        self.context_group = group(*tokens) if tokens else None  # with other tokens of the same rows
+        self.token_group = group(*rows, *tokens)  # with other tokens
+        self.tp_group = group("tp") if self.strategy.tp > 1 else None
+        self.stage_group = group("pp") if self.runner else None  # with other layers
+        self.loss_group = group(*rows, "pp", *tokens) if self.runner else self.token_group
         param = next(self.model.parameters())
         self.device, self.dtype = param.device, param.dtype  # of activations:
         if self.config:
             self.dtype = getattr(torch, self.strategy.policy.activations)
-
-    # ---- training -----------------------------------------------------------------------------------------
 
     def batch(self, rows: Rows, step: int) -> Batch:
         """This rank's tokens of global batch `step`, their positions, and the number of valid targets."""
@@ -81,7 +77,7 @@ class Run(RunStates):
         rank, ranks = self.data_group.rank(), self.data_group.size()
         tokens, targets = (part.to(self.device) for part in rows.draw(step, rank, ranks))
         positions = self._positions(tokens.size(1))
-        tokens, targets = self._own_tokens(tokens), self._own_tokens(targets)
+        tokens, targets = self._shard(tokens), self._shard(targets)
         first_row = rows_of(rank, ranks, rows.batch_size).start
         return Batch(tokens, targets, valid_tokens(targets, self.token_group), positions, step, first_row)
 
@@ -90,13 +86,13 @@ class Run(RunStates):
         strategy's `post_validation` the norm is that of the step before (0 in the first). With a scaled loss
         that overflows nothing changes but the scale, on all ranks."""
         result = self._step(batch, clip)
-        if self.config and (self.config.experts or self.strategy.products != "plain"):
+        experts, low_bits = self.config and self.config.experts, self.strategy.products != "plain"
+        if experts or low_bits:
             self.sync.before_update()  # biases and histories change as well
-        if self.config and self.config.experts:
+        if experts:
             move_biases(self.model.layers, self._load_groups, move=result.updated)
-        if self.config and self.strategy.products != "plain":
-            tp = self.mesh.group("tp") if self.strategy.tp > 1 else None
-            roll_scales(self.model.layers, tp)
+        if low_bits:
+            roll_scales(self.model.layers, self.tp_group)
         return result
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
@@ -126,8 +122,6 @@ class Run(RunStates):
         """The loss of the global batch on every rank, from this rank's part of it."""
         return collectives.all_reduce(loss, self.loss_group)
 
-    # ---- looking at it ------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch, on every rank; nothing is dropped, kept or updated."""
@@ -142,43 +136,41 @@ class Run(RunStates):
         """Whole rows of tokens `[B, T]`, alike on all ranks -> logits `[B, T, V]` on all; nothing dropped."""
         length, pieces = tokens.size(1), self.strategy.pieces
         padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
-        if self.config and length + padding > self.config.max_positions:
-            most = f"max_positions {self.config.max_positions}"
-            raise ValueError(
-                f"sequence {length}, padded to a multiple of {pieces}, > {most}; cut the sequence"
-            )
-        x, positions = F.pad(tokens, (0, padding)), self._positions(length + padding)
-        x = self._own_tokens(x)
-        logits = self._through(x, positions)
+        if self.config and length + padding > (most := self.config.max_positions):
+            what = f"sequence {length}, padded to a multiple of {pieces}"
+            raise ValueError(f"{what}, > max_positions {most}; cut the sequence")
+        x = self._shard(F.pad(tokens, (0, padding)))
+        logits = self._through(x, self._positions(length + padding))
         if self.runner:
             words = -(-self.config.vocab_size // self.strategy.tp)
             logits = x.new_zeros(*x.shape, words, dtype=self.dtype) if logits is None else logits
             logits = collectives.broadcast(logits, self.runner.last_rank, self.stage_group)
-        if self.strategy.tp > 1:
-            logits = collectives.all_gather(logits, self.mesh.group("tp"), -1)[..., : self.config.vocab_size]
+        if self.tp_group:
+            logits = collectives.all_gather(logits, self.tp_group, -1)[..., : self.config.vocab_size]
         if self.layout:
             logits = layouts.join(logits, self.layout, self.context_group)
         return logits[:, :length]
 
-    def _own_tokens(self, x: Tensor) -> Tensor:
+    def _shard(self, x: Tensor) -> Tensor:
+        """This rank's tokens of whole rows."""
         return layouts.split(x, self.layout, self.context_group) if self.layout else x
 
     def _positions(self, length: int) -> Tensor | None:
         """Of this rank's tokens of rows of that length; None: they are 0 .. T-1."""
-        return (
-            layouts.positions(self.layout, self.context_group, length, self.device) if self.layout else None
-        )
+        if self.layout is None:
+            return None
+        return layouts.positions(self.layout, self.context_group, length, self.device)
 
     def _through(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
         """What the last layer gives, on the ranks of one stage, without dropout."""
         self.settle()
         training, _ = self.training, self.train(False)
         try:
-            if self.runner is None:
-                return self.model(tokens, *(() if positions is None else (positions,)))
+            if self.runner is None and positions is None:
+                return self.model(tokens)
             if positions is None:
                 positions = torch.arange(tokens.size(1), device=tokens.device)
-            return self.runner.through(tokens, positions)
+            return (self.runner.through if self.runner else self.model)(tokens, positions)
         finally:
             self.train(training)
 

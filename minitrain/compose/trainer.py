@@ -43,6 +43,7 @@ from minitrain.model.training.step import StepResult
 from minitrain.plan.accounting.compute import flops_per_token, mfu
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Trainer:
@@ -62,16 +63,12 @@ class Trainer:
         save_how: str = "sync_sharded",
         peak_flops: float | None = None,
     ):
-        for name, value in (("report_every", report_every), ("save_every", save_every)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: use at least 1 step")
+        require_positive_ints(report_every=report_every, save_every=save_every)
         for param, name in run.sync.names.items():
             if hyper.freezes(name) == param.requires_grad:
-                state, frozen = "trained" if param.requires_grad else "frozen", f"frozen={hyper.frozen}"
-                cure = "give the same to both, parallelize(..., frozen=hyper.frozen)"
-                raise ValueError(
-                    f"{name} is {state} in this run, and the hyperparameters have {frozen}; {cure}"
-                )
+                state = "trained" if param.requires_grad else "frozen"
+                what = f"{name} is {state} in this run, and the hyperparameters have frozen={hyper.frozen}"
+                raise ValueError(f"{what}; give the same to both, parallelize(..., frozen=hyper.frozen)")
         self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
         self.report_every, self.save_every, self.peak_flops = report_every, save_every, peak_flops
         self.store, self.saver, self.not_saved = store, None, []
@@ -81,8 +78,6 @@ class Trainer:
         self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
-
-    # ---- training -----------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the last step; yields a record per report, to print, plot or stop at."""
@@ -129,9 +124,9 @@ class Trainer:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
         loss, norm, held_out = record["loss"], record["norm"], record["held_out"]
         if not math.isfinite(loss + (norm or 0.0) + (held_out or 0.0)):
-            found = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
+            what = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
             cure = f"lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
-            raise ValueError(f"{found} between steps {good} and {self.step}: {cure}")
+            raise ValueError(f"{what} between steps {good} and {self.step}: {cure}")
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
         tokens_per_s = steps * self.hyper.batch_size * self.hyper.length / elapsed_s
@@ -139,8 +134,6 @@ class Trainer:
             return {"tokens_per_s": tokens_per_s}
         flops = flops_per_token(self.parallel.config, self.hyper.length)
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
-
-    # ---- looking at it ------------------------------------------------------------------------------------
 
     def held_out_loss(self, batches: int = 2) -> float | None:
         """Mean loss per token on text that is not trained on, always the same windows, over all ranks."""
@@ -155,8 +148,6 @@ class Trainer:
         tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
         return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
 
-    # ---- checkpoints --------------------------------------------------------------------------------------
-
     def log(self) -> None:
         """All records so far: going on from an older checkpoint writes the later ones again."""
         if self.out is not None and self.rank == 0:
@@ -167,9 +158,16 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint of this step."""
         run, hyper = self.parallel, self.hyper
-        position = self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
-        manifest = dict(identity=self.identity(), strategy=asdict(run.strategy), position=position)
-        manifest |= dict(records=self.records, ranks=self.ranks, versions=versions())
+        manifest = dict(
+            identity=self.identity(),
+            strategy=asdict(run.strategy),
+            position=self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
+            records=self.records,
+            ranks=self.ranks,
+            versions=dict(
+                python=platform.python_version(), torch=torch.__version__, machine=platform.machine()
+            ),
+        )
         self.trying(lambda: self.saver.save(self.step, run.pieces(), run.plain_state(), manifest))
 
     def trying(self, call: Callable[[], None]) -> None:
@@ -214,17 +212,17 @@ class Trainer:
 
     def agree(self, steps: list[int]) -> list[int]:
         """All ranks see the same checkpoints: they compare how many, the newest and what it holds."""
-        mine = [0, 0]
+        newest = [0, 0]
         if steps:
             path = self.store.path(steps[-1]) / MANIFEST
             digest = hashlib.blake2b(path.read_bytes(), digest_size=7).digest()
-            mine = [steps[-1], int.from_bytes(digest)]
-        mine = torch.tensor([mine], device=self.parallel.device)
-        found = collectives.all_gather(mine, collectives.world()).tolist()
-        for rank, ours in enumerate(found):
-            if ours != found[0]:
+            newest = [steps[-1], int.from_bytes(digest)]
+        newest = torch.tensor([newest], device=self.parallel.device)
+        seen = collectives.all_gather(newest, collectives.world()).tolist()
+        for rank, newest in enumerate(seen):
+            if newest != seen[0]:
                 first, other = (
-                    f"one of step {step}" if step else "no checkpoint" for step, _ in (found[0], ours)
+                    f"one of step {step}" if step else "no checkpoint" for step, _ in (seen[0], newest)
                 )
                 sees = f"rank 0 sees {first} and rank {rank} {other if other != first else 'another one'}"
                 raise ValueError(f"{sees}: {self.store.folder} must be a folder that all ranks see")
@@ -256,21 +254,11 @@ def check_identity(
     text.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
 
 
-def versions() -> dict[str, str]:
-    """What a run's last bits depend on beside its settings."""
-    return dict(python=platform.python_version(), torch=torch.__version__, machine=platform.machine())
-
-
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write beside it, force it to the disk, rename: a crash at any point leaves the old file or the new."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
+    """Write another, force it to the disk, rename: a crash at any point leaves the old file or the new."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    os.replace(new, path)

@@ -18,6 +18,7 @@ from torch import Tensor
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.pipeline.runtime import Around
 from minitrain.ranks.ledger import Ledger
 
 ROWS, LENGTH = 8, 16
@@ -53,11 +54,12 @@ def step(run, rows: Rows, plant: Plant = lambda run: None) -> dict:
                 yield
             live.append(ledger.live_by_kind["activations"])
 
-        run.runner.around, do = account, run.runner.do
+        run.runner.hooks.append(Around(account))
+        do = run.runner.do
 
         def watched(entry):
             do(entry)
-            held.append(getattr(run.runner, "held_bytes", 0))
+            held.append(getattr(run.runner, "activation_bytes", 0))
 
         run.runner.do = watched
         plant(run)

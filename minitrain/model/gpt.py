@@ -150,8 +150,6 @@ def one_by_one(layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Ten
 class GPT(nn.Module):
     """The model, or the slice `layers` of it (numbers from 0, the embedding, to L + 1, the head)."""
 
-    play = staticmethod(one_by_one)  # who runs layers again (memory/) brings another way through them
-
     def __init__(
         self,
         config: GPTConfig,
@@ -169,6 +167,7 @@ class GPT(nn.Module):
         super().__init__()
         require_one_of((torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
         self.config, self.hooks, self.layers = config, hooks or Hooks(), Layers()
+        self.run_layers: Callable = one_by_one  # or again for their backward (compose/recompute_passes.py)
         last, place = config.num_layers + 1, dict(dtype=dtype, device=device)
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
@@ -195,7 +194,7 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
-        return self.play(self.layers, x, positions)
+        return self.run_layers(self.layers, x, positions)
 
 
 def share_table(config: GPTConfig, layers: Iterable[nn.Module]) -> None:

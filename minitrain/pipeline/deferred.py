@@ -24,10 +24,11 @@ class Deferred(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.linear and torch.is_grad_enabled():
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-            own = [getattr(tensor, "copy_of", tensor) for tensor in (weight, bias)]  # precision/jit_copies.py
-            trained = isinstance(own[0], nn.Parameter) and own[0].requires_grad
-            if trained and (bias is None or own[1].is_leaf):
-                return _Linear.apply(x, weight, bias, self.products, *own)
+            # a narrow copy knows its parameter (precision/jit_copies.py)
+            params = [getattr(tensor, "copy_of", tensor) for tensor in (weight, bias)]
+            trained = isinstance(params[0], nn.Parameter) and params[0].requires_grad
+            if trained and (bias is None or params[1].is_leaf):
+                return _Linear.apply(x, weight, bias, self.products, *params)
         return function(*args, **(kwargs or {}))
 
     @torch.no_grad()
@@ -51,14 +52,14 @@ class _Linear(torch.autograd.Function):
     """A product whose backward returns dx and puts what the weight will need on a list."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, products: list, *own) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, products: list, *params) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products, ctx.own = products, own
+        ctx.products, ctx.params = products, params
         return F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
-        ctx.products.append((*ctx.own, x, dy))
+        ctx.products.append((*ctx.params, x, dy))
         return dy @ weight if ctx.needs_input_grad[0] else None, *[None] * 5

@@ -1,7 +1,7 @@
 """The halves of a pair (F B) in turns: while an all-to-all of one is under way, the other computes.
 
-    take_turns(run, turn, b, f)             run(b) and run(f), only one of them at any moment; b goes first
-    all_to_all(.., meanwhile=give_way)      in their layers: issue, give way, wait; forward and backward alike
+    run_in_turns(run, turn, b, f)           run(b) and run(f), only one of them at any moment; b goes first
+    all_to_all(.., meanwhile=yield_turn)    in their layers: issue, give way, wait; forward and backward alike
 
     backward of b   combine +1|                 |-1 experts +2|              |-2 attention
     forward of a              | attention +1    |             |-1 experts +2 |             |-2 sum
@@ -25,6 +25,8 @@ from threading import Semaphore, Thread
 
 import torch
 
+from minitrain.pipeline.runtime import Runner, RunnerHooks
+from minitrain.pipeline.schedule import Pair
 from minitrain.ranks.torch_private import dispatch_modes
 
 
@@ -37,20 +39,27 @@ class Half:
         self.around.enter_context(self.turn())
 
 
-class Halves:
+class Halves(RunnerHooks):
     """The pair that this rank is running; one at a time."""
 
     def __init__(self):
         self.going: list[Half] = []  # those not done yet; the first has the baton
         self.error: BaseException | None = None
 
-    def take_turns(self, run: Callable, turn: Callable, *actions: object) -> None:
+    def run_pair(self, runner: Runner, pair: Pair) -> bool:
+        """Not where both are of one stage, whose parameters ZeRO-3 gathers for one pass at a time."""
+        if pair.forward.stage == pair.backward.stage:
+            return False
+        self.run_in_turns(runner.run_action, runner.turn, pair.backward, pair.forward)
+        return True
+
+    def run_in_turns(self, run: Callable, turn: Callable, *actions: object) -> None:
         """Runs run(action) of two actions to the end, or raises the error of the one that failed.
         `turn(action)` is entered around each turn."""
         first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
         self.going, self.error = [first, second], None
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        first.run = partial(elsewhere, first.run, dispatch_modes(), gpu)
+        first.run = partial(on_another_thread, first.run, dispatch_modes(), gpu)
         thread = Thread(target=self._all_of, args=(first,), daemon=True)
         thread.start()
         first.baton.release()
@@ -59,15 +68,15 @@ class Halves:
         if self.error is not None:
             raise self.error
 
-    def give_way(self) -> None:
+    def yield_turn(self) -> None:
         """Called while a transfer of one half is under way: the other half, if there is one, has its turn
         until it gives way or is done."""
         if len(self.going) == 2:
-            own, other = self.going
-            self.going = [other, own]
-            own.around.close()
+            this, other = self.going
+            self.going = [other, this]
+            this.around.close()
             other.baton.release()
-            own.begin_turn()
+            this.begin_turn()
             self._check_other()
 
     def _check_other(self) -> None:
@@ -88,8 +97,8 @@ class Halves:
                 other.baton.release()
 
 
-def elsewhere(run: Callable[[], None], modes: list, gpu: int | None) -> None:
-    """Runs on another thread, with the modes (ledger, dry run) that a new thread lacks. On a GPU a backward
+def on_another_thread(run: Callable[[], None], modes: list, gpu: int | None) -> None:
+    """With the modes (ledger, dry run) that a new thread lacks. On a GPU a backward
     holds autograd's only thread for that device until it ends: the other half must not ask for gradients."""
     with ExitStack() as stack:
         for mode in modes:

@@ -99,8 +99,8 @@ def _program(rank: int, schedule: Schedule, sends: Messages, most: int) -> Progr
     posted, left = _moves(rank, schedule, most)
     received, freed = _receives(rank, schedule, sends, posted), _sent(rank, schedule, sends)
     receiver = {what: to for (source, to), sent in sends.items() if source == rank for what, _ in sent}
-    own = (action for action in parts(schedule.ranks[rank]) if action.kind in "BW")
-    last = {action.stage: schedule.position[action] for action in own}
+    complete = (action for action in parts(schedule.ranks[rank]) if action.kind in "BW")
+    last = {action.stage: schedule.position[action] for action in complete}
     program: list[Step] = []
     for i, entry in enumerate(schedule.ranks[rank]):
         program += [*map(Sent, left[i]), *received[i], entry, *map(Sent, freed[i])]
@@ -133,9 +133,6 @@ def _sent(rank: int, schedule: Schedule, sends: Messages) -> dict[int, list[Acti
                 if known and what.kind not in MOVES:
                     freed[min(known)].append(what)
     return freed
-
-
-# ---- moves -----------------------------------------------------------------------------------------------
 
 
 def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int], dict[int, list[Action]]]:
@@ -178,7 +175,7 @@ def _loads_before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
 
 def _check_moves(programs: tuple[Program, ...], schedule: Schedule) -> None:
     """Plays the programs: a move has left when its receive is posted, and E's receive waits for its size."""
-    at, done, posted = [0] * len(programs), set(), set()
+    left, done, posted = [list(program) for program in programs], set(), set()
 
     def can(step: Step) -> bool:
         match step:
@@ -190,18 +187,13 @@ def _check_moves(programs: tuple[Program, ...], schedule: Schedule) -> None:
                 return True
         return all(before in done for before in schedule.needs[step])
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program) and can(step := program[at[rank]]):
-                if isinstance(step, Action | Pair):
-                    done |= set(parts([step]))
-                elif isinstance(step, Receive):
-                    posted.add(step.what)
-                at[rank], moved = at[rank] + 1, True
-    heads = enumerate(zip(at, programs))
-    stuck = [f"rank {rank} at {program[i]}" for rank, (i, program) in heads if i < len(program)]
+    while ready := next((program for program in left if program and can(program[0])), None):
+        step = ready.pop(0)
+        if isinstance(step, Action | Pair):
+            done |= set(parts([step]))
+        elif isinstance(step, Receive):
+            posted.add(step.what)
+    stuck = [f"rank {rank} at {program[0]}" for rank, program in enumerate(left) if program]
     if stuck:
         where = f"stuck in its moves: {', '.join(stuck[:4])}"
         raise ValueError(f"{schedule.name} is {where}; put H in front of what waits for it, or lend less")

@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from minitrain.pipeline.schedule import Schedule
-from minitrain.ranks.checks import require_ints, require_positive_ints
 
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions
 
 
 def first_rows(units: list[Unit], slices: int, first_row: int) -> list[int]:
     """For each unit its first row in the global batch; all slices of a microbatch have the same."""
-    require_positive_ints(slices=slices)
-    require_ints(first_row=first_row)
     before = accumulate((len(tokens) for tokens, *_ in units[::slices]), initial=first_row)
     return [row for row, _ in zip(before, units[::slices]) for _ in range(slices)]
 

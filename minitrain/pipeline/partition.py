@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_positive, require_positive_ints
 
 
 def even(num_blocks: int, stages: int) -> list[range]:
@@ -57,7 +57,6 @@ def balanced(costs: Sequence[Number], stages: int) -> list[range]:
 
 def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]) -> tuple[range, ...]:
     """The runs of layers whose largest `size(stage, run)` is least; of equal ones, as in `balanced`."""
-    require_positive_ints(1 << 16, layers=layers, stages=stages)
     best = {0: (-inf, ())}  # layers in the stages so far -> (largest size, runs)
     for stage in range(stages):
         longer = {}
@@ -85,9 +84,9 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
     for name, given in (("weights", weights), ("activations", activations)):
         if given is not None and len(given) != len(times):
             raise ValueError(f"pipedream: {len(given)} {name} of {len(times)} layers; give one per layer")
-    if workers < 1 or (bandwidth is not None and bandwidth <= 0):
-        rule = "use 1 worker or more, and a bandwidth above 0 or None"
-        raise ValueError(f"pipedream: {workers} workers, bandwidth {bandwidth}; {rule}")
+    require_positive_ints(workers=workers)
+    if bandwidth is not None:
+        require_positive(bandwidth=bandwidth)
     time, size = [0, *accumulate(times)], [0, *accumulate(weights or [0] * len(times))]
 
     @cache
@@ -110,12 +109,10 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
 
 def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number | None) -> Number:
     """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
-    require_positive_ints(replicas=replicas)
     return divided(max(time, sending(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def sending(size: Number, bandwidth: Number | None) -> Number:
-    require_nonnegative(size=size)
     return 0 if bandwidth is None else divided(size, bandwidth)
 
 

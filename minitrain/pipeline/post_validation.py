@@ -1,7 +1,7 @@
 """Clipping by the norm of all stages without a common stop: step, check later, undo the step if wrong.
 
     post = PostValidation(optimizer, max_norm, group)        in the place of clipping and optimizer
-    run.before_backward = post.before_backward               run: the pipeline's Runner, over the same group
+    run.hooks.append(post)                                   run: the pipeline's Runner, over the same group
     train_step(run, batch, post, reducer)                    for each batch; at the end post.finish()
 
     step()             rank 0 -> ... -> p-1     sum of squares so far; where it calls for no clipping, update
@@ -24,23 +24,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.pipeline.runtime import RunnerHooks
 from minitrain.ranks import collectives
 from minitrain.ranks.sharding import placement
 from minitrain.ranks.torch_private import tree_leaves
 
 
-class PostValidation:
+class PostValidation(RunnerHooks):
     """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
 
     `squares()`, where parameters are cut over other groups (tp, ZeRO), is the sum of the squares of this
     rank's stage over those groups (optim.sum_of_squares). Without it a parameter that has copies counts on
     the first of their ranks only."""
 
+    restarts = True
+
     def __init__(self, optimizer, max_norm: float, group: ProcessGroup, squares: Callable | None = None):
         self.optimizer, self.max_norm, self.group = optimizer, max_norm, group
-        self.inner = getattr(optimizer, "optimizer", optimizer)  # a Sync's own; None on a frozen stage
+        self.inner = getattr(optimizer, "optimizer", optimizer)  # a Sync's; None on a frozen stage
         self.params = [param for settings in optimizer.param_groups for param in settings["params"]]
-        self.own_squares = squares or self.squares_of_whole
+        self.sum_squares = squares or self.squares_of_whole
         self.unchecked = False
         self.norm: Tensor | None = None
         self.sending: list[collectives.Handle] = []
@@ -49,8 +52,6 @@ class PostValidation:
         if squares is None and any(placement(param).cut_over for param in self.params):
             rule = "give squares=, which sums over those ranks, or use optim.clip_grad_norm before the step"
             raise ValueError(f"parameters are cut over other ranks; {rule}")
-
-    # ---- what a training step calls -----------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict]:
@@ -63,28 +64,23 @@ class PostValidation:
     def step(self) -> None:
         """In place of clipping and `optimizer.step()`."""
         if self.unchecked:
-            rule = "set run.before_backward = post.before_backward, or call post.validate()"
+            rule = "append it to the runner's hooks, or call post.validate()"
             raise ValueError(f"the step before has not been checked; {rule}")
-        rank, last = self.group.rank(), self.group.size() - 1
-        self.squares = self.own_squares().to(torch.float64)
-        if rank:
-            self.squares = self.squares + collectives.receive(self.squares, rank - 1, self.group)
-        if rank < last:
-            self.sending.append(collectives.send(self.squares, rank + 1, self.group, async_op=True))
+        self.squares = self.sum_squares().to(torch.float64)
+        if self.group.rank():
+            self.squares = self.squares + self.receive(-1)
+        self.send(+1)
         self.unchecked, self.then, self.before = True, self.settings(), None
-        if self.scale(self.squares) == 1:
+        if self.scale() == 1:
             state = copied(self.inner.state_dict()) if self.inner else {}
             self.before = [param.clone() for param in self.params], state
             self.optimizer.step()
 
     def before_backward(self) -> bool:
-        """For Runner: have the weights changed since the forwards of this step? The same on all ranks."""
-        again = self.unchecked
-        if again:
-            self.validate()
-            again = self.scale(self.squares) != 1
+        """Have the weights changed since the forwards of this step? The same on all ranks."""
+        changed = self.unchecked and self.validate() is not None and self.scale() != 1
         self.optimizer.zero_grad()
-        return again
+        return changed
 
     def finish(self) -> Tensor | None:
         """After the last step: its norm. Parameters are then final, and gradients those that were applied."""
@@ -92,21 +88,17 @@ class PostValidation:
             self.validate()
         return self.norm
 
-    # ---- the check ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def validate(self) -> tuple[Tensor, bool]:
-        """The norm of all gradients, and whether this rank's step was taken back."""
-        rank, last = self.group.rank(), self.group.size() - 1
-        if rank < last:
-            self.squares = collectives.receive(self.squares, rank + 1, self.group)
-        if rank:
-            self.sending.append(collectives.send(self.squares, rank - 1, self.group, async_op=True))
-        scale, stepped = self.scale(self.squares), self.before is not None
+        """The norm of all gradients, and whether this rank's step was undone."""
+        if self.group.rank() < self.group.size() - 1:
+            self.squares = self.receive(+1)
+        self.send(-1)
+        scale, stepped = self.scale(), self.before is not None
         if scale != 1:
             now = self.settings()
             if stepped:
-                self.take_back()
+                self.undo()
             if torch.isfinite(self.squares):
                 for param in self.params:
                     if param.grad is not None:
@@ -119,7 +111,7 @@ class PostValidation:
         self.sending, self.before, self.unchecked, self.norm = [], None, False, self.squares.sqrt()
         return self.norm, stepped and scale != 1
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         params, state = self.before
         for param, old in zip(self.params, params):
             param.copy_(old)
@@ -127,6 +119,15 @@ class PostValidation:
             self.inner.load_state_dict(state)
         if self.inner is not self.optimizer:
             self.optimizer.publish()  # a Sync brings the model up to date
+
+    def receive(self, step: int) -> Tensor:
+        """From the next stage (+1) or the one before (-1)."""
+        return collectives.receive(self.squares, self.group.rank() + step, self.group)
+
+    def send(self, step: int) -> None:
+        to = self.group.rank() + step
+        if 0 <= to < self.group.size():
+            self.sending.append(collectives.send(self.squares, to, self.group, async_op=True))
 
     def settings(self) -> list[dict]:
         """The learning rate and all else that may change from step to step."""
@@ -145,9 +146,9 @@ class PostValidation:
                 total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
         return total
 
-    def scale(self, squares: Tensor) -> float:
+    def scale(self) -> float:
         """The factor for all gradients; 1 if nothing is clipped (as optim.clip_grad_norm)."""
-        return (self.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).item()
+        return (self.max_norm / (self.squares.sqrt() + 1e-6)).clamp(max=1.0).item()
 
 
 def copied(state: dict) -> dict:

@@ -159,12 +159,12 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return before + [back] if back in place else before
 
 
-def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[Fraction | int]:
+def in_flight(schedule: Schedule, rank: int, pending: Fraction | int = 1) -> list[Fraction | int]:
     """Activations held after each entry of a rank's list, in units of one stage and one microbatch or slice.
 
-    Between I and W the share `kept` of one stays. Before R a recomputed stage counts as nothing."""
+    Between I and W the share `pending` of one stays. Before R a recomputed stage counts as nothing."""
     require_ints(0, len(schedule.ranks) - 1, rank=rank)
-    holds = {"F": 1, "R": 1, "B": -1, "I": kept - 1, "W": -kept, "E": -1, "H": 1, "G": -1, "L": 1}
+    holds = {"F": 1, "R": 1, "B": -1, "I": pending - 1, "W": -pending, "E": -1, "H": 1, "G": -1, "L": 1}
     again = {action[1:] for action in schedule.place if action.kind == "R"}
     counts, held = [], 0
     for entry in schedule.ranks[rank]:
@@ -174,11 +174,11 @@ def in_flight(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> list[F
     return counts
 
 
-def peak(schedule: Schedule, rank: int, kept: Fraction | int = 1) -> Fraction | int:
+def peak(schedule: Schedule, rank: int, pending: Fraction | int = 1) -> Fraction | int:
     """The most activations that a rank ever holds; in a pair the forward adds before the backward frees."""
     require_ints(0, len(schedule.ranks) - 1, rank=rank)
     high, before = 0, 0
-    for entry, after in zip(schedule.ranks[rank], in_flight(schedule, rank, kept)):
+    for entry, after in zip(schedule.ranks[rank], in_flight(schedule, rank, pending)):
         high, before = max(high, after, before + 1 if isinstance(entry, Pair) else 0), after
     return high
 

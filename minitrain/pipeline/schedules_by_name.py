@@ -3,7 +3,6 @@
 named("1f1b", p=4, m=8)   named("interleaved", p=4, m=8, chunks=2)   named("seq1f1b", p=4, m=4, slices=2)
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import Schedule
@@ -19,16 +18,14 @@ from minitrain.pipeline.schedules.varuna import recomputed, varuna
 from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
 from minitrain.ranks.checks import require_positive_ints
 
-
-def _by_name(*functions: Callable[..., Schedule]) -> dict[str, Callable[..., Schedule]]:
-    return {function.__name__: function for function in functions}
-
-
-PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b}
-PLAIN |= _by_name(zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna)
-PLAIN |= {"greedy": lambda p, m: greedy(range(p), p, m)}
-CHUNKED = _by_name(interleaved, breadth_first, zb_interleaved, hanayo)  # chunks: stages per rank, or waves
-SLICED = _by_name(terapipe, seq1f1b)  # slices of each sequence
+PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}
+PLAIN |= {
+    f.__name__: f for f in (zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna)
+}
+CHUNKED = {
+    f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)
+}  # stages per rank, waves
+SLICED = {f.__name__: f for f in (terapipe, seq1f1b)}  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
 
@@ -36,15 +33,17 @@ def named(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> 
     """The schedule for p ranks and m microbatches; with `recompute` a forward keeps only its input."""
     if name not in NAMES:
         raise ValueError(f"schedule={name!r}; use {', '.join(NAMES)}")
+    sizes = []
     for what, given, table, why in (
         ("chunks", chunks, CHUNKED, "whose stages are fixed"),
         ("slices", slices, SLICED, "which runs whole sequences"),
     ):
-        if given > 1 and name not in table:
+        if name in table:
+            sizes.append(given)
+        elif given > 1:
             rule = f"use {what}=1, or {', '.join(table)}"
             raise ValueError(f"{what}={given} with schedule={name!r}, {why}; {rule}")
-    number = [given for given, table in ((chunks, CHUNKED), (slices, SLICED)) if name in table]
-    schedule = (PLAIN | CHUNKED | SLICED)[name](p, m, *number)
+    schedule = (PLAIN | CHUNKED | SLICED)[name](p, m, *sizes)
     return recomputed(schedule) if recompute and not schedule.recomputes else schedule
 
 
@@ -55,13 +54,12 @@ def stages_of(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False)
     2p and whether it is at least 2p, so one of 2p to 4p microbatches answers for all that are alike."""
     require_positive_ints(p=p, m=m, chunks=chunks, slices=slices)
     few = m if m < 4 * p else 2 * p + m % (2 * p)
-    stages = _stages(name, p, few, chunks, slices, recompute)
-    return stages or named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages
+    try:
+        return _stages(name, p, few, chunks, slices, recompute)
+    except ValueError:  # which names m
+        return named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages
 
 
 @lru_cache(maxsize=1 << 12)
-def _stages(name: str, p: int, m: int, chunks: int, slices: int, recompute: bool) -> int | None:
-    try:
-        return named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages
-    except ValueError:
-        return None
+def _stages(name: str, p: int, m: int, chunks: int, slices: int, recompute: bool) -> int:
+    return named(name, p, m, chunks=chunks, slices=slices, recompute=recompute).stages

@@ -14,7 +14,6 @@ defaults to I + W; a pair takes `FB`, if given (times the mean of its stages' fa
 a row; what a forward kept takes `move` to another rank (bpipe.py), by default `send`.
 """
 
-import gc
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,8 +40,8 @@ class Costs:
     stage: Mapping[int, Time] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("F", "B", "I", "W", "R", "FB", "send", "move"):
-            if (value := getattr(self, name)) is not None and not value >= 0:
+        for name, value in vars(self).items():
+            if name != "stage" and value is not None and not value >= 0:
                 raise ValueError(f"Costs: {name}={value}; a time is 0 or more")
 
     @cached_property
@@ -113,16 +112,6 @@ class Simulation:
 
 def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
     """As soon as possible, in the order of the lists."""
-    collecting = gc.isenabled()
-    gc.disable()  # nothing here is a cycle, and a search for some takes longer than all the rest beside torch
-    try:
-        return Simulation(schedule, costs, tuple(map(tuple, _spans(schedule, costs))))
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, tuple[Time, int]] = {}  # when, and on which rank
     send, needed = costs.send, schedule.needs
@@ -139,7 +128,7 @@ def _spans(schedule: Schedule, costs: Costs | Measured) -> list[list[Span]]:
         spans[rank].append(Span(entry, start, end))
         for action in entry if isinstance(entry, Pair) else (entry,):
             ended[action] = end, rank
-    return spans
+    return Simulation(schedule, costs, tuple(map(tuple, spans)))
 
 
 def divided(a: Time, b: Time) -> Time:

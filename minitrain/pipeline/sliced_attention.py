@@ -1,6 +1,6 @@
 """Attention over slices of a sequence: later slices see the keys of earlier ones, and send gradients back.
 
-    F of slice j    keeps own K, V and a leaf of each     out = attend(Q, [leaves < j, own K], [.., own V])
+    F of slice j    keeps its K, V and a leaf of each     out = attend(Q, [leaves < j, K_j], [.., V_j])
     B of slice j    starts from [y, K_j, V_j] with [dy, leaf_j.grad]; adds to the gradients of the leaves < j
 
 Between two slices autograd's graph is cut at K and V. Later slices look at a leaf, so their backwards leave
@@ -19,8 +19,7 @@ Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F
 import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
 from minitrain.attention.placed import Alibi, check_bias
-from minitrain.pipeline.schedule import Schedule
+from minitrain.pipeline.runtime import Runner, RunnerHooks
+from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.ranks.torch_private import in_backward
 
 
@@ -60,70 +60,64 @@ def _with_mask(q, k, v, seen: Tensor, mask: DropMask, places: tuple[Tensor, Tens
     return p * mask.factors(p, lambda device: places) @ v
 
 
-Slice = namedtuple("Slice", "own seen")  # (K, V) with their graph; what later slices look at
+Slice = namedtuple("Slice", "made seen")  # (K, V) with their graph; the leaves that later slices look at
 
 
 class SlicedAttention:
     """A core for one attention layer whose sequences come in k slices; `now` is the unit being computed."""
 
-    def __init__(self, slices: int, attend: Callable = attend):
-        self.slices, self.attend, self.now = slices, attend, None
-        self.kept: dict[int, Slice] = {}
+    def __init__(self, num_slices: int, attend: Callable = attend):
+        self.num_slices, self.attend, self.now = num_slices, attend, None
+        self.slices: dict[int, Slice] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **extras) -> Tensor:
         """q `[B, H, t, K]`, k and v `[B, H_kv, t, K]` of a slice -> `[B, H, t, K]`; `extras` for `attend`."""
         if self.now is None:
             return self.attend(q, k, v, None, **extras)
-        first = self.now - self.now % self.slices
-        seen = [self.kept[unit].seen for unit in range(first, self.now)] + [(k, v)]
-        if not in_backward():  # else a block is recomputed in its backward: nothing new is kept
-            again = self.kept.get(self.now)  # a stage recomputed by R: later slices look at the same leaves
+        first = self.now - self.now % self.num_slices
+        seen = [self.slices[unit].seen for unit in range(first, self.now)] + [(k, v)]
+        if not in_backward():  # else a block is recomputed in its backward: nothing new is stored
+            again = self.slices.get(self.now)  # a stage recomputed by R: later slices look at the same leaves
             leaves = again.seen if again else (k.detach().requires_grad_(), v.detach().requires_grad_())
-            self.kept[self.now] = Slice((k, v), leaves)
+            self.slices[self.now] = Slice((k, v), leaves)
         keys, values = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*seen))
         return self.attend(q, keys, values, [k.size(-2) for k, _ in seen], **extras)
 
-    def ends(self, unit: int) -> list[tuple[Tensor, Tensor]]:
+    def roots(self, unit: int) -> list[tuple[Tensor, Tensor]]:
         """(K or V of the slice, the gradient later slices left for it); forgets the slice."""
-        own, seen = self.kept.pop(unit)
-        return [(x, leaf.grad) for x, leaf in zip(own, seen) if x.requires_grad and leaf.grad is not None]
+        made, seen = self.slices.pop(unit)
+        return [(x, leaf.grad) for x, leaf in zip(made, seen) if x.requires_grad and leaf.grad is not None]
 
 
-class SliceMemory:
-    """All cores of this rank, by stage."""
+class SliceMemory(RunnerHooks):
+    """All cores of this rank, by stage: a unit is the present one while an action of it runs."""
+
+    for_slices = True
 
     def __init__(self, cores: Mapping[int, Iterable[SlicedAttention]]):
         self.cores = {stage: list(some) for stage, some in cores.items()}
 
+    def begin(self, runner: Runner) -> None:
+        for core in (core for cores in self.cores.values() for core in cores):
+            core.slices.clear()  # what a failed step left behind
+
     @contextmanager
-    def during(self, stage: int, unit: int) -> Iterator[None]:
-        """Inside, the stage computes that slice."""
-        cores = self.cores.get(stage, ())
+    def around(self, runner: Runner, action: Action) -> Iterator[None]:
+        cores = self.cores.get(action.stage, ())
         for core in cores:
-            core.now = unit
+            core.now = action.microbatch
         try:
             yield
         finally:
             for core in cores:
                 core.now = None
 
-    def again(self, stage: int) -> Callable[[], AbstractContextManager]:
-        """For a later recomputation: a context in which the slice is the present one."""
-        now = {core.now for core in self.cores.get(stage, ())}
-        return partial(self.during, stage, now.pop()) if now else nullcontext
-
-    def ends(self, stage: int, unit: int) -> list[tuple[Tensor, Tensor]]:
-        """(tensor, gradient) pairs from which the slice's backward starts, beside the stage's output."""
-        return [end for core in self.cores.get(stage, ()) for end in core.ends(unit)]
-
-    def clear(self) -> None:
-        """Before a step: forgets what a failed step left behind."""
-        for core in (core for some in self.cores.values() for core in some):
-            core.kept.clear()
+    def extra_roots(self, stage: int, unit: int) -> list[tuple[Tensor, Tensor]]:
+        return [root for core in self.cores.get(stage, ()) for root in core.roots(unit)]
 
 
 def look_back(stages: Mapping[int, nn.Module], schedule: Schedule, attend: Callable = attend) -> SliceMemory:
-    """Puts a `SlicedAttention` into every attention layer of these stages, for Runner(.., memory=)."""
+    """Puts a `SlicedAttention` into every attention layer of these stages, for Runner(.., hooks=[..])."""
     cores = {number: [] for number in stages}
     for number, stage in stages.items():
         for layer in (layer for layer in stage.layers if hasattr(layer, "attention")):

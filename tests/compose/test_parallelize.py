@@ -17,7 +17,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
-from minitrain.ranks.sharding import placement
+from minitrain.ranks.sharding import place, placement
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 CONFIGS = {
@@ -98,8 +98,8 @@ def test_without_it_it_does_not(broken, references):
         if broken == "positions":
             layout.positions = lambda layout, group, length, device=None: torch.arange(length // group.size())
         else:
-            module.sum_over = lambda model, strategy, mesh, *_: [
-                module.place(param, summed_over=(mesh.group("dp"),)) for param in model.parameters()
+            module.place_gradients = lambda build: [
+                place(param, summed_over=(build.mesh.group("dp"),)) for param in build.module.parameters()
             ]
         return train_parallel(problem, Strategy(cp=2))
 

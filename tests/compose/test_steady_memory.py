@@ -31,6 +31,7 @@ from minitrain.model.training.step import Batch, accumulate, train_step, valid_t
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
+from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.collectives.channel import Handle
@@ -39,7 +40,7 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.process import PROCESS
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
-from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, each_its_own, sgd
+from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, per_microbatch, sgd
 from minitrain.systems.tensor_parallel.grids import optimus
 from minitrain.systems.tensor_parallel.rotated import rotate_linears
 from tests.parallel import small
@@ -65,9 +66,13 @@ def training(config, strategy):
         run.settle()
         if run.runner is None:
             return []
-        cores = run.runner.memory.cores.values() if run.runner.memory else ()
-        slices = [unit for some in cores for core in some for unit in core.kept]
-        return [*run.runner.kept, *run.runner.boundary, *slices]
+        memories = [hook for hook in run.runner.hooks if isinstance(hook, SliceMemory)]
+        cores = [core for memory in memories for some in memory.cores.values() for core in some]
+        return [
+            *run.runner.in_flight,
+            *run.runner.boundary,
+            *(unit for core in cores for unit in core.slices),
+        ]
 
     return step, left, run
 
@@ -312,13 +317,15 @@ def cut_up(cut, *names):
 def asynchronous():
     rank, schedule = collectives.world().rank(), one_f_one_b(2, 4)
     stages = Stages(DENSE, {rank: even(DENSE.num_layers, 2)[rank]}, seed=3, dtype=torch.float64)
-    stages, policy = dict(stages.items()), each_its_own()
-    settings = dict(width=DENSE.d_model, check=False)
-    run = AsynchronousRunner(
-        stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0), **settings
-    )
+    stages, policy = dict(stages.items()), per_microbatch()
+    given = stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(0.0)
+    run = AsynchronousRunner(*given, width=DENSE.d_model)
     tokens, targets = random_tokens(0, 0, 1, 4, LENGTH, 32, seed=5)
-    return lambda: run(Batch(tokens, targets, torch.tensor(8))), lambda: [*run.kept, *run.boundary, *run.used]
+    return lambda: run(Batch(tokens, targets, torch.tensor(8))), lambda: [
+        *run.in_flight,
+        *run.boundary,
+        *run.used,
+    ]
 
 
 def test_by_hand():

@@ -79,9 +79,7 @@ def in_slices(kind, schedule, name, sizes, layout, pp):
     dropping_scores_only(model, kind)
     reducer = GradReducer(model.parameters(), cp)
     schedule = on_each_rank(schedule, cp.size())
-    run = Runner(
-        stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, check=False, memory=memory
-    )
+    run = Runner(stages, schedule, mesh.group("pp"), cross_entropy_sum, reducer, width=16, hooks=[memory])
     whole = data_layout(name, sizes, layout, slices)
     tokens, targets = data()
     batch = Batch(
@@ -146,12 +144,12 @@ def test_without_it_it_does_not():
     """Controls: gradients to earlier keys that are left out; places of the own slice in the mask."""
 
     def rank():
-        ends, call, found = SlicedAttention.ends, SlicedAttention.__call__, {}
+        ends, call, found = SlicedAttention.roots, SlicedAttention.__call__, {}
         way = ("dropout", seq1f1b(2, 2, 2), *RING, "zigzag")
         found["right"] = in_slices(*way, pp=2)
-        SlicedAttention.ends = lambda self, unit: self.kept.pop(unit) and []
+        SlicedAttention.roots = lambda self, unit: self.slices.pop(unit) and []
         found["gradients"] = in_slices(*way, pp=2)
-        SlicedAttention.ends = ends
+        SlicedAttention.roots = ends
         SlicedAttention.__call__ = lambda self, *qkv, dropout: call(
             self, *qkv, dropout=dropout._replace(first_token=self.now % 2)
         )

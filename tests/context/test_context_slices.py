@@ -17,6 +17,7 @@ from minitrain.context.layout import contiguous, join, last, part, positions, sl
 from minitrain.context.ring import last_attention
 from minitrain.context.ulysses_ring import dealt
 from minitrain.model.layers import naive_attention
+from minitrain.pipeline.schedule import F
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
@@ -95,11 +96,11 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
     places, outs, sent = positions(whole, group, T).split(own), [], []
     for unit, (q, k, v) in enumerate(zip(*qkv)):
         more = dict(bias=Alibi(SLOPES, places[unit])) if bias else {}
-        with Ledger() as ledger, memory.during(0, unit):
+        with Ledger() as ledger, memory.around(None, F(0, unit)):
             outs.append(core(q, 2 * k / 2, 2 * v / 2, **more, **(dict(dropout=mask) if mask else {})))
         sent.append(ledger.sent_bytes())
     for unit in reversed(range(len(lengths))):
-        ends = memory.ends(0, unit)
+        ends = memory.extra_roots(0, unit)
         torch.autograd.backward(
             *map(list, zip((outs[unit], dout[unit].detach()), *(ends if keep_gradients else [])))
         )

@@ -886,7 +886,7 @@ def test_no_more_than_torch_keeps():
                 )
             return x
 
-        model.play = play
+        model.run_layers = play
 
     def keeping(*operators):
         return dict(context_fn=partial(create_selective_checkpoint_contexts, list(operators)))

@@ -19,6 +19,7 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW
+from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -77,9 +78,9 @@ def trained(config: GPTConfig, strategy: Strategy) -> tuple:
         run.total(run.step(run.batch(rows_of_problem(problem, step), step), 0.5).loss).item()
         for step in range(len(problem.batch_sizes))
     ]
-    if run.runner and run.runner.memory:
-        cores = [core for some in run.runner.memory.cores.values() for core in some]
-        assert not any(core.kept for core in cores)  # a second pass keeps no slice for anybody
+    for memory in run.runner.hooks if run.runner else ():
+        for cores in memory.cores.values() if isinstance(memory, SliceMemory) else ():
+            assert not any(core.slices for core in cores)  # a second pass keeps no slice for anybody
     return losses, states.full_grads(run.sync), run.state_dict()["parameters"]
 
 
@@ -221,7 +222,8 @@ def kept(config: GPTConfig, core: str, layout: str) -> dict:
         blocks = torch.nn.ModuleList(run.model.layers[1:-1])
         x = torch.randn(*batch.tokens.shape, config.d_model, dtype=torch.bfloat16, requires_grad=True)
         with SavedTensors(blocks) as saved:
-            run.model.play.args[0][:] = [entry for entry in run.model.play.args[0] if entry[1] is not None]
+            plan = run.model.run_layers.args[0]
+            plan[:] = [entry for entry in plan if entry[1] is not None]
             run.model(x, batch.positions)
         found[word] = saved.bytes
     return found

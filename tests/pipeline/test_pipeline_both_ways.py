@@ -319,9 +319,6 @@ def test_without_weight_gradients_it_does_not():
             lambda: chimera(4, 5),
             "chimera: m=5 microbatches; half of them goes each way, use an even number, 4 or 6",
         ),
-        (lambda: chimera(0, 4), "chimera: p=0; use a whole number, 1 or more"),
-        (lambda: hanayo(4, 4, 0), "hanayo: waves=0; use a whole number, 1 or more"),
-        (lambda: hanayo(4, 2.0, 1), "hanayo: m=2.0; use a whole number, 1 or more"),
         (
             lambda: dualpipe(5, 20),
             "dualpipe: p=5 ranks; two directions meet between two ranks, use an even number, 4 or 6",
@@ -352,25 +349,10 @@ def test_refusals(call, words):
 
 
 def without(action, schedule: Schedule) -> Schedule:
-    return Schedule(
-        schedule.name,
-        tuple(tuple(entry for entry in entries if entry != action) for entries in schedule.ranks),
-        schedule.stages,
-        schedule.microbatches,
-    )
+    return replace(schedule, ranks=[[e for e in entries if e != action] for entries in schedule.ranks])
 
 
 def other_way(schedule: Schedule) -> Schedule:
     """Backwards of the two directions exchanged."""
-    return Schedule(
-        schedule.name,
-        tuple(
-            tuple(
-                entry._replace(microbatch=entry.microbatch ^ 1) if entry.kind == "B" else entry
-                for entry in entries
-            )
-            for entries in schedule.ranks
-        ),
-        schedule.stages,
-        schedule.microbatches,
-    )
+    swap = lambda e: e._replace(microbatch=e.microbatch ^ 1) if e.kind == "B" else e
+    return replace(schedule, ranks=[map(swap, entries) for entries in schedule.ranks])

@@ -18,6 +18,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.mixture import mixtures
 from minitrain.pipeline.halves import Halves
+from minitrain.pipeline.runtime import Around, RunnerHooks
 from minitrain.pipeline.schedule import B, F, I, Pair, Schedule, W, check
 from minitrain.pipeline.schedules.dualpipe import dualpipe_v
 from minitrain.plan.strategy import Strategy
@@ -40,7 +41,7 @@ def turns_of(first, second):
             if isinstance(word, Exception):
                 raise word
             noted.append(name + word)
-            halves.give_way() if word == "+" else None
+            halves.yield_turn() if word == "+" else None
 
     @contextmanager
     def turn(name):
@@ -48,9 +49,9 @@ def turns_of(first, second):
         yield
         noted.append(name + "<")
 
-    halves.give_way()  # nobody to give way to
+    halves.yield_turn()  # nobody to give way to
     try:
-        halves.take_turns(run, turn, "b", "f")
+        halves.run_in_turns(run, turn, "b", "f")
     finally:
         assert not halves.going
         assert threading.active_count() == threads
@@ -79,14 +80,14 @@ def test_a_half_that_has_not_begun_does_not_once_the_other_has_failed():
         raise KeyError(name)
 
     with pytest.raises(KeyError, match="b"):
-        halves.take_turns(run, lambda name: Ledger().phase(name), "b", "f")
+        halves.run_in_turns(run, lambda name: Ledger().phase(name), "b", "f")
     assert begun == ["b"]
 
 
 def test_an_account_sees_both_halves():
     halves, x = Halves(), torch.ones(3, 3)
     with Ledger() as ledger:
-        halves.take_turns(lambda n: [(x @ x, halves.give_way()) for _ in range(n)], ledger.phase, 2, 3)
+        halves.run_in_turns(lambda n: [(x @ x, halves.yield_turn()) for _ in range(n)], ledger.phase, 2, 3)
     assert ledger.flops_by_phase == {3: 3 * 54, 2: 2 * 54}
     assert [event.phase for event in ledger.events if event.flops] == [2, 3, 2, 3, 3]
 
@@ -142,24 +143,28 @@ CASES = {
 SCHEDULES = {"ZeRO-2, I and W": split(dualpipe_v(2, 4)), "ZeRO-3, of one stage": of_one_stage()}
 
 
-class InARow:
+class InARow(RunnerHooks):
     """Instead of Halves: the actions in this order."""
 
     def __init__(self, first: str):
         self.first = first
 
-    def take_turns(self, run, turn, *actions):
-        for action in sorted(actions, key=lambda action: action.kind != self.first):
-            with turn(action):
-                run(action)
+    def run_pair(self, runner, pair):
+        for action in sorted(pair, key=lambda action: action.kind != self.first):
+            runner.act(action)
+        return True
+
+
+def halves_of(run):
+    return next((hook for hook in run.runner.hooks if isinstance(hook, Halves)), None)
 
 
 def made(case: Draw, way: str, schedule: Schedule | None = None):
     torch.manual_seed(collectives.world().rank())
     run = parallelize(case.config, case.strategy, case.make_optimizer, seed=3, schedule=schedule)
-    assert isinstance(run.runner.pairs, Halves)
     if way != "turns":
-        run.runner.pairs = InARow(way)
+        run.runner.hooks.remove(halves_of(run))
+        run.runner.hooks.append(InARow(way))
     return run
 
 
@@ -185,7 +190,7 @@ def watched(case: Draw, way: str) -> Seen:
     layers = {number: len(mixtures(stage.layers)) for number, stage in run.runner.stages.items()}
     batch = run.batch(case.rows(0), 0)
     with Ledger() as ledger:
-        run.runner.around = ledger.phase
+        run.runner.hooks.append(Around(ledger.phase))
         run.step(batch)
     pairs = [entry for entry in run.runner.program if isinstance(entry, Pair)]
     stories = [(story(ledger.events, pair), *(layers[action.stage] for action in pair)) for pair in pairs]
@@ -340,7 +345,7 @@ def in_words(events) -> list[str]:
 def fails_in(half: str) -> None:
     """Rank 1, in the middle of its first pair."""
     run = made(EQUAL, "turns")
-    halves = run.runner.pairs
+    halves = halves_of(run)
 
     def fail(grad=None):
         if halves.going:
@@ -378,6 +383,6 @@ def test_where_no_pair_takes_turns_nothing_is_asked(what):
 
     def rank():
         run = parallelize(EQUAL.config, replace(EQUAL.strategy, **NO_PAIRS[what]))
-        return run.runner.pairs, getattr(run.model.hooks.experts, "meanwhile", None)
+        return halves_of(run), getattr(run.model.hooks.experts, "meanwhile", None)
 
     assert dryrun.run(rank, ranks=4) == (None, None)

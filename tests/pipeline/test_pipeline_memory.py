@@ -19,7 +19,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Sent, lower
-from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.runtime import Around, Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, peak
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
@@ -97,14 +97,9 @@ def uneven(seed, late):
 
 def test_jitter_of_nothing_is_the_simulation():
     for schedule in (varuna(4, 6), recomputed(gpipe(3, 4)), one_f_one_b(4, 6)):
-        assert (
-            jitter(schedule, Costs(B=2), lambda action: 0, opportunistic=False)
-            == simulate(schedule, Costs(B=2)).makespan
-        )
-        assert (
-            jitter(schedule, Costs(B=2), lambda action: 3, opportunistic=False)
-            == simulate(schedule, Costs(B=2, send=3)).makespan
-        )
+        for send in (0, 3):
+            found = jitter(schedule, Costs(B=2), lambda action: send, opportunistic=False)
+            assert found == simulate(schedule, Costs(B=2, send=send)).makespan
 
 
 def test_recomputation_holds_one_microbatch():
@@ -114,11 +109,6 @@ def test_recomputation_holds_one_microbatch():
         R(0, 0),
         B(0, 0),
     )
-
-
-def test_recomputed_equals_one_process():
-    schedule = recomputed(gpipe(2, 4))
-    assert pipeline_difference(PROBLEM, dict(dp=1, pp=2), schedule, reference()) < TOLERANCE
 
 
 def saved_by_action(schedule):
@@ -139,10 +129,10 @@ def saved_by_action(schedule):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield
         if name[0] == "F":
-            kept = run.runner.kept[tuple(map(int, name[1:].split(".")))]
-            held[name] = kept.x.nbytes, kept.end is None
+            left = run.runner.in_flight[tuple(map(int, name[1:].split(".")))]
+            held[name] = left.x.nbytes, left.output is None
 
-    run.runner.around = watch
+    run.runner.hooks.append(Around(watch))
     run.forward_backward(batch)
     return saved, held
 
@@ -151,10 +141,8 @@ def test_between_forward_and_recomputation_only_the_input_is_held():
     first, last = launch.run(saved_by_action, varuna(2, 4), ranks=2)
     for unit, rows in enumerate((2, 2, 1, 1)):
         saved, held = first
-        assert saved[f"F0.{unit}"] == 0 < saved[f"R0.{unit}"] and held[f"F0.{unit}"] == (
-            rows * 8 * 8,
-            True,
-        )  # int64 tokens
+        assert saved[f"F0.{unit}"] == 0 < saved[f"R0.{unit}"]
+        assert held[f"F0.{unit}"] == (rows * 8 * 8, True)  # int64 tokens
         saved, held = last
         assert saved[f"F1.{unit}"] > 0 and held[f"F1.{unit}"] == (rows * 8 * 16 * 8, False)
 
@@ -190,15 +178,8 @@ def drawn_by(entries):
     """(loss, gradient, what is drawn next) of a rank alone that sums what is left of ones."""
     units = max(action.microbatch for action in entries) + 1
     stage = Dropped()
-    run = Runner(
-        {0: stage},
-        Schedule("one rank", (entries,), 1, units),
-        collectives.world(),
-        lambda y, targets: y.sum(),
-        NoReducer(),
-        width=1,
-        check=False,
-    )
+    schedule, loss_fn = Schedule("one rank", (entries,), 1, units), lambda y, targets: y.sum()
+    run = Runner({0: stage}, schedule, collectives.world(), loss_fn, NoReducer(), width=1)
     ones = torch.ones(units, 30, dtype=torch.float64)
     torch.manual_seed(0)
     loss = run(Batch(ones, ones, torch.ones(())))
@@ -224,28 +205,21 @@ DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2),
 
 def dropped_gradients(schedule, **axes):
     torch.manual_seed(1000 + collectives.world().rank())
+    strategy = Strategy(pp=2, microbatches=4, precision="float64", **axes)
     with Ledger() as ledger:
-        run = parallelize(
-            DROPS.config,
-            Strategy(pp=2, microbatches=4, precision="float64", **axes),
-            seed=3,
-            schedule=schedule,
-        )
+        run = parallelize(DROPS.config, strategy, seed=3, schedule=schedule)
         run.forward_backward(run.batch(rows_of_problem(DROPS, 0), 0))
         run.sync.finish()
-    return torch.cat(
-        [param.grad.flatten() for param in run.model.parameters() if param.grad is not None]
-    ), everything(ledger)
+    grads = [param.grad.flatten() for param in run.model.parameters() if param.grad is not None]
+    return torch.cat(grads), everything(ledger)
 
 
 @pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
 def test_recomputed_dropout_equals_the_schedule_without(axes):
     """A whole model, ranks seeded apart: the gradients are those of the plain schedule, to the bit."""
-    plain, again = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
-    for (expected, _), (found, _) in launch.run(
-        lambda: [dropped_gradients(schedule, **axes) for schedule in (plain, again)],
-        ranks=2 * axes.get("tp", 1),
-    ):
+    both = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
+    train = lambda: [dropped_gradients(schedule, **axes)[0] for schedule in both]
+    for expected, found in launch.run(train, ranks=2 * axes.get("tp", 1)):
         assert torch.equal(expected, found)
 
 
@@ -253,15 +227,8 @@ def test_a_dry_run_of_recomputation_equals_the_real_one():
     schedule = recomputed(one_f_one_b(2, 4))
     for rank, (_, account) in enumerate(launch.run(dropped_gradients, schedule, ranks=2)):
         dry = dryrun.run(dropped_gradients, schedule, rank=rank, ranks=2)[1]
-        assert {name for name in dry if dry[name] != account[name]} <= {
-            "timeline"
-        }  # a network lets a message go an event later
-
-
-def test_varuna_refuses():
-    for call in (lambda: varuna(0, 1), lambda: varuna(2, 0)):
-        with pytest.raises(ValueError, match="varuna: .=0; use a whole number"):
-            call()
+        # a network lets a message go an event later
+        assert {name for name in dry if dry[name] != account[name]} <= {"timeline"}
 
 
 # ---- BPipe -----------------------------------------------------------------------------------------------
@@ -278,11 +245,8 @@ def test_bpipe():
             assert max(peak(schedule, rank) for rank in range(p)) <= (p + 3) // 2  # ceil((p+2)/2)
             if p % 2 == 0 and m >= p:
                 assert sum(peak(schedule, rank) == (p + 2) // 2 for rank in range(p)) >= p // 2
-            for move in (0, 1):
-                assert (
-                    simulate(schedule, Costs(F=1, B=2, move=move)).makespan
-                    == simulate(plain, Costs(F=1, B=2)).makespan
-                )
+            step = simulate(plain, Costs(F=1, B=2)).makespan
+            assert all(simulate(schedule, Costs(F=1, B=2, move=move)).makespan == step for move in (0, 1))
     assert pipeline_difference(MANY, dict(dp=1, pp=4), bpipe(4, 6), one_process(MANY)) < TOLERANCE
 
 
@@ -302,8 +266,8 @@ def held_at_most(schedule, interpreter):
     def watched(step):
         do(step)
         if interpreter is Balanced:
-            held.append(runner.held_bytes)
-            first.append(runner.held_bytes) if isinstance(step, Action) and step.kind == "F" else None
+            held.append(runner.activation_bytes)
+            first.append(runner.activation_bytes) if isinstance(step, Action) and step.kind == "F" else None
 
     first, runner.do = [], watched
     with Ledger() as ledger:
@@ -313,7 +277,7 @@ def held_at_most(schedule, interpreter):
             yield
             alive.append(ledger.live_by_kind["activations"])
 
-        runner.around = watch
+        runner.hooks.append(Around(watch))
         run.forward_backward(batch)
     return max(held, default=0), first[:1], max(alive), ledger.sent_bytes("send")
 
@@ -351,7 +315,7 @@ def events_of(schedule, lent=None):
     run, batch = on_rank(schedule, MANY)
     run.runner.lent |= lent or {}
     with Ledger() as ledger:
-        run.runner.around = ledger.phase
+        run.runner.hooks.append(Around(ledger.phase))
         run.forward_backward(batch)
     return ledger, run.runner.lent
 
@@ -451,13 +415,10 @@ def test_control_what_comes_back_matters():
 
 @pytest.mark.parametrize("missing", "EHGL")
 def test_moves_come_in_fours(missing):
-    schedule = bpipe(4, 6)
-    ranks = tuple(
-        tuple(action for action in entries if action.kind != missing or action.microbatch != 3)
-        for entries in schedule.ranks
-    )
+    schedule, hole = bpipe(4, 6), Action(missing, 0, 3)
+    ranks = [[action for action in entries if action != hole] for entries in schedule.ranks]
     with pytest.raises(ValueError, match=f"{missing}0.3 is missing"):
-        check(Schedule("BPipe with a hole", ranks, 4, 6))
+        check(replace(schedule, ranks=ranks))
 
 
 def test_bpipe_refuses():
@@ -474,8 +435,6 @@ def test_bpipe_refuses():
         ValueError, match=r"late is stuck in its moves: rank 0 at Sent.*put H in front of what waits for it"
     ):
         lower(late)
-    with pytest.raises(ValueError, match="bpipe: p=0; use a whole number"):
-        bpipe(0, 3)
 
 
 # ---- DISTMM ----------------------------------------------------------------------------------------------
@@ -585,6 +544,3 @@ def test_distmm():
 def test_contrastive_refuses():
     with pytest.raises(ValueError, match=r"\[3, 2\] and \[2, 2\]; give two"):
         contrastive_loss(torch.zeros(3, 2), torch.zeros(2, 2))
-    for make in (naive, doubled):
-        with pytest.raises(ValueError, match="m=0; use a whole number"):
-            make(2, 0)

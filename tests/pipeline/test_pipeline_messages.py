@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from minitrain import collectives
-from minitrain.pipeline.fits import check_fits
-from minitrain.pipeline.runtime import Runner
+from minitrain.attention.dropout import Places
+from minitrain.compose.parallelize import ModelHooks
+from minitrain.pipeline.runtime import Runner, check_fits
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.ranks.launch import dryrun
-from minitrain.ranks.random_state import random_state
 
 FIRST, LAST = one_f_one_b(2, 3).ranks
 WIDTH = 4
@@ -97,7 +97,7 @@ def test_a_runner_tells_ranks_from_stages(rank):
 
     def on_rank():
         group = collectives.world()
-        runner = Runner(stages(own), schedule, group, None, None, width=WIDTH, check=False)
+        runner = Runner(stages(own), schedule, group, None, None, width=WIDTH)
         runner.units = [(torch.zeros(2, 3),) * 2] * 3
 
         def fail(action):
@@ -122,21 +122,13 @@ def test_what_routers_have_counted_is_forgotten_when_forwards_run_again():
     """And when a step begins: the one before may have failed. What is kept for backwards goes as well."""
 
     def on_rank():
-        routers = SimpleNamespace(forget=lambda: forgotten.append(len(runner.kept)))
-        own = stages(1)
-        runner = Runner(
-            own,
-            check(turned()),
-            collectives.world(),
-            None,
-            None,
-            width=WIDTH,
-            check=False,
-            router_losses=routers,
-        )
+        routers = SimpleNamespace(forget=lambda: forgotten.append(len(runner.in_flight)))
+        again = SimpleNamespace(begin=lambda runner: None, before_backward=lambda: True)
+        runner = Runner(stages(1), check(turned()), collectives.world(), None, None, width=WIDTH)
+        runner.hooks, runner.device = [ModelHooks(Places(), routers), again], torch.device("cpu")
         runner.begin()
-        runner.kept[1, 0] = None
-        runner.start_again((), random_state(runner.device))
+        runner.in_flight[1, 0] = None
+        runner.play_with_restart((), ())
 
     forgotten = []
     dryrun.run(on_rank, rank=0, ranks=2)
@@ -148,8 +140,9 @@ def test_what_routers_have_counted_is_forgotten_when_forwards_run_again():
 )
 def test_the_losses_of_microbatches_add_up_in_float32_at_least(dtype, wide):
     def on_rank():
-        how = dict(width=WIDTH, check=False, dtype=getattr(torch, dtype))
+        how = dict(width=WIDTH, dtype=getattr(torch, dtype))
         runner = Runner(stages(1), check(turned()), collectives.world(), None, None, **how)
+        runner.device = torch.device("cpu")
         runner.begin()
         return runner.loss.dtype
 

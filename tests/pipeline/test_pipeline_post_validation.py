@@ -17,7 +17,7 @@ from minitrain.model.training.step import Batch, NoReducer, train_step
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Send, lower, pause
 from minitrain.pipeline.post_validation import PostValidation
-from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.chimera import chimera
@@ -80,19 +80,13 @@ class Poisoned:
         self.step += 1
 
 
-def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
+def train(schedule, shape, problem, plant=lambda post: None, stop=False):
     """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an
     all-reduce.
     """
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
-    run = parallelize(
-        problem.config,
-        strategy,
-        lambda params: AdamW(params, lr=1.0),
-        seed=3,
-        frozen=(problem.frozen,),
-        schedule=schedule,
-    )
+    settings = dict(seed=3, frozen=(problem.frozen,), schedule=schedule)
+    run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), **settings)
     torch.manual_seed(collectives.world().rank())
     stages, reducer = run.mesh.group("pp"), Poisoned(run.sync)
     trained = [param for group in run.sync.param_groups for param in group["params"]]
@@ -107,20 +101,20 @@ def train(schedule, shape, problem, plant=lambda post, run: None, stop=False):
             total = total + square
         return total
 
-    post, again = (
-        PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None),
-        [],
-    )
+    post = PostValidation(run.sync, CLIP, stages, squares if {"tp", "zero"} & shape.keys() else None)
+    again = []
+
+    ask = post.before_backward
 
     def asked():
-        again.append(post.before_backward())
+        again.append(ask())
         norms.append(post.norm)
         return again[-1]
 
-    losses, norms = [], []
+    losses, norms, post.before_backward = [], [], asked
     if not stop:
-        run.runner.before_backward = asked
-    plant(post, run)
+        run.runner.hooks.append(post)
+    plant(post)
     for step in range(STEPS):
         run.sync.param_groups[0]["lr"] = rate(step)
         batch = run.batch(rows_of_problem(problem, step), step)
@@ -219,14 +213,9 @@ def test_cut_parameters_bring_their_own_squares():
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sharded_states_are_taken_back(zero):
     """What was updated is a slice on each rank, and what the model has is gathered from it."""
-    assert (
-        far(
-            launch.run(
-                train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), replace(PROBLEM, microbatches=2), ranks=4
-            )
-        )
-        < TOLERANCE
-    )
+    problem = replace(PROBLEM, microbatches=2)
+    found = launch.run(train, zb_h1(2, 2), dict(dp=2, pp=2, zero=zero), problem, ranks=4)
+    assert far(found) < TOLERANCE
 
 
 def test_a_stage_without_anything_to_train_passes_the_sum_on():
@@ -243,7 +232,7 @@ def test_a_stage_without_anything_to_train_passes_the_sum_on():
         )
         post, norms = run.late or PostValidation(run.sync, limit, run.mesh.group("pp")), []
         if again and not word:
-            run.runner.before_backward = post.before_backward
+            run.runner.hooks.append(post)
         for step in range(3):
             batch = run.batch(rows_of_problem(PROBLEM, step), step)
             if not again:
@@ -272,18 +261,18 @@ def test_forwards_run_again_drop_again_what_they_dropped():
 def test_forwards_run_again_draw_again_what_they_drew():
     """A stage of one's own that draws from torch's random numbers."""
 
+    class Again(RunnerHooks):
+        restarts = True
+
+        def before_backward(self):
+            return True
+
     def drawn(again):
         stage, ones = Dropped(), torch.ones(4, 30, dtype=torch.float64)
         run = Runner(
-            {0: stage},
-            gpipe(1, 4),
-            collectives.world(),
-            lambda y, targets: y.sum(),
-            NoReducer(),
-            width=1,
-            check=False,
+            {0: stage}, gpipe(1, 4), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1
         )
-        run.before_backward = lambda: again
+        run.hooks.append(Again() if again else RunnerHooks())
         torch.manual_seed(0)
         loss = run(Batch(ones, ones, torch.ones(())))
         return loss.item(), stage.w.grad.item(), torch.rand(3).tolist()
@@ -300,16 +289,16 @@ def test_forwards_run_again_draw_again_what_they_drew():
 # ---- controls --------------------------------------------------------------------------------------------
 
 
-def never_again(post, run):
-    right = run.runner.before_backward
-    run.runner.before_backward = lambda: right() and False
+def never_again(post):
+    right = post.before_backward
+    post.before_backward = lambda: right() and False
 
 
-def keeps_the_wrong_step(post, run):
-    post.take_back = lambda: None
+def keeps_the_wrong_step(post):
+    post.undo = lambda: None
 
 
-def another_rate(post, run):
+def another_rate(post):
     post.set = lambda settings: None
 
 
@@ -328,29 +317,16 @@ def test_control_forwards_that_saw_other_weights_are_no_use():
 
 
 def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else():
-    for schedule in (
-        one_f_one_b(4, 8),
-        zb_h1(4, 8),
-        zb_h2(4, 8),
-        gpipe(3, 4),
-        interleaved(4, 8, 2),
-        zb_v(4, 8),
-        v_half(4, 8),
-        bpipe(8, 16),
-    ):
+    made = [make(4, 8) for make in (one_f_one_b, zb_h1, zb_h2, zb_v, v_half)]
+    for schedule in (*made, gpipe(3, 4), interleaved(4, 8, 2), bpipe(8, 16)):
         halves = [pause(program, rank, schedule) for rank, program in enumerate(lower(schedule))]
         for (filling, rest), program in zip(halves, lower(schedule)):
             assert sorted(map(str, filling + rest)) == sorted(map(str, program))
         for part in (0, 1):
             for rank, both in enumerate(halves):
                 for other, others in enumerate(halves):
-                    assert [
-                        step.what for step in both[part] if isinstance(step, Send) and step.to == other
-                    ] == [
-                        step.what
-                        for step in others[part]
-                        if isinstance(step, Receive) and step.source == rank
-                    ]
+                    sent = [s.what for s in both[part] if type(s) is Send and s.to == other]
+                    assert sent == [s.what for s in others[part] if type(s) is Receive and s.source == rank]
 
 
 def test_refusals():
@@ -376,17 +352,9 @@ def test_refusals():
         ranks=1,
     )
     assert launch.run(lambda: make(1.0, lambda: torch.ones(()), shards=cut()).max_norm, ranks=1) == [1.0]
-    mine = check(
-        Schedule(
-            "both ways",
-            (
-                (F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)),
-                (F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2)),
-            ),
-            2,
-            3,
-        )
-    )
+    first = F(0, 0), F(1, 1), B(1, 1), F(0, 2), B(0, 0), B(0, 2)
+    second = F(0, 1), F(1, 0), F(1, 2), B(1, 0), B(0, 1), B(1, 2)
+    mine = check(Schedule("both ways", (first, second), 2, 3))
     pause(lower(mine)[0], 0, mine)
     with pytest.raises(
         ValueError, match=r"rank 1 needs F0\.2, which comes behind a first backward, for F1\.2"

@@ -3,6 +3,7 @@ whatever the schedule.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -14,8 +15,9 @@ from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import Stages, cross_entropy_sum
 from minitrain.model.training.step import Batch, NoReducer, valid_tokens
 from minitrain.pipeline.lower import lower
+from minitrain.pipeline.microbatches import cut_evenly
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.runtime import Runner, cut_evenly
+from minitrain.pipeline.runtime import Around, Runner
 from minitrain.pipeline.schedule import I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate
@@ -45,19 +47,9 @@ def reference():
 
 def split(schedule: Schedule) -> Schedule:
     """The same with each B as I and W in a row."""
-    return Schedule(
-        f"{schedule.name}, split",
-        tuple(
-            tuple(
-                part
-                for action in entries
-                for part in ((action,) if action.kind == "F" else (I(*action[1:]), W(*action[1:])))
-            )
-            for entries in schedule.ranks
-        ),
-        schedule.stages,
-        schedule.microbatches,
-    )
+    halves = lambda action: [I(*action[1:]), W(*action[1:])] if action.kind == "B" else [action]
+    ranks = [[part for action in entries for part in halves(action)] for entries in schedule.ranks]
+    return replace(schedule, name=f"{schedule.name}, split", ranks=ranks)
 
 
 SCHEDULES = {
@@ -110,19 +102,11 @@ def account(schedule, rows=8, layers=8):
     """One step of this rank's part of a pipeline, in the ledger: {action: FLOPs}, bytes sent, events."""
     group = collectives.world()
     config = small(num_layers=layers, tied=False)
-    stages = dict(
-        Stages(
-            config,
-            {s: even(layers, schedule.stages)[s] for s in schedule.stages_of(group.rank())},
-            dtype=torch.float64,
-        ).items()
-    )
+    cuts = {stage: even(layers, schedule.stages)[stage] for stage in schedule.stages_of(group.rank())}
+    stages, ledger = dict(Stages(config, cuts, dtype=torch.float64).items()), Ledger()
     tokens, targets = random_tokens(0, 0, 1, rows, 8, config.vocab_size, seed=5)
-    run, ledger = (
-        Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=config.d_model),
-        Ledger(),
-    )
-    run.around = ledger.phase
+    run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=config.d_model)
+    run.hooks.append(Around(ledger.phase))
     with ledger:
         run(Batch(tokens, targets, valid_tokens(targets)))
     return ledger.flops_by_phase, ledger.sent_bytes("send"), ledger.events
@@ -202,7 +186,7 @@ def test_without_the_last_w_the_gradient_is_wrong():
     def train():
         weights = Runner.weights
         Runner.weights = lambda self, action: (
-            weights(self, action) if action.microbatch else self.kept.pop(action[1:])
+            weights(self, action) if action.microbatch else self.in_flight.pop(action[1:])
         )
         return train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4)))
 
@@ -230,26 +214,18 @@ def test_a_failing_action_is_named_with_its_neighbours():
 
 
 def test_refusals():
-    def pipeline(schedule=one_f_one_b(2, 4), numbers=None, width=16, rows=8, cuts=None):
+    def pipeline(schedule=one_f_one_b(2, 4), numbers=None, rows=8):
         group, config = collectives.world(), small(num_layers=4)
-        cuts = cuts or even(4, schedule.stages)
         numbers = schedule.stages_of(group.rank() % len(schedule.ranks)) if numbers is None else numbers
-        stages = dict(Stages(config, {s: cuts[s] for s in numbers}).items())
-        run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=width)
-        cut_evenly(
-            Batch(
-                torch.zeros(rows, 8, dtype=torch.int64),
-                torch.zeros(rows, 8, dtype=torch.int64),
-                torch.tensor(1),
-            ),
-            run.schedule,
-        )
+        stages = dict(Stages(config, {s: even(4, schedule.stages)[s] for s in numbers}).items())
+        run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=16)
+        tokens = torch.zeros(rows, 8, dtype=torch.int64)
+        cut_evenly(Batch(tokens, tokens, torch.tensor(1)), run.schedule)
 
     check_refusals(
         {
             "is for 3 ranks, the group world has 2": lambda: pipeline(one_f_one_b(3, 4)),
             "but was given [0, 1]": lambda: pipeline(numbers=[0, 1]),
-            "cut the model where its width is": lambda: pipeline(width=24),
             "4 microbatches, but this rank has 3 rows": lambda: pipeline(rows=3),
             "7 stages of a model of 6 layers": lambda: even(4, 7),
         },

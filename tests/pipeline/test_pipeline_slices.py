@@ -13,7 +13,7 @@ from minitrain import launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.lower import messages
-from minitrain.pipeline.schedule import check, peak
+from minitrain.pipeline.schedule import Action, check, peak
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.schedules.slices import (
     causal_cost,
@@ -97,10 +97,10 @@ def slices_equal_whole(schedule, value_width: int) -> float:
     memory, parts, outs = SliceMemory({0: [core]}), [], []
     for unit in range(schedule.slices):
         parts.append([x.split(schedule.lengths, dim=-2)[unit].clone().requires_grad_() for x in (q, k, v)])
-        with memory.during(0, unit):
+        with memory.around(None, Action("F", 0, unit)):
             outs.append(core(parts[-1][0], *(2 * x / 2 for x in parts[-1][1:])))
     for unit in reversed(range(schedule.slices)):
-        ends = [(outs[unit], dy.split(schedule.lengths, dim=-2)[unit]), *memory.ends(0, unit)]
+        ends = [(outs[unit], dy.split(schedule.lengths, dim=-2)[unit]), *memory.extra_roots(0, unit)]
         torch.autograd.backward(*map(list, zip(*ends)))
     off = [torch.cat([part[i].grad for part in parts], dim=-2) - whole[i].grad for i in range(3)]
     return max(
@@ -149,13 +149,13 @@ def test_keys_are_kept_in_joined_pieces(k, value_width):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for unit in range(k):
-            with memory.during(0, unit):
+            with memory.around(None, Action("F", 0, unit)):
                 core(*(x.chunk(k, dim=-2)[unit].clone() for x in (q, keys, values)))
     long = [x.numel() for x in saved.values() if x.dim() == 4]
     assert sum(long) == 2 * q.numel() + (k + 1) * keys.numel()  # q and out; K and V (k+1)/2 times
     assert sum(x.numel() for x in saved.values() if x.dim() == 2) == 64 * (k + 1) // (2 * k) - (8 // k) ** 2
     for unit in range(1, k):
-        assert all(leaf.untyped_storage().data_ptr() not in saved for leaf in core.kept[unit].seen)
+        assert all(leaf.untyped_storage().data_ptr() not in saved for leaf in core.slices[unit].seen)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_composes_with_tensor_parallelism():
 
 
 def without_gradients_to_earlier_keys():
-    SlicedAttention.ends = lambda self, unit: self.kept.pop(unit) and []
+    SlicedAttention.roots = lambda self, unit: self.slices.pop(unit) and []
     return train_pipeline(PROBLEM, dict(dp=1, pp=2), seq1f1b(2, 2, 2))
 
 

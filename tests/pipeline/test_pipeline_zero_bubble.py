@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -99,18 +100,10 @@ def test_steps_in_a_row_wait_only_for_the_bubble():
     """
     for p, m in [(2, 4), (4, 8), (4, 12), (8, 16)]:
         for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
-            one, rows = make(p, m), []
-            for entries in one.ranks:
-                rows.append(
-                    (
-                        *entries,
-                        *(
-                            type(action)(action.kind, action.stage, action.microbatch + m)
-                            for action in entries
-                        ),
-                    )
-                )
-            two = check(Schedule("two steps", tuple(rows), p, 2 * m))
+            one = make(p, m)
+            later = lambda action: action._replace(microbatch=action.microbatch + m)
+            rows = [[*entries, *map(later, entries)] for entries in one.ranks]
+            two = check(Schedule("two steps", rows, p, 2 * m))
             assert simulate(two).makespan - simulate(one).makespan == 3 * m + wait
 
 
@@ -118,18 +111,12 @@ def test_interleaved_zero_bubble():
     """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved
     1F1B's.
     """
-    assert [entries for entries in zb_interleaved(4, 8, 1).ranks] == [
-        entries for entries in zb_h1(4, 8).ranks
-    ]
+    assert zb_interleaved(4, 8, 1).ranks == zb_h1(4, 8).ranks
     for p, m, v in [(2, 4, 3), (4, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 2)]:
         schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
         costs = Costs(F=Fraction(3, v), I=Fraction(4, v), W=Fraction(2, v))
-        assert (
-            waiting(schedule, costs)
-            == Fraction((p - 1) * (3 + 4 - 2), v)
-            < waiting(plain, costs)
-            == Fraction((p - 1) * 9, v)
-        )
+        assert waiting(schedule, costs) == Fraction((p - 1) * (3 + 4 - 2), v)
+        assert waiting(plain, costs) == Fraction((p - 1) * 9, v)
         assert peaks(schedule) == {v * p}
         assert m == p or max(peaks(plain)) == v * p + p - 1
         assert {link: len(sent) for link, sent in messages(schedule).items()} == {
@@ -177,17 +164,11 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
         place = [sorted(set(place)).index(rank) for rank in place]
         p, split_it, kept = max(place) + 1, draw.random() < 0.7, draw.choice([1, Fraction(1, 2), 0])
         limit = [place.count(rank) + draw.randint(0, 4) for rank in range(p)]
-        order = {
-            (kind, stage, i): draw.random()
-            for kind in "BFIW"
-            for stage in range(len(place))
-            for i in range(m)
-        }
-        costs = Costs(
-            F=draw.randint(1, 3), I=draw.randint(1, 3), W=draw.randint(1, 3), send=draw.randint(0, 2)
-        )
+        order = {action: draw.random() for action in product("BFIW", range(len(place)), range(m))}
+        costs = Costs(**{kind: draw.randint(1, 3) for kind in "FIW"})
+        costs = replace(costs, send=draw.randint(0, 2))
         priority = draw.choice([{}, {"priority": order.__getitem__}])
-        found = greedy(place, len(place), m, costs, limit, split_it, kept=kept, **priority)
+        found = greedy(place, len(place), m, costs, limit, split_it, pending=kept, **priority)
         assert check(found) is found and found.splits_backward == split_it
         for rank in range(p):
             assert peak(found, rank, kept) <= limit[rank] and in_flight(found, rank, kept)[-1] == 0
@@ -236,14 +217,9 @@ def test_every_list_is_valid_and_holds_what_its_module_says():
 
 
 def test_bad_sizes():
-    for make in (zb_h1, zb_h2, v_min, v_half, zb_v, lambda p, m: zb_interleaved(p, m, 2)):
-        for sizes, words in (((0, 4), "p=0; use a whole number"), ((4, 0), "m=0; use a whole number")):
-            with pytest.raises(ValueError, match=words):
-                make(*sizes)
     for words, call in {
         "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8": lambda: zb_interleaved(4, 6, 2),
         "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
-        "m=0; use a whole number, 1 or more": lambda: greedy([0, 1], 2, 0),
         "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
         "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
         "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy(
@@ -285,7 +261,7 @@ def test_without_one_w_the_gradient_is_wrong():
     def train():
         weights = Runner.weights
         Runner.weights = lambda self, action: (
-            self.kept.pop(action[1:]) if action == W(1, 2) else weights(self, action)
+            self.in_flight.pop(action[1:]) if action == W(1, 2) else weights(self, action)
         )
         return train_pipeline(problem, dict(dp=1, pp=2), zb_v(2, 4))
 
@@ -305,12 +281,10 @@ def test_i_and_w_cost_what_b_costs():
             found |= flops
     for stage in range(4):
         for i in range(4):
-            b, for_input, for_weights = (
-                costs[0][str(B(stage, i))],
-                costs[1][str(I(stage, i))],
-                costs[1][str(W(stage, i))],
+            whole, for_input, for_weights = (
+                of[str(kind(stage, i))] for of, kind in ((costs[0], B), (costs[1], I), (costs[1], W))
             )
-            assert for_input + for_weights == b and for_input > 0 and for_weights > 0
+            assert for_input + for_weights == whole and for_input > 0 and for_weights > 0
             assert costs[0][str(F(stage, i))] == costs[1][str(F(stage, i))]
 
 
@@ -358,10 +332,10 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
         runner = Runner(
             {1: stage}, schedule, collectives.world(), lambda y, _: y.square().sum(), NoReducer(), width=4
         )
-        take, weights = runner.take, runner.weights
+        get, weights = runner.get, runner.weights
 
         def watched(what):
-            x = take(what)
+            x = get(what)
             arrived.append(weakref.ref(x))
             return x
 
@@ -369,7 +343,7 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
             alive.append(sum(x() is not None for x in arrived))
             weights(action)
 
-        runner.take, runner.weights = watched, then
+        runner.get, runner.weights = watched, then
         tokens = torch.zeros(3, 2, dtype=torch.int64)
         runner(Batch(tokens, tokens, torch.tensor(6)))
 

@@ -15,13 +15,14 @@ Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3, whose bound is for even p.
 """
 
 from minitrain.pipeline.schedule import Action, Entry, Schedule, check
-from minitrain.pipeline.schedules.one_direction import check_sizes, one_f_one_b
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.ranks.checks import require_positive_ints
 
 
 def bpipe(p: int, m: int) -> Schedule:
     """1F1B in which no rank holds more than ceil((p+2)/2) microbatches."""
-    check_sizes("bpipe", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     plain, limit = one_f_one_b(p, m), (p + 3) // 2
     spans = simulate(plain, Costs(F=1, B=2)).spans
     ranks: list[list[Entry]] = [list(entries) for entries in plain.ranks]

@@ -17,12 +17,13 @@ Differs: no forward doubling or backward halving, no more than two pipelines.
 from collections.abc import Callable
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
-from minitrain.pipeline.schedules.one_direction import check_even, check_sizes
+from minitrain.pipeline.schedules.one_direction import check_even
+from minitrain.ranks.checks import require_positive_ints
 
 
 def chimera(p: int, m: int) -> Schedule:
     """Even microbatches start on rank 0, odd ones on rank p-1."""
-    check_sizes("chimera", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     check_even("chimera", "two pipelines meet between two ranks", "p", p, "ranks")
     check_even("chimera", "half of them goes each way", "m", m, "microbatches")
     rank = lambda stage, i: p - 1 - stage if i % 2 else stage

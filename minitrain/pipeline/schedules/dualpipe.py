@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from minitrain.pipeline.schedule import B, Entry, F, I, Pair, Schedule, W
-from minitrain.pipeline.schedules.one_direction import check_even, check_sizes
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.pipeline.schedules.one_direction import check_even
+from minitrain.ranks.checks import require_positive_ints
 
 
 def dualpipe(p: int, m: int) -> Schedule:
     """Microbatches 0 to m/2-1 enter on rank 0, the others on rank p-1."""
-    check_sizes("dualpipe", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     check_even("dualpipe", "two directions meet between two ranks", "p", p, "ranks")
     if m % 2 or m < 2 * p:
         rule = f"m must be even and >= 2p, use {max(2 * p, m + 1)} or more"
@@ -40,7 +40,7 @@ def dualpipe(p: int, m: int) -> Schedule:
 
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DualPipe of 2p ranks folded in the middle: rank r has the late stage of rank 2p-1-r too."""
-    check_sizes("dualpipe_v", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     if m < 2 * p:
         rule = f"m must be >= 2p, use {2 * p} or more"
         raise ValueError(f"dualpipe_v: m={m} microbatches on p={p} ranks; {rule}")
@@ -50,8 +50,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:
     """The list of the rank with the stages h and stages-1-h; `early` and `late`: the microbatches of each."""
-    require_positive_ints(stages=stages)
-    require_ints(0, stages // 2 - 1, h=h)
     a = stages // 2 - 1 - h
     f0, b0 = (iter([(h, i) for i in early]) for _ in range(2))
     f1, b1 = (iter([(stages - 1 - h, i) for i in late]) for _ in range(2))

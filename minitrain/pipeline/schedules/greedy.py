@@ -7,7 +7,7 @@
 `place[stage]`, or `place(stage, microbatch)`, is a rank. Actions whose inputs have arrived (`costs.send`)
 start in the order of `priority(action)`: by default backwards, forwards, then gradients of weights, which
 fill what would be bubbles. With `split` each backward is I and W. `limit` is what a rank may hold, in
-activations of one stage and one microbatch (one number, or one for each rank); after I the share `kept` of
+activations of one stage and one microbatch (one number, or one for each rank); after I the share `pending` of
 one stays until W. A rank keeps room for all stages of its oldest unfinished microbatch, so that nobody gets
 stuck (the banker's rule). Greedy is not optimal: to wait for something more urgent can pay. Sends what any
 schedule sends. Memory: at most `limit`.
@@ -23,7 +23,6 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from minitrain.pipeline.schedule import Action, Schedule, check
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
 from minitrain.ranks.checks import require_positive_ints
 
@@ -39,14 +38,14 @@ def urgency(action: Action) -> tuple[int, int, int]:
 
 
 def greedy(
-    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, kept=1, sizes=()
+    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, pending=1, sizes=()
 ) -> Schedule:
     """`sizes[microbatch]` of an activation, by default 1."""
     name = f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
     home = placement(place, stages, m, name)
     p = max(home.values()) + 1
     sizes = sizes or (1,) * m
-    memory = [Memory(held, kept, sizes) for held in limits(limit, home, p, max(sizes), name)]
+    memory = [Memory(most, pending, sizes) for most in limits(limit, home, p, max(sizes), name)]
     for (_, microbatch), rank in home.items():
         memory[rank].stages[microbatch] += 1
     needs = dependencies(home, stages, m, p, "FIW" if split else "FB")
@@ -85,9 +84,9 @@ def greedy(
 class Memory:
     """What one rank holds, and which of its ready actions it may start."""
 
-    def __init__(self, limit: Amount | None, kept: Amount, sizes: Sequence[Amount]):
-        self.limit, self.kept, self.sizes, self.largest = limit, kept, sizes, max(sizes)
-        self.held = self.oldest = 0
+    def __init__(self, limit: Amount | None, pending: Amount, sizes: Sequence[Amount]):
+        self.limit, self.pending, self.sizes, self.largest = limit, pending, sizes, max(sizes)
+        self.used = self.oldest = 0
         self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
@@ -105,18 +104,17 @@ class Memory:
             self.oldest += 1
         own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has freed stays reserved
         room = 0 if microbatch == self.oldest else max(self.stages.values()) - own
-        return self.held + self.sizes[microbatch] + room * self.largest <= self.limit
+        return self.used + self.sizes[microbatch] + room * self.largest <= self.limit
 
     def account(self, action: Action) -> None:
-        share = {"F": 1, "B": -1, "I": self.kept - 1, "W": -self.kept}[action.kind]
-        self.held += share * self.sizes[action.microbatch]
+        share = {"F": 1, "B": -1, "I": self.pending - 1, "W": -self.pending}[action.kind]
+        self.used += share * self.sizes[action.microbatch]
         self.forwards[action.microbatch] += action.kind == "F"
         self.backwards[action.microbatch] += action.kind in "BI"
 
 
 def dependencies(home: Home, stages: int, m: int, p: int, kinds: str) -> dict[Action, list[Action]]:
     """What each action needs; on each rank microbatches enter the first stage in their order."""
-    require_positive_ints(stages=stages, m=m, p=p)
     ranks = [[Action(kind, *at) for at in sorted(home) for kind in kinds if home[at] == r] for r in range(p)]
     needs = Schedule("", ranks, stages, m).needs
     for entries in ranks:
@@ -126,20 +124,19 @@ def dependencies(home: Home, stages: int, m: int, p: int, kinds: str) -> dict[Ac
 
 
 def placement(place: Place, stages: int, m: int, name: str) -> Home:
-    check_sizes(name, stages=stages, m=m)
+    require_positive_ints(stages=stages, m=m)
     if not callable(place) and len(place) != stages:
         raise ValueError(f"{name}: {len(place)} ranks for stages={stages}; name a rank for each stage")
     rank = place if callable(place) else lambda stage, i: place[stage]
     home = {(stage, i): rank(stage, i) for stage in range(stages) for i in range(m)}
-    found = sorted(set(home.values()))
-    if found != list(range(len(found))):
-        raise ValueError(f"{name}: stages stand on the ranks {found}; ranks count from 0, each with a stage")
+    ranks = sorted(set(home.values()))
+    if ranks != list(range(len(ranks))):
+        raise ValueError(f"{name}: stages stand on the ranks {ranks}; ranks count from 0, each with a stage")
     return home
 
 
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One limit per rank, each enough for one microbatch to get through."""
-    require_positive_ints(p=p)
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
@@ -147,7 +144,7 @@ def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | 
     for rank, given in enumerate(each):
         count = max(count for (at, _), count in stages.items() if at == rank)
         if given is not None and given < (least := count * size):
-            found = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
+            what = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
             why = "all must forward before one goes backward: it would wait for ever"
-            raise ValueError(f"{name}: {found} and {why}; use limit={least} or more")
+            raise ValueError(f"{name}: {what} and {why}; use limit={least} or more")
     return each

@@ -14,12 +14,12 @@ Liu et al. 2023, arXiv:2308.15762, section 3. Differs: the rule ignores the time
 
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.chimera import in_slots
-from minitrain.pipeline.schedules.one_direction import check_sizes
+from minitrain.ranks.checks import require_positive_ints
 
 
 def hanayo(p: int, m: int, waves: int) -> Schedule:
     """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up."""
-    check_sizes("hanayo", p=p, m=m, waves=waves)
+    require_positive_ints(p=p, m=m, waves=waves)
     stages = 2 * waves * p
     rank = lambda stage, i: p - 1 - stage % p if stage // p % 2 else stage % p
     ranks = in_slots(p, stages, m, rank, lambda i: 2 * stages * (i // p) + 2 * (i % p))

@@ -16,12 +16,12 @@ reversed.
 """
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
-from minitrain.ranks.checks import MOST
+from minitrain.ranks.checks import require_positive_ints
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards."""
-    check_sizes("gpipe", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks = [[kind(r, i) for kind in (F, B) for i in range(m)] for r in range(p)]
     return Schedule(f"GPipe, p={p}, m={m}", ranks, p, m)
 
@@ -30,7 +30,7 @@ def one_f_one_b(p: int, m: int, extra: int = 0) -> Schedule:
     """Rank r runs p-r-1 forwards ahead, then a forward and a backward in turn, then the other backwards.
 
     `extra` more forwards ahead give messages time to travel; fewer (below 0) make every backward wait."""
-    check_sizes("one_f_one_b", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks = []
     for r in range(p):
         forwards, backwards = [F(r, i) for i in range(m)], [B(r, i) for i in range(m)]
@@ -53,7 +53,7 @@ def interleaved(p: int, m: int, v: int, room: int = 2) -> Schedule:
 
 def breadth_first(p: int, m: int, v: int) -> Schedule:
     """The stages of `interleaved`, each run for all microbatches before the next."""
-    check_sizes("breadth_first", p=p, m=m, v=v)
+    require_positive_ints(p=p, m=m, v=v)
     order = [(F, c) for c in range(v)] + [(B, c) for c in reversed(range(v))]
     ranks = [[kind(c * p + r, i) for kind, c in order for i in range(m)] for r in range(p)]
     return Schedule(f"breadth-first, p={p}, m={m}, v={v}", ranks, p * v, m)
@@ -68,18 +68,11 @@ def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tu
 
 def depth_first(what: str, p: int, m: int, v: int) -> list[tuple[int, int]]:
     """(which of its v stages, microbatch) of each forward: p microbatches go through all, then the next p."""
-    check_sizes(what, p=p, m=m, v=v)
+    require_positive_ints(p=p, m=m, v=v)
     if m % p:
         fits = f"{f'{m // p * p} or ' * (m > p)}{(m // p + 1) * p}"
         raise ValueError(f"{what}: m={m} microbatches are not a multiple of p={p} ranks; use {fits}")
     return [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]
-
-
-def check_sizes(what: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
-            rule = f"use a whole number, 1 or more, to {MOST:,} (p ranks, m microbatches, v stages per rank)"
-            raise ValueError(f"{what}: {name}={size!r}; {rule}")
 
 
 def check_even(what: str, why: str, name: str, size: int, of: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from minitrain.pipeline.schedule import B, F, Schedule
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
+from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Time
 from minitrain.ranks.checks import require_positive_ints
 
@@ -57,7 +57,7 @@ def _backwards(m: int, k: int) -> list[int]:
 
 
 def _check(what: str, p: int, m: int, k: int, lengths: tuple[int, ...]) -> None:
-    check_sizes(what, p=p, m=m, k=k)
+    require_positive_ints(p=p, m=m, k=k)
     if lengths and (len(lengths) != k or min(lengths) < 1):
         rule = "give k lengths of 1 token or more, or none"
         raise ValueError(f"{what}: lengths={lengths} for k={k} slices; {rule}")
@@ -77,7 +77,7 @@ def makespan(lengths: tuple[int, ...], cost: Cost, p: int) -> Time:
 
 def slice_lengths(length: int, k: int, cost: Cost, p: int) -> tuple[int, ...]:
     """k lengths of at least 1, of sum `length` and least `makespan`; among equals the longest in front."""
-    check_sizes("slice_lengths", length=length, k=k, p=p)
+    require_positive_ints(length=length, k=k, p=p)
     if k > length:
         raise ValueError(f"slice_lengths: {k} slices of {length} tokens; use k of at most {length}")
     costs = {(start, end): cost(start, end - start) for end in range(1, length + 1) for start in range(end)}

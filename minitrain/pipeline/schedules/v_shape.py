@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 Block = Callable[[int], tuple[int, int, int, int]]
@@ -28,19 +27,19 @@ PERIOD = 6
 
 def v_min(p: int, m: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
-    check_sizes("v_min", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     return squeezed(f"V-Min, p={p}, m={m}", p, m, block_of("v_min", p), limit=2 * ((p + 4) // 3))
 
 
 def v_half(p: int, m: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
-    check_sizes("v_half", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     return squeezed(f"V-Half, p={p}, m={m}", p, m, block_of("v_half", p), limit=2 * ((p + 2) // 2))
 
 
 def zb_v(p: int, m: int) -> Schedule:
     """1F1B's memory, no bubble."""
-    check_sizes("zb_v", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     return squeezed(f"ZB-V, p={p}, m={m}", p, m, block_of("zb_v", p), limit=2 * p, early=True)
 
 

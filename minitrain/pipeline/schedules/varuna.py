@@ -22,8 +22,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, parts
-from minitrain.pipeline.schedules.one_direction import check_sizes
 from minitrain.pipeline.simulate import Costs, Time
+from minitrain.ranks.checks import require_positive_ints
 
 Delay = Callable[[Action], Time]
 
@@ -37,7 +37,7 @@ def recomputed(schedule: Schedule) -> Schedule:
 
 def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     """The list that the rules give with these times, messages included."""
-    check_sizes("varuna", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks: list[list[Action]] = [[] for _ in range(p)]
     done = [{kind: 0 for kind in "FRB"} for _ in range(p)]
     free: list[Time] = [0] * p

@@ -17,22 +17,22 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose
 """
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W
-from minitrain.pipeline.schedules.one_direction import check_sizes, depth_first
+from minitrain.pipeline.schedules.one_direction import depth_first
 from minitrain.pipeline.simulate import Simulation, Time
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
-    check_sizes("zb_h1", p=p, m=m)
-    ranks = [_straight(r, m, ahead=p - r - 1, held_back=r) for r in range(p)]
+    require_positive_ints(p=p, m=m)
+    ranks = [_straight(r, m, ahead=p - r - 1, w_delay=r) for r in range(p)]
     return Schedule(f"ZB-H1, p={p}, m={m}", ranks, p, m)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
-    check_sizes("zb_h2", p=p, m=m)
-    ranks = [_straight(r, m, ahead=2 * (p - r - 1), held_back=2 * r) for r in range(p)]
+    require_positive_ints(p=p, m=m)
+    ranks = [_straight(r, m, ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
     return Schedule(f"ZB-H2, p={p}, m={m}", ranks, p, m)
 
 
@@ -42,19 +42,19 @@ def zb_interleaved(p: int, m: int, v: int) -> Schedule:
     for r in range(p):
         forwards = [F(c * p + r, i) for c, i in order]
         backwards = [I((v - 1 - c) * p + r, i) for c, i in order]
-        ranks.append(delayed(forwards, backwards, ahead=(v - 1) * p + p - r - 1, held_back=r))
+        ranks.append(delayed(forwards, backwards, ahead=(v - 1) * p + p - r - 1, w_delay=r))
     return Schedule(f"interleaved zero bubble, p={p}, m={m}, v={v}", ranks, p * v, m)
 
 
-def delayed(forwards: list[Action], backwards: list[Action], ahead: int, held_back: int) -> list[Action]:
-    """`ahead` forwards; then F, I and the W of the I `held_back` places back, in turn; then the other W."""
-    require_ints(ahead=ahead, held_back=held_back)
+def delayed(forwards: list[Action], backwards: list[Action], ahead: int, w_delay: int) -> list[Action]:
+    """`ahead` forwards; then F, I and the W of the I `w_delay` places back, in turn; then the other W."""
+    require_ints(ahead=ahead, w_delay=w_delay)
     entries = forwards[:ahead]
     for k, backward in enumerate(backwards):
         entries += [*forwards[ahead + k : ahead + k + 1], backward]
-        if k >= held_back:
-            entries.append(W(*backwards[k - held_back][1:]))
-    return entries + [W(*backward[1:]) for backward in backwards[max(0, len(backwards) - held_back) :]]
+        if k >= w_delay:
+            entries.append(W(*backwards[k - w_delay][1:]))
+    return entries + [W(*backward[1:]) for backward in backwards[max(0, len(backwards) - w_delay) :]]
 
 
 def bubble(simulation: Simulation) -> Time:
@@ -63,5 +63,5 @@ def bubble(simulation: Simulation) -> Time:
     return max(spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in ranks)
 
 
-def _straight(r: int, m: int, ahead: int, held_back: int) -> list[Action]:
-    return delayed([F(r, i) for i in range(m)], [I(r, i) for i in range(m)], ahead, held_back)
+def _straight(r: int, m: int, ahead: int, w_delay: int) -> list[Action]:
+    return delayed([F(r, i) for i in range(m)], [I(r, i) for i in range(m)], ahead, w_delay)

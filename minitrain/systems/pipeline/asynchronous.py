@@ -4,7 +4,7 @@
     its weights   w0 w0 w0    w0 w1 w1 w2 w2 w3 w3 w4       F3 takes the newest, w1, and B3 takes w1 again
 
 A forward and its backward must take the same weights, so a stage *stashes* those of each forward until its
-backward. `each_its_own` (PipeDream) updates after every microbatch, and stage s of p keeps p - s versions:
+backward. `per_microbatch` (PipeDream) updates after every microbatch, and stage s of p keeps p - s versions:
 w_s(t+1) = w_s(t) - lr · grad_s(w_0(t-p+1), .., w_{p-1}(t)), indices not below 0. `double_buffered(k)`
 (PipeDream-2BW) updates after k >= p: w(t+1) = w(t) - lr · grad(w(t-1)); two versions are enough. A call runs
 `schedule.microbatches` from filling to draining: make it as long as the training; `batch.num_valid` is the
@@ -35,7 +35,7 @@ class Policy:
     version: Callable[[int, int], int]
 
 
-def each_its_own() -> Policy:
+def per_microbatch() -> Policy:
     """PipeDream: an update after each microbatch; a forward uses the newest weights."""
     return Policy(1, lambda unit, newest: newest)
 
@@ -90,7 +90,7 @@ class AsynchronousRunner(Runner):
         _, stage, unit = action
         version = self.used.pop((stage, unit))
         if (unit + 1) % self.policy.every == 0:
-            grads = taken(self.versions[stage][version])
+            grads = pop_gradients(self.versions[stage][version])
             self.forget(stage, unit)
             self.step(stage, grads)
             self.forget(stage, unit)
@@ -114,7 +114,7 @@ class AsynchronousRunner(Runner):
             del self.versions[stage][version]
 
 
-def taken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pop_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of the trained weights; they are cleared, so the next ones start from zero."""
     grads = {}
     for name, weight in weights.items():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minitrain.pipeline.lower import Receive, Send, Step
-from minitrain.pipeline.runtime import Kept, Runner
+from minitrain.pipeline.runtime import InFlight, Runner
 from minitrain.pipeline.schedule import Action
 from minitrain.ranks.torch_private import storage_id
 
@@ -119,7 +119,7 @@ class Balanced(Runner):
         self.places: dict[tuple[int, int], Places] = {}
 
     @property
-    def held_bytes(self) -> int:
+    def activation_bytes(self) -> int:
         """All that this rank holds for backwards: its own, guests, and moves under way."""
         moving = (self.lent[self.unit(what)] for what in (*self.boundary, *self.sending) if what.kind in "EG")
         return sum(saved.bytes for saved in self.saved.values()) + sum(moving)
@@ -151,16 +151,16 @@ class Balanced(Runner):
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
         return ((self.lent[self.unit(what)],), torch.uint8) if what.kind in "EG" else super().message(what)
 
-    def run_stage(self, stage: int, unit: int, kept: Kept) -> Tensor:
+    def run_stage(self, stage: int, unit: int, mine: InFlight) -> Tensor:
         module = self.stages[stage]
         stays = (*module.parameters(), *module.buffers(), *self.units[unit], *self.reducer.gathered_buffers())
         self.saved[stage, unit] = saved = SavedTensors(stays, self.device)
         input_grad = InputGrad() if stage else None
         if input_grad:
-            kept.x = without_input(kept.x, input_grad)
+            mine.x = without_input(mine.x, input_grad)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            y = super().run_stage(stage, unit, kept)
-        kept.x = input_grad or kept.x
+            y = super().run_stage(stage, unit, mine)
+        mine.x = input_grad or mine.x
         return y
 
     def backward(self, action: Action) -> None:
@@ -179,7 +179,7 @@ class Balanced(Runner):
         """Nothing to do: the receive was posted before H, and G waits for it."""
 
     def give_back(self, action: Action) -> None:
-        self.boundary[action] = self.take(Action("E", *action[1:]))
+        self.boundary[action] = self.get(Action("E", *action[1:]))
 
     def load(self, action: Action) -> None:
-        self.saved[action[1:]].load(self.take(Action("G", *action[1:])), self.places.pop(action[1:]))
+        self.saved[action[1:]].load(self.get(Action("G", *action[1:])), self.places.pop(action[1:]))

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.pipeline.schedule import Action, Schedule, check
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes
+from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive_ints
 
 Towers = Callable[[object], tuple[Tensor, Tensor]]
 
@@ -78,7 +79,7 @@ def _gathered(own: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 def naive(p: int, m: int) -> Schedule:
     """Two batches of m microbatches, one after the other: in each, all forwards before any backward."""
-    check_sizes("naive", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     order = [(kind, batch * m + i) for batch in range(2) for kind in "FB" for i in range(m)]
     ranks = [[Action(kind, rank, unit) for kind, unit in order] for rank in range(p)]
     return check(Schedule(f"two barriers, p={p}, m={m}", ranks, p, 2 * m))
@@ -86,7 +87,7 @@ def naive(p: int, m: int) -> Schedule:
 
 def doubled(p: int, m: int) -> Schedule:
     """The second batch's forwards fill the wait for the first's loss, then alternate with its backwards."""
-    check_sizes("doubled", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     ranks = []
     for rank in range(p):
         forwards, backwards = ([Action(kind, rank, i) for i in range(2 * m)] for kind in "FB")

@@ -10,7 +10,7 @@ planned        programs with messages, which both sides post when, by a simulate
                the earliest can always go. A rank that receives just before it needs and sends just after it
                has (`naive`) may face a neighbour that waits the other way round.
 
-In Runner: `cut=samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (without `Reduce`: a
+With a Runner: `run.cut = samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (no `Reduce`: a
 reducer works in its `finish()`). A rank never holds more than the cap. No torch.
 Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
 longest time, an approximation, and balances replicas too.

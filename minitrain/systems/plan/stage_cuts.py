@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, balanced, divided, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
-from minitrain.pipeline.schedules.one_direction import alternate, check_sizes, one_f_one_b
+from minitrain.pipeline.schedules.one_direction import alternate, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
 from minitrain.ranks.checks import (
     require_ints,
@@ -210,7 +210,7 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
 
     Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
     require_nonnegative(forward=forward, backward=backward)
-    check_sizes("plan_autopipe", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
     best = simulated_step(cut, forward, backward, m)
     while True:
@@ -250,7 +250,7 @@ def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]
 
 def sliced(p: int, m: int, k: int = 1) -> Schedule:
     """1F1B with the first k of m microbatches in halves: units 2i and 2i+1 if i < k, else unit i + k."""
-    check_sizes("sliced", p=p, m=m)
+    require_positive_ints(p=p, m=m)
     require_ints(0, m, k=k)
 
     def halves(action: Action) -> list[Action]:
@@ -318,7 +318,7 @@ def depth(stages: int, edges: Edges) -> int:
 
 def graph_one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
-    check_sizes("graph_one_f_one_b", stages=stages, m=m)
+    require_positive_ints(stages=stages, m=m)
     require_positive_ints(stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):
@@ -357,7 +357,7 @@ def ops(series: Series) -> Iterator[Op]:
 
 def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
-    check_sizes("plan_graphpipe", devices=devices, m=m)
+    require_positive_ints(devices=devices, m=m)
     found = [
         ((m + deep - 1) * slow, deep, slow, parts) for (_, deep, slow), parts in graph_cuts(model, devices)
     ]

@@ -22,7 +22,9 @@ def smallest_largest(costs, stages):
 
 
 def plan():
-    layer = stage_memory.Layer(forward=10, backward=20, fixed=2, units=(stage_memory.Unit(1, 5), stage_memory.Unit(3, 4)))
+    layer = stage_memory.Layer(
+        forward=10, backward=20, fixed=2, units=(stage_memory.Unit(1, 5), stage_memory.Unit(3, 4))
+    )
     return stage_memory.plan_adapipe(stage_memory.Model((layer,) * 4, boundary=1), 2, 4, 40)
 
 

@@ -645,7 +645,10 @@ def test_a_trainer_refuses_what_does_not_fit_the_recipe():
     assert frozen.startswith(
         "layers.1.norm1.weight is frozen in this run, and the hyperparameters have frozen=(); give the same to both"
     )
-    assert (report, save) == ("report_every=0: use at least 1 step", "save_every=0: use at least 1 step")
+    assert (report, save) == (
+        "report_every=0: use a whole number from 1 to 16,777,216",
+        "save_every=0: use a whole number from 1 to 16,777,216",
+    )
 
 
 def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):

@@ -249,7 +249,6 @@ def asks_in_a_pipeline():
         lambda y, targets: y.sum(),
         NoReducer(),
         width=1,
-        check=False,
         dtype=torch.float32,
     )
     run(batch)

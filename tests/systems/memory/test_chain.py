@@ -313,7 +313,7 @@ def trained(layout: dict, plan) -> tuple:
         problem.config, Strategy(precision="float64", **layout), lambda params: AdamW(params, lr=1e-2), seed=3
     )
     if plan:
-        run.model.play = lambda layers, x, positions: chain(layers, plan)(x, positions)
+        run.model.run_layers = lambda layers, x, positions: chain(layers, plan)(x, positions)
     losses = [
         run.total(run.step(run.batch(rows_of_problem(problem, step), step), 0.5).loss).item()
         for step in range(2)

@@ -13,18 +13,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from minitrain import collectives, launch
 from minitrain.pipeline.schedule import B, F, Pair, Schedule, check
+from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
+from minitrain.pipeline.schedules.slices import terapipe
+from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.systems.pipeline.torch_csv import from_csv, to_csv
-from tests.pipeline.test_pipeline_schedule import (
-    both_ways,
-    everything,
-    folded,
-    paired,
-    recomputing,
-    sliced,
-    split,
-)
+from tests.pipeline.test_pipeline_schedule import everything, folded, paired, split
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 8
 
@@ -91,9 +86,9 @@ def test_both_ends_name_their_messages_in_one_order():
 
 
 REFUSED = {
-    "stage 1 is on rank 0 and on rank 1; PyTorch has each stage on one rank": lambda: to_csv(both_ways(2, 2)),
-    "no slices of a sequence, this has 2": lambda: to_csv(sliced(2, 2, 2)),
-    "no R; leave recomputation to the stages": lambda: to_csv(recomputing(gpipe(2, 2))),
+    "stage 0 is on rank 0 and on rank 1; PyTorch has each stage on one rank": lambda: to_csv(chimera(2, 2)),
+    "no slices of a sequence, this has 2": lambda: to_csv(terapipe(2, 2, 2)),
+    "no R; leave recomputation to the stages": lambda: to_csv(recomputed(gpipe(2, 2))),
     "is stuck: rank 0 at B0.0": lambda: to_csv(Schedule("", ((B(0, 0), F(0, 0)),), 1, 1)),
     "row 0, column 1 is '0X0'; cells are": lambda: from_csv("0F0,0X0"),
     "row 1, column 0 is '1F'": lambda: from_csv("0F0\n1F\n"),

@@ -55,13 +55,7 @@ def measured() -> dict:
             with Ledger() as ledger:
                 stage = {group.rank(): GPT(TOY, layers=cut[group.rank()])}
                 runner = Runner(
-                    stage,
-                    one_f_one_b(P, M),
-                    group,
-                    cross_entropy_sum,
-                    NoReducer(),
-                    width=TOY.d_model,
-                    check=False,
+                    stage, one_f_one_b(P, M), group, cross_entropy_sum, NoReducer(), width=TOY.d_model
                 )
                 tokens = torch.zeros(M, LENGTH, dtype=torch.int64)
                 runner(Batch(tokens, tokens, M * LENGTH))

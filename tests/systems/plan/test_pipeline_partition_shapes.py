@@ -139,15 +139,8 @@ def planned_step(groups):
     times = [[(time(len(rows), max(LENGTHS[sample] for sample in rows)),) * 2 for rows in groups]] * 2
     schedule = dynapipe.adaptive(times, [len(rows) for rows in groups], cap=sum(map(len, groups)))
     stages = Stages(small(), {group.rank(): even(2, 2)[group.rank()]}, seed=3, dtype=torch.float64)
-    run = Runner(
-        dict(stages.items()),
-        schedule,
-        group,
-        cross_entropy_sum,
-        NoReducer(),
-        width=small().d_model,
-        cut=dynapipe.samples(groups, LENGTHS),
-    )
+    run = Runner(dict(stages.items()), schedule, group, cross_entropy_sum, NoReducer(), width=small().d_model)
+    run.cut = dynapipe.samples(groups, LENGTHS)
     run.program = dynapipe.planned(
         schedule, Measured({action: times[0][action.microbatch][0] for action in schedule.place})
     )[group.rank()]
