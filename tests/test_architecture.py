@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from minitrain.course import house
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "minitrain"
 FLOORS = [  # from the ground up
@@ -356,20 +358,49 @@ def test_budgets_of_lines(what):
     )
 
 
-def closure_lines(module: str, ground: str = "minitrain.ranks") -> int:
-    """Lines of a module and of all of minitrain that it stands on, down to the ground."""
-    seen, todo = set(), [module]
-    while todo:
-        name = todo.pop()
-        if name not in seen and not name.startswith(ground):
-            seen.add(name)
-            todo += graph()[name]
-    return sum(len(MODULES[name].read_text().splitlines()) for name in seen)
-
-
 def test_a_reader_of_zero_opens_few_lines():
-    assert closure_lines("minitrain.data_parallel.zero1") <= 400
-    assert closure_lines("minitrain.data_parallel.zero2") <= 500
+    """`python -m minitrain.course.house minitrain.data_parallel.zero1`: all it needs, without ranks/."""
+    assert house.lines_of(house.closure("minitrain.data_parallel.zero1")) <= 400
+    assert house.lines_of(house.closure("minitrain.data_parallel.zero2")) <= 500
+
+
+NO_WORDS_OF_THE_FIELD = set(
+    "found held kept way ways word lives arrived taken take stay own beside spread".split()
+)
+TERM = "held_out"  # the field's, with such a word in it
+
+
+def public_names(tree: ast.Module) -> set[str]:
+    """Functions, classes, methods, their parameters and fields, as a caller writes them."""
+    names, waiting = set(), [(node, False) for node in tree.body]
+    while waiting:
+        node, in_class = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if not node.name.startswith("_") or node.name == "__init__":
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                names |= {node.name, *(one.arg for one in given)}
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            names.add(node.name)
+            waiting += [(inner, True) for inner in node.body]
+        elif in_class and isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def private_language(names: set[str]) -> set[str]:
+    spelled = {name: re.sub("([A-Z])", r"_\1", name.replace(TERM, "")).lower() for name in names}
+    return {name for name in names if set(re.findall("[a-z0-9]+", spelled[name])) & NO_WORDS_OF_THE_FIELD}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_public_names_are_the_fields(path):
+    assert not (wrong := private_language(public_names(tree_of(path)))), f"{path.name}: {sorted(wrong)}"
+
+
+def test_a_private_word_is_seen():
+    source = "class Kept:\n    held: int\n    def go(self, way, _own): ...\n    def _take(self): ...\ndef is_taken(): ..."
+    assert private_language(public_names(ast.parse(source))) == {"Kept", "held", "way", "is_taken"}
 
 
 def test_no_drawer_for_odds_and_ends():

@@ -85,7 +85,7 @@ def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor,
 
 def revolve(layers: list[nn.Module], max_inputs: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
     """x behind these layers, with at most `max_inputs` inputs of layers in memory, x among them: segments
-    inside segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph autograd's own."""
+    inside segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph autograd's."""
     while len(layers) > 1:
         cut = next_checkpoint(len(layers), max_inputs) if max_inputs > 1 else len(layers) - 1
         x = recompute(partial(revolve, layers[:cut], max_inputs, how), x, positions, **how)

@@ -7,7 +7,7 @@
 `WholeStages` tells `reducer.keep_gathered(params, whole)` before each action whether the next one on this
 rank is of the same stage and in the same direction: then what is gathered stays whole and gradients add up
 in it. Sends 2 gathers and one reduce-scatter of each stage per step; without it each of m microbatches
-gathers twice and scatters once. Memory: one stage whole, and in backward its whole gradients, in place of two units.
+gathers twice and scatters once. Memory: one stage whole, and in backward its gradients, not two units.
 Lamy-Poirier 2023, arXiv:2211.05953, section 4. Differs: gathers run ahead inside of a stage, not from one
 stage to the next.
 """
