@@ -167,7 +167,7 @@ def test_dp_tp_figure():
     [
         ("dp-pp-tp", "order='dp-pp-tp'; name dp, pp, cp, tp once each, joined by -, outermost first"),
         ("dp-pp-tp-tp", "order='dp-pp-tp-tp'; name"),
-        (3, "order=3; name"),
+        (3, "order=3: give a text"),
         (
             "cp-dp-pp-tp",
             "order='cp-dp-pp-tp': ranks with other tokens of a row lie inside dp; put dp before cp",

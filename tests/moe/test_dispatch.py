@@ -85,7 +85,7 @@ def on_a_rank(case, work, wrong=""):
         rows = way.there(x)
         y = getattr(experts, work)(rows, way.counts, up, down)
         if wrong == "no inverse permutation":
-            way.turn = torch.arange(len(rows))
+            way.order = torch.arange(len(rows))
         y = way.back(y, routing.weights * (routing.weights if wrong == "weights applied twice" else 1))
         loss_of(y).backward()
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, gate, up, down)]

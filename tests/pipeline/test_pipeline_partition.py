@@ -473,11 +473,11 @@ def test_an_uneven_cut_and_slices_equal_one_process():
         ("use 1 to 3 stages", lambda: balanced([1, 2, 3], 4)),
         ("costs[1] = -1", lambda: balanced([1, -1], 1)),
         ("3 weights of 2 layers", lambda: pipedream([1, 2], 2, weights=[1, 2, 3])),
-        ("each layer all four", lambda: stage_cuts.Model([1], [1, 2], [0], [0])),
-        ("must be above 0", lambda: stage_cuts.Cluster((2, 0), 1, 1)),
+        ("len(backward)=2: use 1", lambda: stage_cuts.Model([1], [1, 2], [0], [0])),
+        ("machines[1]=0: use a finite number above 0", lambda: stage_cuts.Cluster((2, 0), 1, 1)),
         ("give each unit both", lambda: stage_cuts.plan_autopipe([1, 2], [1], 1, 1)),
         ("use 1 to 2 stages", lambda: stage_cuts.plan_autopipe([1, 2], [1, 2], 3, 1)),
-        ("use 0 to 4", lambda: stage_cuts.sliced(2, 4, 5)),
+        ("k=5: use a whole number from 0 to 4", lambda: stage_cuts.sliced(2, 4, 5)),
     ],
 )
 def test_what_is_refused(words, call):

@@ -211,6 +211,8 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
     Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
     require_nonnegative(forward=forward, backward=backward)
     require_positive_ints(p=p, m=m)
+    if len(forward) != len(backward):
+        raise ValueError(f"{len(forward)} forward times and {len(backward)} backward; give each unit both")
     cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
     best = simulated_step(cut, forward, backward, m)
     while True:
