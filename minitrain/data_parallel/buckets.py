@@ -33,10 +33,12 @@ def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key=kind) -> list[list[nn.Parameter]]:
-    """Parameters of equal key in buckets of at most `bucket_bytes`; a larger one has a bucket to itself."""
+    """Parameters of equal key in buckets of at most `bucket_bytes` (or one larger one), first full first."""
     require_positive_ints(10**18, bucket_bytes=bucket_bytes)
     buckets: list[list[nn.Parameter]] = []
     last: dict = {}  # of each key: a bucket, and the bytes left in it
+    params = list(params)
+    place = {param: number for number, param in enumerate(params)}
     for param in params:
         size = param.numel() * param.grad_dtype.itemsize
         bucket, room = last.get(key(param), ([], -1))
@@ -45,7 +47,7 @@ def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key=kind) -> list[li
             buckets.append(bucket)
         bucket.append(param)
         last[key(param)] = bucket, room - size
-    return buckets
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -130,9 +132,7 @@ class InOrder:
         """ValueError if its bucket is on its way: what is added now would be lost, or sent by some only."""
         bucket = self.bucket_of[param]
         if bucket not in self.waiting:
-            cure = (
-                "give layers that share it one backward, or set enabled=False and call on_step_grads(params)"
-            )
+            cure = "give layers that share it one backward, or call on_step_grads(params) with enabled=False"
             raise ValueError(f"a gradient {list(param.shape)} grew after its bucket was sent; {cure}")
         self.completed[bucket].add(param)
         while self.waiting and self.is_full(self.waiting[0]):

@@ -446,3 +446,11 @@ def test_slices_cover_and_differ_by_at_most_one():
             assert sum(sizes) == numel and max(sizes) - min(sizes) <= 1
             assert sizes == sorted(sizes, reverse=True)  # the first ones are the larger ones
             assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))
+
+
+def test_buckets_come_in_the_order_in_which_they_fill():
+    """A small parameter of another key, complete first, whose bucket fills last, holds up nobody."""
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 8, 8, 8, 1)]
+    place = {param: number for number, param in enumerate(weights)}
+    buckets = pack(weights, bucket_bytes=8 * 4, key=len)
+    assert [[place[param] for param in bucket] for bucket in buckets] == [[1], [2], [3], [0, 4]]

@@ -19,7 +19,7 @@ from minitrain.systems.simulate.device_memory import (
 )
 
 LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
-TRACE = checkpointed(10, work_bytes=100 * MiB, kept_bytes=68 * MiB, asked_bytes=300 * MiB)
+TRACE = checkpointed(10, work_bytes=100 * MiB, checkpoint_bytes=68 * MiB, asked_bytes=300 * MiB)
 KINDS = {block: "checkpoints" for block in range(10)} | {block: "activations" for block in range(10, 20)}
 DIED = replay(TRACE, CachingAllocator(1000 * MiB))
 PAGES = replay(TRACE, CachingAllocator(1000 * MiB, "expandable_segments:True"))

@@ -107,7 +107,7 @@ def test_traffic_per_parallelism():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (dict(zero="III", dp=2, node=2), "word=True has no formula here; use False, or a dry run"),
+        (dict(zero="III", dp=2, node=2), "hybrid=True has no formula here; use False, or a dry run"),
         (dict(tp=2, overlap=True), "overlap=True has no formula"),
         (dict(cp=2, core="gathered"), "core='gathered' has no formula here; use 'ring'"),
         (dict(recompute="full", zero=3), "recompute='full' has no formula here; use 'none'"),
