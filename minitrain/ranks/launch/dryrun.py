@@ -30,6 +30,7 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.launch import shapes
 from minitrain.ranks.launch.local import notebook_cells
 from minitrain.ranks.launch.report import spot
+from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -58,6 +59,7 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     cells = notebook_cells()
     for file in cells:
         collectives.name_file(file, "cell")  # as the ranks of a launch do, so that call sites are equal
+    PROCESS.recent.clear()  # of another world
     on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
