@@ -12,7 +12,7 @@ place, not by torch's stream. Two systems on it and on prefetch.py, for L layers
     LayerToLayer    L2L: m = 1, and all microbatches pass a layer while it is here: the same bytes for any
                     number of them; inputs of layers stay on the device or go to the host (stash="host")
 
-The largest run of m + 1 layers counts where layers differ. How large must m be? See plan/stronghold.py.
+The largest run of m + 1 layers counts where layers differ. How large must m be? See plan/offload.py.
 Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022, STRONGHOLD, SC22, section III. Pudipeddi et
 al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers step when all gradients are there (so they can
 be clipped), not layer by layer beside backward; the last layer is not run twice.
