@@ -5,8 +5,8 @@
     step       optimizer.step() on the shards, and nothing to gather: the next forward does
 
 What is gathered at once is a unit (sharded_units.py). A rank has its shards, 16/n bytes per parameter with
-Adam in mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is gathered
-for each in forward and stays whole in backward until its last use. A unit must be called as a module.
+Adam in mixed precision, and one unit whole, two with prefetch. What several units share (a tied table) is
+gathered for each in forward and stays whole in backward until its last use. A unit is called as a module.
 Sends 3 (n-1)/n of the parameters per step (two gathers, one reduce-scatter), with `reshard=False` 2 (n-1)/n:
 parameters stay whole from forward to backward. Recomputation gathers nothing more. Accumulation: as in
 zero2.py, and every microbatch gathers anew, with `reshard=False` once. In a pipeline units are gathered and
