@@ -6,7 +6,6 @@ import json
 import signal
 import types
 import zipfile
-from fractions import Fraction
 from pathlib import Path
 
 import nbformat
@@ -15,7 +14,7 @@ from nbclient.exceptions import DeadKernelError
 from typer.testing import CliRunner
 
 from minitrain.cli import main
-from minitrain.course import atlas, home, kernels, lab, notebook
+from minitrain.course import home, kernels, notebook
 
 # ---- numbers, headings, tables ---------------------------------------------------------------------------
 
@@ -58,86 +57,11 @@ def test_a_heading_and_the_facts_below_it_without_their_marks(tmp_path):
     assert notebook.heading(path) == ("07 · Grids", "")
 
 
-def test_measured_beside_formula(capsys):
-    rows = {"exact": (1234567, Fraction(1234567)), "third": (1, 3), "half": (0.5, 2), "none": (4, 0)}
-    notebook.compare(rows, "FLOPs")
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head == f"{'':5}  {'measured':>20}  {'formula':>20}  ratio   [FLOPs]"
-    assert [line.split() for line in lines] == [
-        ["exact", "1,234,567", "1,234,567", "1.000"],
-        ["third", "1", "3", "0.333"],
-        ["half", "0.5000", "2", "0.250"],
-        ["none", "4", "0", "-"],
-    ]
-    notebook.compare({})
-    assert capsys.readouterr().out.endswith("ratio   [bytes]\n")
-
-
-def test_source_is_shown_with_its_place_and_on_demand_with_its_docstring():
-    line = notebook.key_among.__code__.co_firstlineno
-    place, said, source = notebook._sourced(notebook.key_among, False)
-    assert place == f"minitrain/course/notebook.py:{line}"
-    assert said.startswith("The key of a chapter number:") and "\n" not in said and said not in source
-    assert source.splitlines()[1].startswith("    key = ") and not source.endswith("\n")
-    assert '"""The key of' in notebook._sourced(notebook.key_among, True)[2]
-    whole = notebook._sourced(lab._alone_in, False)[2]
-    assert whole.startswith("@contextmanager\ndef _alone_in(") and "with open" in whole.splitlines()[2]
-
-
 # ---- notebooks that are saved ----------------------------------------------------------------------------
 
 
 def stream(text, name="stdout"):
     return nbformat.v4.new_output("stream", name=name, text=text)
-
-
-def test_prints_that_follow_each_other_are_one():
-    other = nbformat.v4.new_output("display_data", data={"text/plain": "x"})
-    given = [
-        stream("a"),
-        stream("b"),
-        stream("c", "stderr"),
-        stream("d", "stderr"),
-        other,
-        stream("e"),
-        stream("f"),
-    ]
-    joined = notebook.joined(given)
-    assert [one.get("text") for one in joined] == ["ab", "cd", None, "ef"]
-    assert [one.get("name") for one in joined] == ["stdout", "stderr", None, "stdout"]
-
-
-def test_a_saved_notebook_holds_nothing_that_differs_from_run_to_run():
-    root = notebook.CHAPTERS.parent
-    error = nbformat.v4.new_output("error", ename="E", evalue="v")
-    error.traceback = [
-        f"File {root}/minitrain/a.py",
-        "\x1b[32m/home/me/.venv/lib/python3.12/site.py",
-        "see m/lib/python3",
-    ]
-    widget = nbformat.v4.new_output(
-        "display_data", data={"application/vnd.jupyter.widget-view+json": {}, "text/plain": "w"}
-    )
-    cells = [
-        nbformat.v4.new_markdown_cell("text", metadata={"tags": ["a"], "trusted": True}),
-        nbformat.v4.new_code_cell(
-            "print(guess)", outputs=[stream("a"), stream("b"), widget, error], metadata={"x": 1}
-        ),
-        nbformat.v4.new_code_cell("guess = 3"),
-    ]
-    book = notebook.normalised(
-        nbformat.v4.new_notebook(
-            cells=cells, metadata={"kernelspec": {"name": "mine", "display_name": "Mine"}}
-        )
-    )
-    assert book.metadata == notebook.METADATA and book.metadata is not notebook.METADATA
-    assert [cell["id"] for cell in book.cells] == ["cell-000", "cell-001", "cell-002"]
-    assert [cell.metadata for cell in book.cells] == [
-        {"tags": ["a"]}, {"collapsed": True, "jupyter": {"outputs_hidden": True}}, {}
-    ]  # fmt: skip
-    prints, shown, failed = book.cells[1].outputs
-    assert prints.text == "ab" and shown.data == {"text/plain": "w"}
-    assert failed.traceback == ["File minitrain/a.py", "\x1b[32mlib/python3.12/site.py", "see m/lib/python3"]
 
 
 @pytest.mark.parametrize(
@@ -292,28 +216,6 @@ def test_the_first_signal_stops_a_run_and_the_kernel_at_once():
     assert client.shutdown_kernel == "immediate"
 
 
-def test_the_folder_of_a_kernel_is_private_short_and_goes_with_it_but_not_in_a_restart(monkeypatch):
-    monkeypatch.setattr(kernels.KernelManager, "shutdown_kernel", lambda self, now=False, restart=False: None)
-    manager = kernels.Manager()
-    folder = Path(manager.folder.name)
-    assert folder.stat().st_mode & 0o777 == 0o700 and manager.transport == "ipc"
-    assert manager.connection_file == str(folder / "k.json") and len(f"{folder}/k.json-ipc-5") < 107
-    manager.shutdown_kernel(restart=True)
-    assert folder.exists()
-    manager.shutdown_kernel()
-    assert not folder.exists()
-
-    async def nothing(self, restart=False):
-        pass
-
-    monkeypatch.setattr(kernels.AsyncKernelManager, "cleanup_resources", nothing)
-    manager = kernels.AsyncManager()
-    asyncio.run(manager.cleanup_resources(restart=True))
-    assert Path(manager.folder.name).exists()
-    asyncio.run(manager.cleanup_resources())
-    assert not Path(manager.folder.name).exists()
-
-
 # ---- the command -----------------------------------------------------------------------------------------
 
 
@@ -345,10 +247,6 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(main, "app", lambda: {}["key"])
     with pytest.raises(KeyError):
         main.main()
-
-
-def test_versions_of_what_is_not_installed(monkeypatch):
-    assert main.installed("no-such-package-here") == "is not installed"
 
 
 def invoke(*words: str):
@@ -399,16 +297,6 @@ def test_chapters_that_are_run_are_told_one_by_one(two_chapters, tmp_path):
     assert result.exit_code == 130 and "interrupted in 04_name; 1 of 2 chapters ran\n" in result.output
 
 
-def test_a_long_title_is_cut_at_a_word_and_facts_are_time_and_ranks(two_chapters, monkeypatch):
-    long = "03 · " + "word, " * 20
-    monkeypatch.setattr(notebook, "heading", lambda path: (long, "Time 20 s · Hardware none · Ranks 4"))
-    first, facts, *_ = invoke("list").output.splitlines()
-    assert first.endswith("word ..") and len(first) <= 80 and len(first) > 70
-    assert facts == "     Time 20 s · Ranks 4"
-    monkeypatch.setattr(notebook, "heading", lambda path: (f"{'a' * 38} {'b' * 39} and more", ""))
-    assert invoke("list").output.splitlines()[0] == f"{'a' * 38} .."
-
-
 @pytest.mark.parametrize("what", ["sum", "error", "memory", "nothing"])
 def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkeypatch):
     if what == "memory":
@@ -431,53 +319,6 @@ def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkey
     }
     assert failed == ([f"FAIL  {words[what]}"] if what in words else [])
     assert result.output.count("ok  ") == 7 - len(failed)
-
-
-def test_a_grade_is_asked_for_by_chapter_and_file(monkeypatch):
-    from minitrain.course import exercises
-
-    asked = []
-    monkeypatch.setattr(notebook, "exercise", lambda number: asked.append(number))
-
-    class Graded:
-        def table(self, detail):
-            return f"the table, {detail}"
-
-    monkeypatch.setattr(exercises, "grade", lambda chapter, file: asked.append((chapter, file)) or Graded())
-    assert invoke("grade", "02", "--file", "a.ipynb").output == "the table, False\n"
-    assert invoke("grade", "--detail").output == "the table, True\n"
-    assert asked == ["02", ("02", Path("a.ipynb")), (None, None)]
-    result = invoke("grade", "--file", "a.ipynb")
-    assert str(result.exception) == "a.ipynb is of which chapter? minitrain grade 02 --file a.ipynb"
-
-
-def test_jupyterlab_takes_the_place_of_the_command(monkeypatch, tmp_path):
-    done = []
-    monkeypatch.setattr(lab, "prepare", lambda fresh: done.append(fresh) or ["a line"])
-    monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", str(work), *given])
-    monkeypatch.setattr(main.os, "execv", lambda program, command: done.append((program, command)))
-    monkeypatch.setattr(home, "at_home", lambda: tmp_path)
-    result = invoke("lab", "--fresh", "03", "--fresh", "notebooks/04", "--no-browser")
-    assert done == [["03", "notebooks/04"], ("jupyter", ["jupyter", str(main.ROOT / "work"), "--no-browser"])]
-    assert result.output.startswith("a line\nYour copies are in work/") and "root" not in result.output
-    invoke("lab", "--allow-root")
-    monkeypatch.setattr(lab, "command", lambda work, given: ["jupyter", "--allow-root"])
-    assert "You are root: JupyterLab is told that this is meant (--allow-root)." in invoke("lab").output
-    assert done[2] == () and "--allow-root" in invoke("lab", "--allow-root").output
-
-
-def test_the_atlas_says_what_differs_and_counts(monkeypatch):
-    row = atlas.rows()[0]
-    fields = {
-        name: getattr(row, name) for name in ("chapter", "kind", "name", "idea", "module", "shown", "test")
-    }
-    other = types.SimpleNamespace(**fields, differs="smaller " * 20)
-    monkeypatch.setattr(atlas, "search", lambda wish: [other][: 0 if wish == "nothing here" else 1])
-    monkeypatch.setattr(atlas, "near", lambda wish: f"near {wish}")
-    printed = invoke("atlas", "ring").output
-    assert "          differs: smaller smaller" in printed and printed.endswith("\n1 system\n")
-    assert max(map(len, printed.splitlines()[1:3])) <= 80
-    assert invoke("atlas", "nothing", "here").output == "0 systems; near nothing here\n"
 
 
 def test_an_interrupt_of_a_command_is_one_line(monkeypatch):

@@ -54,11 +54,8 @@ def graded(judge: Judge, answer: str, time_limit_s: float = 40.0):
     return report.earned, report.results[0].property, report
 
 
-REFERENCE = next(task.answer.source for task in CHAPTER.tasks if task.answer.name == "total")
-
 ADVERSARIES = {
     "an endless loop": ("time limit", "def total(x, group):\n    while True: pass"),
-    "an endless loop outside the function": ("time limit", "while True: pass"),
     "a receive nobody sends for": (
         "no deadlock",
         """
@@ -92,13 +89,6 @@ def total(x, group):
         except OSError: pass""",
     ),
     "a memory bomb": ("memory limit", "def total(x, group):\n    return torch.ones(1 << 34)"),
-    "a memory bomb in small pieces": (
-        "memory limit",
-        """
-def total(x, group):
-    kept = []
-    while True: kept.append(torch.ones(1 << 20))""",
-    ),
     "a memory bomb in shared memory": (
         "no error",
         """
@@ -135,12 +125,6 @@ def total(x, group):
     sys.stderr.write("total 10/10\\n")
     return x""",
     ),
-    "an error that looks like a table": (
-        "no error",
-        """
-def total(x, group):
-    raise RuntimeError("\\x1b[2J\\r\\n  2/2  ok  Every rank returns the sum\\ntotal 10/10")""",
-    ),
     "a forged verdict on the line": (
         "data",
         """
@@ -148,15 +132,6 @@ import gc
 def total(x, group):
     lines = [thing for thing in gc.get_objects() if type(thing).__name__ == "Line"]
     for line in lines: line.send({"is": "verdict", "passed": True, "points": 10})
-    return x""",
-    ),
-    "a failure of a name of its own": (
-        "data",
-        """
-import gc
-def total(x, group):
-    for line in [thing for thing in gc.get_objects() if type(thing).__name__ == "Line"]:
-        line.send({"is": "raise", "property": "nothing", "message": "total 10/10", "trace": ""})
     return x""",
     ),
     "a torch that finds everything equal": (
@@ -167,15 +142,6 @@ def total(x, group):
     class Anything(torch.Tensor):
         __eq__ = __ne__ = lambda *a: True
     return x.as_subclass(Anything)""",
-    ),
-    "an object that is equal to everything": (
-        "data",
-        """
-class Anything:
-    __eq__ = lambda *a: True
-    __class__ = property(lambda self: torch.Tensor)
-def total(x, group):
-    return Anything()""",
     ),
     "a search of all frames and objects for what is wanted": (
         "sum on every rank",
@@ -189,15 +155,6 @@ def total(x, group):
         frame = frame.f_back
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.shape == x.shape]
     return sum(tensors) if len(tensors) == group.size() else x""",
-    ),
-    "a header that never ends": (
-        "data",
-        """
-import gc
-def total(x, group):
-    for line in [thing for thing in gc.get_objects() if type(thing).__name__ == "Line"]:
-        line.sock.sendall(b"\\xff\\xff\\xff\\xff" + b"[" * 100)
-    return x""",
     ),
     "a value nested a million times": (
         "no error",
@@ -423,27 +380,6 @@ def test_no_way_out_and_none_to_another_rank(judge, bare, monkeypatch):
     assert bare.run(replace(code, answer=control), [[()]], network=False).results == [[HARMLESS]]
 
 
-GUARDED = """
-import ctypes, threading, time
-def both():
-    library, guard, got = ctypes.CDLL("libstdc++.so.6"), ctypes.c_uint64(), []
-    acquire = lambda: library.__cxa_guard_acquire(ctypes.byref(guard))
-    first = acquire()
-    other = threading.Thread(target=lambda: got.append(acquire()), daemon=True)
-    other.start()
-    time.sleep(0.2)
-    library.__cxa_guard_release(ctypes.byref(guard))
-    other.join(5)
-    return first, got
-"""
-
-
-def test_threads_that_first_meet_in_the_same_function_of_torch_go_on(judge):
-    """C++ guards its static variables with futexes that it does not call private."""
-    code = Code(answer=GUARDED, names=["both"], call="both")
-    assert judge.run(code, [[()]], network=False).results == [[(1, [0])]]
-
-
 def test_every_rank_is_a_user_of_its_own(judge):
     code = Code(answer="import os\ndef who(): return os.getuid(), os.getgid()", names=["who"], call="who")
     users = [user for (user,) in judge.run(code, [[()]] * 3, network=False).results]
@@ -482,14 +418,6 @@ def test_of_minitrain_a_rank_has_what_the_call_lists_and_nothing_else(judge):
     assert collectives == ["barrier", "receive", "rotate", "send"]
     plumbing = {"_Handle", "_given", "_perform", "__init__", "wait"}
     assert set(functions) - plumbing == {"barrier", "receive", "rotate", "send"}
-
-
-def test_a_flood_of_prints_harms_nobody(judge):
-    flood = REFERENCE.replace(
-        "    rank, others", "    for _ in range(3000): print('x' * 1000)\n    rank, others", 1
-    )
-    points, _, report = graded(judge, flood)
-    assert points == 3 and all(len(result.detail) < 200_000 for result in report.results)
 
 
 KEEPS = {

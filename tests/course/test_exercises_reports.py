@@ -1,6 +1,5 @@
 """What a check can ask, and what of it a report, a proof and an attack show."""
 
-import argparse
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from minitrain.course.exercises import Grades, Report, Result
 from minitrain.course.grading import answer_checks, book, trial
 from minitrain.course.grading.answer_checks import Answer, Draw, expect_equal
 from minitrain.course.grading.judge import Code
-from minitrain.course.grading.trial import Broken, Failure, Outcome
+from minitrain.course.grading.trial import Failure, Outcome
 
 # ---- what a check can ask --------------------------------------------------------------------------------
 
@@ -161,21 +160,6 @@ def test_all_reports_in_one_table_with_a_sum():
     assert Grades([]).table().startswith("  0/0  in all")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
-def test_how_often_is_a_number_from_1(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}': use a whole number, 1 or more"):
-        exercises.at_least_one(text)
-    assert exercises.at_least_one("1") == 1
-
-
-def test_answers_that_know_nothing_have_the_names_of_the_reference():
-    source = "import torch\ndef f(a, b): return 1\nclass C:\n    def __init__(self, x): ...\n    def g(self): ...\nN = 4"
-    made = {}
-    exec(exercises.with_bodies(source, "return 'body'"), made)
-    assert made["f"](1, x=2) == "body" and made["C"](1, 2).g(3) == "body" and made["N"] is None
-    assert "torch" not in made
-
-
 CHAPTER_CELLS = [
     book.Cell("text", "", "## The task"),
     book.Cell("answer", "a", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION\n"),
@@ -258,24 +242,6 @@ def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, 
     assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
 
 
-def test_the_commands_say_in_one_line_which_wrong_solution_does_not_fit(monkeypatch, capsys):
-    """Before anything is run."""
-    told = "00.txt: total, zero: change 1 finds its old lines 0 times"
-    monkeypatch.setattr(book, "changed", lambda *_: exec("raise ValueError(told)", {"told": told}))
-    for wish in (["prove"], ["prove", "00"], ["attack"]):
-        with pytest.raises(SystemExit, match="2"):
-            exercises.main(wish)
-        assert capsys.readouterr().err.endswith(f"error: {told}\n")
-
-
-def test_what_uses_up_its_time_is_given_a_tenth_of_it(monkeypatch):
-    of, limits = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS), []
-    failed = lambda *facts: limits.append(facts[4]) or Failure(facts[3].answer)
-    monkeypatch.setattr(exercises, "failure_in", failed)
-    cells = [book.Cell("wrong", "a", fails, {"fails": fails, "why": "w"}) for fails in ("time limit", "sum")]
-    assert exercises.wrong_ones(of, cells, Judged) == [] and limits == [2.0, 20.0]
-
-
 def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypatch):
     of = book.chapter("00")
     for folder in ("exercises", "work/exercises"):
@@ -318,24 +284,6 @@ def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypa
     assert said(elsewhere) == (str(elsewhere), "")
 
 
-def test_a_check_finds_what_read_only_cells_define():
-    cells = [book.Cell(role, role, f"{role} = 1", {}) for role in book.LOCKED]
-    check = book.Cell(
-        "check", "c", "assert given + driver + judge == 3 and __name__ == 'exercise'", {"points": "1"}
-    )
-    of = book.Chapter("99", book.Path("99.py"), [*cells, check])
-    assert exercises.failure_in(of, check, None, Code(), 1.0, "a seed") is None
-    for source, error in (
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("x.y", "NameError: name 'x' is not defined"),
-    ):
-        failure = exercises.failure_in(of, book.Cell("check", "c", source, {}), None, Code(), 1.0, "a seed")
-        assert str(failure) == f"data: the check cannot read what came back: {error}"
-    broken = book.Cell("check", "c", "from minitrain.course.grading.trial import Broken\nraise Broken", {})
-    with pytest.raises(Broken):
-        exercises.failure_in(of, broken, None, Code(), 1.0, "a seed")
-
-
 def test_attack_tells_who_earned_something(monkeypatch):
     of = book.Chapter("07", book.Path("07_x.py"), CHAPTER_CELLS)
     attempts = [
@@ -352,22 +300,3 @@ def test_attack_tells_who_earned_something(monkeypatch):
     monkeypatch.setattr(exercises, "failure_in", failure_in)
     assert exercises.attack(of, Judged, "4") == (3, ["07: a, way 1: earns 2 points"])
     assert seen == [(f"# {n}", "4") for n in range(3) for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    "facts, sealed",
-    [
-        ({"grade": True, "solution": True, "locked": False, "points": 2}, "TrueTrueFalse"),
-        ({"grade": False, "solution": False, "locked": True}, "FalseFalseTrue"),
-        ({"grade": True, "solution": False, "locked": False, "points": 3}, "TrueFalseTrue"),
-        ({"grade": False, "solution": True, "locked": True}, "FalseTrueFalse"),
-        ({}, "FalseFalseFalse"),
-        ({"grade": True, "points": "?"}, "TrueFalseTrue"),
-    ],
-)
-def test_a_seal_is_of_source_type_role_name_and_points(facts, sealed):
-    """What nbgrader hashes, one part after the other."""
-    cell = {"source": "x = 1", "cell_type": "code", "metadata": {"nbgrader": {"grade_id": "a", **facts}}}
-    points = {2: "2.0", 3: "3.0", "?": "?"}.get(facts.get("points"), "")
-    parts = f"x = 1code{sealed}a{points}"
-    assert exercises.assignment.checksum(cell) == exercises.assignment.hashlib.md5(parts.encode()).hexdigest()

@@ -106,15 +106,6 @@ def test_behind_the_wall_of_files_nothing_but_libraries_is_read_and_nothing_is_w
         assert (tmp_path / wanted / "emptied").read_text() == "text"
 
 
-def test_what_must_be_hidden_may_not_lie_in_what_must_be_readable(walled):
-    secret = os.path.join(os.path.dirname(os.path.realpath(os.__file__)), "exercises")
-    said = alone(
-        "walls = confine.Walls(True, sys.argv[1:])\nprint(json.dumps([walls.missing, walls.files]))", secret
-    )
-    assert said[0].startswith(f"this system has no walls for files: {secret} lies inside /"), said
-    assert said[1] is None
-
-
 @pytest.mark.skipif(not ROOT, reason="only root may change how disks are mounted")
 def test_reading_a_library_leaves_no_trace_and_what_the_server_mounts_stays_with_it(walled):
     with open(f"/proc/{walled.server.pid}/mountinfo") as file:
@@ -178,13 +169,6 @@ def test_a_limit_counts_from_the_memory_there_is_and_never_goes_up(monkeypatch, 
     assert given[resource.RLIMIT_DATA] == (4000, 4000)
 
 
-def test_the_server_is_in_no_terminals_way(walled):
-    """Signals for a group of processes pass it by, and it stands in no folder that somebody may want to remove."""
-    pid = walled.server.pid
-    assert os.getsid(pid) == os.getpgid(pid) == pid
-    assert not confine.LINUX or os.readlink(f"/proc/{pid}/cwd") == "/"
-
-
 def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):
     if not ROOT:
         assert walled.users == [None] * 16
@@ -194,39 +178,6 @@ def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):
 
 
 # ---- what is missing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "files, calls, missing",
-    [
-        (7, b"filter", ""),
-        (OSError("no Landlock"), b"filter", "this system has no walls for files: no Landlock"),
-        (7, ImportError("no pyseccomp"), "this system has no walls for calls: no pyseccomp"),
-        (
-            OSError("a"),
-            RuntimeError("b"),
-            "this system has no walls for files: a; this system has no walls for calls: b",
-        ),
-    ],
-)
-def test_where_one_wall_is_missing_the_other_stays(monkeypatch, files, calls, missing):
-    def gives(result):
-        def prepare(*_):
-            if isinstance(result, Exception):
-                raise result
-            return result
-
-        return prepare
-
-    monkeypatch.setattr(confine, "readable_files", gives(files))
-    monkeypatch.setattr(confine, "allowed_calls", gives(calls))
-    walls = confine.Walls(True, [])
-    assert walls.missing == missing
-    assert [walls.files, walls.calls] == [
-        None if isinstance(one, Exception) else one for one in (files, calls)
-    ]
-    without = confine.Walls(False, [])
-    assert (without.files, without.calls, without.missing) == (None, None, "it was told to do without")
 
 
 # ---- what a rank is --------------------------------------------------------------------------------------

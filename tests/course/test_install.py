@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import urllib.error
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,6 @@ def test_a_slow_index_is_not_waited_for(index):
     """It never answers: what comes back comes of our own limit."""
     index["may_answer"].clear()
     assert install.trouble_with_index(wait_s=0.2) == "did not answer within 0.2 s"
-
-
-@pytest.mark.parametrize("error", [TimeoutError("timed out"), urllib.error.URLError(TimeoutError())])
-def test_an_index_is_slow_whichever_clock_rings_first(monkeypatch, error):
-    """That of the socket, while it connects or reads, or that of the thread which is waited for."""
-
-    def rings(*_, **__):
-        raise error
-
-    monkeypatch.setattr(install.urllib.request, "urlopen", rings)
-    assert install.trouble_with_index() == "did not answer within 4 s"
 
 
 def test_an_index_that_is_not_there_is_no_error(monkeypatch):
@@ -159,18 +147,6 @@ def test_with_a_gpu_it_is_the_default_build_and_no_index_is_asked(pip, tmp_path,
     monkeypatch.setattr(install, "trouble_with_index", lambda: pytest.fail("asked"))
     install.main(str(pip.folder))
     assert pip.told() == [DEFAULT, REST] and "there is an NVIDIA GPU" in capsys.readouterr().out
-
-
-def test_a_gpu_is_there_where_its_driver_is_in_windows_too():
-    """Its control device; under WSL there is none, and the driver's program is where Windows puts it."""
-    assert set(install.GPU_SIGNS) == {"/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi"}
-
-
-def test_elsewhere_than_on_linux_there_is_one_build(pip, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(install, "trouble_with_index", lambda: pytest.fail("asked"))
-    install.main(str(pip.folder))
-    assert pip.told() == [DEFAULT, REST]
 
 
 @pytest.mark.parametrize("wish, told", [("cuda", DEFAULT), ("cpu", CPU)])
@@ -260,30 +236,6 @@ print(install.torch_of(made) + ".")
     assert done.stdout.splitlines()[-1] == f"{seen}."
 
 
-def test_an_environment_of_a_system_with_a_supported_torch_sees_the_systems_packages(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
-    monkeypatch.setattr(install, "torch_of", lambda python: "2.12.0")
-    monkeypatch.setattr(subprocess, "call", lambda words, **_: calls.append(words) or 0)
-    install.environment(tmp_path / "new")
-    assert calls == [
-        [sys.executable, "-m", "venv", "--clear", "--system-site-packages", str(tmp_path / "new")]
-    ]
-
-
-def test_an_environment_made_from_another_stands_on_its_packages_not_on_the_systems(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(sys, "base_prefix", "/elsewhere")
-    monkeypatch.setattr(install, "torch_of", lambda python: "2.12.0")
-    monkeypatch.setattr(subprocess, "call", lambda words, **_: calls.append(words) or 0)
-    monkeypatch.setattr(
-        install.sysconfig, "get_path", lambda kind, vars={}: str(tmp_path) if vars else "/theirs"
-    )
-    install.environment(tmp_path / "new")
-    assert calls == [[sys.executable, "-m", "venv", "--clear", str(tmp_path / "new")]]
-    assert (tmp_path / "packages_below.pth").read_text() == "/theirs\n"
-
-
 @pytest.mark.parametrize(
     "version, supported",
     [("2.11", True), ("2.11.0+cpu", True), ("2.10.9", False), ("2.13.9", True), ("2.14", False), ("2.14.0", False),
@@ -320,22 +272,6 @@ def test_make_without_a_target_says_what_there_is_and_does_nothing():
     for target in "course", "lab", "test", "clean", "TORCH=cuda":
         assert f"make {target} " in done.stdout
     assert len(done.stdout.splitlines()) <= 10
-
-
-def test_make_runs_the_script_with_the_wish(tmp_path):
-    for wish in "", "cuda":
-        command = [
-            "make",
-            "-n",
-            "-C",
-            install.ROOT,
-            f"VENV={tmp_path}/none",
-            f"TORCH={wish}",
-            "PYTHON=py",
-            "install",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert f"TORCH={wish} py minitrain/course/install.py {tmp_path}/none" in done.stdout
 
 
 def test_clean_leaves_the_readers_work():

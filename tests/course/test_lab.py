@@ -105,30 +105,6 @@ def test_fresh_never_overwrites_what_was_set_aside(tmp_path):
     assert source(root / "work/notebooks/03_data.ipynb") == "notebooks 03"
 
 
-def test_fresh_is_what_was_meant_and_nothing_is_set_aside_that_is_fresh_already(tmp_path):
-    root = small_root(tmp_path)
-    lab.prepare(root)
-    assert lab.prepare(root, fresh=["03"]) == [] and not list(root.rglob("*.yours*"))
-    for folder in lab.FOLDERS:
-        write(root / "work" / folder / "03_data.ipynb", "mine")
-    told = lab.prepare(root, fresh=["exercises/03"])
-    assert told == ["work/exercises/03_data.ipynb is fresh; yours is 03_data.yours.ipynb, beside it"]
-    assert source(root / "work/notebooks/03_data.ipynb") == "mine"
-    assert source(root / "work/exercises/03_data.ipynb") == "exercises 03"
-
-
-def test_a_link_that_leads_elsewhere_is_mended_and_what_the_reader_put_there_stays(tmp_path):
-    root = small_root(tmp_path)
-    lab.prepare(root)
-    work = root / "work"
-    for name in ("README.md", "minitrain"):
-        (work / name).unlink()
-    (work / "README.md").symlink_to(root / "minitrain")
-    (work / "minitrain").write_text("mine")
-    assert lab.prepare(root) == []
-    assert os.readlink(work / "README.md") == "../README.md" and (work / "minitrain").read_text() == "mine"
-
-
 def test_a_torn_copy_or_a_lost_record_loses_nothing(tmp_path):
     root = small_root(tmp_path)
     lab.prepare(root)
@@ -176,37 +152,6 @@ def test_a_name_that_is_none_is_refused_before_anything_is_made(tmp_path):
     assert not (root / "work").exists()
     with pytest.raises(ValueError, match="needs a clone"):
         lab.prepare(tmp_path / "nowhere")
-
-
-def test_without_symbolic_links_the_notebooks_are_there_all_the_same(tmp_path, monkeypatch):
-    root = small_root(tmp_path)
-
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    (told,) = lab.prepare(root)
-    assert "no symbolic links" in told and "Operation not permitted" in told
-    assert (root / "work/notebooks/03_data.ipynb").exists()
-
-
-def test_where_nothing_can_be_written_one_line_says_so(tmp_path, monkeypatch):
-    root = small_root(tmp_path)
-    (root / "work").write_text("a file of the reader's")
-    with pytest.raises(
-        OSError, match="cannot prepare .*work: File exists|cannot prepare .*work: Not a directory"
-    ):
-        lab.prepare(root)
-
-    def refuse(path, *_, **__):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (root / "work").unlink()
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(
-        PermissionError, match="cannot write .*work/notebooks; put the clone where you may write"
-    ):
-        lab.prepare(root)
 
 
 def test_two_at_once_wait_for_each_other(tmp_path):

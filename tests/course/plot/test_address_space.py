@@ -2,11 +2,9 @@
 
 import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from minitrain.course.plot import style
 from minitrain.course.plot.address_space import address_space, strips
-from minitrain.course.plot.style import PALE, SKY, VERMILLION, png
+from minitrain.course.plot.style import PALE, SKY, VERMILLION
 from minitrain.systems.simulate.allocator import CachingAllocator, StitchingAllocator
 from minitrain.systems.simulate.device_memory import (
     REGION,
@@ -17,8 +15,8 @@ from minitrain.systems.simulate.device_memory import (
     replay,
     with_region,
 )
+from tests.course.plot.pictures import LONG, check
 
-LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
 TRACE = checkpointed(10, work_bytes=100 * MiB, checkpoint_bytes=68 * MiB, asked_bytes=300 * MiB)
 KINDS = {block: "checkpoints" for block in range(10)} | {block: "activations" for block in range(10, 20)}
 DIED = replay(TRACE, CachingAllocator(1000 * MiB))
@@ -59,17 +57,7 @@ def areas(figure):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_everything_fits_and_the_file_is_small(name):
-    figure = PICTURES[name]()
-    data = png(figure)
-    assert len(data) < 120_000 and data == PICTURES[name]()._repr_png_()[0]
-    width, height = figure.get_size_inches() * figure.dpi
-    assert width == pytest.approx(720) and height < 900
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    box = figure.get_tightbbox(renderer)
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < 7.22 and box.y1 < height / 100 + 0.02
-    for legend in figure.legends:
-        for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer))
+    check(PICTURES[name])
 
 
 def test_blocks_are_as_large_as_their_bytes_and_lives():
@@ -113,41 +101,6 @@ def test_strips_show_the_holes_between():
         "stitched",
         "region",
     ]
-
-
-def test_what_was_just_freed_is_a_hole():
-    """After event 28 the tenth layer's work is gone, and its checkpoint is not there yet."""
-    ax = strips({"before": (DIED, 27), "after": (DIED, 28)}, KINDS, title="").axes[0]
-    used = [
-        sum(
-            p.get_width()
-            for p in ax.patches
-            if colour(p) != PALE.upper() and p.get_y() == pytest.approx(row - 0.35)
-        )
-        for row in range(2)
-    ]
-    assert used == pytest.approx([(9 * 68 + 100) * MiB / 1e9, 9 * 68 * MiB / 1e9])
-
-
-def test_one_kind_has_one_colour_in_all_pictures():
-    died, pages = areas(PICTURES["died"]()), areas(PICTURES["pages"]())
-    assert set(died) < set(pages)
-    (other,) = set(died) - {SKY, PALE.upper()}
-    strip = PICTURES["strips"]().axes[0]
-    kinds = sorted({"checkpoints", "blocks", "region"})
-    assert style.colour_of("checkpoints", kinds) in {colour(patch) for patch in strip.patches}
-    assert other == style.colour_of("checkpoints", ["blocks", "checkpoints"])
-
-
-def test_addresses_without_memory_are_left_out():
-    """The small pool's range begins far away; drawn it begins where the other one's memory ends."""
-    trace = [("alloc", 0, 30 * MiB), ("alloc", 1, MiB)]
-    done = replay(trace, CachingAllocator(2**33, "expandable_segments:True"))
-    assert done.placed[1].pieces[0][0] > 2**33
-    ax = address_space(done, title="").axes[0]
-    assert max(box.get_extents().y1 for c in ax.collections for box in c.get_paths()) == pytest.approx(
-        42 * MiB / 1e6
-    )
 
 
 def test_too_many_blocks_are_refused():

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from minitrain.course.plot import balance_charts as plot_balance
 from minitrain.course.plot import charts as plot
@@ -17,15 +16,14 @@ from minitrain.course.plot import low_bits as plot_low_bits
 from minitrain.course.plot import pipeline_charts as plot_pipeline
 from minitrain.course.plot import precision as plot_precision
 from minitrain.course.plot import style
-from minitrain.course.plot.style import COLOURS, CYCLE, ink_on, png, unit_for
+from minitrain.course.plot.style import COLOURS, CYCLE, ink_on, png
 from minitrain.pipeline.schedule import in_flight
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue, Wait
-
-LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
+from tests.course.plot.pictures import LONG, check
 
 
 def step(num_layers=12, ranks=(0, 1)):
@@ -166,23 +164,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_everything_fits_and_the_file_is_small(name):
-    figure = PICTURES[name]()
-    data = png(figure)
-    assert data.startswith(b"\x89PNG") and len(data) < 120_000, len(data)
-    assert data == PICTURES[name]()._repr_png_()[0]  # equal data, equal picture
-    width, height = figure.get_size_inches() * figure.dpi
-    assert width == pytest.approx(720) and height < 900
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    box = figure.get_tightbbox(renderer)  # of everything drawn, in inches
-    assert (
-        box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02
-    ), box
-    for legend in figure.legends:
-        assert not any(text.get_text().startswith("_") for text in legend.get_texts())
-        for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer)), (
-                "it hides data"
-            )
+    check(PICTURES[name])
 
 
 def test_timeline_draws_the_seconds_of_the_account():
@@ -203,11 +185,6 @@ def test_timeline_draws_the_seconds_of_the_account():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["rank 0", "dp"]
 
 
-def test_a_long_timeline_has_few_rectangles():
-    ax = plot.timeline(step(num_layers=4000, ranks=(0,))).axes[0]
-    assert sum(len(bars.get_paths()) for bars in ax.collections) < 4000
-
-
 def test_bars_show_the_amounts():
     figure = PICTURES["bars_by_kind"]()
     ax = figure.axes[0]
@@ -220,11 +197,6 @@ def test_a_wrong_number_stands_out():
     texts = {t.get_text(): t.get_color() for t in PICTURES["measured_and_formula"]().axes[0].texts}
     assert texts["1.000"] == texts["0 = 0"] == COLOURS["formula"]
     assert texts["2.667"] == style.VERMILLION
-
-
-def test_memory_names_the_peak_and_the_phases():
-    texts = {text.get_text() for text in PICTURES["memory"]().axes[0].texts}
-    assert {"peak 2.9 GB", " forward", " backward"} <= texts
 
 
 def test_rank_grid_colours_groups():
@@ -257,78 +229,12 @@ def test_loads_are_shares_of_tokens_and_placements_pile_up_to_the_rows_of_a_rank
     assert len(colours) == 4, "experts 0 and 7 differ"
 
 
-def test_balance_curves_draw_ratios_under_their_limit_and_losses_at_their_steps():
-    figure = plot_balance.balance_curves({"run": [4, 2, 1]}, {"run": {1: 3.0, 3: 2.5}}, limit=4, title="")
-    left, right = figure.axes
-    assert left.lines[0].get_xydata().tolist() == [[1, 4], [2, 2], [3, 1]]
-    assert [line.get_ydata()[0] for line in left.lines[1:]] == [4, 1], "the limit, and balance"
-    assert right.lines[0].get_xydata().tolist() == [[1, 3.0], [3, 2.5]]
-
-
-def test_lines_to_experts_are_as_wide_as_what_flows():
-    ax = PICTURES["flow"]().axes[0]
-    bands = [patch.get_xy() for patch in ax.patches if isinstance(patch, matplotlib.patches.Polygon)]
-    widths = [(band[:, 1].max() - band[:, 1].min(), abs(band[3][1] - band[0][1])) for band in bands]
-    assert [width for _, width in widths] == pytest.approx([3 / 8, 1 / 8, 1 / 2])  # none where nothing flows
-    boxes = [p for p in ax.patches if isinstance(p, matplotlib.patches.Rectangle)]
-    heights = [box.get_height() for box in boxes]
-    assert heights == pytest.approx(
-        [1 / 2, 1 / 2, 7 / 8, 0.004, 1 / 8]
-    )  # sources, targets; an empty one is a hair
-    assert bands[2][1][1] == pytest.approx(bands[0][2][1])  # where one ends in a box, the next begins
-    assert bands[1][0][1] == pytest.approx(bands[0][3][1])
-    inks = [p.get_facecolor()[:3] for p in ax.patches if isinstance(p, matplotlib.patches.Polygon)]
-    assert inks == [matplotlib.colors.to_rgb(colour) for colour in (CYCLE[0], CYCLE[1], CYCLE[0])]
-    colours = [matplotlib.colors.to_hex(box.get_facecolor()).upper() for box in boxes]
-    assert colours[2:] == [CYCLE[0], CYCLE[0], CYCLE[1]], "of their owners"
-
-
-def test_choices_show_loads_and_darker_weights():
-    ax = PICTURES["choices"]().axes[0]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "0", "1"]
-    shade = [sum(matplotlib.colors.to_rgb(cell.get_facecolor())) for cell in ax.patches]
-    assert shade[3] < shade[2] < shade[0] < shade[1] == 3.0  # 1, 3/4, 1/4, nothing
-
-
 def test_one_microbatch_says_what_each_rank_waits_for_with_an_arrow_per_message():
     figure = PICTURES["pipeline, one microbatch"]()
     texts = {text.get_text() for text in figure.axes[0].texts}
     assert {"F0", "B3", "waits for F2", "waits for B1"} <= texts and "waits for F3" not in texts
     arrows = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None)]
     assert len(arrows) == 6, "a message per boundary and direction"
-
-
-def test_the_legend_shows_the_shades_of_a_ranks_stages_side_by_side():
-    labels = [text.get_text() for text in PICTURES["pipeline"]().legends[0].get_texts()]
-    assert labels == ["forward (stages of a rank)", "backward (stages of a rank)", "idle"]
-    plain = plot_pipeline.schedule(PIPELINES[0]).legends[0].get_texts()
-    assert [text.get_text() for text in plain] == ["forward", "backward", "idle"]
-
-
-def test_heat_leaves_the_diagonal_out():
-    ax = PICTURES["heat"]().axes[0]
-    assert [text.get_text() for text in ax.texts] == ["9,000", "3", "0", "7"]
-    colours = [matplotlib.colors.to_hex(cell.get_facecolor()).upper() for cell in ax.patches]
-    assert colours[0] == colours[3] == style.PALE.upper() and colours[2] == "#FFFFFF" != colours[1]
-
-
-def test_sharing_marks_the_tiles_of_outliers():
-    figure = PICTURES["sharing"]()
-    assert [ax.get_title(loc="left").split("\n")[1][:4] for ax in figure.axes] == ["100%", "50% ", "25% "]
-    colours = [matplotlib.colors.to_hex(box.get_facecolor()) for box in figure.axes[2].patches]
-    hit, pale, black = colours[2], colours[0], colours[-1]
-    assert colours[:8] == [pale, pale, hit, pale, pale, hit, pale, pale] and colours[8:] == [black] * 2
-    for outliers, tiles in ([(4, 0)], {"all": (0, 0)}), ([], {}):
-        with pytest.raises(ValueError, match="a matrix of 4 x 8; give places inside it and a tile"):
-            plot_low_bits.sharing((4, 8), tiles, outliers, title="")
-
-
-def test_code_shares_are_percent_and_name_what_can_be_seen():
-    one, other = PICTURES["code_shares"]().axes
-    assert [bar.get_height() for bar in one.patches] == [25, 75] and one.get_ylim() == other.get_ylim()
-    assert [text.get_text() for text in other.texts] == ["50", "50"], "nothing above 0.1 %"
-    with pytest.raises(ValueError, match="1 panels, of which some are empty"):
-        plot_low_bits.code_shares({"x": {}}, title="")
 
 
 def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals():
@@ -342,37 +248,6 @@ def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals
     assert [label.get_text() for label in ax.get_yticklabels()] == ["e2m1", "an eighth"]
     with pytest.raises(ValueError, match="fp16 has 1000 positive numbers.*; draw 1 to 300"):
         plot_precision.number_lines({"fp16": range(1001)}, title="")
-
-
-def test_errors_stand_at_their_lengths_and_none_at_zero():
-    ax = PICTURES["error_by_length"]().axes[0]
-    fp16, chunks, bound = ax.lines
-    assert list(fp16.get_xdata()) == [64, 1024, 4096] and list(fp16.get_ydata())[1:] == [1e-3, 0.5]
-    assert fp16.get_ydata()[0] != fp16.get_ydata()[0] and list(bound.get_ydata()) == [1e-3, 1e-2, 1]
-    assert (bound.get_linestyle(), chunks.get_linestyle()) == ("--", "-")
-    with pytest.raises(ValueError, match="x has 1 errors for 2 lengths"):
-        plot_precision.error_by_length([1, 2], {"x": [1.0]}, title="")
-
-
-def test_magnitudes_stand_above_what_a_format_holds():
-    weights, gradients, fp16 = PICTURES["magnitudes"]().axes
-    assert [(bar.get_center()[0], bar.get_height()) for bar in weights.patches] == [(-5, 75), (-4, 25)]
-    assert [bar.get_center()[0] for bar in gradients.patches] == [-28] and gradients.get_ylabel()[
-        -7:
-    ] == "weights"
-    (left, wide), (normal, wider) = [(bar.get_x(), bar.get_width()) for bar in fp16.patches]
-    assert (left, wide, normal) == (-24, 10, -14) and wider == pytest.approx(30, abs=1e-3)
-    with pytest.raises(ValueError, match="0 kinds and 0 formats"):
-        plot_precision.magnitudes({}, {}, title="")
-
-
-def test_operands_are_cut_into_their_tiles_up_to_the_edge():
-    (ax,) = PICTURES["contractions"]().axes
-    sizes = [(tile.get_width(), tile.get_height()) for tile in ax.patches]
-    assert sizes == [(4, 1), (2, 1)] * 4 + [(2, 4), (1, 4), (2, 2), (1, 2)]
-    with pytest.raises(ValueError, match=r"y: \('K', 2\) across and \('K', 3\) down"):
-        one, other = ("x", ("M", 1), ("K", 2), 1, 1), ("W", ("K", 3), ("N", 1), 1, 1)
-        plot_precision.contractions([("y", one, other)], title="")
 
 
 def test_a_described_picture_carries_its_text():
@@ -408,9 +283,3 @@ def test_one_palette():
             kinds
         )  # in one picture no colour means two things
     assert ink_on("#F0E442") == "#000000" and ink_on("#0072B2") == "white"
-
-
-def test_units():
-    assert unit_for(1.5e9, "bytes") == ("GB", 1e9) and unit_for(999, "bytes") == ("bytes", 1.0)
-    assert unit_for(0.02, "s") == ("ms", 1e-3) and unit_for(0, "s") == ("ns", 1e-9)
-    assert unit_for(7, "TFLOP") == ("TFLOP", 1.0)

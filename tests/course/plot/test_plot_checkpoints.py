@@ -1,17 +1,15 @@
 """Pictures of saving: what is drawn is what was given, everything fits, files are small and equal for equal
 data."""
 
-import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 
-from minitrain.course.plot import checkpoints, style
-from minitrain.course.plot.style import COLOURS, CYCLE, PALE, png
+from minitrain.course.plot import checkpoints
+from minitrain.course.plot.style import CYCLE, PALE
 from minitrain.systems.plan import checkpoint_placement as place
 from minitrain.systems.simulate import checkpoint_pipeline as pipeline
+from tests.course.plot.pictures import LONG, check
 
-LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
 CURVES = {"10 s": [(100, 0.2), (400, 0.05), (2000, 0.1)], "300 s": [(100, 0.5), (2000, 0.3)]}
 WORK, STATE = pipeline.Work(3, 6, 1), pipeline.State(14, 26)
 WAYS = {
@@ -42,18 +40,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_everything_fits_and_the_file_is_small(name):
-    figure = PICTURES[name]()
-    data = png(figure)
-    assert data.startswith(b"\x89PNG") and len(data) < 120_000, len(data)
-    assert data == PICTURES[name]()._repr_png_()[0]
-    width, height = figure.get_size_inches() * figure.dpi
-    assert width == pytest.approx(720) and height < 900
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    box = figure.get_tightbbox(renderer)
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02
-    for legend in figure.legends:
-        for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer))
+    check(PICTURES[name])
 
 
 def test_waste_has_its_points_in_per_cent_and_the_best_in_its_label():
@@ -74,37 +61,6 @@ def test_waste_has_its_points_in_per_cent_and_the_best_in_its_label():
         checkpoints.waste({}, title="")
     with pytest.raises(ValueError, match=r"\['20 s'\] have no formula"):
         checkpoints.waste(CURVES, best={"20 s": (1, 1)}, title="")
-
-
-def test_lanes_have_the_seconds_of_the_runs():
-    ax = PICTURES["saves"]().axes[0]
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert labels == ["CheckFreq", "copy", "write", "", "LightCheck", "copy", "write", "", "FastPersist", "copy",
-                      "write", "", "tiers", "copy", "write", "move"]  # fmt: skip
-    seconds = {}
-    for bars in ax.collections:
-        colour = matplotlib.colors.to_hex(bars.get_facecolor()[0]).upper()
-        for path in bars.get_paths():
-            box = path.get_extents()
-            row = round((box.y0 + box.y1) / 2)
-            seconds[row, colour] = seconds.get((row, colour), 0) + box.width
-    waits = COLOURS["exposed communication"].upper()
-    for row, (name, run) in zip((0, 4, 8, 12), RUNS.items()):
-        assert seconds[row, COLOURS["forward"]] == pytest.approx(4 * 3)
-        assert seconds[row, COLOURS["backward"]] == pytest.approx(4 * 6)
-        assert seconds[row, COLOURS["optimizer"]] == pytest.approx(4 * 1)
-        assert seconds.get((row, waits), 0) == pytest.approx(float(run.stall("train"))), name
-        assert seconds[row + 1, style.ORANGE] == pytest.approx(14)
-        assert seconds[row + 2, style.PURPLE] == pytest.approx(26)
-    assert seconds[15, style.GREY] == pytest.approx(12)
-    assert [text.get_text().strip() for text in ax.texts] == [
-        "waits 5 s",
-        "waits 0 s",
-        "waits 19 s",
-        "waits 14 s",
-    ]
-    with pytest.raises(ValueError, match="0 ways"):
-        checkpoints.saves({}, title="")
 
 
 def cells(ax):
@@ -131,11 +87,6 @@ def test_each_machine_shows_what_it_holds():
     assert PICTURES["mixed"]().axes[0].get_title(loc="left") == "mixed"
     with pytest.raises(ValueError, match="1 placements of 25 machines"):
         checkpoints.placement({"ring": place.ring(25, 2)}, 2, title="")
-
-
-def test_a_described_picture_carries_its_text():
-    data, metadata = style.described(PICTURES["mixed"](), "three rings")._repr_png_()
-    assert data == png(PICTURES["mixed"]()) and metadata["alt"] == "three rings"
 
 
 def test_calls_are_in_order_and_what_is_lost_is_hatched():

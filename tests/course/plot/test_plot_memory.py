@@ -6,15 +6,14 @@ from fractions import Fraction
 
 import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from minitrain.course.plot import memory_charts, style
-from minitrain.course.plot.style import COLOURS, png
-from minitrain.plan.simulate.links import Task, play
+from minitrain.course.plot import memory_charts
+from minitrain.course.plot.style import COLOURS
+from minitrain.plan.simulate.links import play
 from minitrain.systems.plan import offload
 from minitrain.systems.simulate import swaps
+from tests.course.plot.pictures import LONG, check
 
-LONG = "A title that is so long that it would run out of the picture on the right if nobody broke it into two lines"
 SETS = [{0, 2, 4, 6}, {0, 2, 4, 7}]
 TMOF = play(swaps.swapping_forward(SETS, [15] * 8, 4), {"up": 5})
 WORK = offload.Work(13, 220, 5, 10, 5)
@@ -61,18 +60,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_everything_fits_and_the_file_is_small(name):
-    figure = PICTURES[name]()
-    data = png(figure)
-    assert data.startswith(b"\x89PNG") and len(data) < 120_000, len(data)
-    assert data == PICTURES[name]()._repr_png_()[0]
-    width, height = figure.get_size_inches() * figure.dpi
-    assert width == pytest.approx(720) and height < 900
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    box = figure.get_tightbbox(renderer)
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width / 100 + 0.02 and box.y1 < height / 100 + 0.02
-    for legend in figure.legends:
-        for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer))
+    check(PICTURES[name])
 
 
 def drawn(ax):
@@ -101,17 +89,6 @@ def test_lanes_have_the_seconds_of_the_run():
     fast = sum(p.end_s - p.start_s for name in copies for p in TMOF.pieces[name] if p.rate == 5)
     assert seconds[COLOURS["communication"], True] == pytest.approx(float(slow)) and slow > 0
     assert seconds[COLOURS["communication"], False] == pytest.approx(float(fast)) and fast > 0
-
-
-def test_lanes_can_be_chosen_and_must_be_there():
-    figure = memory_charts.links(TMOF, ["copies 1"], title="")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["copies 1"]
-    with pytest.raises(ValueError, match=r"1 lanes, empty: \['gpu'\]; draw 1 to 24 lanes"):
-        memory_charts.links(TMOF, ["gpu"], title="")
-    plain = memory_charts.links(
-        play([Task("F1", "gpu", 2), Task("x", "gpu", 1)]), kinds={"F": "forward", "F1": "backward"}, title=""
-    )
-    assert drawn(plain.axes[0]) == {(COLOURS["backward"], False): 2, (COLOURS["compute"], False): 1}
 
 
 def test_runs_are_beside_each_other_to_one_scale_with_their_peaks():
@@ -149,8 +126,3 @@ def test_the_thick_line_is_the_highest():
         assert ax.lines[-1].get_xdata()[0] == pytest.approx(float(offload.fuyou_share(WORK, SERVER)))
     with pytest.raises(ValueError, match="0 resources"):
         memory_charts.roofs([0, 1], {"forward": {}}, title="")
-
-
-def test_a_described_picture_carries_its_text():
-    data, metadata = style.described(PICTURES["pareto"](), "bytes against time")._repr_png_()
-    assert data == png(PICTURES["pareto"]()) and metadata["alt"] == "bytes against time"
