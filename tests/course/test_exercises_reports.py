@@ -1,6 +1,5 @@
 """What a check can ask, and what of it a report, a proof and an attack show."""
 
-
 import pytest
 import torch
 
