@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from minitrain.course import exercises
-from minitrain.course.exercises import Grades, Report, Result
+from minitrain.course.exercises import Report, Result
 from minitrain.course.grading import answer_checks, book, trial
-from minitrain.course.grading.answer_checks import Answer, Draw, expect_equal
+from minitrain.course.grading.answer_checks import Answer, expect_equal
 from minitrain.course.grading.judge import Code
 from minitrain.course.grading.trial import Failure, Outcome
 
@@ -102,27 +102,6 @@ def test_equal_means_of_one_kind_and_within_the_bound(actual, expected, atol, sa
     assert error.value.property == "p"
 
 
-def test_what_is_drawn_is_in_its_range():
-    draw = Draw("a seed")
-    assert {draw.integer(2, 4) for _ in range(99)} == {2, 3, 4}
-    several = draw.several(range(5), 5)
-    assert sorted(several) == list(range(5)) and draw.several("ab", 1)[0] in "ab"
-    assert any(draw.several(range(9), 9) != list(range(9)) for _ in range(3))
-    exact, few = draw.exact(2000), draw.few(4000)
-    assert exact.dtype == few.dtype == torch.float64 and exact.abs().max() < 8 and few.abs().max() < 64
-    assert exact.min() < -7 and exact.max() > 7 and few.min() < -63 and few.max() > 63
-    assert ((exact * 2.0**45) % 2 == 1).all(), "the last digit is there"
-    assert torch.equal(few, few.bfloat16().double()) or torch.equal(few, few.half().double())
-    shares = [draw.mask(100).double().mean().item() for _ in range(60)]
-    assert min(shares) < 0.35 and max(shares) > 0.75 and draw.mask(3, 4).shape == (3, 4)
-    real = draw.real(4000)
-    assert (
-        abs(real.mean()) < 0.1
-        and abs(real.std() - 1) < 0.1
-        and draw.real(2, dtype=torch.float32).dtype == torch.float32
-    )
-
-
 # ---- reports ---------------------------------------------------------------------------------------------
 
 RESULTS = [
@@ -143,20 +122,6 @@ def test_a_report_is_a_table_of_tasks_checks_and_points():
     bare = Report("00_start", [], "no seccomp", "s", 0.0)
     assert bare.table().splitlines()[0] == "00_start"
     assert bare.table().endswith("\na self-check, not a grade: answers ran without walls, because no seccomp")
-
-
-def test_all_reports_in_one_table_with_a_sum():
-    reports = [
-        Report("00_start", RESULTS, "", "s", 1.0),
-        Report("01_next", RESULTS[2:], "why", "s", 1.0, "", " (n)"),
-    ]
-    assert Grades(reports).table().splitlines() == [
-        "  7/10  00_start",
-        "  5/5  01_next (n)",
-        " 12/15  in all; `minitrain grade 00` shows a chapter check by check",
-        "a self-check, not a grade: answers ran without walls, because why",
-    ]
-    assert Grades([]).table().startswith("  0/0  in all")
 
 
 CHAPTER_CELLS = [
