@@ -20,7 +20,6 @@ from minitrain.course.plot.style import (
     CYCLE,
     DASHES,
     GREEN,
-    GREY,
     MARKERS,
     ORANGE,
     PALE,
@@ -34,7 +33,7 @@ from minitrain.systems.plan.checkpoint_placement import holders
 
 Points = Sequence[tuple[float, float]]
 _TRAINING = {"F": "forward", "B": "backward", "U": "optimizer"}
-_SAVING = {"copy": ORANGE, "write": PURPLE, "move": GREY}
+_SAVING = {"copy": ORANGE, "write": PURPLE}
 
 
 @style.styled

@@ -12,17 +12,18 @@ PYTORCH_ALLOC_CONF:
 
     expandable_segments:True             a pool is one range of addresses, backed by pages of 2 or 20 MiB
     max_split_size_mb:N                  larger blocks are never split, nor given to smaller requests
-    garbage_collection_threshold:X       beyond this share of the device, old unsplit segments go back first
-    roundup_power2_divisions:N           sizes rounded up to N steps between powers of two
 
+GMLake takes free blocks that lie apart and gives them one range of addresses. Requests of 2 MiB and more are
+rounded up to pages: a free block or an earlier stitch of this size, else a larger block, split, else the
+largest free ones and, if they are too few, new memory. Smaller ones are the caching allocator's.
 c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp; Guo et al. 2024 (GMLake), ASPLOS. Differs: one
-stream, no graphs, no private pools, one number of divisions for all sizes.
+stream, no graphs, no private pools.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import attrgetter
-from typing import NamedTuple
 
 from minitrain.ranks.checks import require_text
 from minitrain.systems.simulate.device_memory import PAGE, DeviceMemory, MiB, OutOfMemory
@@ -34,60 +35,31 @@ DEDICATED_SEGMENT = 10 * MiB  # from here on a request has a segment made to mea
 ROUNDED_TO = 2 * MiB
 
 
-class Settings(NamedTuple):
-    """As in PYTORCH_ALLOC_CONF."""
-
-    expandable_segments: bool = False
-    max_split_size_mb: int | None = None
-    garbage_collection_threshold: float = 0.0
-    roundup_power2_divisions: int = 0
-
-
-def parsed(text: str) -> Settings:
-    """ "max_split_size_mb:128,expandable_segments:True" -> Settings; "" -> what torch does by default."""
+def parsed(text: str) -> dict:
+    """ "max_split_size_mb:128,expandable_segments:True" -> {"max_split_size_mb": 128, ..}."""
     require_text(text=text)
     values: dict = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, value = part.partition(":")
-        try:
-            if name not in _RULES:
-                raise ValueError
-            convert, allowed, _ = _RULES[name]
-            values[name] = convert(value)
-            if not allowed(values[name]):
-                raise ValueError
-        except (ValueError, KeyError):
-            wanted = ", ".join(f"{known}:{rule}" for known, (_, _, rule) in _RULES.items())
-            raise ValueError(f"allocator setting {part!r}; use {wanted}, with commas between") from None
-    return Settings(**values)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
-_RULES = {
-    "expandable_segments": ({"True": True, "False": False}.__getitem__, lambda value: True, "True or False"),
-    "max_split_size_mb": (int, lambda value: value > 20, "more than 20"),
-    "garbage_collection_threshold": (float, lambda value: 0 < value < 1, "between 0 and 1"),
-    "roundup_power2_divisions": (int, _is_power_of_two, "a power of two"),
-}
-
-
-def rounded(size: int, divisions: int = 0) -> int:
-    """Bytes of the block for a request: 1,200 in 4 divisions of 1,024..2,048 is 1,280."""
-    if divisions > 1 and size > SMALLEST * divisions:
-        below = 1 << (size.bit_length() - 1)
-        step = below // divisions
-        return -(-size // step) * step
-    return max(SMALLEST, -(-size // SMALLEST) * SMALLEST)
+        if name == "expandable_segments" and value in ("True", "False"):
+            values[name] = value == "True"
+        elif name == "max_split_size_mb" and value.isdecimal() and int(value) > 20:
+            values[name] = int(value)
+        else:
+            known = "expandable_segments:True or False, max_split_size_mb:N with N more than 20"
+            raise ValueError(f"allocator setting {part!r}; use {known}, with commas between")
+    return values
 
 
 def segment_size(size: int) -> int:
     """Bytes of the segment that is made for a block."""
     if size <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < DEDICATED_SEGMENT else -(-size // ROUNDED_TO) * ROUNDED_TO
+    return LARGE_SEGMENT if size < DEDICATED_SEGMENT else rounded(size, ROUNDED_TO)
+
+
+def rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 _OF_SIZE = attrgetter("bytes", "address")
@@ -95,21 +67,13 @@ _AT = attrgetter("address")
 
 
 class _Block:
-    """A stretch of addresses between two neighbours of its segment."""
+    """A stretch of addresses between two neighbours of its segment. No pool: it is one to stitch."""
 
-    __slots__ = ("address", "bytes", "pool", "before", "after", "free", "backed", "cached_at")
-
-    def __init__(self, address: int, size: int, pool: "_Pool", backed: bool = True) -> None:
+    def __init__(self, address: int, size: int, pool: "_Pool | None", backed: bool = True) -> None:
         self.address, self.bytes, self.pool, self.backed = address, size, pool, backed
         self.before: _Block | None = None
         self.after: _Block | None = None
         self.free = True
-        self.cached_at = 0  # searches of the pool when it was cached
-
-    @property
-    def whole(self) -> bool:
-        """It is its segment."""
-        return self.before is None and self.after is None
 
     def cut(self, size: int) -> "_Block":
         """Keeps the first `size` bytes; -> the rest."""
@@ -127,10 +91,9 @@ class _Pool:
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.cached: list[_Block] = []  # free and backed, by size, then address
         self.unbacked: list[_Block] = []  # of expandable segments, by address
-        self.searches = 0
 
     def add(self, block: _Block) -> None:
-        block.free, block.cached_at = True, self.searches
+        block.free = True
         insort(self.cached if block.backed else self.unbacked, block, key=_OF_SIZE if block.backed else _AT)
 
     def remove(self, block: _Block) -> None:
@@ -152,39 +115,41 @@ class _Pool:
 
 
 class CachingAllocator:
-    """`alloc` and `free` as torch's. `memory` may be shared with another allocator."""
+    """`alloc` and `free` as torch's."""
 
-    def __init__(self, capacity_bytes: int, settings: str = "", *, memory: DeviceMemory | None = None):
-        self.settings = parsed(settings)
-        self.memory = memory or DeviceMemory(capacity_bytes)
+    def __init__(self, capacity_bytes: int, settings: str = ""):
+        given = parsed(settings)
+        self.expandable = given.get("expandable_segments", False)
+        self.max_split_bytes = given.get("max_split_size_mb", inf) * MiB  # blocks from here on stay whole
+        self.memory = DeviceMemory(capacity_bytes)
         self.allocated_bytes = 0
         self.retries = 0  # requests that were tried again when all cached segments had been given back
         self._pools = _Pool(small=True), _Pool(small=False)
-        self._live: dict[int, _Block | None] = {}
-        most = self.settings.max_split_size_mb
-        self._unsplit = float("inf") if most is None else most * MiB  # blocks from this size on stay whole
+        self._live: dict[int, list[_Block]] = {}
 
     def alloc(self, block: int, size: int) -> None:
         """Room for `size` bytes under the name `block`; OutOfMemory if there is none."""
-        self._live[block] = self._room(size) if size else None  # torch hands out a null pointer for nothing
+        # torch hands out a null pointer for nothing
+        self._live[block] = [self._room(size)] if size else []
 
     def free(self, block: int) -> None:
-        found = self._live.pop(block)
-        if found is not None:
-            self.allocated_bytes -= found.bytes
-            found.pool.joined(found)
+        for part in self._live.pop(block):
+            self.allocated_bytes -= part.bytes
+            part.free = True
+            if part.pool:
+                part.pool.joined(part)
 
     def pieces(self, block: int) -> tuple[tuple[int, int], ...]:
-        found = self._live[block]
-        return ((found.address, found.bytes),) if found else ()
+        """(address, bytes) of where it lies physically."""
+        return tuple((part.address, part.bytes) for part in self._live[block])
 
     def empty_cache(self) -> None:
         """Give everything back to the device that no live block needs."""
         for pool in reversed(self._pools):
             for block in [*pool.cached]:
-                if self.settings.expandable_segments:
+                if self.expandable:
                     self._take_pages_from(block)
-                elif block.whole:
+                elif block.before is None and block.after is None:  # a whole segment
                     self._give_back(block)
 
     @property
@@ -196,12 +161,9 @@ class CachingAllocator:
         return max(left, *cached, *(left + block.bytes for block in ends if block.free), 0)
 
     def _room(self, requested: int) -> _Block:
-        size = rounded(requested, self.settings.roundup_power2_divisions)
+        size = rounded(requested, SMALLEST)
         pool = self._pools[size > SMALL]
-        block = self._cached(pool, size)
-        if block is None:
-            self._collect_garbage()
-            block = self._new(pool, size)
+        block = self._cached(pool, size) or self._new(pool, size)
         if block is None and self._give_back_unsplit(pool, size):
             block = self._new(pool, size)
         if block is None:
@@ -209,38 +171,39 @@ class CachingAllocator:
             self.retries += 1
             block = self._new(pool, size)
         if block is None:
-            memory = self.memory
-            free = memory.capacity_bytes - self.allocated_bytes
-            raise OutOfMemory(requested, free, self.largest_bytes, memory.capacity_bytes)
+            raise self._out_of_memory(requested, self.largest_bytes)
         if self._splits(block, size):
             pool.add(block.cut(size))
         block.free = False
         self.allocated_bytes += block.bytes
         return block
 
+    def _out_of_memory(self, requested: int, largest: int) -> OutOfMemory:
+        capacity = self.memory.capacity_bytes
+        return OutOfMemory(requested, capacity - self.allocated_bytes, largest, capacity)
+
     def _splits(self, block: _Block, size: int) -> bool:
-        if block.pool.small or self.settings.expandable_segments:
+        if block.pool.small or self.expandable:
             return block.bytes - size >= SMALLEST
-        return size < self._unsplit and block.bytes - size > SMALL
+        return size < self.max_split_bytes and block.bytes - size > SMALL
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
         """The best fit among cached blocks."""
-        pool.searches += 1
         at = bisect_left(pool.cached, (size, -1), key=_OF_SIZE)
         if at == len(pool.cached):
             return None
-        if self.settings.expandable_segments:
+        if self.expandable:
             # The last block of a range counts as large as it can grow, so that it is used last.
             while at + 1 < len(pool.cached) and _grown(pool.cached[at + 1]) < _grown(pool.cached[at]):
                 at += 1
         block = pool.cached[at]
-        kept_whole = size < self._unsplit <= block.bytes
-        too_large = size >= self._unsplit and block.bytes >= size + LARGE_SEGMENT
+        kept_whole = size < self.max_split_bytes <= block.bytes
+        too_large = size >= self.max_split_bytes and block.bytes >= size + LARGE_SEGMENT
         return None if kept_whole or too_large else pool.cached.pop(at)
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
         """A block of new memory, in no list; None if the device has too little."""
-        if self.settings.expandable_segments:
+        if self.expandable:
             return self._expanded(pool, size)
         size = segment_size(size)
         if size > self.memory.unreserved_bytes:
@@ -254,25 +217,11 @@ class CachingAllocator:
         self.memory.release(block.address, block.bytes)
         self.memory.forget(block.address, block.bytes)
 
-    def _collect_garbage(self) -> None:
-        """Give back cached segments that have not been used for longer than the average of them."""
-        limit = int(self.settings.garbage_collection_threshold * self.memory.capacity_bytes)
-        excess, pool = self.memory.reserved_bytes - limit, self._pools[1]
-        if not limit or excess <= 0 or self.settings.expandable_segments:
-            return
-        ages = {block: pool.searches - block.cached_at for block in pool.cached if block.whole}
-        while ages and excess > 0:
-            average = sum(ages.values()) / len(ages)
-            for block in [block for block, age in ages.items() if age >= average]:
-                excess -= block.bytes
-                del ages[block]
-                self._give_back(block)
-
     def _give_back_unsplit(self, pool: _Pool, size: int) -> bool:
         """With a largest size to split: give back enough of the larger cached blocks, if there is enough."""
-        if self.settings.max_split_size_mb is None or self.settings.expandable_segments:
+        if self.max_split_bytes == inf or self.expandable:
             return False
-        larger = [block for block in pool.cached if block.bytes >= self._unsplit]
+        larger = [block for block in pool.cached if block.bytes >= self.max_split_bytes]
         one = next((block for block in larger if block.bytes >= size), None)
         released = 0
         for block in [one] if one else reversed(larger):
@@ -288,7 +237,7 @@ class CachingAllocator:
         while not block.backed or block.bytes < size:
             bare = block.after if block.backed else block
             missing = size - block.bytes if block.backed else size
-            pages = -(-min(bare.bytes, missing) // pool.page) * pool.page
+            pages = rounded(min(bare.bytes, missing), pool.page)
             if not self.memory.back(bare.address, pages):
                 return None
             pool.remove(bare)
@@ -312,7 +261,7 @@ class CachingAllocator:
     def _range(self, pool: _Pool) -> _Block:
         """A new range of addresses, somewhat more than the device has memory."""
         capacity = self.memory.capacity_bytes
-        size = -(-(capacity + capacity // 8) // pool.page) * pool.page
+        size = rounded(capacity + capacity // 8, pool.page)
         block = _Block(self.memory.addresses(size), size, pool, backed=False)
         pool.add(block)
         return block
@@ -320,7 +269,7 @@ class CachingAllocator:
     def _take_pages_from(self, block: _Block) -> None:
         """Give back the pages that lie in a cached block entirely."""
         pool, page = block.pool, block.pool.page
-        start = -(-block.address // page) * page
+        start = rounded(block.address, page)
         end = (block.address + block.bytes) // page * page
         if start >= end:
             return
@@ -341,70 +290,51 @@ def _grown(block: _Block) -> int:
     return block.bytes + (block.after.bytes if block.after and not block.after.backed else 0)
 
 
-class _Primitive:
-    """Physical memory in a row: chunks from `address` on."""
-
-    __slots__ = ("address", "bytes", "free")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.bytes, self.free = address, size, True
-
-
-class StitchingAllocator:
-    """`alloc` and `free` for `replay`."""
+class StitchingAllocator(CachingAllocator):
+    """GMLake's: blocks of whole pages, which are put together as they are needed."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.memory = DeviceMemory(capacity_bytes)
+        super().__init__(capacity_bytes)
         self.stitched = 0  # blocks made of several
-        self._small = CachingAllocator(capacity_bytes, memory=self.memory)
-        self._primitives: list[_Primitive] = []
-        self._stitches: list[list[_Primitive]] = []
-        self._live: dict[int, list[_Primitive]] = {}
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._small.allocated_bytes + sum(one.bytes for one in self._primitives if not one.free)
+        self._primitives: list[_Block] = []  # physical memory in a row
+        self._stitches: list[list[_Block]] = []
 
     def alloc(self, block: int, size: int) -> None:
         """Room for `size` bytes under the name `block`; OutOfMemory if there is less in all."""
-        if size < PAGE:
-            self._alloc_small(block, size)
+        if size >= PAGE:
+            parts = self._live[block] = self._parts(size)
+            self.allocated_bytes += _bytes(parts)
+            for part in parts:
+                part.free = False
             return
-        parts = self._room(size)
-        for part in parts:
-            part.free = False
-        self._live[block] = parts
+        try:
+            super().alloc(block, size)
+        except OutOfMemory:
+            for one in self._free():
+                self._primitives.remove(one)
+                self._stitches = [parts for parts in self._stitches if one not in parts]
+                self.memory.release(one.address, one.bytes)
+            super().alloc(block, size)
 
-    def free(self, block: int) -> None:
-        if block in self._live:
-            for part in self._live.pop(block):
-                part.free = True
-        else:
-            self._small.free(block)
+    def _free(self) -> list[_Block]:
+        return sorted((one for one in self._primitives if one.free), key=_OF_SIZE)
 
-    def pieces(self, block: int) -> tuple[tuple[int, int], ...]:
-        """Where it lies physically; its addresses are in a row."""
-        if block in self._live:
-            return tuple((part.address, part.bytes) for part in self._live[block])
-        return self._small.pieces(block)
-
-    def _room(self, requested: int) -> list[_Primitive]:
-        size = -(-requested // PAGE) * PAGE
-        free = sorted((one for one in self._primitives if one.free), key=lambda one: (one.bytes, one.address))
-        free_stitches = [parts for parts in self._stitches if all(one.free for one in parts)]
-        for parts in ([one] for one in free), free_stitches:
-            if exact := next((found for found in parts if _bytes(found) == size), None):
-                return list(exact)
+    def _parts(self, requested: int) -> list[_Block]:
+        size, free = rounded(requested, PAGE), self._free()
+        whole = [parts for parts in self._stitches if all(one.free for one in parts)]
+        for parts in [*([one] for one in free), *whole]:
+            if _bytes(parts) == size:
+                return list(parts)
         larger = next((one for one in free if one.bytes > size), None)
         if larger:
             self._split(larger, size)
             return [larger]
-        parts: list[_Primitive] = []
+        parts = []
         while free and _bytes(parts) < size:
             parts.append(free.pop())
         missing = size - _bytes(parts)
         if missing > 0:
-            parts.append(self._new(missing, requested))
+            parts.append(self._primitive(missing, requested))
         elif missing < 0:
             self._split(parts[-1], parts[-1].bytes + missing)
         if len(parts) > 1:
@@ -412,37 +342,23 @@ class StitchingAllocator:
             self._stitches.append(list(parts))
         return parts
 
-    def _new(self, size: int, requested: int) -> _Primitive:
+    def _primitive(self, size: int, requested: int) -> _Block:
         if size > self.memory.unreserved_bytes:
-            self._small.empty_cache()
-        if size > self.memory.unreserved_bytes:
-            free = self.memory.capacity_bytes - self.allocated_bytes
-            most = self.memory.unreserved_bytes + _bytes([one for one in self._primitives if one.free])
-            raise OutOfMemory(requested, free, most, self.memory.capacity_bytes)
-        made = _Primitive(self.memory.addresses(size), size)
-        self.memory.back(made.address, size)
+            self.empty_cache()
+        made = _Block(self.memory.addresses(size), size, None)
+        if not self.memory.back(made.address, size):
+            raise self._out_of_memory(requested, self.memory.unreserved_bytes + _bytes(self._free()))
         self._primitives.append(made)
         return made
 
-    def _split(self, block: _Primitive, size: int) -> None:
+    def _split(self, block: _Block, size: int) -> None:
         """`block`, a free one, keeps so many bytes; the rest is a block beside it, in stitched ones too."""
-        rest = _Primitive(block.address + size, block.bytes - size)
-        block.bytes = size
+        rest = block.cut(size)
         self._primitives.append(rest)
         for parts in self._stitches:
             if block in parts:
                 parts.insert(parts.index(block) + 1, rest)
 
-    def _alloc_small(self, block: int, size: int) -> None:
-        try:
-            self._small.alloc(block, size)
-        except OutOfMemory:
-            for one in [one for one in self._primitives if one.free]:
-                self._primitives.remove(one)
-                self._stitches = [parts for parts in self._stitches if one not in parts]
-                self.memory.release(one.address, one.bytes)
-            self._small.alloc(block, size)
 
-
-def _bytes(parts: Sequence[_Primitive]) -> int:
+def _bytes(parts: Sequence[_Block]) -> int:
     return sum(part.bytes for part in parts)

@@ -18,12 +18,10 @@ Sources: Mohan et al. 2021 (CheckFreq), FAST; Chen et al. 2023 (LightCheck), ICC
 (DataStates-LLM), HPDC; Wang et al. 2024 (FastPersist), arXiv:2406.13768; TorchSnapshot 2022.
 """
 
-from collections.abc import Sequence
-from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Work(NamedTuple):
@@ -32,10 +30,6 @@ class Work(NamedTuple):
     forward_s: Number
     backward_s: Number
     update_s: Number
-
-    @property
-    def step_s(self) -> Number:
-        return self.forward_s + self.backward_s + self.update_s
 
 
 class State(NamedTuple):
@@ -53,7 +47,6 @@ class SavePolicy(NamedTuple):
     chunks: int = 1
     buffers: int = 1  # of a chunk, on the host: a copy takes one, which is free again when it is written
     by_layer: bool = False  # a chunk is a layer, copied from its own update on, until its next
-    hot: int = 0  # saves for which a fast storage has room, each on its way to a cold one; 0: one storage
 
 
 def synchronous() -> SavePolicy:
@@ -61,11 +54,9 @@ def synchronous() -> SavePolicy:
     return SavePolicy("write", "forward")
 
 
-def snapshot_stall(hot: int = 0) -> SavePolicy:
-    """Training stops for the copy alone (Check-N-Run, MegaScale); the next one waits for the write. With room
-    for `hot` saves in a fast storage these move on to a cold one (InternEvo)."""
-    require_ints(hot=hot)
-    return SavePolicy("copy", "forward", hot=hot)
+def snapshot_stall() -> SavePolicy:
+    """Training stops for the copy alone (Check-N-Run, MegaScale); the next one waits for the write."""
+    return SavePolicy("copy", "forward")
 
 
 def torchsnapshot(chunks: int) -> SavePolicy:
@@ -96,18 +87,18 @@ def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
     return SavePolicy("write", "update", chunks, buffers)
 
 
-def train(work: Work, state: State, policy: SavePolicy, steps: int, every=1, move_s: Number = 0) -> Run:
-    """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy", "write" and "move".
+def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int = 1) -> Run:
+    """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy" and "write".
 
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
-    chunk j of save s, "move s" to the cold storage.
+    chunk j of save s.
     """
     require_positive_ints(steps=steps, every=every)
     layers = policy.chunks if policy.by_layer else 1
     tasks: list[Task] = []
-    saves = 0
     for i in range(steps):
-        saved = saves - 1 if i and i % every == 0 else None  # the save that this step runs beside
+        saves, rest = divmod(i, every)
+        saved = saves - 1 if i and not rest else None  # the save that this step runs beside
         last = (f"{policy.until} {saved}.{policy.chunks - 1}",) if saved is not None else ()
         tasks.append(Task(f"F {i}", "train", work.forward_s, after=last if policy.by == "forward" else ()))
         for p in range(layers):
@@ -116,27 +107,21 @@ def train(work: Work, state: State, policy: SavePolicy, steps: int, every=1, mov
                 gate = (f"{policy.until} {saved}.{p}",)
             tasks.append(Task(f"B {i}.{p}", "train", divided(work.backward_s, layers)))
             tasks.append(Task(f"U {i}.{p}", "train", divided(work.update_s, layers), after=gate))
-        if (i + 1) % every == 0:
-            tasks += _save(saves, i, state, policy, move_s)
-            saves += 1
+        if rest == every - 1:
+            tasks += _save(saves, i, state, policy)
     return play(tasks)
 
 
-def _save(s: int, step: int, state: State, policy: SavePolicy, move_s: Number) -> list[Task]:
+def _save(s: int, step: int, state: State, policy: SavePolicy) -> list[Task]:
     tasks = []
     copy_s, write_s = divided(state.copy_s, policy.chunks), divided(state.write_s, policy.chunks)
-    room = (f"move {s - policy.hot}",) if 0 < policy.hot <= s else ()
     for j in range(policy.chunks):
         ready = [f"U {step}.{j if policy.by_layer else 0}"]
         before, chunk = divmod(s * policy.chunks + j - policy.buffers, policy.chunks)
         if before >= 0:
             ready.append(f"write {before}.{chunk}")
-        tasks += [
-            Task(f"copy {s}.{j}", "copy", copy_s, after=tuple(ready)),
-            Task(f"write {s}.{j}", "write", write_s, after=(f"copy {s}.{j}", *room)),
-        ]
-    if policy.hot:
-        tasks.append(Task(f"move {s}", "move", move_s, after=(f"write {s}.{policy.chunks - 1}",)))
+        tasks.append(Task(f"copy {s}.{j}", "copy", copy_s, after=tuple(ready)))
+        tasks.append(Task(f"write {s}.{j}", "write", write_s, after=(f"copy {s}.{j}",)))
     return tasks
 
 
@@ -163,37 +148,3 @@ def stall_formula_s(work: Work, state: State, policy: SavePolicy) -> Number:
     else:
         hidden = work.forward_s + work.backward_s if policy.by == "update" else 0
     return max(0, (copied if policy.until == "copy" else written) - hidden)
-
-
-class Storage(NamedTuple):
-    """Where data-parallel ranks write one state together, on `nodes` nodes."""
-
-    nodes: int
-    node_bytes_per_s: Number  # shared by the writers of a node
-    rank_bytes_per_s: Number  # what one of them reaches alone
-    setup_s: Number  # per writer, one after another
-
-
-def writing(writers: int, nbytes: Number, storage: Storage) -> Run:
-    """`writers` ranks, dealt out to the nodes in turn, are set up; then each writes its share."""
-    tasks = [Task(f"set up {i}", "set-up", storage.setup_s) for i in range(writers)]
-    links: dict[str, Number] = {f"node {n}": storage.node_bytes_per_s for n in range(storage.nodes)}
-    for i in range(writers):
-        links[f"rank {i}"] = storage.rank_bytes_per_s
-        passes = (f"rank {i}", f"node {i % storage.nodes}")
-        share = divided(nbytes, writers)
-        tasks.append(Task(f"write {i}", f"writer {i}", share, passes, (f"set up {writers - 1}",)))
-    return play(tasks, links)
-
-
-def writing_s(writers: int, nbytes: Number, storage: Storage) -> Number:
-    """The same in closed form: the fullest node is the last."""
-    together = ceil(writers / storage.nodes)
-    rate = min(storage.rank_bytes_per_s, divided(storage.node_bytes_per_s, together))
-    return writers * storage.setup_s + divided(divided(nbytes, writers), rate)
-
-
-def best_writers(ranks: int, nbytes: Number, storage: Storage, measured_s: Sequence[Number] = ()) -> int:
-    """Of 1 to `ranks` writers, the number that takes least time, modelled or measured (for 1, 2, ..)."""
-    seconds = list(measured_s) or [writing_s(writers, nbytes, storage) for writers in range(1, ranks + 1)]
-    return seconds.index(min(seconds)) + 1

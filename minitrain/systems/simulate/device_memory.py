@@ -18,18 +18,18 @@ and gradients are copied into a region that is set aside for them.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.tables import aligned
 
 MiB = 2**20
 PAGE = 2 * MiB
-Trace = Iterable[tuple[str, int, int]]
+Event = tuple[str, int, int]
 
 
 class OutOfMemory(MemoryError):
@@ -84,28 +84,14 @@ class DeviceMemory:
         self.log.append((self.event, address, size, False))
 
 
-class Allocator(Protocol):
-    """What `replay` asks of an allocator."""
-
-    memory: DeviceMemory
-    allocated_bytes: int
-
-    def alloc(self, block: int, size: int) -> None: ...
-
-    def free(self, block: int) -> None: ...
-
-    def pieces(self, block: int) -> tuple[tuple[int, int], ...]:
-        """(address, bytes) of where it lies."""
-
-
-class Placed(NamedTuple):
-    """A block in space and time: from event `born` up to `dies`, not included."""
+class Lifetime(NamedTuple):
+    """A block from event `born` up to `dies`, not included; `pieces`: (address, bytes) of a replay."""
 
     block: int
-    requested_bytes: int
     born: int
     dies: int
-    pieces: tuple[tuple[int, int], ...]
+    bytes: int
+    pieces: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -113,12 +99,12 @@ class Replay:
     """What an allocator made of a trace."""
 
     capacity_bytes: int
-    log: list[tuple[int, int, int, bool]] = field(default_factory=list, repr=False)  # as of DeviceMemory
+    log: list[tuple[int, int, int, bool]]  # as of DeviceMemory
     died: OutOfMemory | None = None
     requested: list[int] = field(default_factory=list, repr=False)  # bytes after each event
     allocated: list[int] = field(default_factory=list, repr=False)
     reserved: list[int] = field(default_factory=list, repr=False)
-    placed: list[Placed] = field(default_factory=list, repr=False)
+    placed: list[Lifetime] = field(default_factory=list, repr=False)
 
     requested_peak = property(lambda self: max(self.requested, default=0))
     allocated_peak = property(lambda self: max(self.allocated, default=0))
@@ -166,39 +152,41 @@ class Replay:
         return 1 - self.utilization
 
 
-def replay(trace: Trace, allocator: Allocator) -> Replay:
+def replay(trace: Sequence[Event], allocator) -> Replay:
     """Every event of the trace in turn, until its end or the first request that fails. The allocator is used
     up: it keeps what it holds, so one must be made for each replay."""
     memory = allocator.memory
     if memory.log:
         raise ValueError("this allocator has replayed a trace already; make a new one for each replay")
+    _check(trace)
     done = Replay(memory.capacity_bytes, memory.log)
-    live: dict[int, tuple[int, int, tuple]] = {}  # block -> born, bytes, where
-    requested = 0
+    pieces = {}  # of the block born at an event
     for event, (what, block, size) in enumerate(trace):
         memory.event = event
+        try:
+            if what == "free":
+                allocator.free(block)
+            else:
+                allocator.alloc(block, size)
+                pieces[event] = allocator.pieces(block)
+        except OutOfMemory as error:
+            done.died = error
+            break
+        done.allocated.append(allocator.allocated_bytes)
+        done.reserved.append(memory.reserved_bytes)
+    past = trace[: len(done.allocated)]
+    done.requested = live_bytes(past)
+    done.placed = [life._replace(pieces=pieces[life.born]) for life in lifetimes(past)]
+    return done
+
+
+def _check(trace: Sequence[Event]) -> None:
+    live: set[int] = set()
+    for event, (what, block, size) in enumerate(trace):
         if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
             cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
             raise ValueError(f"event {event}: {what} of {size:,} bytes as block {block}; {cure}")
-        if what == "free":
-            born, size, where = live.pop(block)
-            allocator.free(block)
-            done.placed.append(Placed(block, size, born, event, where))
-            requested -= size
-        else:
-            try:
-                allocator.alloc(block, size)
-            except OutOfMemory as error:
-                done.died = error
-                break
-            live[block] = event, size, allocator.pieces(block)
-            requested += size
-        done.requested.append(requested)
-        done.allocated.append(allocator.allocated_bytes)
-        done.reserved.append(memory.reserved_bytes)
-    ends = ((block, size, born, done.events, where) for block, (born, size, where) in live.items())
-    done.placed += [Placed(*end) for end in ends]
-    return done
+        live ^= {block}
 
 
 def comparison(replays: Mapping[str, Replay]) -> str:
@@ -214,16 +202,6 @@ def comparison(replays: Mapping[str, Replay]) -> str:
 
 
 REGION = -1  # the block number of a region
-Event = tuple[str, int, int]
-
-
-class Lifetime(NamedTuple):
-    """A block from event `born` up to `dies`, not included."""
-
-    block: int
-    born: int
-    dies: int
-    bytes: int
 
 
 def lifetimes(trace: Sequence[Event]) -> list[Lifetime]:

@@ -10,7 +10,6 @@ goes
     dtr            (cost + cost of its evicted neighbourhood) / (bytes · staleness)     DTR's h_DTR^eq
     neighbourhood  cost + that of its evicted neighbourhood                             h_e*, of the theorem
     local          cost / (bytes · staleness)
-    msps           (cost + that of the evicted it would need) / bytes                   Peng et al. 2020
     lru, size      least recently used; largest
 
 Neighbourhood: evicted blocks joined to it by operators, sums in a union-find. Staleness: cost run since its
@@ -20,7 +19,6 @@ al. 2023 (Coop), NeurIPS'23, arXiv:2311.00591. Differs: cost is counted, not tim
 partition of tensors over GPUs; Coop without updates in place; no rounding, streams or pools.
 """
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
@@ -89,10 +87,6 @@ class _Group:
         mine, others = self.top(), other.top()
         if mine is not others:
             others.above, mine.cost = mine, mine.cost + others.cost
-
-
-def _evicted(block: Block) -> bool:
-    return not block.resident and block.made_by is not None
 
 
 class Evictor:
@@ -261,17 +255,6 @@ def neighbourhood(block: Block) -> int:
     return block.cost + sum(group.cost for group in touched)
 
 
-def needed_again(block: Block) -> int:
-    """The cost of making it again now: its own and its evicted ancestors'."""
-    seen, waiting = {block}, [block]
-    while waiting:
-        for parent in waiting.pop().parents:
-            if _evicted(parent) and parent not in seen:
-                seen.add(parent)
-                waiting.append(parent)
-    return sum({id(found.made_by): found.cost for found in seen}.values())
-
-
 def staleness(block: Block) -> int:
     return block.evictor.clock - block.used + 1
 
@@ -280,7 +263,6 @@ RULES: dict[str, Callable[[Block], float]] = {
     "dtr": lambda block: neighbourhood(block) / (block.bytes * staleness(block)),
     "neighbourhood": neighbourhood,
     "local": lambda block: block.cost / (block.bytes * staleness(block)),
-    "msps": lambda block: needed_again(block) / block.bytes,
     "lru": lambda block: block.used,
     "size": lambda block: -block.bytes,
 }
@@ -335,29 +317,13 @@ def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tu
     return trace
 
 
-def graph(trace: list[tuple]) -> tuple[list[tuple], int]:
-    """A trace of operators with one result each as a graph for planners: [(cost, bytes, inputs)], and the
-    bytes of its constants, which are none of its nodes."""
-    nodes, numbers, constants = [], {}, 0
-    for kind, *event in trace:
-        if kind == "constant":
-            constants += event[1]
-        elif kind == "run":
-            _, inputs, ((number, size),), cost = event
-            nodes.append((cost, size, tuple(numbers[i] for i in inputs if i in numbers)))
-            numbers[number] = len(numbers)
-    return nodes, constants
-
-
 class BestFit(Evictor):
     """DTR above an allocator that takes the smallest hole that fits."""
 
     def __init__(self, limit_bytes: int, rule: str = "dtr"):
         super().__init__(limit_bytes, rule)
         self.stranded_bytes = 0
-        self._ends: dict[int, int] = {}  # address of taken memory -> where it ends
-        self._starts: list[int] = []  # sorted
-        self._at: dict[int, Block] = {}
+        self._taken: dict[int, tuple[int, Block | None]] = {}  # address -> where it ends, who lies there
 
     def reserve(self, sizes: Sequence[int], what: str, cost: float) -> list[int | None]:
         places = [self._allocate(size, what, cost) if size else None for size in sizes]
@@ -365,10 +331,7 @@ class BestFit(Evictor):
         return places
 
     def unreserve(self, place: int | None) -> None:
-        if place is not None:
-            del self._ends[place]
-            self._starts.remove(place)
-            self._at.pop(place, None)
+        self._taken.pop(place, None)
 
     def leave(self, block: Block) -> None:
         super().leave(block)
@@ -377,13 +340,7 @@ class BestFit(Evictor):
     def settle(self, block: Block, place: int | None) -> None:
         super().settle(block, place)
         if place is not None:
-            if place not in self._ends:  # a pinned block comes to where the other was
-                self._take(place, block.bytes)
-            self._at[place] = block
-
-    def _take(self, place: int, bytes: int) -> None:
-        self._ends[place] = place + bytes
-        insort(self._starts, place)
+            self._taken[place] = place + block.bytes, block
 
     def _allocate(self, bytes: int, what: str, cost: float) -> int:
         evicted: list[tuple[int, int]] = []
@@ -397,7 +354,7 @@ class BestFit(Evictor):
         start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
         self.stranded_bytes += sum(size for place, size in evicted if not start <= place < end)
         place = self.put(start, end, bytes, cost)
-        self._take(place, bytes)
+        self._taken[place] = place + bytes, None
         return place
 
     def _too_small(self, needed: int, what: str) -> str:
@@ -408,11 +365,12 @@ class BestFit(Evictor):
 
     def holes(self) -> list[tuple[int, int]]:
         """(first address, end) of what is free, in order."""
-        ends = [0, *(self._ends[start] for start in self._starts)]
-        return [(a, b) for a, b in zip(ends, [*self._starts, self.limit_bytes]) if a < b]
+        starts = sorted(self._taken)
+        ends = [0, *(self._taken[start][0] for start in starts)]
+        return [(a, b) for a, b in zip(ends, [*starts, self.limit_bytes]) if a < b]
 
     def put(self, start: int, end: int, bytes: int, cost: float) -> int:
-        """Where in that hole."""
+        """Where in that hole: at its start."""
         return start
 
     def victims(self, bytes: int) -> list[Block]:
@@ -438,21 +396,18 @@ class MegTaiChi(BestFit):
 
 
 class Coop(BestFit):
-    """Evicts side by side. A result is cheap if making it costs at most `cheap` a byte."""
+    """Evicts side by side, and puts results that are cheap to make together."""
 
-    def __init__(self, limit_bytes: int, cheap: float = 6.0):
-        super().__init__(limit_bytes)
-        self.cheap = cheap
+    CHEAP = 6.0  # cost of a byte, at most
 
     def put(self, start: int, end: int, bytes: int, cost: float) -> int:
-        return start if cost <= self.cheap * bytes or cost == inf else end - bytes
+        return start if cost <= self.CHEAP * bytes or cost == inf else end - bytes
 
     def parts(self) -> list[tuple[int, float, Block | None]]:
         """All memory in order of address: (bytes, cost of having it free, the block or None: a hole)."""
         free = {block.number for block in self.candidates()}
-        taken = [(start, self._ends[start], self._at.get(start)) for start in self._starts]
         parts = [(start, end - start, 0, None) for start, end in self.holes()]
-        for start, end, block in taken:
+        for start, (end, block) in self._taken.items():
             movable = block is not None and block.number in free
             cost = neighbourhood(block) / staleness(block) if movable else inf
             parts.append((start, end - start, cost, block if movable else None))

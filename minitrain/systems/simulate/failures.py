@@ -79,16 +79,6 @@ def failing(
         yield Failure(at, (first, *others))
 
 
-def until(failures: Iterable[Failure], end_s: float) -> list[Failure]:
-    """Those before `end_s`."""
-    found = []
-    for failure in failures:
-        if failure.at_s >= end_s:
-            break
-        found.append(failure)
-    return found
-
-
 def simulate(
     work_s: float,
     interval_s: float,

@@ -88,15 +88,16 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
     return waits
 
 
-def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int = 10) -> Iterator[int]:
+TRIAL_EVERY = 10  # epochs
+
+
+def autoscale(stall_with: Callable, most: int, threshold: Time) -> Iterator[int]:
     """The cache size in use, epoch after epoch, steered by the observed stall, `stall_with(size)`, alone.
 
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""
-    if most < 0 or trial_every < 2:
-        given = f"most={most}, trial_every={trial_every}"
-        raise ValueError(f"{given}: need most >= 0 samples and trial_every >= 2 epochs")
+    require_ints(most=most)
     while True:
         yield most
         if stall_with(most) >= threshold:
@@ -112,6 +113,6 @@ def autoscale(stall_with: Callable, most: int, threshold: Time, trial_every: int
         epochs, unchanged = 0, True
         while unchanged:
             epochs += 1
-            trial = epochs % trial_every == 0 and enough > 0
+            trial = epochs % TRIAL_EVERY == 0 and enough > 0
             yield enough - trial
             unchanged = (stall_with(enough - trial) < threshold) != trial

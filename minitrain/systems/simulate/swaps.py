@@ -1,8 +1,7 @@
 """Whose copies meet on the way to the host, and what is copied again and again: tasks for links.py. No torch.
 
     TMOF             devices that share a link swap different tensors, or in different directions
-    Harmony          microbatches in groups per layer, updates at once, weights on one device: 3|W| for
-    (4m+2)N|W|
+    Harmony          microbatches in groups per layer, updates at once, on one device: 3|W|, not (4m+2)N|W|
     PatrickStar      static: what is on the device fits at the worst moment; dynamic: at this moment
     MoESys           experts from host or disk, fetched layers ahead; a host cache of counts that fade
     Smart-Infinity   bytes over the host's link, a parameter and step:     gradient   states    parameter
@@ -18,7 +17,7 @@ again; MoESys caches by a threshold on counts; Smart-Infinity's kernel and buffe
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task, divided
@@ -68,19 +67,16 @@ def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list
 
 
 class Step(NamedTuple):
-    """Something that a device does with a layer's weights."""
+    """What a device does with a layer's weights, for a microbatch or (an update) for all."""
 
     device: int
     layer: int
     kind: str  # "F", "B", "U"
-    microbatch: int | None = None
 
 
 class Volume(NamedTuple):
     fetched: int  # weights of layers, host to device
     written: int  # and back
-    peer: int  # activations and their gradients, of a microbatch each, device to device
-    by_host: int  # the same through the host: each passes twice
 
     @property
     def weights(self) -> int:
@@ -92,10 +88,9 @@ def virtualized(devices: int, layers: int, m: int) -> list[Step]:
     require_positive_ints(devices=devices, layers=layers, m=m)
     steps = []
     for d in range(devices):
-        for j in range(m):
-            steps += [Step(d, layer, "F", j) for layer in range(layers)]
-            steps += [Step(d, layer, "B", j) for layer in reversed(range(layers))]
-        steps += [Step(d, layer, "U") for layer in range(layers)]
+        forward = [Step(d, layer, "F") for layer in range(layers)]
+        backward = [Step(d, layer, "B") for layer in reversed(range(layers))]
+        steps += m * (forward + backward) + [Step(d, layer, "U") for layer in range(layers)]
     return steps
 
 
@@ -105,54 +100,37 @@ def harmony_dp(devices: int, layers: int, m: int) -> list[Step]:
     return [step for d in range(devices) for step in _grouped([d] * layers, m)]
 
 
-def harmony_pp(devices: int, layers: int, m: int, binding: Sequence[int] | None = None) -> list[Step]:
-    """The same with each layer on one device; `m` microbatches are those of all devices together."""
+def harmony_pp(devices: int, layers: int, m: int) -> list[Step]:
+    """The same with each layer on one device, in turn; `m` microbatches are those of all devices together."""
     require_positive_ints(devices=devices, layers=layers, m=m)
-    binding = [layer % devices for layer in range(layers)] if binding is None else list(binding)
-    require_ints(0, devices - 1, binding=binding)
-    return _grouped(binding, m)
+    return _grouped([layer % devices for layer in range(layers)], m)
 
 
 def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
-    steps = [Step(d, layer, "F", j) for layer, d in enumerate(device_of) for j in range(m)]
+    steps = [Step(d, layer, "F") for layer, d in enumerate(device_of) for _ in range(m)]
     for layer, d in reversed([*enumerate(device_of)]):
-        steps += [Step(d, layer, "B", j) for j in range(m)] + [Step(d, layer, "U")]
+        steps += [Step(d, layer, "B")] * m + [Step(d, layer, "U")]
     return steps
 
 
-def late_binding(layer_s: Sequence[Number], speeds: Sequence[Number]) -> list[int]:
-    """Each layer's device, chosen when its turn comes: where it would be done first."""
-    busy, binding = [0] * len(speeds), []
-    for seconds in layer_s:
-        ends = [busy[d] + seconds / speeds[d] for d in range(len(speeds))]
-        binding.append(min(range(len(speeds)), key=lambda d: (ends[d], d)))
-        busy[binding[-1]] = ends[binding[-1]]
-    return binding
-
-
-def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False, peers: bool = True) -> Volume:
+def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False) -> Volume:
     """Counts what moves if each device has room for the weights of `room` layers; empty before and after.
 
     The least recently used layer leaves: written if it was updated, or in any case (`writes_all`: a memory
-    that does not know). Activations between devices go from peer to peer or through the host."""
+    that does not know)."""
     require_positive_ints(room=room)
     held: dict[int, OrderedDict[int, bool]] = {}  # device -> {layer: updated}
-    count, made_on = Counter(), {}
-    for device, layer, kind, microbatch in steps:
+    fetched = written = 0
+    for device, layer, kind in steps:
         memory = held.setdefault(device, OrderedDict())
-        count["fetched"] += layer not in memory
+        fetched += layer not in memory
         memory[layer] = kind == "U" or memory.get(layer, False)
         memory.move_to_end(layer)
         if len(memory) > room:
-            count["written"] += memory.popitem(last=False)[1] or writes_all
-        if kind != "U":
-            source = made_on.get((kind, layer + (1 if kind == "B" else -1), microbatch), device)
-            made_on[kind, layer, microbatch] = device
-            count["crossing"] += source != device
+            written += memory.popitem(last=False)[1] or writes_all
     for memory in held.values():
-        count["written"] += len(memory) if writes_all else sum(memory.values())
-    between = (count["crossing"], 0) if peers else (0, 2 * count["crossing"])
-    return Volume(count["fetched"], count["written"], *between)
+        written += len(memory) if writes_all else sum(memory.values())
+    return Volume(fetched, written)
 
 
 def resident(free: Sequence[Number], layer_bytes: Number, layers: int, *, dynamic: bool) -> list[int]:
@@ -291,9 +269,3 @@ def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: 
     most = max(host_bytes(sizes, near=near).values())
     inside = sizes.states + sizes.gradient + sizes.parameter
     return parameters * max(divided(most, host), divided(inside, devices * device))
-
-
-def links_of(devices: int, host: Number, device: Number) -> Mapping[str, Number]:
-    """For `updating`: bytes per second, each way."""
-    inside = {f"{way} {d}": device for d in range(devices) for way in ("read", "write")}
-    return {"up": host, "down": host, **inside}

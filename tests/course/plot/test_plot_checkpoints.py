@@ -16,9 +16,9 @@ WAYS = {
     "CheckFreq": pipeline.checkfreq(),
     "LightCheck": pipeline.lightcheck(7),
     "FastPersist": pipeline.fastpersist(7),
-    "tiers": pipeline.snapshot_stall(1),
+    "snapshot": pipeline.snapshot_stall(),
 }
-RUNS = {name: pipeline.train(WORK, STATE, way, 4, 3, move_s=12) for name, way in WAYS.items()}
+RUNS = {name: pipeline.train(WORK, STATE, way, 4, 3) for name, way in WAYS.items()}
 SAVE = [("create a.safetensors", "old"), ("write a.safetensors", None), ("sync a/", "new")]
 ROWS = [((0, 1), (0, 0), (4, 6)), ((2,), (4, 0), (4, 2)), ((3,), (4, 2), (4, 4))]
 

@@ -119,7 +119,7 @@ def test_every_rule_gives_the_same_numbers(plain, rule):
 def test_the_trace_of_a_free_run_foretells_a_limited_one(plain):
     """The simulator and the tensors share the object that decides, so all counts agree."""
     trace = limited(inf)[2].trace
-    for rule in ("dtr", "msps"):
+    for rule in ("dtr", "local"):
         real = limited(int(plain[2] * 0.7), rule)[2]
         told = simulate(trace, Evictor(int(plain[2] * 0.7), rule))
         for count in "operators recomputed recomputed_cost evictions evicted_bytes peak_bytes".split():

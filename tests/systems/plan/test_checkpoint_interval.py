@@ -202,7 +202,7 @@ def overhead(work, state, way, every):
     """(stalls / training, whether a copy waits for the write of the one before), of three saves."""
     played = pipeline.train(work, state, way, 3 * every + 1, every)
     late = any(played.start(f"copy {s}.0") > played.end(f"U {(s + 1) * every - 1}.0") for s in range(3))
-    return played.stall("train") / (3 * every * work.step_s), late
+    return played.stall("train") / (3 * every * sum(work)), late
 
 
 def test_checkfreq_steps():
@@ -213,7 +213,7 @@ def test_checkfreq_steps():
         work = Work(*(Fraction(draw.randint(2, 9)) for _ in range(3)))
         state = State(Fraction(draw.randint(1, 30)), Fraction(draw.randint(1, 90)))
         budget = Fraction(draw.choice([35, 100, 200]), 1000)
-        every = plan.checkfreq_steps(work.step_s, work.update_s, *state, budget)
+        every = plan.checkfreq_steps(sum(work), work.update_s, *state, budget)
         share, late = overhead(work, state, pipeline.checkfreq(), every)
         assert share <= budget and not late
         if every > 1:
@@ -247,7 +247,7 @@ def test_snapshot_stall_interval_is_the_time_to_persist():
     for _ in range(25):
         work = Work(*(Fraction(draw.randint(1, 9)) for _ in range(3)))
         state = State(Fraction(draw.randint(1, 30)), Fraction(draw.randint(1, 99)))
-        every = max(1, ceil(state.write_s / work.step_s))
+        every = max(1, ceil(state.write_s / sum(work)))
         share, late = overhead(work, state, pipeline.snapshot_stall(), every)
-        assert not late and share == state.copy_s / (every * work.step_s)
+        assert not late and share == state.copy_s / (every * sum(work))
         assert every == 1 or overhead(work, state, pipeline.snapshot_stall(), every - 1)[1]

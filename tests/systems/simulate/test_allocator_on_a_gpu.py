@@ -35,16 +35,7 @@ TRACES = {"random": (drawn(0), 420 * MiB), "fragmented": (BROKEN, CAPACITY)}
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", TRACES)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "",
-        "expandable_segments:True",
-        "max_split_size_mb:21",
-        "roundup_power2_divisions:2",
-        "garbage_collection_threshold:0.5",
-    ],
-)
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_simulation_is_what_a_gpu_does(settings, name):
     """Allocated and reserved bytes are equal after every event, and so is the event in which memory is out."""
     trace, capacity = TRACES[name]

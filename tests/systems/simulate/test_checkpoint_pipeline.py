@@ -11,7 +11,6 @@ from minitrain.systems.simulate import checkpoint_pipeline as pipeline
 from minitrain.systems.simulate.checkpoint_pipeline import (
     SavePolicy,
     State,
-    Storage,
     Work,
     stall_formula_s,
     stall_s,
@@ -33,7 +32,6 @@ WAYS = {
     "lightcheck of 1": pipeline.lightcheck(1),
     "fastpersist": pipeline.fastpersist(6),
     "fastpersist, 1 buffer": pipeline.fastpersist(6, 1),
-    "tiered": pipeline.snapshot_stall(2),
 }
 
 
@@ -58,7 +56,7 @@ def test_nothing_is_copied_while_it_changes(way):
     """Every copy lies between the update it saves and the next update of the same layer; writes come after."""
     for seed in range(4):
         every = 1 + seed % 2
-        played = train(*drawn(seed), way, steps=6, every=every, move_s=Fraction(7))
+        played = train(*drawn(seed), way, steps=6, every=every)
         for name in played.tasks:
             kind, _, label = name.partition(" ")
             if kind == "copy":
@@ -73,7 +71,7 @@ def test_nothing_is_copied_while_it_changes(way):
 def test_stalls_by_hand():
     """F, B, U of 3, 6, 1 s; a copy of 20 s and a write of 40 s."""
     stalls = {name: stall_s(WORK, STATE, way) for name, way in WAYS.items()}
-    assert stalls["synchronous"] == 60 and stalls["snapshot-stall"] == stalls["tiered"] == 20
+    assert stalls["synchronous"] == 60 and stalls["snapshot-stall"] == 20
     assert stalls["torchsnapshot"] == 40 + 5 and stalls["torchsnapshot in 1"] == 60
     assert stalls["checkfreq"] == stalls["datastates, room for all"] == 20 - 9
     assert stalls["lightcheck of 1"] == 20 - 9
@@ -161,44 +159,6 @@ def test_fastpersist_fills_one_buffer_while_it_writes_the_other():
             assert one.end(last) - one.start("copy 0.0") == chunks * (fill + write)
             assert two.start("U 1.0") >= two.end(last), "on disk before the next update"
     assert pipeline.fastpersist(6) == SavePolicy("write", "update", 6, 2)
-
-
-def test_the_best_number_of_writers():
-    """Played and in closed form it is the same; too few leave disks idle, too many wait to be set up."""
-    storage = Storage(nodes=4, node_bytes_per_s=12, rank_bytes_per_s=5, setup_s=Fraction(1, 2))
-    played = [pipeline.writing(writers, 960, storage).end_s for writers in range(1, 33)]
-    assert played == [pipeline.writing_s(writers, 960, storage) for writers in range(1, 33)]
-    best = pipeline.best_writers(32, 960, storage)
-    assert best == played.index(min(played)) + 1 == pipeline.best_writers(32, 960, storage, played)
-    assert 1 < best < 32 and played[best - 1] < min(played[0], played[-1]) / 1.2
-    assert pipeline.best_writers(3, 960, storage, [5, 1, 3]) == 2, "measured times come first"
-    free = storage._replace(setup_s=0)
-    assert pipeline.best_writers(32, 960, free) == 12, "with nothing to set up: as soon as all disks are busy"
-    assert pipeline.best_writers(32, 960, storage._replace(setup_s=1000)) == 1
-    draw = random.Random(0)
-    for _ in range(20):
-        storage = Storage(
-            draw.randint(1, 4), *(Fraction(draw.randint(1, 30)) for _ in range(2)), Fraction(1, 3)
-        )
-        writers = draw.randint(1, 9)
-        assert pipeline.writing(writers, 100, storage).end_s == pipeline.writing_s(writers, 100, storage)
-
-
-def test_writers_are_dealt_out_to_the_nodes_in_turn():
-    run = pipeline.writing(4, 8, Storage(2, 4, 4, 1))
-    assert [run.tasks[f"write {i}"].links[1] for i in range(4)] == ["node 0", "node 1"] * 2
-
-
-def test_the_fast_storage_holds_no_more_than_it_has_room_for():
-    """A slow cold storage: with room for k there are never more; saves come late rather than be lost."""
-    for hot in (1, 2, 3):
-        played = train(WORK, State(2, 5), pipeline.snapshot_stall(hot), 10, 1, move_s=30)
-        saves = range(10)
-        there = [(played.start(f"write {s}.0"), played.end(f"move {s}")) for s in saves]
-        assert max(sum(a <= at < b for a, b in there) for at, _ in there) == hot
-        assert all(played.start(f"move {s}") >= played.end(f"write {s}.0") for s in saves)
-        fast = train(WORK, State(2, 5), pipeline.snapshot_stall(hot), 10, 1, move_s=1)
-        assert fast.stall("train") == 9 * 2 < played.stall("train")
 
 
 def test_a_way_is_data():

@@ -2,7 +2,7 @@
 
 import random
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 
@@ -117,40 +117,14 @@ def test_each_of_harmonys_ideas_is_needed():
 
 def test_the_least_recently_used_layer_leaves_and_is_written_if_it_was_ever_updated():
     steps = [swaps.Step(0, layer, "F") for layer in (0, 1, 0, 2, 0)]
-    assert swaps.swap_volume(steps, 2) == (3, 0, 0, 0), "layer 1 left, 0 did not"
+    assert swaps.swap_volume(steps, 2) == (3, 0), "layer 1 left, 0 did not"
     steps = [swaps.Step(0, 0, "U"), swaps.Step(0, 0, "F"), swaps.Step(0, 1, "F")]
-    assert swaps.swap_volume(steps, 1) == (2, 1, 0, 0)
+    assert swaps.swap_volume(steps, 1) == (2, 1)
 
 
-def test_weights_are_swapped_as_often_wherever_layers_are_bound():
-    """3|W| does not ask which device has a layer, so that can be decided late."""
-    layers, m = 7, 4
-    for binding in product(range(2), repeat=layers):
-        steps, used = swaps.harmony_pp(2, layers, m, binding), len(set(binding))
-        volume = swaps.swap_volume(steps, 1)
-        assert volume.weights == 3 * layers - used
-        crossings = sum(a != b for a, b in zip(binding, binding[1:]))
-        assert (volume.peer, volume.by_host) == (2 * m * crossings, 0)
-        assert swaps.swap_volume(steps, 1, peers=False).by_host == 2 * volume.peer
-
-
-def test_layers_are_bound_to_devices_in_turn_if_nothing_is_said():
+def test_layers_are_bound_to_devices_in_turn():
     forwards = [(step.layer, step.device) for step in swaps.harmony_pp(2, 5, 1) if step.kind == "F"]
     assert forwards == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
-
-
-def test_bound_late_a_layer_goes_where_it_is_done_first():
-    layer_s, speeds = [6, 1, 1, 6, 2, 2], [1, 3]
-
-    def end_s(binding):
-        return max(sum(s for s, b in zip(layer_s, binding) if b == d) / speeds[d] for d in (0, 1))
-
-    late = swaps.late_binding(layer_s, speeds)
-    assert late == [1, 0, 0, 1, 0, 1] and end_s(late) == pytest.approx(14 / 3)
-    assert end_s(late) < end_s([0, 1] * 3) == 9
-    best = min(end_s(binding) for binding in product((0, 1), repeat=6))
-    assert end_s(late) <= best * 1.05
-    assert swaps.late_binding([4, 1, 3, 2], [1, 1, 1]) == [0, 1, 2, 1], "of several the first"
 
 
 def stall(free, dynamic, layers=6, layer_s=2, layer_bytes=10, rate=2):
