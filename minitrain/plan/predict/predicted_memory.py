@@ -23,36 +23,34 @@ from __future__ import annotations
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import parts
-from minitrain.plan.predict.predicted_pipeline import LAYERS, Layout, in_steady_state, layout_of, splits
+from minitrain.plan.predict.predicted_pipeline import Layout, in_steady_state, layout_of, splits
 from minitrain.plan.predict.training_run import TrainingRun
-from minitrain.plan.predict.work import Layer, Work
-from minitrain.ranks.checks import require_ints
+from minitrain.plan.predict.work import LAYERS, Work
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 
 
 def memory_of(run: TrainingRun, work: Work) -> dict[str, int]:
     """Bytes of the rank that has most."""
-    ranks = by_rank(run, work)
-    return max(ranks, key=lambda memory: sum(memory.values()))
+    return max(by_rank(run, work), key=lambda memory: sum(memory.values()))
 
 
 def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
     """Of each rank of the pipeline."""
-    strategy, policy = run.strategy, run.strategy.policy
-    layout, again = layout_of(run.model, strategy), strategy.recompute == "stage"
-    activations_of = saved_by_rank(layout, work, again)
-    weight, gradient, optimizer = policy.state_bytes
-    shards, found = strategy.dp * strategy.cp, []
+    strategy, layout, found = run.strategy, layout_of(run.model, run.strategy), []
+    again = strategy.recompute == "stage"
+    activations_of = in_steady_state(layout, lambda some: _most_kept(some, work, again))
+    weight, gradient, optimizer = strategy.policy.state_bytes
+    shards = strategy.dp * strategy.cp
     for numbers, activations in zip(layout.ranks, activations_of):
-        elements, dealt = elements_of(work, numbers, run.model.tied), dealt_of(work, numbers)
+        elements, dealt = elements_of(work, numbers, run.model.tied)
         own = (elements - dealt + dealt * strategy.ep) / shards  # of those that ZeRO shards
         kept = lambda stage: own if strategy.zero >= stage else elements
         twice = 2 if run.stack.buckets_apart and strategy.zero == 0 and strategy.microbatches > 1 else 1
         states = kept(3) * weight, kept(2) * gradient * twice, kept(1) * optimizer
         buffers = 0
-        if shards > 1:
-            buffers = min(2 * strategy.bucket_bytes, elements * gradient) if strategy.zero == 2 else 0
+        if shards > 1 and strategy.zero == 2:
+            buffers = min(2 * strategy.bucket_bytes, elements * gradient)
         if strategy.zero == 3:
             buffers = work.block.parameters * (weight + gradient)
         if strategy.pp > 1:
@@ -63,36 +61,17 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> int:
-    """Parameters of a rank with so many of LAYERS; a tied table counts once where both ends are."""
-    require_ints(numbers=numbers)
-    layers = layers_of(work)
-    every = sum(number * layer.parameters for number, layer in zip(numbers, layers))
-    return every - work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
+def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, int]:
+    """Parameters of a rank with so many of LAYERS (a tied table counts once where both ends are), and how
+    many of these are routed experts', of which ranks of ep have others."""
+    every = sum(number * layer.parameters for number, layer in zip(numbers, work.layers))
+    twice = work.head.shared_parameters * bool(tied and numbers[0] and numbers[-1])
+    return every - twice, numbers[LAYERS.index("block")] * work.expert_parameters
 
 
 @lru_cache(maxsize=1 << 12)
-def dealt_of(work: Work, numbers: tuple[int, ...]) -> int:
-    """Of these, routed experts: ranks of ep have others."""
-    require_ints(numbers=numbers)
-    if len(numbers) != len(LAYERS):
-        raise ValueError(f"numbers={numbers}: give one for each of {', '.join(LAYERS)}")
-    return numbers[LAYERS.index("block")] * work.expert_parameters
-
-
-def layers_of(work: Work) -> tuple[Layer, ...]:
-    """By LAYERS."""
-    return work.embedding, work.block, work.dense or work.block, work.head
-
-
-@lru_cache(maxsize=1 << 12)
-def saved_by_rank(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
+def _most_kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
     """Most bytes of activations on each rank."""
-    return in_steady_state(layout, lambda some: _kept(some, work, again))
-
-
-@lru_cache(maxsize=1 << 12)
-def _kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
     stages, split = [_Stage(work, numbers) for numbers in layout.stages], splits(layout.schedule)
     unit, most = 1 / layout.slices, []
     for actions in _actions(layout):
@@ -129,7 +108,7 @@ class _Stage:
     """What its layers keep in all, and the most alive during a forward and a backward beyond what was."""
 
     def __init__(self, work: Work, numbers: tuple[int, ...]) -> None:
-        embedding, routed, dense, head = ([l] * n for l, n in zip(layers_of(work), numbers))
+        embedding, routed, dense, head = ([l] * n for l, n in zip(work.layers, numbers))
         layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
         # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
         # away, all but the first have received some.

@@ -23,10 +23,10 @@ from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import MOVES, Action, Schedule, in_order, parts
 from minitrain.pipeline.schedules_by_name import named
+from minitrain.plan.predict.work import LAYERS
 from minitrain.plan.strategy import Strategy
 
 KINDS = "FBIWR"
-LAYERS = ("embedding", "block", "dense", "head")
 SOON = ("gpipe", "1f1b", "interleaved")  # in their steady state after p microbatches
 NO_STEADY_STATE = ("varuna", "greedy", "v_min")  # not of p microbatches at least
 Counts = tuple[float, ...]  # of KINDS x LAYERS, then messages
@@ -42,8 +42,8 @@ class Layout:
     chunks: int
     slices: int
     again: bool  # R before B
-    stages: tuple[tuple[int, ...], ...]
-    ranks: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[tuple[int, ...], ...] = ()
     ahead: tuple[int, ...] = ()  # of LAYERS, in stages before all of the last rank's; (): stages stand on two
 
     def build(self) -> Schedule:
@@ -58,18 +58,20 @@ class Layout:
         few = (2 if self.schedule in SOON else 4) * self.p + self.microbatches % self.p
         return few if self.microbatches > few + self.p else self.microbatches
 
+    @property
+    def short(self) -> Layout:
+        return replace(self, microbatches=self.repeats_after)
+
 
 def layout_of(config: GPTConfig, strategy: Strategy) -> Layout:
     s = strategy
-    if s.pp == 1:  # nobody sends, whatever the schedule
-        return _layout("1f1b", 1, s.microbatches, 1, 1, s.recompute == "stage", config)
-    return _layout(s.schedule, s.pp, s.microbatches, s.chunks, s.slices, s.recompute == "stage", config)
+    schedule, *sizes = (s.schedule, s.chunks, s.slices) if s.pp > 1 else ("1f1b", 1, 1)  # nobody sends
+    return _layout(Layout(schedule, s.pp, s.microbatches, *sizes, s.recompute == "stage"), config)
 
 
 @lru_cache(maxsize=1 << 14)
-def _layout(name: str, p: int, m: int, chunks: int, slices: int, again: bool, config: GPTConfig) -> Layout:
-    layout = Layout(name, p, m, chunks, slices, again, (), ())
-    return replace(layout, **_stages(replace(layout, microbatches=layout.repeats_after), config))
+def _layout(bare: Layout, config: GPTConfig) -> Layout:
+    return replace(bare, **_stages(bare.short, config))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -86,28 +88,19 @@ def _stages(layout: Layout, config: GPTConfig) -> dict:
     return dict(stages=tuple(stages), ranks=ranks, ahead=ahead)
 
 
-Edge = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def edges(layout: Layout, before: bool) -> tuple[Edge, ...]:
+@lru_cache(maxsize=1 << 12)
+def edges(layout: Layout, before: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Of the first rank's stages, the last to be done first: how many of LAYERS it has, and how many pass
     forward and backward after its last backward. With `before`: before its first forward, the first first."""
-    return _edges(replace(layout, microbatches=layout.repeats_after), before)
-
-
-@lru_cache(maxsize=1 << 12)
-def _edges(layout: Layout, before: bool) -> tuple[Edge, ...]:
-    schedule = layout.build()
-    actions = [action for action in parts(schedule.ranks[0]) if action.kind in "FBI"]
-    actions = actions if before else actions[::-1]
+    actions = [action for action in parts(layout.build().ranks[0]) if action.kind in "FBI"]
     passed = {"F": [0] * len(LAYERS), "B": [0] * len(LAYERS)}
     found, seen = [], set()
-    for action in actions:
-        way, layers = "F" if action.kind == "F" else "B", layout.stages[action.stage]
-        if action.stage not in seen and (way == "F") == before:
+    for action in actions if before else actions[::-1]:
+        kind, layers = "F" if action.kind == "F" else "B", layout.stages[action.stage]
+        if action.stage not in seen and (kind == "F") == before:
             seen.add(action.stage)
             found.append((layers, tuple(passed["F"]), tuple(passed["B"])))
-        passed[way] = [a + b for a, b in zip(passed[way], layers)]
+        passed[kind] = [a + b for a, b in zip(passed[kind], layers)]
     return tuple(found)
 
 
@@ -119,19 +112,18 @@ class Costs:
     message_s: float = 0.0
     blocking: bool = False
 
+    @property
+    def vector(self) -> tuple[float, ...]:
+        return (*self.passes, self.message_s)
+
     def of(self, kind: str) -> tuple[float, ...]:
         """By LAYERS."""
         first = KINDS.index(kind) * len(LAYERS)
         return self.passes[first : first + len(LAYERS)]
 
-    @property
-    def vector(self) -> tuple[float, ...]:
-        return (*self.passes, self.message_s)
-
     def rounded(self) -> Costs:
         """In units of a block forward and back, to an eighth of a doubling."""
-        block = LAYERS.index("block")
-        unit = sum(self.passes[KINDS.index(kind) * len(LAYERS) + block] for kind in "FB") or 1.0
+        unit = sum(self.of(kind)[LAYERS.index("block")] for kind in "FB") or 1.0
         about = [2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0 for time in self.vector]
         return Costs(tuple(about[:-1]), about[-1], self.blocking)
 
@@ -168,7 +160,7 @@ def longest(layout: Layout, costs: Costs) -> Counts:
 def in_steady_state(layout: Layout, counted: Callable[[Layout], Counts]) -> Counts:
     """What is counted of a schedule, from few microbatches: p more add what the p before added."""
     few = layout.repeats_after
-    shorter = counted(replace(layout, microbatches=few))
+    shorter = counted(layout.short)
     if few == layout.microbatches:
         return shorter
     longer = counted(replace(layout, microbatches=few + layout.p))
@@ -227,8 +219,7 @@ class _Cast:
         for role, previous, messages in zip(self.roles, self.previous, self.messages):
             start = ends[previous] if previous >= 0 else 0.0
             for need in messages:
-                if ends[need] + send > start:
-                    start = ends[need] + send
+                start = max(start, ends[need] + send)
             ends.append(start + times[role])
         return ends
 
@@ -239,8 +230,8 @@ class _Cast:
             if kind in MOVES:
                 continue
             first = KINDS.index(kind) * len(LAYERS)
-            for layer, number in enumerate(self.layout.stages[stage]):
-                counts[first + layer] += number / self.layout.slices
+            for layer, number in enumerate(self.layout.stages[stage], start=first):
+                counts[layer] += number / self.layout.slices
             counts[-1] += leaves
         return tuple(counts)
 

@@ -7,9 +7,11 @@
     layers      products, attention, passes through memory, what a layer waits for on tp, cp and ep
     recompute   a stack that runs whole blocks again adds their forward to each backward
     p2p         a boundary between stages: it delays, or holds up its rank as well where the stack blocks
-    dp          gradients over dp · cp (ZeRO 1, 2: and the weights back; 3: weights in both passes);
-                overlapped: what the passes after a layer's last backward do not cover
-    optimizer   each of its states read and written once, gradients read, weights written
+    dp          gradients over dp · cp, of experts over dp · cp / ep (ZeRO 1, 2: and the weights back; 3:
+                weights in both passes); overlapped: what the passes after a layer's last backward do not
+                cover, which is longer where tp, cp or ep have the same wire
+    optimizer   each of its states read and written once, gradients three times (norm, update, zeroing),
+                weights once; ZeRO deals all that out
 
 `parts` add up to step_s: work is the mean over ranks, `bubble` what the longest path has beyond it. All is
 remembered by structure: after the first of its kind a prediction takes some 50 us. Not modelled:
@@ -19,18 +21,18 @@ loads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain
+from operator import mul
 
 from minitrain.plan.accounting.compute import flops_per_token
-from minitrain.plan.predict.predicted_memory import memory_of
-from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, layout_of, least, makespan
-from minitrain.plan.predict.rates import NAMES, RATES, Rates
-from minitrain.plan.predict.times import AXES, Place, layers_s
+from minitrain.plan.predict.predicted_memory import elements_of, memory_of
+from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, least, makespan
+from minitrain.plan.predict.rates import AXES, NAMES, RATES, Place, Rates, Times, layers_s
 from minitrain.plan.predict.training_run import TrainingRun
-from minitrain.plan.predict.update import update_s
-from minitrain.plan.predict.work import Work, WorkOf
+from minitrain.plan.predict.work import LAYERS, Work, WorkOf
 from minitrain.plan.strategy import Strategy
 
 PARTS = (*NAMES, "recomputation", *AXES, "p2p", "bubble", "dp", "tied table", "optimizer")
@@ -47,36 +49,9 @@ class Prediction:
     @cached_property
     def mfu(self) -> float:
         """Of the model's FLOPs, a causal attention counted as a triangle."""
-        return self._utilisation("triangle")
-
-    @cached_property
-    def mfu_square(self) -> float:
-        """The same with all T² scores, as most papers count."""
-        return self._utilisation("square")
-
-    def _utilisation(self, causal: str) -> float:
         run = self.run
-        tokens = run.batch * run.length
-        flops = tokens * flops_per_token(run.model, run.length, causal=causal)
-        return flops / (self.step_s * self._peak)
-
-    @cached_property
-    def hfu(self) -> float:
-        """Of what is executed, recomputation and all scores that a kernel computes included."""
-        run, work = self.run, self.work
-        blocks = [work.of_block(run.model, number) for number in range(1, run.model.num_layers + 1)]
-        flops = sum(
-            layer.forward.flops + layer.backward.flops for layer in (work.embedding, work.head, *blocks)
-        )
-        again = {"stage", "full"} if run.stack.whole_again else {"stage"}
-        if run.strategy.recompute in again:
-            flops += sum(layer.forward.flops for layer in blocks)
-        ranks = run.strategy.dp * run.strategy.cp * run.strategy.tp
-        return flops * run.strategy.microbatches * ranks / (self.step_s * self._peak)
-
-    @property
-    def _peak(self) -> float:
-        return self.run.strategy.ranks * self.run.machine.device.peak(self.run.strategy.policy.activations)
+        peak = run.strategy.ranks * run.machine.device.peak(run.strategy.policy.activations)
+        return run.batch * run.length * flops_per_token(run.model, run.length) / (self.step_s * peak)
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -133,6 +108,9 @@ def _keeping_all(strategy: Strategy) -> Strategy:
     return replace(strategy, recompute="none", recompute_partition=False)
 
 
+# ---- a microbatch ----------------------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=1 << 14)
 def _without_bubble(
     work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
@@ -152,8 +130,91 @@ def _without_bubble(
 
 def _message_s(boundary_bytes: int, at: Place, sequence_parallel: bool) -> float:
     """From a stage to the next; tp ranks that have the same may send a part each, gathered on arrival."""
-    ends = at.stages_apart(1)
     if sequence_parallel or not at.stack.scattered or at.tp == 1:
-        return at.travel_s("send", boundary_bytes, ends)
+        return at.travel_s("send", boundary_bytes, at.neighbours)
     gather_s = at.travel_s("all_gather", boundary_bytes, tuple(range(at.tp)))
-    return at.travel_s("send", boundary_bytes / at.tp, ends) + gather_s
+    return at.travel_s("send", boundary_bytes / at.tp, at.neighbours) + gather_s
+
+
+# ---- once in a step --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 14)
+def update_s(
+    work: Work, layout: Layout, at: Place, zero: int, state: tuple[int, int, int], tied: bool, again: bool
+) -> dict[str, float]:
+    """Gradients added up and weights gathered, tied tables, the optimizer; `state`: bytes of a parameter's
+    weight, gradient and what the optimizer keeps."""
+    if isinstance(zero, str):
+        raise ValueError(f"zero={zero!r}: predictions know replicas and ZeRO; use 0, 1, 2 or 3")
+    weight, gradient, optimizer = state
+    elements, dealt = max(elements_of(work, own, tied) for own in layout.ranks)
+    group = tuple(at.ranks_of(tuple(range(0, at.dp * at.cp * at.tp, at.tp))))
+    some = group[:: at.ep]  # the ranks with the same experts
+    experts = tuple(work.expert_parameters * (name == "block") for name in LAYERS)
+    everywhere = tuple(layer.parameters - n for layer, n in zip(work.layers, experts))
+    sums = (elements - dealt, group, everywhere), (dealt, some, experts)
+    times = layers_s(work, at, again)
+    dp_s = _sums_s([one for one in sums if one[0] and len(one[1]) > 1], at, zero, layout, times, state)
+    tied_s = 0.0
+    if tied and at.pp > 1:
+        ends = tuple(sorted({0, (at.pp - 1) * at.pp_stride}))
+        tied_s = at.travel_s("all_reduce", work.head.shared_parameters * gradient, ends)
+    own = (elements - dealt) / len(group) + dealt / len(some) if zero else elements
+    moved = own * (2 * optimizer + 3 * gradient + weight)
+    return {"dp": dp_s, "tied table": tied_s, "optimizer": moved / at.memory_bytes_per_s}
+
+
+def _sums_s(sums, at: Place, zero: int, layout: Layout, times: tuple[Times, ...], state) -> float:
+    """What is waited for while `sums` (parameters, their ranks, of each of LAYERS) are added up and weights
+    gathered."""
+
+    def waited(op: str, bytes_each: int, before: bool) -> float:
+        transfers = [(at.travel_s(op, n * bytes_each, members), own) for n, members, own in sums]
+        all_of_it = sum(time for time, _ in transfers)
+        if not at.stack.dp_overlapped:
+            return all_of_it
+        exposed = beyond(layout, times, transfers, before)
+        return exposed + shared(times[LAYERS.index("block")], before) * (all_of_it - exposed)
+
+    def shared(block: Times, before: bool) -> float:
+        """Of a block's pass, the part in which tp, cp or ep have the same wire: all are slower there."""
+        crosses = len({at.machine.node_of(rank) for rank in sums[0][1]}) > 1
+        kind = 0 if before else 1
+        sent = block.on_wires[kind][crosses]
+        return min(1.0, sent / block.passes[kind]) if sent else 0.0
+
+    weight, gradient, _ = state
+    if not sums:
+        return 0.0
+    if zero == 0:
+        return waited("all_reduce", gradient, False)
+    scatters = layout.microbatches if zero >= 2 and at.stack.each_microbatch else 1
+    gathers = 2 * layout.microbatches if zero == 3 else 1
+    return scatters * waited("reduce_scatter", gradient, False) + gathers * waited("all_gather", weight, True)
+
+
+def beyond(
+    layout: Layout, times: tuple[Times, ...], transfers: Iterable[tuple[float, tuple[int, ...]]], before: bool
+) -> float:
+    """How much longer than the passes beside them transfers take, of the rank that ends last (interleaved,
+    its later stages are done long before its first), a layer after the other: gradients travel when the last
+    microbatch has left a layer, weights (`before`) until the first comes. In the worst case all that is left
+    from some layer on is in nobody's shadow. A transfer is its seconds, and the parameters of each of LAYERS
+    of which they are."""
+    edge, kind = edges(layout.short, before), 0 if before else 1
+    held = [sum(numbers) for numbers in zip(*(numbers for numbers, *_ in edge))]
+    each = [0.0] * len(LAYERS)
+    for time, parameters in transfers:
+        if whole := sum(map(mul, held, parameters)):
+            each = [all_s + time * own / whole for all_s, own in zip(each, parameters)]
+    done, most = 0.0, 0.0
+    for numbers, forwards, backwards in edge:
+        shadow = sum(n * t.passes[0] for n, t in zip(forwards, times))
+        shadow += sum(n * t.passes[1] for n, t in zip(backwards, times))
+        for number, layer, time in zip(numbers, times, each):
+            for _ in range(number):
+                done += time
+                most = max(most, done - shadow)
+                shadow += layer.passes[kind]
+    return most

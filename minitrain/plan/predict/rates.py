@@ -1,4 +1,4 @@
-"""How fast an operator or a collective really is: datasheet, shares, tiles, waves; few constants, all named.
+"""How fast operators, collectives and whole layers really are: few constants, all named.
 
     product      batch · ceil(m/M) · ceil(n/M) tiles of M x M, one per multiprocessor, in whole waves;
                  2·M·M·(k + k0) FLOPs each at `products` of the peak; never faster than its bytes
@@ -6,6 +6,7 @@
     passes       bytes at `memory` of the bandwidth; where a stack fuses, a chain of elementwise operators is
                  one pass, of as many bytes as its largest operator
     links        the cost model of plan/simulate/collectives.py at `nvlink` and `network` of the bandwidth
+    a layer      layers_s(work, place, again): its operators, and what it waits for on tp, cp and ep
 
 `PLAIN` has no loss of any kind: what plan/simulate/replay.py charges. `RATES` are the shares that were fitted
 (see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
@@ -19,9 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from minitrain.plan.predict.training_run import Stack
-from minitrain.plan.predict.work import Collective, Operator, Pass
+from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Device, Machine
 from minitrain.ranks.checks import require_nonnegative
@@ -54,36 +56,86 @@ START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5,
 # fit on Nar21 145.6B and MegaScale base 1024, hold=0
 RATES = replace(START, products=0.76, network=0.3)
 NAMES = ("products", "attention", "passes")
+AXES = ("tp", "cp", "ep")
 
 
-def seconds(operators: Iterable[Operator], machine: Machine, rates: Rates, stack: Stack) -> dict[str, float]:
+class Place(NamedTuple):
+    """Where ranks sit, and how fast they are there."""
+
+    machine: Machine
+    stack: Stack
+    rates: Rates
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dp_stride(self) -> int:
+        return self.cp * self.tp * (1 if self.stack.dp_inside_pp else self.pp)
+
+    @property
+    def pp_stride(self) -> int:
+        return self.cp * self.tp * (self.dp if self.stack.dp_inside_pp else 1)
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Two ranks a stage apart, on two nodes if any such are."""
+        step, node = self.pp_stride, self.machine.devices_per_node
+        crosses = self.pp * step > node > step
+        return (node - step, node) if crosses else (0, step)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        machine = self.machine
+        return machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency * self.rates.memory
+
+    def ranks_of(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a world of dp · cp · tp, on the machine."""
+        inside = self.cp * self.tp
+        return tuple(rank // inside * self.dp_stride + rank % inside for rank in members)
+
+    def travel_s(self, op: str, payload_bytes: float, members: tuple[int, ...]) -> float:
+        return _travel_s(op, payload_bytes, members, self.machine, self.rates)
+
+
+@lru_cache(maxsize=1 << 14)
+def _travel_s(op: str, payload_bytes: float, members: tuple[int, ...], machine: Machine, rates: Rates):
+    """A collective or a message between these ranks."""
+    at = collectives.place(members, machine)
+    rate_out, rate_card = at.rate_out * rates.network, at.rate_card * rates.network
+    at = replace(at, rate_in=at.rate_in * rates.nvlink, rate_out=rate_out, rate_card=rate_card)
+    return collectives.seconds(op, payload_bytes, at)
+
+
+def seconds(operators: Iterable[Operator], at: Place) -> dict[str, float]:
     """Of a pass's operators on one device, by NAMES. A chain ends before a contraction and around a norm, and
     with a softmax; a stack may add up gradients of weights in the products that make them."""
-    found = dict.fromkeys(NAMES, 0.0)
-    bandwidth = machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency * rates.memory
+    found, rate = dict.fromkeys(NAMES, 0.0), at.memory_bytes_per_s
     chain = moved = 0
     for operator in operators:
         contracts, norm = operator.flops > 0, "layer_norm" in operator.name
         if contracts:
             kind = "attention" if operator.attention else "products"
-            found[kind] += max(_arithmetic(operator, machine, rates), operator.bytes / bandwidth)
-        elif operator.accumulates and stack.adds_in_products:
+            found[kind] += max(_arithmetic(operator, at), operator.bytes / rate)
+        elif operator.accumulates and at.stack.adds_in_products:
             continue
-        elif norm or not stack.fused:
+        elif norm or not at.stack.fused:
             moved += operator.bytes
         else:
             chain = max(chain, operator.bytes)
         if contracts or norm or "softmax" in operator.name:
             moved, chain = moved + chain, 0
-    found["passes"] = (moved + chain) / bandwidth
+    found["passes"] = (moved + chain) / rate
     return found
 
 
-def _arithmetic(operator: Operator, machine: Machine, rates: Rates) -> float:
-    peak = machine.device.peak(operator.dtype) * machine.compute_efficiency
+def _arithmetic(operator: Operator, at: Place) -> float:
+    peak = at.machine.device.peak(operator.dtype) * at.machine.compute_efficiency
     if operator.attention:
-        return operator.flops / (peak * rates.attention)
-    return _in_tiles(operator, machine.device, rates) / (peak * rates.products)
+        return operator.flops / (peak * at.rates.attention)
+    return _in_tiles(operator, at.machine.device, at.rates) / (peak * at.rates.products)
 
 
 def _in_tiles(operator: Operator, device: Device, rates: Rates) -> float:
@@ -96,48 +148,62 @@ def _in_tiles(operator: Operator, device: Device, rates: Rates) -> float:
     return ceil(tiles / wave) * wave * 2 * rates.tile**2 * (k + rates.k0)
 
 
-@lru_cache(maxsize=1 << 14)
-def travel_s(op: str, payload_bytes: int, members: tuple[int, ...], machine: Machine, rates: Rates) -> float:
-    """A collective or a message between these ranks."""
-    at = collectives.place(members, machine)
-    rate_out, rate_card = at.rate_out * rates.network, at.rate_card * rates.network
-    at = replace(at, rate_in=at.rate_in * rates.nvlink, rate_out=rate_out, rate_card=rate_card)
-    return collectives.seconds(op, payload_bytes, at)
+# ---- a layer ---------------------------------------------------------------------------------------------
 
 
-def exposed(one_pass: Pass, machine: Machine, rates: Rates, stack: Stack, place) -> dict[str, float]:
-    """What a pass waits for, by the first axis of a group: a transfer beside operators only for what they
-    leave of it. `place` maps the members of a group to ranks of the machine."""
-    found: dict[str, float] = {}
-    for collective in one_pass.collectives:
-        if collective.op == "send":
+class Times(NamedTuple):
+    """Seconds of one layer: by KINDS (F, B, I, W, R), and F and B together by part. `on_wires`: of F and B,
+    those in which their own transfers have a rank's links inside the node, and its share of the cards."""
+
+    passes: tuple[float, ...]
+    parts: dict[str, float]
+    on_wires: tuple[tuple[float, float], ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def layers_s(work: Work, at: Place, again: bool) -> tuple[Times, ...]:
+    """Of each of `work.layers`; with `again` a block's forward runs before its backward, too."""
+    ends = work.embedding, work.head
+    return tuple(_times(layer, at, again and layer not in ends) for layer in work.layers)
+
+
+def _times(layer: Layer, at: Place, again: bool) -> Times:
+    passes = layer.forward, layer.backward, layer.weights
+    forward, backward, weights = (_pass(one_pass, at) for one_pass in passes)
+    f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
+    parts = {name: forward[name] + backward[name] for name in forward}
+    sent = tuple(on_wires(one_pass, at) for one_pass in passes[:2])
+    return Times((f, b + f * again, b + f * again - w, w, f), parts | {"recomputation": f * again}, sent)
+
+
+def _pass(one_pass: Pass, at: Place) -> dict[str, float]:
+    found, waits = seconds(one_pass.operators, at), exposed(one_pass, at)
+    if at.stack.tp_overlapped:  # cut into tp parts, the first of which finds no product to hide behind
+        waits["tp"] = max(waits["tp"] / at.tp, waits["tp"] - found["products"])
+    return found | waits
+
+
+def exposed(one_pass: Pass, at: Place) -> dict[str, float]:
+    """What a pass waits for, by AXES (the parts of cp have names of their own): a transfer beside operators
+    only for what they leave of it."""
+    found = dict.fromkeys(AXES, 0.0)
+    for one in one_pass.collectives:
+        if one.op == "send":
             continue  # its receiver waits, and here another message is received
-        time = travel_s(collective.op, collective.payload_bytes, place(collective.members), machine, rates)
-        if collective.overlapped:
-            beside = one_pass.operators[collective.overlapped.start : collective.overlapped.stop]
-            time = max(0.0, time - sum(seconds(beside, machine, rates, stack).values()))
-        axis = axis_of(collective)
-        found[axis] = found.get(axis, 0.0) + time
+        time = at.travel_s(one.op, one.payload_bytes, at.ranks_of(one.members))
+        if one.overlapped:
+            beside = one_pass.operators[one.overlapped.start : one.overlapped.stop]
+            time = max(0.0, time - sum(seconds(beside, at).values()))
+        found[next((axis for axis in ("tp", "ep") if axis in one.axis), "cp")] += time
     return found
 
 
-def on_wires(one_pass: Pass, machine: Machine, rates: Rates, place) -> tuple[float, float]:
+def on_wires(one_pass: Pass, at: Place) -> tuple[float, float]:
     """How long a pass's own transfers have a rank's links inside the node, and its share of the cards."""
-    inside = outside = 0.0
-    for collective in one_pass.collectives:
-        members = place(collective.members)
-        sizes = collective.payload_bytes, 0
-        all_of_it, latency = (travel_s(collective.op, size, members, machine, rates) for size in sizes)
-        if len({machine.node_of(rank) for rank in members}) == 1:
-            inside += all_of_it - latency
-        else:
-            outside += all_of_it - latency
-    return inside, outside
-
-
-def axis_of(collective: Collective) -> str:
-    """tp, ep or cp: the parts of cp have names of their own."""
-    for axis in ("tp", "ep"):
-        if axis in collective.axis:
-            return axis
-    return "cp"
+    found = [0.0, 0.0]
+    for one in one_pass.collectives:
+        members = at.ranks_of(one.members)
+        all_of_it, latency = (at.travel_s(one.op, size, members) for size in (one.payload_bytes, 0))
+        leaves_node = len({at.machine.node_of(rank) for rank in members}) > 1
+        found[leaves_node] += all_of_it - latency
+    return found[0], found[1]

@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from minitrain.model.config import GPTConfig
-from minitrain.plan.simulate.machines import Machine
-from minitrain.plan.simulate.machines import machine as described
+from minitrain.plan.simulate.machines import Machine, machine
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_positive_ints
 
@@ -103,54 +102,43 @@ class Published:
         return self.run.name
 
 
-# Publications by the first word of a row's name, and what of their rows is from memory.
-PUBLICATIONS = {
-    "Nar21": "Narayanan 2021",
-    "Kor22": "Korthikanti 2022",
-    "MT-NLG": "MT-NLG 2022",
-    "MegaScale": "MegaScale 2024",
-    "Llama3": "Llama 3 2024",
-    "BLOOM": "BLOOM 2022",
-    "OPT-175B": "OPT 2022",
-    "GLM-130B": "GLM-130B 2022",
-    "GPT-NeoX-20B": "GPT-NeoX 2022",
-}
+# By the first word of a row's name: publication, stacks without and with overlapped dp, what is from memory.
+_DEEPSPEED = ("megatron-deepspeed", "megatron-deepspeed")
 _LAYOUT = ("zero", "grad_bytes", "dp_overlap", "tp", "mbs")
-UNSURE = {"Llama3": ("v", "zero", "dp_overlap"), "OPT-175B": _LAYOUT, "GLM-130B": _LAYOUT}
-# MegaScale's own rows attend through a window of unpublished width; here to all tokens before.
-UNSURE |= {"GPT-NeoX-20B": (*_LAYOUT, "machine"), "BLOOM": ("grad_bytes", "dp_overlap")}
-PUBLISHED_WITH = dict.fromkeys(("MT-NLG", "BLOOM", "GLM-130B", "GPT-NeoX-20B"), "megatron-deepspeed")
-PUBLISHED_WITH |= {"OPT-175B": "fairscale-2022", "Llama3": "llama3"}
-MACHINES = {"jeanzay": "jean-zay"}
+PUBLICATIONS = {
+    "Nar21": ("Narayanan 2021", ("megatron-2021", "megatron-2021-overlapped"), ()),
+    "Kor22": ("Korthikanti 2022", ("megatron-2022", "megatron-2022"), ()),
+    "MT-NLG": ("MT-NLG 2022", _DEEPSPEED, ()),
+    # MegaScale's own rows attend through a window of unpublished width; here to all tokens before.
+    "MegaScale": ("MegaScale 2024", ("megatron-2023", "megascale"), ()),
+    "Llama3": ("Llama 3 2024", ("llama3", "llama3"), ("v", "zero", "dp_overlap")),
+    "BLOOM": ("BLOOM 2022", _DEEPSPEED, ("grad_bytes", "dp_overlap")),
+    "OPT-175B": ("OPT 2022", ("fairscale-2022", "fairscale-2022"), _LAYOUT),
+    "GLM-130B": ("GLM-130B 2022", _DEEPSPEED, _LAYOUT),
+    "GPT-NeoX-20B": ("GPT-NeoX 2022", _DEEPSPEED, (*_LAYOUT, "machine")),
+}
 
 
 @cache
-def published(path: Path = TABLE) -> tuple[Published, ...]:
-    """All rows of the table, or of another one with the same columns; a column more, `stack`, names one of
-    STACKS, else the flags of a row do."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+def published() -> tuple[Published, ...]:
+    """All rows of the table."""
+    lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     return tuple(_row(row) for row in csv.DictReader(lines, delimiter="\t"))
 
 
 def _row(row: dict[str, str]) -> Published:
     n = {key: int(value) for key, value in row.items() if value.isdigit()}
-    first = row["name"].split()[0]
+    publication, stacks, unsure = PUBLICATIONS[row["name"].split()[0]]
     microbatches = n["gbs"] // (n["dp"] * n["mbs"])
     strategy = dict(dp=n["dp"], pp=n["pp"], cp=n["cp"], tp=n["tp"], zero=n["zero"], microbatches=microbatches)
     strategy |= dict(recompute=row["recompute"], sequence_parallel=bool(n["sp"]) and n["tp"] > 1)
     strategy |= dict(schedule="interleaved", chunks=n["v"]) if n["v"] > 1 else {}
     strategy |= dict(core="gathered") if n["cp"] > 1 else {}
     strategy |= dict(precision="bfloat16_main_grads" if n["grad_bytes"] == 4 else "bfloat16")
-    run = TrainingRun(
-        _model(row, n),
-        Strategy(**strategy),
-        described(MACHINES.get(row["mach"], row["mach"])),
-        n["gbs"],
-        n["s"],
-        STACKS[row.get("stack") or _stack(first, n)],
-        row["name"],
-    )
-    return Published(run, float(row["step_s"]), PUBLICATIONS.get(first, first), UNSURE.get(first, ()))
+    stack = STACKS[stacks[n["dp_overlap"]]]
+    model, on = _model(row, n), machine(row["mach"])
+    run = TrainingRun(model, Strategy(**strategy), on, n["gbs"], n["s"], stack, row["name"])
+    return Published(run, float(row["step_s"]), publication, unsure)
 
 
 def _model(row: dict[str, str], n: dict[str, int]) -> GPTConfig:
@@ -174,14 +162,3 @@ def _model(row: dict[str, str], n: dict[str, int]) -> GPTConfig:
         dropout=0.0 if n["flash"] else 0.1,
         **kind,
     )
-
-
-def _stack(first: str, n: dict[str, int]) -> str:
-    """By publication, and for Megatron-LM by year: gradients add up in products from 2022, flash after."""
-    if first in PUBLISHED_WITH:
-        return PUBLISHED_WITH[first]
-    if n["flash"]:
-        return "megascale" if n["dp_overlap"] else "megatron-2023"
-    if first == "Kor22":
-        return "megatron-2022"
-    return "megatron-2021-overlapped" if n["dp_overlap"] else "megatron-2021"

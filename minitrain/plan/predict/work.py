@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minitrain.model.config import GPTConfig
+LAYERS = ("embedding", "block", "dense", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,6 @@ class Pass:
     collectives: tuple[Collective, ...] = ()
     high_bytes: int = 0  # most alive meanwhile, beyond what was when it began
 
-    @property
-    def flops(self) -> int:
-        return sum(operator.flops for operator in self.operators)
-
     def then(self, other: Pass) -> Pass:
         """Both, one after the other."""
         shift = len(self.operators)
@@ -96,9 +92,10 @@ class Work:
     dense: Layer | None = None
     expert_parameters: int = 0  # of `block.parameters`, those dealt out over ep
 
-    def of_block(self, config: GPTConfig, number: int) -> Layer:
-        """Of block 1 .. L."""
-        return self.dense if self.dense and not config.experts_in(number) else self.block
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """In the order of LAYERS."""
+        return self.embedding, self.block, self.dense or self.block, self.head
 
 
 WorkOf = Callable[..., Work]  # (config, strategy, microbatch, length, fused_attention=True) -> Work
