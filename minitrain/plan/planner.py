@@ -11,15 +11,25 @@ context, NCCL's buffers, holes). The search is exact: layouts wait in the order 
 without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
 schedule is simulated, then memory asked for. `front` asks for the memory first, and simulates only what needs
 less than all that is faster. The searches of systems/plan/search look at less, of spaces too large for this.
+
+    least_ranks(7 * 10**9, 32e9, stage=3)     4: 16 bytes per parameter are 112 GB, 28 on each of four
+    race([Task(.., machine("h100"), 16, ..), Task(.., v100s, 64, ..)], tokens=1e9, work_of=work_of)
+
+Of several fleets `race` says which finishes a training first, and `least_ranks` the fewest devices that hold
+its model. What ZeRO leaves on each of n ranks (memory_formulas.py) falls with n to a part that it does not
+cut, so a stage whose rest alone is too large never fits. Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054,
+section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, product
+from math import ceil, inf
+from typing import NamedTuple
 
 from minitrain.model.config import GPTConfig, divisors
 from minitrain.plan.predict.predicted_memory import memory_of
@@ -36,6 +46,7 @@ LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not
 MOST_ROWS = 8  # of a microbatch
 MOST_CHUNKS = 8  # stages of a rank
 RECOMPUTE = ("none", "selective", "full")
+STATES = (2, 2, 12)  # bytes per parameter: weights, gradients, what the optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -106,41 +117,27 @@ def layouts(task: Task) -> Iterator[list[Strategy]]:
 def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
     pp, shared = sizes["pp"], sizes["dp"] * sizes["cp"]
     rows = task.batch // sizes["dp"]
-    of_rows = [b for b in divisors(rows) if b <= MOST_ROWS]
+    counts = [rows // b for b in divisors(rows) if b <= MOST_ROWS]
+    experts = task.model.experts.num_experts if task.model.experts else 1
+    over = [ep for ep in divisors(shared) if experts % ep == 0]
+    # a fused kernel keeps no scores, and computes them again anyway
+    again = [one for one in RECOMPUTE if one != "selective" or not task.stack.flash]
     stages = [0] if shared == 1 else [0, 1, 3] if pp > 1 else [0, 1, 2, 3]
-    for ep in experts_over(task.model, shared):
-        for recompute in RECOMPUTE:
-            if recompute == "selective" and task.stack.flash:
-                continue  # a fused kernel keeps no scores, and computes them again anyway
-            for zero in stages:
-                for schedule, chunks in schedules(task.model, pp):
-                    more = dict(zero=zero, recompute=recompute, schedule=schedule, chunks=chunks, ep=ep)
-                    more |= dict(precision=task.precision)
-                    found = []
-                    for b in of_rows:
-                        m = rows // b
-                        if schedule == "interleaved" and m % pp:
-                            continue
-                        found.append(Strategy(**sizes, **more, microbatches=m))
-                    if found:
-                        yield found
+    for ep, recompute, zero, how in product(over, again, stages, schedules(task.model, pp)):
+        more = dict(zip(("schedule", "chunks"), how), zero=zero, recompute=recompute, ep=ep)
+        whole = pp if more["schedule"] == "interleaved" else 1
+        fits = [m for m in counts if m % whole == 0]
+        if fits:
+            yield [Strategy(**sizes, **more, precision=task.precision, microbatches=m) for m in fits]
 
 
 def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
     """(schedule, stages of a rank) worth a look for so many ranks of a pipeline."""
-    require_positive_ints(pp=pp)
     if pp == 1:
         return [("1f1b", 1)]
     per_rank, rest = divmod(model.num_layers, pp)
     chunks = [v for v in divisors(per_rank) if 1 < v <= MOST_CHUNKS] if not rest else []
     return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks)]
-
-
-def experts_over(model: GPTConfig, shared: int) -> list[int]:
-    """Over how many of the dp · cp ranks the experts can be dealt out."""
-    if not model.experts:
-        return [1]
-    return [n for n in divisors(shared) if model.experts.num_experts % n == 0]
 
 
 # ---- the best of them ------------------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def search(
             if needs(one) <= task.room_bytes:
                 heappush(waiting, (one.step_s, needs(one), number, one))
     if not best:
-        raise ValueError(too_large(task, least, work_of))
+        raise ValueError(too_large(task, least))
     return Ranking(task, best, len(every), predicted)
 
 
@@ -232,27 +229,52 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
     return [(part, seconds) for part, seconds in ordered[:most] if seconds]
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------
-
-
 def nothing_divides(task: Task) -> str:
     """No layout at all: it is the batch, or what tp must divide, that fits none."""
     below = task.batch // task.ranks * task.ranks
-    near = [str(n) for n in (below, below + task.ranks) if n]
-    cure = f"use a batch of {' or '.join(near)}, or fewer ranks"
+    near = " or ".join(str(n) for n in (below, below + task.ranks) if n)
     said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
+    cure = f"use a batch of {near}, or fewer ranks"
     return f"{said}: no sizes of tp, pp, cp and dp divide both batch and ranks; {cure}"
 
 
-def too_large(task: Task, least: Prediction, work_of: WorkOf) -> str:
-    """By how much the smallest layout misses, and how many ranks would do."""
-    short = needs(least) - task.room_bytes
+def too_large(task: Task, least: Prediction) -> str:
+    """By how much the smallest layout misses."""
     said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
     room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
-    for factor in (2, 4, 8, 16, 32, 64):
-        larger = replace(task, ranks=task.ranks * factor, batch=task.batch * factor)
-        for strategy in (family[0] for family in layouts(larger)):
-            if needs(predict(larger.run(strategy), work_of)) <= task.room_bytes:
-                cure = f"{larger.ranks} ranks with a batch of {larger.batch} would do"
-                return f"does not fit: {said}, {room}, {short / 1e9:.1f} GB too little; {cure}"
-    return f"does not fit: {said}, {room}, {short / 1e9:.1f} GB too little; use a machine with more memory"
+    short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
+    return f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory"
+
+
+# ---- of several fleets -----------------------------------------------------------------------------------
+
+
+def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:
+    """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them."""
+    require_positive_ints(1 << 60, parameters=parameters)
+    require_positive(memory_bytes=memory_bytes)
+    require_one_of((0, 1, 2, 3), stage=stage)
+    whole = parameters * sum(STATES[: 3 - stage])
+    cut = parameters * sum(STATES) - whole
+    if whole + cut <= memory_bytes:
+        return 1
+    return ceil(cut / (memory_bytes - whole)) if cut and whole < memory_bytes else None
+
+
+class Finish(NamedTuple):
+    task: Task
+    best: Prediction | None  # None: no layout fits
+    seconds: float  # for all tokens
+
+
+def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates = RATES) -> list[Finish]:
+    """Each fleet with its fastest layout, the one that has seen all tokens first in front."""
+    require_positive(tokens=tokens)
+    found = []
+    for task in tasks:
+        try:
+            best = search(task, work_of, rates, keep=1).best[0]
+            found.append(Finish(task, best, best.step_s * tokens / (task.batch * task.length)))
+        except ValueError:
+            found.append(Finish(task, None, inf))
+    return sorted(found, key=lambda one: one.seconds)

@@ -21,7 +21,7 @@ from minitrain.ranks.checks import MOST, require_ints, require_positive_ints, re
 
 AXES = ("dp", "pp", "cp", "tp")
 MOST_CELLS = 1 << 21  # of a schedule, which is made before any rank starts
-SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses bucket_bytes".split()
+SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses loss_scale_window".split()
 OFFLOADS = ("optimizer", "parameters", "activations")
 CHOICES = {
     "schedule": NAMES,
@@ -36,10 +36,11 @@ CHOICES = {
 def conflicts(s: Any) -> Iterator[tuple[str, str]]:
     """Fields that clash, and why, with what to use instead."""
     policies, core_axes = parse(s.recompute), cores.CORES[s.core].axes
+    on_host = "optimizer" in s.offloads
     for name in ("node", "nodes"):
         if getattr(s, name) > 1 and not s.hybrid:
-            cure = f"use {name}=1, or one of {', '.join(PARO_SHARDINGS)}"
-            yield f"{name} zero", f"nodes matter to hybrid sharding; {cure}"
+            hybrid = f"use {name}=1, or one of {', '.join(PARO_SHARDINGS)}"
+            yield f"{name} zero", f"nodes matter to hybrid sharding; {hybrid}"
     for name in ("sequence_parallel", "overlap"):
         if getattr(s, name) and s.tp == 1:
             yield f"{name} tp", "it is about the ranks of tp; use tp > 1"
@@ -47,16 +48,11 @@ def conflicts(s: Any) -> Iterator[tuple[str, str]]:
         if getattr(s, name) > 1 and not s.pipelined:
             yield f"{name} pp", "it is for a pipeline; use pp > 1"
     if s.ep_travel == "cheaper" and s.ep_node > 1:
-        cure = "use ep_node=1, or tokens or experts"
-        yield "ep_travel ep_node", f"it compares what crosses between ranks, not nodes; {cure}"
+        yield "ep_travel ep_node", "it compares ranks, not nodes; use ep_node=1, or tokens or experts"
     if s.ep_shadow and (s.ep == 1 or s.ep_travel != "tokens"):
-        yield (
-            "ep_shadow ep ep_travel",
-            "a shadow is a copy of an expert whose rows would travel; use ep_shadow=0",
-        )
+        yield "ep_shadow ep ep_travel", "a shadow is of an expert whose rows would travel; use ep_shadow=0"
     if s.ep_chunks > 1 and (s.ep == 1 or s.ep_node > 1 or s.ep_travel == "experts"):
-        why = "chunks are of rows that travel between all ranks of ep at once; use ep_chunks=1"
-        yield "ep_chunks ep ep_node ep_travel", why
+        yield ("ep_chunks ep ep_node ep_travel", "chunks are of rows that all ranks send; use ep_chunks=1")
     for name, only in dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0).items():
         if s.products != "plain" and getattr(s, name) != only:
             yield f"{name} products", f"it has products of its own; use {name}={only!r} or plain products"
@@ -68,8 +64,8 @@ def conflicts(s: Any) -> Iterator[tuple[str, str]]:
             why = "a scale is of a whole tensor, and gradients have one of their own"
             yield f"precision {name}", f"{why}; use {name}={' or '.join(map(str, only))}"
     if s.policy.copies and any(policy.drop - {"core", "act"} for policy in policies):
-        cure = "use full, keep:.. or drop:core+act"
-        yield "recompute precision", f"a result is made again without the copies of its layer; {cure}"
+        why = "a result is made again without the copies of its layer"
+        yield "recompute precision", f"{why}; use full, keep:.. or drop:core+act"
     if s.ulysses > 1 and "ulysses" not in core_axes[1:]:
         yield "ulysses core", "it has no such group; use ulysses=1"
     if s.inner > 1 and not {"inside", "inner", "team"} & set(core_axes):
@@ -81,16 +77,16 @@ def conflicts(s: Any) -> Iterator[tuple[str, str]]:
     if s.recompute_partition and s.sequence_parallel:
         yield "recompute_partition sequence_parallel", "inputs are cut already; use recompute_partition=False"
     if s.recompute_partition and not any(policy.again for policy in policies):
-        cure = "use full, keep:core, every:2 or sqrt"
-        yield "recompute_partition recompute", f"no block keeps its input alone; {cure}"
-    if s.delayed_update and "optimizer" not in s.offloads:
+        why = "no block keeps its input alone; use full, keep:core, every:2 or sqrt"
+        yield "recompute_partition recompute", why
+    if s.delayed_update and not on_host:
         yield "delayed_update offload", "what is delayed is an update on the host; add optimizer to it"
-    if "parameters" in s.offloads and (s.zero != 3 or "optimizer" not in s.offloads):
+    if "parameters" in s.offloads and (s.zero != 3 or not on_host):
         cure = "use zero=3 and offload='parameters+optimizer' (on one data rank ZeRO-3 sends nothing)"
         yield "offload zero", f"units are gathered from the host by ZeRO-3 and updated there; {cure}"
-    if "optimizer" in s.offloads and s.policy.scaled:
-        cure = "use another precision, or no offload"
-        yield "precision offload", f"its tensors are codes with a scale, updated where they are; {cure}"
+    if on_host and s.policy.scaled:
+        why = "its tensors are codes with a scale, updated where they are"
+        yield "precision offload", f"{why}; use another precision, or no offload"
     if "activations" in s.offloads and s.schedule == "bpipe":
         yield "offload schedule", "whole stages' activations leave already; use one of them"
     if "activations" in s.offloads and s.recompute == "stage":
@@ -100,20 +96,15 @@ def conflicts(s: Any) -> Iterator[tuple[str, str]]:
     if s.post_validation and s.first_loss_scale:
         why = "updates come before it is known whether the scaled gradients have overflowed"
         yield "post_validation precision loss_scale", f"{why}; use post_validation=False"
-    if s.post_validation and "optimizer" in s.offloads:
-        why = "an update that may be taken back stays on the device"
-        yield "post_validation offload", f"{why}; use one of them"
+    if s.post_validation and on_host:
+        yield ("post_validation offload", "what may be taken back stays on the device; use one of them")
 
 
 def check_alone(s: Any) -> None:
     """A Strategy by itself."""
-    for name in (*AXES, *SIZES):
-        if not isinstance(size := getattr(s, name), int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}={size!r}; use a whole number, 1 or more")
-        if size > MOST and name != "bucket_bytes":
-            raise ValueError(f"{name}={size}; use a whole number up to {MOST:,}")
+    require_positive_ints(**{name: getattr(s, name) for name in (*AXES, *SIZES)})
+    require_ints(1, bucket_bytes=s.bucket_bytes)
     require_ints(0, MOST, ep_shadow=s.ep_shadow)
-    require_positive_ints(loss_scale_window=s.loss_scale_window)
     require_text(offload=s.offload, recompute=s.recompute, order=s.order)
     if isinstance(s.zero, bool) or s.zero not in (0, 1, 2, 3, *PARO_SHARDINGS):
         sharded = f"a stage 1, 2 or 3, or hybrid sharding: {', '.join(PARO_SHARDINGS)}"
@@ -123,9 +114,7 @@ def check_alone(s: Any) -> None:
             raise ValueError(f"{name}={value!r}; use {', '.join(choices)}")
     _check_order(s.order)
     if set(s.offloads) - set(OFFLOADS) or len(set(s.offloads)) < len(s.offloads):
-        raise ValueError(
-            f"offload={s.offload!r}; use none, or once each of {', '.join(OFFLOADS)}, joined by +"
-        )
+        raise ValueError(f"offload={s.offload!r}; use none, or once each of {', '.join(OFFLOADS)}, by +")
     for names, why in conflicts(s):
         first, *others = names.split()
         raise ValueError(f"{said(s, [first])} with {said(s, others)}: {why}")
@@ -136,7 +125,7 @@ def check_alone(s: Any) -> None:
     if scale and not (1 <= scale < math.inf and math.frexp(scale)[0] == 0.5):
         raise ValueError(f"loss_scale={scale}; use a power of two, 1 or more, say 65536")
     if s.cp > 1:
-        _check_core(s, heads=s.cp * s.cp)
+        cores.check_choice(s.core, s.context_groups, s.layout, slices=s.slices, heads=s.cp * s.cp)
     if s.pipelined:
         cells = s.pp * s.microbatches * s.chunks * s.slices
         if cells > MOST_CELLS:
@@ -177,10 +166,6 @@ def _check_experts(s: Any) -> None:
         raise ValueError(f"ep={s.ep} with nodes of {node} dp x cp ranks; {cure}")
 
 
-def _check_core(s: Any, **widths: int) -> None:
-    cores.check_choice(s.core, s.context_groups, s.layout, slices=s.slices, **widths)
-
-
 # ---- with a model ----------------------------------------------------------------------------------------
 
 
@@ -199,7 +184,8 @@ def check_model(s: Any, config: GPTConfig, ranks: int) -> None:
         _check_tensor_parallel(s.tp, config)
     if s.cp > 1:
         key_width = config.head_dim + (config.rope_head_dim if config.kv_latent else 0)
-        _check_core(s, heads=config.num_heads // s.tp, key_width=key_width, value_width=config.head_dim)
+        sizes = dict(heads=config.num_heads // s.tp, key_width=key_width, value_width=config.head_dim)
+        cores.check_choice(s.core, s.context_groups, s.layout, slices=s.slices, **sizes)
     if s.policy.scaled and s.zero and s.pp > 1 and config.tied:
         why = "the ends of the pipeline would deal the tied table out to different ranks"
         raise ValueError(f"{said(s, ('precision', 'zero', 'pp'))} and a tied table: {why}; use zero=0")

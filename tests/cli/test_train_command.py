@@ -242,7 +242,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--warmup 2000", "warmup=2000 of steps=1000"),
         ("--report-every 0", "report_every=0: use at least 1"),
         ("--sample -1", "sample=-1: use at least 0"),
-        ("--dp 0", "dp=0; use a whole number, 1 or more"),
+        ("--dp 0", "dp=0: use a whole number from 1"),
         ("--heads 5", "num_heads 5"),
         ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
         ("--preset tiny-moe --top-k 9", "top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"),

@@ -803,7 +803,7 @@ def test_parallelize_refuses_what_it_does_not_know():
         "nodes=2 with zero=1: nodes matter to hybrid sharding; use nodes=1, or one of NNN": lambda: Strategy(
             dp=4, nodes=2, zero=1
         ),
-        "nodes=0; use a whole number, 1 or more": lambda: Strategy(dp=4, nodes=0, zero="III"),
+        "nodes=0: use a whole number from 1": lambda: Strategy(dp=4, nodes=0, zero="III"),
         "AdamW was built before sharding, over whole parameters; give a function that builds it": lambda: (
             parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters()))
         ),

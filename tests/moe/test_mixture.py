@@ -475,13 +475,13 @@ REFUSED = {
     "ep_chunks=2 with ep=2, ep_node=1, ep_travel='experts': chunks are of rows": lambda: Strategy(
         dp=2, ep=2, ep_chunks=2, ep_travel="experts"
     ),
-    "ep_travel='cheaper' with ep_node=2: it compares what crosses between ranks": lambda: Strategy(
+    "ep_travel='cheaper' with ep_node=2: it compares ranks, not nodes": lambda: Strategy(
         dp=4, ep=4, ep_node=2, ep_travel="cheaper"
     ),
     "ep_shadow=-1: use a whole number from 0": lambda: Strategy(dp=2, ep=2, ep_shadow=-1),
     "ep_shadow=True: use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
-    "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is a copy": lambda: Strategy(dp=2, ep_shadow=2),
-    "ep_shadow=2 with ep=2, ep_travel='cheaper': a shadow is a copy": lambda: Strategy(
+    "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is of an expert": lambda: Strategy(dp=2, ep_shadow=2),
+    "ep_shadow=2 with ep=2, ep_travel='cheaper': a shadow is of an expert": lambda: Strategy(
         dp=2, ep=2, ep_shadow=2, ep_travel="cheaper"
     ),
     "ep_shadow=5 of 4 experts; use at most 4": lambda: Strategy(dp=2, ep=2, ep_shadow=5).check(MOE, 2),
