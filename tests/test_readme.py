@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from minitrain.cli import main
 from minitrain.course import house, notebook
 from minitrain.model.config import presets
-from minitrain.plan.emit import plan_file
-from minitrain.plan.emit.training_job import Job
+from minitrain.plan.emit.training_job import Job, write
 from minitrain.plan.strategy import Strategy
 from tests import layouts
 
@@ -43,7 +42,7 @@ def test_the_table_of_layouts_is_what_the_generator_draws():
 def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     """Every `minitrain train` line, also behind torchrun: its flags exist and its layout can be."""
     monkeypatch.chdir(tmp_path)
-    Path("plan.json").write_text(plan_file.write(Job(Strategy(dp=2), presets["small"], 8, 256)))
+    Path("plan.json").write_text(write(Job(Strategy(dp=2), presets["small"], 8, 256)))
     lines = [
         shlex.split(line, comments=True)
         for line in re.findall(r"^(?:torchrun .*-m minitrain|minitrain) (train .*)$", TEXT, re.M)

@@ -14,7 +14,7 @@ from typer import Option, echo
 
 from minitrain.cli.replay_command import among, known
 from minitrain.model.config import GPTConfig, presets
-from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
+from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
 from minitrain.plan.planner import Task, front, needs, why
 from minitrain.plan.planner import search as search_all
@@ -24,7 +24,7 @@ from minitrain.plan.simulate.machines import MACHINES
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
 
-EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=plan_file)
+EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 MOST_TRIED = 500  # of the fastest, for a system that cannot express all
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
@@ -110,7 +110,7 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
         break
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
-    text, notes, in_code = (written, [], {}) if writer is plan_file else written
+    text, notes, in_code = (written, [], {}) if writer is training_job else written
     where = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
     notes = [*notes, *(f"the rest is said in {place}" for place in where)]
     if refused:
@@ -137,7 +137,7 @@ def read(path: Path, task: Task) -> Job:
     elif not text.lstrip().startswith("{"):
         job, _ = megatron.read(text)
     elif '"format"' in text:
-        job = plan_file.read(text)
+        job = training_job.read(text)
     else:
         job, _ = deepspeed.read(text, sizes | {"length": task.length})
     found = job.strategy.ranks, job.rows, job.length

@@ -24,7 +24,7 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting.parameters import mlp_parameters, parameters
-from minitrain.plan.emit.plan_file import read
+from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
 
 WEEK_S = 7 * 86_400

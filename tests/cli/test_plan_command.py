@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from minitrain.cli import main, plan_command
 from minitrain.compose.measured_work import work_of
 from minitrain.model.config import presets
-from minitrain.plan.emit import megatron, plan_file, torchtitan
+from minitrain.plan.emit import megatron, torchtitan, training_job
 from minitrain.plan.planner import RECOMPUTE, Task
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.simulate.machines import machine
@@ -79,7 +79,7 @@ def test_without_a_file_the_text_is_printed():
     assert said.startswith("small on 2 x A100 SXM 80GB, 4 x 64 tokens per step, stack megatron-2023\n\n")
     assert len(re.findall(r"^[1-9] +\d", said, re.M)) == 5, "five, unless told"
     assert "; room for 72 GB\n" in said and "2 is " in said and "3 is " not in said
-    job = plan_file.read(said[said.index("{") :])
+    job = training_job.read(said[said.index("{") :])
     assert (job.rows, job.length, job.strategy.ranks) == (4, 64, 2)
     said = plan("--emit", "megatron")
     assert megatron.read(said[said.index("torchrun") :])[0].strategy.ranks == 2
@@ -96,7 +96,7 @@ def test_a_plan_is_trained(tmp_path, capfd):
     done = invoke("train", "--plan", file, "--steps", 2, "--text", text, "--sample", 0)
     printed = done.output + capfd.readouterr().out
     assert done.exit_code == 0, printed
-    assert f"{plan_file.read(file.read_text()).strategy}, 2 ranks" in printed
+    assert f"{training_job.read(file.read_text()).strategy}, 2 ranks" in printed
     assert "2 steps of 256 tokens" in printed
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.plan.emit import deepspeed, megatron, plan_file, torchtitan
+from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.table import flat, nested
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.strategy import Strategy
@@ -120,9 +120,7 @@ def test_what_is_written_is_read_back(key):
         back, left = read(system, found)
         values, again = job.values(), back.values()
         lost = {name for name in values if again[name] != values[name]}
-        assert (
-            lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.table.noted.keys()
-        )
+        assert lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.noted.keys()
         assert not left
         said.update(
             (name, value) for name, value in values.items() if value != DEFAULTS[name] and name not in lost
@@ -214,14 +212,13 @@ def test_each_system_says_what_it_is_known_for():
 @pytest.mark.parametrize("key", SYSTEMS)
 def test_a_table_says_its_version_and_every_choice_is_of_the_kind_of_its_option(key):
     system = SYSTEMS[key].SYSTEM
-    table = system.table
-    assert table.version and table.date.startswith("2026") and len(table.options) > 100
-    for one in table.options.values():
+    assert system.version and system.date.startswith("2026") and len(system.options) > 100
+    for one in system.options.values():
         for theirs in (one.choices or {}).values():
             system.check(one.name, theirs)
     derived = system.derive(Job(Strategy(), MODELS["plain"], 8, 64).values())
-    assert derived.keys() <= DEFAULTS.keys() | system.rows_by_value.keys()
-    assert table.noted.keys() | table.refused.keys() | system.in_code.keys() <= DEFAULTS.keys()
+    assert derived.keys() <= DEFAULTS.keys() | system.by_value.keys()
+    assert system.noted.keys() | system.refused.keys() | system.in_code.keys() <= DEFAULTS.keys()
 
 
 # ---- one plan, in full
@@ -415,9 +412,9 @@ SIZES_OF = {"d_model": 64, "num_layers": 2, "num_heads": 4}
 SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint]\nmode = 'none'\n"
 BAD_COMMANDS = {  # after `COMMAND`; what is said
     "--tensor-parallel-size 2": "has no option '--tensor-parallel-size'; did you mean '--tensor-model-parallel-size'?",
-    "--tensor-model-parallel-size two": "--tensor-model-parallel-size two: it is int",
-    "--bf16 yes": "--bf16 yes: it takes no value",
-    "--lr": "--lr : it takes one float",
+    "--tensor-model-parallel-size two": "argument --tensor-model-parallel-size: invalid int value: 'two'",
+    "--bf16 yes": "has no option 'yes'",
+    "--lr": "argument --lr: expected one argument",
     "--squared-relu": "--squared-relu = True, and minitrain has nothing like it",
     "--hidden-dropout 0.0": "--attention-dropout=0.1, --hidden-dropout=0.0: no dropout is this",
     "--recompute-granularity selective --recompute-modules mlp": "--recompute-modules mlp: of these only core_attn",
@@ -434,7 +431,7 @@ BAD_COMMANDS = {  # after `COMMAND`; what is said
 }
 BAD_LAUNCHES = {  # whole commands
     "--num-layers 2": "--hidden-size is missing, and Megatron-LM has no default for it",
-    "2 --num-layers 2": "'2' in front of the first option",
+    "2 --num-layers 2": "Megatron-LM has no option '2'",
     f"torchrun --nproc-per-node 6 x.py {COMMAND} --tensor-model-parallel-size 4": "6 ranks are no multiple of tp · pp",
     f"torchrun --nproc-per-node gpu x.py {COMMAND}": "--nproc-per-node gpu: say how many, dp follows",
     f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3": "3 and --micro-batch-size 1 on dp=2 ranks",
@@ -712,9 +709,9 @@ def test_the_words_of_torchtitan_and_what_it_means_by_itself():
 
 def test_any_plan_is_a_plan_file_and_back():
     for job in drawn():
-        assert plan_file.read(plan_file.write(job)) == job
-    assert plan_file.read(plan_file.write(JOB)) == JOB
-    tree = json.loads(plan_file.write(Job(Strategy(dp=2), GPTConfig(d_model=128), 4, 16)))
+        assert training_job.read(training_job.write(job)) == job
+    assert training_job.read(training_job.write(JOB)) == JOB
+    tree = json.loads(training_job.write(Job(Strategy(dp=2), GPTConfig(d_model=128), 4, 16)))
     assert tree == {"format": 1, "strategy": {"dp": 2}, "model": {"d_model": 128}, "rows": 4, "length": 16}
 
 
@@ -735,7 +732,7 @@ def test_any_plan_is_a_plan_file_and_back():
 def test_a_plan_file_that_is_none_is_one_line(change, words):
     tree = {"format": 1, "strategy": {}, "model": {}, "rows": 2, "length": 8}
     with pytest.raises(ValueError) as error:
-        plan_file.read(json.dumps(tree | change))
+        training_job.read(json.dumps(tree | change))
     assert words in str(error.value) and "\n" not in str(error.value)
     for text, said in (
         ("{", "plan: no JSON"),
@@ -743,7 +740,7 @@ def test_a_plan_file_that_is_none_is_one_line(change, words):
         ("{}", "plan: 'format' is missing"),
     ):
         with pytest.raises(ValueError, match=said):
-            plan_file.read(text)
+            training_job.read(text)
 
 
 # ---- values

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 
-from minitrain.plan.emit.table import Options, System, Written, flat, microbatch_of, nested
+from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat, nested
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
 from minitrain.precision.policies import BYTES, FIRST_SCALE, POLICIES
 
@@ -31,7 +31,7 @@ IN_CODE = {
 def derive(values: Values) -> Values:
     pipelined, ulysses = values["pp"] > 1, (values["core"], values["layout"]) == ("ulysses", "contiguous")
     numbers = {
-        "microbatch": microbatch_of(values),
+        "microbatch": equal_parts(values, "rows", values["dp"], values["microbatches"]),
         "zero": 0 if pipelined and values["zero"] in (2, 3) else values["zero"],
         "sequence_ranks": values["cp"] if ulysses and values["cp"] > 1 else None,
     }
@@ -49,19 +49,16 @@ def solve(values: Values) -> Values:
     microbatch = values["microbatch"] or rows // steps
     dp, rest = divmod(rows, microbatch * steps)
     if rest:
-        sizes = f"train_batch_size={rows}, train_micro_batch_size_per_gpu={microbatch}"
-        raise ValueError(
-            f"{sizes}, gradient_accumulation_steps={steps}; the first is a multiple of the others"
-        )
-    if values["precision"] == "float16" and values["fixed_scale"]:
-        fixed = values["fixed_scale"]
-        raise ValueError(f"fp16.loss_scale = {fixed}: it does not change; minitrain's does, use 0")
+        parts = f"train_micro_batch_size_per_gpu={microbatch}, gradient_accumulation_steps={steps}"
+        raise ValueError(f"train_batch_size={rows}, {parts}; the first is a multiple of the others")
     found = {"dp": dp, "cp": cp, "order": "pp-dp-cp-tp"}
     if cp > 1:
         found |= {"core": "ulysses", "layout": "contiguous"}
     if dp * cp > 1:
         found["bucket_bytes"] = values["bucket_elements"] * gradient_bytes(values)
     if values["precision"] == "float16":
+        if fixed := values["fixed_scale"]:
+            raise ValueError(f"fp16.loss_scale = {fixed}: it does not change; minitrain's does, use 0")
         scale = 2.0 ** values["scale_power"]
         found |= {"loss_scale": 0.0 if scale == FIRST_SCALE else scale}
         found |= {"loss_scale_window": values["scale_window"]}

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import ast
 import shlex
+from argparse import SUPPRESS, ArgumentParser
 
 from minitrain.model.config import divisors
-from minitrain.plan.emit.table import Options, System, Written, layers_per_stage, microbatch_of
+from minitrain.plan.emit.table import Options, System, Written, equal_parts
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values
 from minitrain.precision.policies import FIRST_SCALE
 from minitrain.ranks.checks import require_positive_ints, require_text
 
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher
 LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}  # of torchrun, whose product it is
+TYPES = {"int": int, "float": float, "str": str}
 OPTIONAL = ("route_nodes", "node_limit", "route_scale", "z_alpha", "capacity_factor")  # said if not default
 
 
@@ -33,11 +35,11 @@ OPTIONAL = ("route_nodes", "node_limit", "route_scale", "z_alpha", "capacity_fac
 def derive(values: Values) -> Values:
     dp, pp, cp, tp = (values[name] for name in ("dp", "pp", "cp", "tp"))
     chunks = values["chunks"] if values["schedule"] == "interleaved" else 1
-    layers_per_stage(values, chunks)
+    equal_parts(values, "num_layers", pp, chunks)
     kind, _, number = values["recompute"].partition(":")
     numbers = {
         "ranks": dp * pp * cp * tp,
-        "microbatch": microbatch_of(values),
+        "microbatch": equal_parts(values, "rows", dp, values["microbatches"]),
         "virtual_stages": chunks if values["schedule"] == "interleaved" else None,
         "core": values["core"] if cp > 1 else None,
         "levels": [values["ulysses"], cp // values["ulysses"]] if values["core"] == "usp" else None,
@@ -79,37 +81,27 @@ def _experts(values: Values) -> Values:
         return dict.fromkeys(EXPERTS)
     every, layers, alpha = values["expert_every"], values["num_layers"], values["balance_alpha"]
     blocks = range(values["dense_first"] + every, layers + 1, every)
-    said = {name: values[name] for name in OPTIONAL if values[name] != DEFAULTS[name]}
-    return (
-        dict.fromkeys(OPTIONAL)
-        | said
-        | {
-            "dispatcher": "alltoall",
-            "expert_blocks": str([int(block in blocks) for block in range(1, layers + 1)]),
-            "shared_width": values["shared_experts"] * values["expert_width"] or None,
-            "bias_speed": values["bias_speed"] if values["router"] == "deepseek" else None,
-            "balance": ["seq_aux_loss" if alpha else "none"],
-            "balance_alphas": [alpha] if alpha else None,
-        }
-    )
+    said = {name: values[name] if values[name] != DEFAULTS[name] else None for name in OPTIONAL}
+    return said | {
+        "dispatcher": "alltoall",
+        "expert_blocks": str([int(block in blocks) for block in range(1, layers + 1)]),
+        "shared_width": values["shared_experts"] * values["expert_width"] or None,
+        "bias_speed": values["bias_speed"] if values["router"] == "deepseek" else None,
+        "balance": ["seq_aux_loss" if alpha else "none"],
+        "balance_alphas": [alpha] if alpha else None,
+    }
 
 
 # ---- and back --------------------------------------------------------------------------------------------
 
 
 def solve(values: Values) -> Values:
-    others = values["tp"] * values["pp"] * values["cp"]
-    dp, rest = divmod(values["ranks"] or others, others)
-    if rest:
-        said = f"{values['ranks']} ranks are no multiple of tp · pp · cp = {others}"
-        raise ValueError(f"{said}; start as many or other sizes")
     if values["norm"] == "layer" and not values["bias"]:
         raise ValueError("--disable-bias-linear with LayerNorm: its LayerNorm has a bias; use RMSNorm")
     if values["overlap"] and not values["sequence_parallel"]:
         raise ValueError("--tp-comm-overlap without --sequence-parallel: give both or neither")
     unit = values["vocab_multiple"] * values["tp"]
     found = {
-        "dp": dp,
         "vocab_size": -(-values["vocab_size"] // unit) * unit,  # padded for all ranks of tp
         "d_ff": values["d_ff"] or 4 * values["d_model"],
         "rope_theta": float(values["rope_theta"]),
@@ -122,34 +114,33 @@ def solve(values: Values) -> Values:
         scale = values["first_scale"]
         found["loss_scale"] = 0.0 if scale == FIRST_SCALE else scale
         found["loss_scale_window"] = int(values["scale_window"])
-    parts = _solve_batch, _solve_sharding, _solve_pipeline, _solve_recompute, _solve_attention, _solve_experts
-    for part in parts:
+    for part in (_solve_ranks, _solve_recompute, _solve_attention, _solve_experts):
         found |= part(values | found)
     return found
 
 
-def _solve_batch(values: Values) -> Values:
-    ranks_rows = values["microbatch"] * values["dp"]
-    rows = values["rows"] or ranks_rows
-    if rows % ranks_rows:
+def _solve_ranks(values: Values) -> Values:
+    """What is left for dp, its microbatches and shards; stages of a rank."""
+    others = values["tp"] * values["pp"] * values["cp"]
+    dp, rest = divmod(values["ranks"] or others, others)
+    if rest:
+        said = f"{values['ranks']} ranks are no multiple of tp · pp · cp = {others}"
+        raise ValueError(f"{said}; start as many or other sizes")
+    at_once, copies = values["microbatch"] * dp, values["copies"]
+    rows = values["rows"] or at_once
+    if rows % at_once:
         sizes = f"--global-batch-size {rows} and --micro-batch-size {values['microbatch']}"
-        raise ValueError(f"{sizes} on dp={values['dp']} ranks; the first is a multiple of the other two")
-    return {"rows": rows, "microbatches": rows // ranks_rows}
-
-
-def _solve_sharding(values: Values) -> Values:
-    copies = values["copies"]
+        raise ValueError(f"{sizes} on dp={dp} ranks; the first is a multiple of the other two")
+    found = {"dp": dp, "rows": rows, "microbatches": rows // at_once}
     if copies > 1 and values["zero"] != 3:
         option = f"--num-distributed-optimizer-instances {copies}"
         raise ValueError(f"{option} without Megatron-FSDP's optim_grads_params: no zero does this")
-    return {"zero": "III", "node": values["dp"] // copies} if copies > 1 else {}
-
-
-def _solve_pipeline(values: Values) -> Values:
+    if copies > 1:
+        found |= {"zero": "III", "node": dp // copies}
     chunks = values["virtual_stages"]
     if values["layers_per_stage"]:
         chunks = values["num_layers"] // (values["pp"] * values["layers_per_stage"])
-    return {"schedule": "interleaved", "chunks": chunks} if chunks else {}
+    return found | ({"schedule": "interleaved", "chunks": chunks} if chunks else {})
 
 
 def _solve_recompute(values: Values) -> Values:
@@ -170,14 +161,13 @@ def _solve_attention(values: Values) -> Values:
     if not values["latent"]:
         width = values["kv_channels"] or values["d_model"] // heads
         return {"num_kv_heads": values["query_groups"] if values["grouped"] else heads, "head_dim": width}
-    said = values["key_dim"] == values["value_dim"], values["rope_type"] == "rope", values["latent_norms"]
-    if not all(said):
+    same = values["key_dim"] == values["value_dim"] and values["rope_type"] == "rope"
+    if not (same and values["latent_norms"]):
         rule = "keys and values of one width, --rope-type rope and --qk-layernorm"
         raise ValueError(f"--multi-latent-attention: minitrain's has {rule}")
-    latents = dict(
-        kv_latent=values["kv_rank"], query_latent=values["q_rank"], rope_head_dim=values["rope_dim"]
-    )
-    return latents | {"num_kv_heads": heads, "head_dim": values["value_dim"]}
+    latents = {"kv_latent": "kv_rank", "query_latent": "q_rank", "rope_head_dim": "rope_dim"}
+    found = {ours: values[theirs] for ours, theirs in latents.items()}
+    return found | {"num_kv_heads": heads, "head_dim": values["value_dim"]}
 
 
 def _solve_experts(values: Values) -> Values:
@@ -215,59 +205,50 @@ SYSTEM = System("megatron", derive, solve)
 
 
 def write(job: Job, node: int | None = None) -> Written:
-    """For nodes of so many devices, or for one node of as many as there are ranks."""
+    """For nodes of at most so many devices, or for one node of as many as there are ranks."""
     options, in_code, notes = SYSTEM.write(job)
-    launcher, meet = torchrun(options.pop(RANKS), node)
-    lines = [f"{launcher} pretrain_gpt.py"]
+    ranks = options.pop(RANKS)
+    node = ranks if node is None else node
+    require_positive_ints(node=node)
+    each = max(n for n in divisors(ranks) if n <= node)
+    nodes = f"--nnodes {ranks // each} " if ranks > each else ""
+    if nodes:
+        meet = "with torchrun's options by which they meet"
+        notes = [*notes, f"start it on each of {ranks // each} nodes, {meet}"]
+    lines = [f"torchrun {nodes}--nproc-per-node {each} pretrain_gpt.py"]
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
         lines.append(" ".join((name, *(shlex.quote(str(one)) for one in values))))
-    return Written(" \\\n  ".join(lines) + "\n", notes + meet, in_code)
-
-
-def torchrun(ranks: int, node: int | None = None) -> tuple[str, list[str]]:
-    """The launcher for nodes of at most so many devices, or for one node; and a note if there are several."""
-    node = ranks if node is None else node
-    require_positive_ints(ranks=ranks, node=node)
-    each = max(n for n in divisors(ranks) if n <= node)
-    if ranks == each:
-        return f"torchrun --nproc-per-node {ranks}", []
-    meet = f"start it on each of {ranks // each} nodes, with torchrun's options by which they meet"
-    return f"torchrun --nnodes {ranks // each} --nproc-per-node {each}", [meet]
+    return Written(" \\\n  ".join(lines) + "\n", notes, in_code)
 
 
 def read(text: str) -> tuple[Job, Options]:
     """Of a command line; without a launcher in front it is for as many ranks as its sizes ask for."""
     require_text(text=text)
-    words, ranks, given, name = shlex.split(text.replace("\\\n", " ")), 1, {}, None
+    words, ranks = shlex.split(text.replace("\\\n", " ")), 1
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
     before = [part for word in words[: max(script, 0)] for part in word.split("=")]
     for word, after in zip(before, before[1:]):
         if word in LAUNCHER and not after.isdigit():
             raise ValueError(f"{word} {after}: say how many, dp follows from it")
         ranks *= int(after) if word in LAUNCHER else 1
-    for word in words[script + 1 :]:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            given[name] = [value] if value else []
-        elif name is None:
-            raise ValueError(f"{word!r} in front of the first option; give options as --name value")
-        else:
-            given[name].append(word)
-    options = {name: _of_kind(name, values) for name, values in given.items()}
-    return SYSTEM.read(options | ({RANKS: ranks} if script > 0 else {}), {})
+    given, unknown = _parser().parse_known_args(words[script + 1 :])
+    if unknown:
+        SYSTEM.check(unknown[0], True)
+    return SYSTEM.read(vars(given) | ({RANKS: ranks} if script > 0 else {}), {})
 
 
-def _of_kind(name: str, given: list[str]) -> object:
-    option = SYSTEM.table.options.get(name)
-    if option is None or option.kind == "list":
-        return given
-    if len(given) != (option.kind != "flag"):
-        wanted = "no value" if option.kind == "flag" else f"one {option.kind}"
-        raise ValueError(f"{name} {' '.join(given)}: it takes {wanted}")
-    try:
-        return (
-            True if option.kind == "flag" else {"int": int, "float": float, "str": str}[option.kind](given[0])
-        )
-    except ValueError:
-        raise ValueError(f"{name} {given[0]}: it is {option.kind}") from None
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"Megatron-LM: {message}")
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
+    for name, option in SYSTEM.options.items():
+        if option.kind == "flag":
+            parser.add_argument(name, dest=name, action="store_true")
+        elif name != RANKS:
+            how = {"nargs": "*"} if option.kind == "list" else {"type": TYPES[option.kind]}
+            parser.add_argument(name, dest=name, **how)
+    return parser

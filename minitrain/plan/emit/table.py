@@ -20,32 +20,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from minitrain.model.fields import meant
 from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
-from minitrain.ranks.checks import require_one_of
 
 Options = dict[str, object]
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool, "flag": bool, "list": list}
-SYSTEMS = ("megatron", "deepspeed", "torchtitan")
 
 
 class Option(NamedTuple):
     name: str
     kind: str
-    ours: str = ""
-    choices: dict[object, object] | None = None  # ours -> theirs; None: the same number
-    optional: frozenset = frozenset()  # of ours, those that they need not say
-    default: object = None
-    required: bool = False
-
-    @property
-    def known(self) -> bool:
-        return self.ours not in ("", "nothing")
+    ours: str
+    choices: dict[object, object] | None  # ours -> theirs; None: the same number
+    optional: set  # of ours, those that they need not say
+    default: object
+    required: bool
 
     def theirs(self, value: object) -> object:
         """None where it says nothing."""
@@ -60,13 +53,21 @@ class Option(NamedTuple):
         return optional or given == self.choices.get(value, self.default)
 
 
-class Table(NamedTuple):
-    name: str
-    version: str
-    date: str
-    options: dict[str, Option]
-    noted: dict[str, str]  # our fields that only change how fast something is done, and what it has instead
-    refused: dict[str, str]  # others, and why
+def _option(name: str, kind: str, ours: str = "", choices: str = "", default: str = "") -> Option:
+    missing = False if kind in ("flag", "bool") else _value(default) if default else None
+    if choices in ("", "="):
+        return Option(name, kind, ours, None, set(), missing, default == "required")
+    pairs = [pair.rstrip("?").split("=", 1) for pair in choices.split()]
+    optional = {_value(pair.split("=")[0]) for pair in choices.split() if pair.endswith("?")}
+    ours_to_theirs = {_value(value): _value(theirs) for value, theirs in pairs}
+    return Option(name, kind, ours, ours_to_theirs, optional, missing, False)
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 class Written(NamedTuple):
@@ -77,68 +78,47 @@ class Written(NamedTuple):
     in_code: Values
 
 
-def load(system: str) -> Table:
-    require_one_of(SYSTEMS, system=system)
-    lines = Path(__file__).with_name(f"{system}.tsv").read_text().splitlines()
-    rows = [line.split("\t") for line in lines]
-    (name, *about), *comments = (row for row in rows if row[0].startswith("# "))
-    options = [_option(*row) for row in rows[2 + len(comments) :]]
-    noted, refused = (
-        {row[1]: row[2] for row in comments if row[0] == kind} for kind in ("# noted", "# refused")
-    )
-    return Table(name.removeprefix("# "), *about, {one.name: one for one in options}, noted, refused)
-
-
-def _option(name: str, kind: str, ours: str = "", choices: str = "", default: str = "") -> Option:
-    missing = False if kind in ("flag", "bool") else _value(default) if default else None
-    if choices in ("", "="):
-        return Option(name, kind, ours, None, frozenset(), missing, default == "required")
-    pairs, optional = {}, set()
-    for pair in choices.split():
-        value, _, theirs = pair.rstrip("?").partition("=")
-        pairs[_value(value)] = _value(theirs)
-        if pair.endswith("?"):
-            optional.add(_value(value))
-    return Option(name, kind, ours, pairs, frozenset(optional), missing)
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-@dataclass(frozen=True)
 class System:
     """`derive(values)`: numbers of theirs, and values of ours as far as it can say them; None is not said.
-    `solve(values)`: values of ours, of all that the table read."""
+    `solve(values)`: values of ours, of all that the table read. `in_code`: ours that code says, and where."""
 
-    key: str
-    derive: Callable[[Values], Values]
-    solve: Callable[[Values], Values]
-    in_code: Mapping[str, str] = field(default_factory=dict)  # ours that code says, and where
-
-    @cached_property
-    def table(self) -> Table:
-        return load(self.key)
+    def __init__(
+        self,
+        key: str,
+        derive: Callable[[Values], Values],
+        solve: Callable[[Values], Values],
+        in_code: Mapping[str, str] = {},
+    ) -> None:
+        self.derive, self.solve, self.in_code = derive, solve, in_code
+        lines = Path(__file__).with_name(f"{key}.tsv").read_text().splitlines()
+        rows = [line.split("\t") for line in lines]
+        (name, self.version, self.date), *comments = (row for row in rows if row[0].startswith("# "))
+        self.name = name.removeprefix("# ")
+        # our fields that only change how fast something is done, and others, and why: what it has instead
+        self.noted = {row[1]: row[2] for row in comments if row[0] == "# noted"}
+        self.refused = {row[1]: row[2] for row in comments if row[0] == "# refused"}
+        self.options = {row[0]: _option(*row) for row in rows[2 + len(comments) :]}
+        self.by_value: dict[str, list[Option]] = {}
+        for one in self.options.values():
+            if one.ours not in ("", "nothing"):
+                self.by_value.setdefault(one.ours, []).append(one)
 
     def write(self, job: Job) -> tuple[Options, Values, list[str]]:
         """Options, what code has to say, and a line for each value that neither does and that is noted."""
         values = job.values()
         in_code = {name: values[name] for name in self.in_code if values[name] != DEFAULTS[name]}
         numbers, options = values | self.derive(values), {}
-        for one in self.table.options.values():
-            theirs = one.theirs(self._writable(one.ours, numbers)) if one.known else None
+        for one in self.options.values():
+            theirs = one.theirs(self._writable(one.ours, numbers)) if one.ours in self.by_value else None
             if theirs is not None and theirs is not False:
                 options[one.name] = theirs
         back = self.values(options, in_code)
         lost = [name for name in DEFAULTS if values[name] != back[name]]
-        if refused := [name for name in lost if name not in self.table.noted]:
-            why = {name: f" ({reason})" for name, reason in self.table.refused.items()}
+        if refused := [name for name in lost if name not in self.noted]:
+            why = {name: f" ({reason})" for name, reason in self.refused.items()}
             said = ", ".join(f"{name}={values[name]!r}{why.get(name, '')}" for name in refused)
-            raise ValueError(f"{self.table.name} cannot say {said}; use another value or another system")
-        return options, in_code, [f"{name}={values[name]!r}: {self.table.noted[name]}" for name in lost]
+            raise ValueError(f"{self.name} cannot say {said}; use another value or another system")
+        return options, in_code, [f"{name}={values[name]!r}: {self.noted[name]}" for name in lost]
 
     def read(self, options: Options, in_code: Values) -> tuple[Job, Options]:
         """The job, and the options that say nothing of one. Its strategy and model are checked as always."""
@@ -146,75 +126,54 @@ class System:
             raise ValueError(f"in_code: {wrong[0]!r} is not said in code; use {', '.join(self.in_code)}")
         for name, value in options.items():
             self.check(name, value)
-            if self.table.options[name].ours == "nothing" and value:
-                raise ValueError(f"{self.table.name}: {name} = {value!r}, and minitrain has nothing like it")
-        rest = {name: value for name, value in options.items() if not self.table.options[name].ours}
+            if self.options[name].ours == "nothing" and value:
+                raise ValueError(f"{self.name}: {name} = {value!r}, and minitrain has nothing like it")
+        rest = {name: value for name, value in options.items() if not self.options[name].ours}
         return from_values(self.values(options, in_code)), rest
 
     def check(self, name: str, value: object) -> None:
-        known = self.table.options
-        if name not in known:
-            raise ValueError(f"{self.table.name} has no option {name!r}; {meant(name, known)[:200]}")
-        kind = known[name].kind
+        if name not in self.options:
+            raise ValueError(f"{self.name} has no option {name!r}; {meant(name, self.options)[:200]}")
+        kind = self.options[name].kind
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind in ("int", "float")):
-            raise ValueError(f"{self.table.name}: {name} = {value!r}; it is {kind}")
+            raise ValueError(f"{self.name}: {name} = {value!r}; it is {kind}")
 
     def values(self, options: Options, in_code: Values) -> Values:
         found = DEFAULTS | in_code
-        for ours, rows in self.rows_by_value.items():
-            found[ours] = self._read(ours, rows, options)
+        found |= {ours: self._read(ours, rows, options) for ours, rows in self.by_value.items()}
         found |= self.solve(found)
         return settled({name: found[name] for name in DEFAULTS})
 
-    @cached_property
-    def rows_by_value(self) -> dict[str, list[Option]]:
-        rows: dict[str, list[Option]] = {}
-        for one in self.table.options.values():
-            if one.known:
-                rows.setdefault(one.ours, []).append(one)
-        return rows
-
     def _candidates(self, ours: str) -> list:
-        listed = [value for one in self.rows_by_value[ours] for value in one.choices or ()]
+        listed = [value for one in self.by_value[ours] for value in one.choices or ()]
         return list(dict.fromkeys([DEFAULTS[ours], *listed]))
 
     def _writable(self, ours: str, numbers: Values) -> object:
         """The value, or the default of ours where no choice is this."""
         value = numbers.get(ours)
-        if value is None or self.rows_by_value[ours][0].choices is None or value in self._candidates(ours):
+        if value is None or self.by_value[ours][0].choices is None or value in self._candidates(ours):
             return value
         return DEFAULTS[ours]
 
     def _read(self, ours: str, rows: list[Option], options: Options) -> object:
         for one in rows:
             if one.required and one.name not in options:
-                raise ValueError(f"{one.name} is missing, and {self.table.name} has no default for it")
-        given = [options.get(one.name, one.default) for one in rows]
-        for value in given[:1] if rows[0].choices is None else self._candidates(ours):
-            if all(one.says(value, theirs) for one, theirs in zip(rows, given)):
+                raise ValueError(f"{one.name} is missing, and {self.name} has no default for it")
+        given = {one.name: options.get(one.name, one.default) for one in rows}
+        for value in self._candidates(ours) if rows[0].choices is not None else [given[rows[0].name]]:
+            if all(one.says(value, given[one.name]) for one in rows):
                 return value
-        said = ", ".join(
-            f"{one.name}={theirs}" for one, theirs in zip(rows, given) if theirs or one.name in options
-        )
-        raise ValueError(f"{said or rows[0].name}: no {ours} is this")
+        said = [f"{name}={theirs}" for name, theirs in given.items() if theirs or name in options]
+        raise ValueError(f"{', '.join(said) or rows[0].name}: no {ours} is this")
 
 
-def microbatch_of(values: Values) -> int:
-    """Rows of a rank. No option of theirs says that microbatches differ."""
-    rows, rest = divmod(values["rows"], values["dp"] * values["microbatches"])
+def equal_parts(values: Values, name: str, *numbers: int) -> int:
+    """Of rows or layers, over so many ranks and parts: no option of theirs says that these differ."""
+    size, rest = divmod(values[name], prod(numbers))
     if rest:
-        sizes = f"rows={values['rows']} of dp={values['dp']} x microbatches={values['microbatches']}"
-        raise ValueError(f"{sizes}: only minitrain has uneven microbatches; use a multiple")
-    return rows
-
-
-def layers_per_stage(values: Values, chunks: int) -> int:
-    """Nor that stages do."""
-    layers, rest = divmod(values["num_layers"], values["pp"] * chunks)
-    if rest:
-        sizes = f"num_layers={values['num_layers']} on pp={values['pp']} x {chunks} stages"
-        raise ValueError(f"{sizes}: their stages have equally many blocks; use a divisor")
-    return layers
+        parts = " x ".join(map(str, numbers))
+        raise ValueError(f"{name}={values[name]} in {parts} parts: only ours may differ; use a multiple")
+    return size
 
 
 def nested(options: Options) -> dict:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import tomllib
 
-from minitrain.plan.emit.table import Options, System, Written, flat, layers_per_stage, microbatch_of
+from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values
 from minitrain.ranks.checks import require_text
 
@@ -33,12 +33,13 @@ IN_CODE = dict.fromkeys((*MODEL, *EXPERTS), "model.flavor")
 
 def derive(values: Values) -> Values:
     dp, pp, tp, zero, node = (values[name] for name in ("dp", "pp", "tp", "zero", "node"))
-    microbatch, same = microbatch_of(values), values["sequence_parallel"] == (tp > 1)
+    microbatch = equal_parts(values, "rows", dp, values["microbatches"])
     numbers = {
         "replicas": dp,
         "shards": 1,
-        "tensor_degree": tp if same else 1,
+        "tensor_degree": tp if values["sequence_parallel"] == (tp > 1) else 1,
         "core": values["core"] if values["cp"] > 1 and values["core"] in ("gathered", "ring") else None,
+        "microbatch": None,
         "local_rows": microbatch,
         "global_rows": values["rows"],
     }
@@ -50,16 +51,15 @@ def derive(values: Values) -> Values:
         numbers |= {"expert_degree": values["ep"], "expert_tensor_degree": tp}
     if pp > 1:
         schedule = values["schedule"]
+        chunks = 2 if schedule in TWO_STAGES else values["chunks"]
         numbers |= {
             "schedule_name": SCHEDULES.get(schedule, "1F1B"),
-            "layers_per_stage": layers_per_stage(values, 2 if schedule in TWO_STAGES else values["chunks"]),
+            "layers_per_stage": equal_parts(values, "num_layers", pp, chunks),
             "first_less": 0,
             "last_less": 0,
             "microbatch": microbatch,
             "local_rows": microbatch * values["microbatches"],
         }
-    else:
-        numbers["microbatch"] = None
     return numbers
 
 

@@ -1,20 +1,24 @@
 """What a planner returns and a trainer needs: a strategy, a model, rows of the global batch, their length.
 
-    job = Job(Strategy(dp=4, tp=2, zero=1), presets["llama3-8b"], rows=64, length=4096)
+    job = Job(Strategy(dp=4, zero=1), presets["llama3-8b"], rows=64, length=4096)
     job.values()          {"dp": 4, .., "d_model": 4096, .., "rows": 64, "length": 4096}
     from_values(..)       the job again
+    write(job)            {"format": 1, "strategy": {"dp": 4, "zero": 1}, "model": {..}, "rows": 64, ..}
+    read(text)            the job again
 
 Names are those of Strategy, GPTConfig and ExpertsConfig, which share none; a model without experts has
 num_experts 0. `values` leaves out what has no effect: the layout of a sequence that is on one rank, say, is
-the default, so that two jobs which do the same have the same values. No torch.
+the default, so that two jobs which do the same have the same values. minitrain's own plan, a JSON, leaves
+fields at their defaults out, so that it stays readable; whatever a Job is can be written. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import Derived, GPTConfig
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.fields import meant
 from minitrain.plan.strategy import Strategy
@@ -27,6 +31,8 @@ STRATEGY = {field.name: field.default for field in fields(Strategy)}
 MODEL = {field.name: field.default for field in fields(GPTConfig) if field.name != "experts"}
 EXPERTS = {field.name: field.default for field in fields(ExpertsConfig)}
 SIZES = {"rows": 1, "length": 1}
+FORMAT = 1
+KEYS = ("format", "strategy", "model", "rows", "length")
 DEFAULTS: Values = {**STRATEGY, **MODEL, **EXPERTS, "num_experts": 0, **SIZES}
 
 
@@ -87,3 +93,47 @@ def from_values(values: Mapping[str, object]) -> Job:
     experts = ExpertsConfig(**{name: values[name] for name in EXPERTS}) if values["num_experts"] else None
     model = GPTConfig(**{name: values[name] for name in MODEL}, experts=experts)
     return Job(Strategy(**{name: values[name] for name in STRATEGY}), model, values["rows"], values["length"])
+
+
+# ---- a file of our own -----------------------------------------------------------------------------------
+
+
+def write(job: Job) -> str:
+    model = _changed(job.model)
+    if job.model.experts:
+        model["experts"] = asdict(job.model.experts)
+    tree = {"format": FORMAT, "strategy": _changed(job.strategy), "model": model}
+    return json.dumps(tree | {"rows": job.rows, "length": job.length}, indent=2) + "\n"
+
+
+def _changed(config) -> dict:
+    """What differs from the defaults; a width that was derived is derived again."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
+    changed = {name: value for name, (value, usual) in values.items() if value != usual}
+    return {name: value for name, value in changed.items() if not isinstance(value, Derived)}
+
+
+def read(text: str) -> Job:
+    """ValueError, in one line, for what is no plan."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"plan: no JSON: {error}") from None
+    _check_names("plan", tree, KEYS)
+    if missing := [key for key in KEYS if key not in tree]:
+        raise ValueError(f"plan: {missing[0]!r} is missing; it has {', '.join(KEYS)}")
+    if tree["format"] != FORMAT:
+        raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")
+    _check_names("plan.strategy", tree["strategy"], STRATEGY)
+    _check_names("plan.model", tree["model"], [*MODEL, "experts"])
+    if experts := tree["model"].get("experts"):
+        _check_names("plan.model.experts", experts, EXPERTS)
+    return Job(Strategy(**tree["strategy"]), GPTConfig(**tree["model"]), tree["rows"], tree["length"])
+
+
+def _check_names(where: str, values: object, names: Iterable[str]) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {values!r}; use an object of {', '.join(names)}")
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{where} has no {name!r}; {meant(name, names)}")
