@@ -216,7 +216,10 @@ def test_the_tab_key_offers_names():
         ("--nope", "No such option: --nope; see minitrain --help"),
         ("nope", "No such command 'nope'; see minitrain --help"),
         ("train --pp 2 --microbatches 9999999", "a schedule of 19,999,998 cells; use fewer"),
-        ("train --dp 99999999999999999999", "dp=99999999999999999999: use a whole number from 1 to 16,777,216"),
+        (
+            "train --dp 99999999999999999999",
+            "dp=99999999999999999999: use a whole number from 1 to 16,777,216",
+        ),
         ("train --width 99999999999999999999", "d_model = 99999999999999999999; use at most 1,073,741,824"),
         (
             "train --length 99999999999999999999",

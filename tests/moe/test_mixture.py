@@ -480,7 +480,9 @@ REFUSED = {
     ),
     "ep_shadow=-1: use a whole number from 0": lambda: Strategy(dp=2, ep=2, ep_shadow=-1),
     "ep_shadow=True: use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
-    "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is of an expert": lambda: Strategy(dp=2, ep_shadow=2),
+    "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is of an expert": lambda: Strategy(
+        dp=2, ep_shadow=2
+    ),
     "ep_shadow=2 with ep=2, ep_travel='cheaper': a shadow is of an expert": lambda: Strategy(
         dp=2, ep=2, ep_shadow=2, ep_travel="cheaper"
     ),
