@@ -3,6 +3,8 @@
     task = Task(presets["llama3-70b"], machine("h100"), ranks=512, batch=1024, length=8192)
     best, second, *_ = search(task, work_of).best     Predictions: .run.strategy .step_s .mfu .memory .parts
     why(best, second)                                 where the second loses its time
+    race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
+    least_ranks(7 * 10**9, 32e9, stage=3)             4: 16 bytes per parameter are 112 GB, 28 on each of four
 
 `layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
 of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
@@ -11,14 +13,6 @@ context, NCCL's buffers, holes). The search is exact: layouts wait in the order 
 without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
 schedule is simulated, then memory asked for. `front` asks for the memory first, and simulates only what needs
 less than all that is faster. The searches of systems/plan/search look at less, of spaces too large for this.
-
-    least_ranks(7 * 10**9, 32e9, stage=3)     4: 16 bytes per parameter are 112 GB, 28 on each of four
-    race([Task(.., machine("h100"), 16, ..), Task(.., v100s, 64, ..)], tokens=1e9, work_of=work_of)
-
-Of several fleets `race` says which finishes a training first, and `least_ranks` the fewest devices that hold
-its model. What ZeRO leaves on each of n ranks (memory_formulas.py) falls with n to a part that it does not
-cut, so a stage whose rest alone is too large never fits. Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054,
-section 3.1.
 """
 
 from __future__ import annotations
@@ -250,7 +244,8 @@ def too_large(task: Task, least: Prediction) -> str:
 
 
 def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:
-    """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them."""
+    """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them, for
+    what a stage does not cut is too large. Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1."""
     require_positive_ints(1 << 60, parameters=parameters)
     require_positive(memory_bytes=memory_bytes)
     require_one_of((0, 1, 2, 3), stage=stage)
