@@ -11,7 +11,7 @@ import torch
 from minitrain import collectives
 from minitrain.memory import pools
 from minitrain.memory.pools import new_host, on_host, to_device, to_host
-from minitrain.plan.simulate.machines import GB, Link, machine, this_laptop
+from minitrain.plan.simulate.machines import GB, Link, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
@@ -275,9 +275,8 @@ def test_every_machine_has_a_link_to_its_host_and_a_disk_is_optional():
     assert machine("a100").disk.bandwidth_bytes_per_s * 8 == 25 * GB
     with pytest.raises(ValueError, match="h100 has no disk link; give it one"):
         replay({0: [Copy(0, "to_disk", 8)]}, machine("h100"))
-    rates = dict(flops_per_s={"float32": 1.0}, memory_bytes=1, memory_bandwidth_bytes_per_s=1)
-    here = this_laptop(**rates, link_latency_s=0, link_bandwidth_bytes_per_s=1, disk_bytes_per_s=2)
-    assert here.host is None and replay({0: [Copy(0, "from_disk", 8)]}, here).step_s == 4.0
+    here = dataclasses.replace(machine("h100"), host=None, disk=Link("drive", 0.0, 2, "made up"))
+    assert replay({0: [Copy(0, "from_disk", 8)]}, here).step_s == 4.0
 
 
 def test_what_the_host_computes_does_not_stand_behind_copies():

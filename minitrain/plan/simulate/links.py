@@ -12,7 +12,7 @@ Mobius). Not modelled: latencies, what a copy costs the processors, and order wi
 Fairness: Bertsekas and Gallager 1992, Data Networks, section 6.5.2 (filling up progressively).
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -72,12 +72,6 @@ class Run(NamedTuple):
         """Bytes that passed a link."""
         return sum(task.amount for task in self.tasks.values() if link in task.links)
 
-    def most_at_once(self, link: str) -> int:
-        """The largest number of copies that were under way on a link at one time."""
-        users = [name for name, task in self.tasks.items() if link in task.links]
-        starts = map(self.start, users)
-        return max((sum(self.start(b) <= at < self.end(b) for b in users) for at in starts), default=0)
-
 
 def play(tasks: Iterable[Task], bytes_per_s: Mapping[str, Number] | None = None) -> Run:
     """When everything happens. ValueError for what cannot run: unknown names, tasks that wait in a circle."""
@@ -123,8 +117,8 @@ def shared(copies: Mapping[str, Sequence[str]], bytes_per_s: Mapping[str, Number
         for name, links in copies.items():
             for link in links if name not in rates else ():
                 users.setdefault(link, []).append(name)
-        tightest = min(users, key=lambda link: divided(room[link], len(users[link])))
-        share = divided(room[tightest], len(users[tightest]))
+        shares = {link: divided(room[link], len(names)) for link, names in users.items()}
+        tightest, share = min(shares.items(), key=lambda item: item[1])
         for name in users[tightest]:
             rates[name] = share
             for link in copies[name]:
@@ -140,15 +134,12 @@ def divided(a: Number, b: Number) -> Number:
 def _checked(tasks: Sequence[Task], bytes_per_s: Mapping[str, Number]) -> dict[str, Task]:
     by_name = {task.name: task for task in tasks}
     if len(by_name) < len(tasks):
-        twice = Counter(task.name for task in tasks).most_common(1)[0][0]
-        raise ValueError(f"two tasks are called {twice!r}; give each a name of its own")
+        raise ValueError(f"{len(tasks)} tasks have {len(by_name)} names; give each one of its own")
     for task in tasks:
-        for other in task.after:
-            if other not in by_name:
-                raise ValueError(f"{task.name} comes after {other!r}, which is no task; use names of tasks")
-        for link in task.links:
-            if not bytes_per_s.get(link, 0) > 0:
-                raise ValueError(f"{task.name} passes {link!r}: give that link its bytes per second, above 0")
+        if wrong := [other for other in task.after if other not in by_name]:
+            raise ValueError(f"{task.name} comes after {wrong[0]!r}, which is no task; use names of tasks")
+        if wrong := [link for link in task.links if not bytes_per_s.get(link, 0) > 0]:
+            raise ValueError(f"{task.name} passes {wrong[0]!r}: give that link its bytes per second, above 0")
         if not task.amount >= 0 or len(set(task.links)) < len(task.links):
             raise ValueError(f"{task}: an amount is 0 or more, and a copy passes a link once")
     return by_name

@@ -131,33 +131,6 @@ def machine(name: str) -> Machine:
     return MACHINES[name]
 
 
-def this_laptop(
-    *,
-    flops_per_s: dict[str, float],
-    memory_bytes: float,
-    memory_bandwidth_bytes_per_s: float,
-    link_latency_s: float,
-    link_bandwidth_bytes_per_s: float,
-    ranks: int = 4,
-    host_bytes_per_s: float | None = None,
-    disk_bytes_per_s: float | None = None,
-) -> Machine:
-    """The machine under the reader's hands as one node of `ranks` equal devices, from measured rates.
-
-    `flops_per_s` maps dtypes to what ONE rank reaches while all compute, e.g. {"float32": 4.1e10}. Measured
-    rates already hold every inefficiency, so the efficiencies are 1."""
-    memory = dict(memory_bytes=memory_bytes, memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s)
-    copies = dict(host_bytes_per_s=host_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
-    rates = memory | copies | dict(link_bandwidth_bytes_per_s=link_bandwidth_bytes_per_s) | flops_per_s
-    for name, rate in rates.items():
-        if rate is not None and not rate > 0:
-            raise ValueError(f"{name}={rate} of this laptop: give the positive number you measured")
-    device = Device("this laptop", dict(flops_per_s), **memory, source="measured here")
-    link = Link("loopback", link_latency_s, link_bandwidth_bytes_per_s, "measured here")
-    host, disk = (rate and Link(name, 0.0, rate, "measured here") for name, rate in copies.items())
-    return Machine("laptop", device, ranks, link, link, nics_per_node=ranks, host=host, disk=disk)
-
-
 def describe() -> str:
     """The named machines; every bandwidth is per device and direction, FP16 is the dense matrix rate."""
     rows = [

@@ -20,14 +20,15 @@ a scheduler that reorders work (Graham 1969). Not modelled: small messages that 
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
 from minitrain.plan.simulate.timeline import Span, Timeline
 from minitrain.plan.simulate.wires import Carried, Wires, wires_of
-from minitrain.ranks.events import Compute, Copy, Event, Issue, Wait
+from minitrain.ranks.checks import require_nonempty
+from minitrain.ranks.events import Compute, Copy, Event, Issue
 
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
@@ -52,23 +53,23 @@ def replay(
 
 
 class _Transfer(Carried):
-    """One collective or message on its way."""
+    """One collective or message on its way; a copy has no stream, and is known to its end at once."""
 
-    __slots__ = ("arrived", "start_s", "ended", "waiting")
+    __slots__ = ("stream", "arrived", "start_s", "ended", "waiting")
 
-    def __init__(self, end_s: float = 0.0, ended: bool = False):
+    def __init__(self, stream: "_Stream | None", end_s: float = 0.0):
         super().__init__((), 0.0, end_s)
+        self.stream, self.ended = stream, stream is None
         self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
         self.start_s = 0.0
-        self.ended = ended
         self.waiting: list[int] = []
 
 
 class _Stream:
     """The transfers of one group, which all members issue in the same order."""
 
-    def __init__(self, members: Sequence[int], machine: Machine, given: set[int], message: bool):
-        self.expected = sorted(given.intersection(members))
+    def __init__(self, members: Sequence[int], machine: Machine, given: Collection[int], message: bool):
+        self.expected = sorted(set(given).intersection(members))
         self.placement = collectives.place(members, machine)
         self.wires = wires_of(members, self.placement.nodes, message, self.expected)
         self.transfers: list[_Transfer] = []
@@ -78,39 +79,21 @@ class _Stream:
         self.cost: dict[tuple[str, int], tuple[float, float]] = {}  # latency, and all of it
 
 
-class _Rank:
-    """Where one rank stands in its events."""
-
-    def __init__(self, events: Iterable[Event]):
-        self.events = list(events)
-        self.position = 0
-        self.now_s = 0.0
-        self.issued: dict[int, tuple[Issue | Copy, _Transfer]] = {}  # by the id
-        self.copied_s: dict[str, float] = {}  # way -> when its last copy ends
-        self.spans: list[Span] = []
-
-    @property
-    def finished(self) -> bool:
-        return self.position == len(self.events)
-
-
 class _Player:
     def __init__(self, events_by_rank, machine, dtype, algorithms, launch_s, sharing):
-        if not events_by_rank:
-            raise ValueError("nothing to replay: give the events of at least one rank, {rank: events}")
+        require_nonempty(events_by_rank=list(events_by_rank))
         self.machine, self.dtype, self.algorithms, self.launch_s = machine, dtype, algorithms, launch_s
-        self.ranks = {rank: _Rank(events) for rank, events in sorted(events_by_rank.items())}
-        self.refuse_half_a_pipeline()
+        self.spans: dict[int, list[Span]] = {rank: [] for rank in sorted(events_by_rank)}
+        self.running = {rank: self.run(rank, events_by_rank[rank]) for rank in self.spans}
         self.streams: dict[tuple, _Stream] = {}
-        self.by_identity: dict[tuple, _Stream] = {}
+        self.by_identity: dict[tuple, _Stream] = {}  # hashing a group of 100,000 ranks takes a millisecond
         self.wires = Wires() if sharing else None
         self.agenda: list[tuple] = []  # a heap of (when, end or join, tie, transfer, its version)
         self.tie = count()
-        self.peak = {}
         self.memory_rate = machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency
 
     def play(self) -> Timeline:
-        for rank in self.ranks:
+        for rank in self.spans:
             self.advance(rank)
         while self.agenda:
             now_s, kind, _, transfer, version = heapq.heappop(self.agenda)
@@ -119,48 +102,55 @@ class _Player:
             elif version == transfer.version:  # else its end has moved since
                 self.end(transfer)
         self.refuse_if_stuck()
-        for state in self.ranks.values():
-            state.spans.sort(key=lambda span: (span.start_s, span.end_s))
-        return Timeline(self.machine, {rank: state.spans for rank, state in self.ranks.items()})
-
-    def refuse_half_a_pipeline(self) -> None:
-        missing: dict[int, tuple[int, Issue]] = {}  # a rank without events -> who speaks to it, and how
-        for rank, state in self.ranks.items():
-            for event in state.events:
-                if isinstance(event, Issue) and event.op in _MESSAGE and "pp" in event.axis.split("_"):
-                    for other in event.members:
-                        if other not in self.ranks:
-                            missing.setdefault(other, (rank, event))
-        if missing:
-            rank, event = next(iter(missing.values()))
-            others = ", ".join(map(str, sorted(missing)))
-            cure = f"give the events of ranks {others} too, and of all stages beyond (dry_steps.py does)"
-            raise ValueError(f"rank {rank} issues {_call(event)} and stages are not in step; {cure}")
+        for spans in self.spans.values():
+            spans.sort(key=lambda span: (span.start_s, span.end_s))
+        return Timeline(self.machine, self.spans)
 
     def advance(self, rank: int) -> None:
         """Run one rank until its events end or it waits. Nothing that it issues begins before now."""
-        state = self.ranks[rank]
-        while not state.finished:
-            event = state.events[state.position]
+        if transfer := next(self.running[rank], None):
+            transfer.waiting.append(rank)
+
+    def run(self, rank: int, events: Iterable[Event]) -> Iterator[_Transfer]:
+        """The events of a rank, one after the other; gives each transfer that it has to wait for."""
+        now_s, spans = 0.0, self.spans[rank]
+        issued: dict[int, tuple[Issue | Copy, _Transfer]] = {}  # by the id
+        copied_s: dict[str, float] = {}  # direction -> when its last copy ends
+        for event in events:
             if isinstance(event, Compute):
-                start, state.now_s = state.now_s, state.now_s + self.duration(event)
-                state.spans.append(Span("compute", "compute", start, state.now_s, event, start))
+                start, now_s = now_s, now_s + self.duration(event)
+                spans.append(Span("compute", "compute", start, now_s, event, start))
             elif isinstance(event, Issue):
-                state.issued[event.id] = event, self.issue(rank, event, state.now_s)
-            elif isinstance(event, Copy):
-                state.issued[event.id] = event, self.copy(state, event)
-            elif not self.wait(rank, state, event):
-                return
-            state.position += 1
+                issued[event.id] = event, self.issue(rank, event, now_s)
+            elif isinstance(event, Copy):  # follows that before it; nobody else is needed
+                start = max(now_s, copied_s.get(event.direction, 0.0))
+                end = copied_s[event.direction] = start + self.copy_s(event)
+                spans.append(Span(event.direction, "transfer", start, end, event, now_s))
+                issued[event.id] = event, _Transfer(None, end)
+            else:
+                if event.id not in issued:
+                    raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued")
+                issue, transfer = issued[event.id]
+                if not transfer.ended:
+                    yield transfer
+                if transfer.end_s > now_s:
+                    spans.append(Span("compute", "wait", now_s, transfer.end_s, issue, now_s))
+                    now_s = transfer.end_s
 
     def duration(self, event: Compute) -> float:
         seconds = event.bytes / self.memory_rate
         if event.flops:
-            dtype = self.dtype or event.dtype
-            if dtype not in self.peak:
-                self.peak[dtype] = self.machine.device.peak(dtype) * self.machine.compute_efficiency
-            seconds = max(seconds, event.flops / self.peak[dtype])
+            peak = self.machine.device.peak(self.dtype or event.dtype) * self.machine.compute_efficiency
+            seconds = max(seconds, event.flops / peak)
         return seconds + self.launch_s
+
+    def copy_s(self, event: Copy) -> float:
+        link = getattr(self.machine, event.axis)
+        if link is None:
+            missing = f"{self.machine.name} has no {event.axis} link"
+            cure = f"give it one: dataclasses.replace(machine, {event.axis}=Link(...))"
+            raise ValueError(f"{event.bytes:,} bytes {event.direction}, and {missing}; {cure}")
+        return link.latency_s + event.bytes / (link.bandwidth_bytes_per_s * self.machine.network_efficiency)
 
     def issue(self, rank: int, event: Issue, now_s: float) -> _Transfer:
         """This rank arrives at its next transfer of that group; with the last to arrive it can start."""
@@ -168,7 +158,7 @@ class _Player:
         index = stream.count[rank]
         stream.count[rank] += 1
         if index == len(stream.transfers):
-            stream.transfers.append(_Transfer())
+            stream.transfers.append(_Transfer(stream))
         transfer = stream.transfers[index]
         if transfer.arrived:
             first, other, _ = transfer.arrived[0]
@@ -181,19 +171,6 @@ class _Player:
             if len(stream.queue) == 1:
                 self.start(stream)
         return transfer
-
-    def copy(self, state: _Rank, event: Copy) -> _Transfer:
-        """Starts when the copy before it, of that rank and way, has ended; nobody else is needed."""
-        link = getattr(self.machine, event.axis)
-        if link is None:
-            missing = f"{self.machine.name} has no {event.axis} link"
-            cure = f"give it one: dataclasses.replace(machine, {event.axis}=Link(...))"
-            raise ValueError(f"{event.bytes:,} bytes {event.direction}, and {missing}; {cure}")
-        start = max(state.now_s, state.copied_s.get(event.direction, 0.0))
-        rate = link.bandwidth_bytes_per_s * self.machine.network_efficiency
-        end = state.copied_s[event.direction] = start + link.latency_s + event.bytes / rate
-        state.spans.append(Span(event.direction, "transfer", start, end, event, state.now_s))
-        return _Transfer(end, ended=True)
 
     def start(self, stream: _Stream) -> None:
         """The first in a stream's queue is under way."""
@@ -218,11 +195,11 @@ class _Player:
             heapq.heappush(self.agenda, entry)
 
     def end(self, transfer: _Transfer) -> None:
-        stream = self.stream_of(*transfer.arrived[0][:2])
+        stream = transfer.stream
         transfer.ended, stream.free_s = True, transfer.end_s
         for rank, event, issued_s in transfer.arrived:
             span = Span(_stream_name(event), "transfer", transfer.start_s, transfer.end_s, event, issued_s)
-            self.ranks[rank].spans.append(span)
+            self.spans[rank].append(span)
         if transfer.wires:
             self.moved(self.wires.leave(transfer, transfer.end_s))
         stream.queue.popleft()
@@ -240,52 +217,35 @@ class _Player:
             stream.cost[key] = tuple(costs)
         return stream.cost[key]
 
-    def wait(self, rank: int, state: _Rank, event: Wait) -> bool:
-        """Whether the rank can go on."""
-        if event.id not in state.issued:
-            raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued")
-        issue, transfer = state.issued[event.id]
-        if not transfer.ended:
-            transfer.waiting.append(rank)
-            return False
-        if transfer.end_s > state.now_s:
-            state.spans.append(Span("compute", "wait", state.now_s, transfer.end_s, issue, state.now_s))
-            state.now_s = transfer.end_s
-        return True
-
     def stream_of(self, rank: int, event: Issue) -> _Stream:
-        # Hashing a group of 100,000 ranks takes a millisecond, but events share the tuple object.
         message = event.op in _MESSAGE
-        identity = event.axis, message, id(event.members)
-        stream = self.by_identity.get(identity)
-        if stream is None:
+        identity = event.axis, message, id(event.members)  # events share the tuple
+        if identity not in self.by_identity:
             key = event.axis, message, tuple(event.members)
             if key not in self.streams:
-                self.streams[key] = _Stream(event.members, self.machine, set(self.ranks), message)
-            stream = self.by_identity[identity] = self.streams[key]
+                self.streams[key] = _Stream(event.members, self.machine, self.spans, message)
+            self.by_identity[identity] = self.streams[key]
+        stream = self.by_identity[identity]
         if rank not in stream.count:
             members = ", ".join(map(str, event.members[:6])) + ", ..." * (len(event.members) > 6)
             raise ValueError(f"rank {rank} issues {_call(event)}, whose members are {members}")
+        if message and "pp" in event.axis.split("_") and len(stream.expected) < 2:
+            cure = "give the events of all stages (dry_steps.py does)"
+            raise ValueError(f"rank {rank} issues {_call(event)} and stages are not in step; {cure}")
         return stream
 
     def refuse_if_stuck(self) -> None:
-        missing = []  # (seq, rank that never comes, where another one is)
+        """Of the transfers that did not end: who is missing where, the earliest calls first."""
+        missing = []
         for stream in self.streams.values():
             for transfer in stream.transfers:
-                if not transfer.ended:
-                    here = {rank for rank, _, _ in transfer.arrived}
+                here = {rank for rank, _, _ in transfer.arrived}
+                for absent in stream.expected if not transfer.ended else ():
                     rank, event, _ = transfer.arrived[0]
-                    gone = (r for r in stream.expected if r not in here and self.ranks[r].finished)
-                    missing += [(event.seq, absent, rank, event) for absent in gone]
+                    missing += [] if absent in here else [(event.seq, absent, rank, _call(event))]
         if missing:
-            _, absent, rank, event = min(missing, key=lambda entry: entry[:3])
-            end = f"the events of rank {absent} end before it"
-            raise ValueError(f"rank {absent} never arrives in {_call(event)}, where rank {rank} is: {end}")
-        stuck = [(rank, state) for rank, state in self.ranks.items() if not state.finished]
-        if stuck:
-            waits = [(rank, state.issued[state.events[state.position].id][0]) for rank, state in stuck[:4]]
-            heads = "; ".join(f"rank {rank} in {_call(issue)}" for rank, issue in waits)
-            raise ValueError(f"deadlock, each waits for another: {heads}")
+            said = "rank {1} never arrives in {3}, where rank {2} is"
+            raise ValueError("; ".join(said.format(*one) for one in sorted(missing)[:4]))
 
 
 def _stream_name(event: Issue) -> str:

@@ -1,4 +1,4 @@
-"""When everything of a step happened, and where the time went.
+"""When everything of a step happened, where the time went, and a file for a browser.
 
 Each rank has a stream of computation and one for each group it talks to (for messages: each peer and
 direction).
@@ -9,15 +9,19 @@ Exposed is the time in which a transfer of this rank is on the wire and nothing 
 hide. A copy between memories is a transfer too, on the axis "host" or "disk". Idle is the rest: waiting for
 members that are late (a pipeline's bubble, a straggler), or done before the others. MFU = model FLOPs of a
 rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
+
+A trace is in the Trace Event Format of the Chromium project: a process per rank, a thread per stream, a
+"complete" event ("X", microseconds) per span, and names for both as metadata ("M"). Equal timelines give
+equal files.
 """
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.plan.simulate import trace
 from minitrain.plan.simulate.intervals import Intervals, join, length, outside
 from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.events import Compute, Copy, Issue
@@ -84,15 +88,14 @@ class Timeline:
         return {rank: _account(spans, self.step_s) for rank, spans in self.spans.items()}
 
     def account(self, rank: int) -> Account:
-        if rank not in self.accounts:
+        if rank not in self.spans:
             raise ValueError(f"rank {rank} was not replayed; choose from {', '.join(map(str, self.spans))}")
         return self.accounts[rank]
 
     @cached_property
     def mean(self) -> Account:
         each = self.accounts.values()
-        names = [part.name for part in fields(Account)]
-        return Account(*(sum(getattr(account, name) for account in each) / len(each) for name in names))
+        return Account(*(sum(part) / len(each) for part in zip(*map(astuple, each))))
 
     def mfu(self, model_flops: float, dtype: str = "bfloat16") -> float:
         """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need."""
@@ -125,8 +128,14 @@ class Timeline:
     __repr__ = table  # a notebook shows what the last line of a cell returns
 
     def to_chrome_trace(self, path: str | Path, ranks: Iterable[int] | None = None) -> Path:
-        """Write a trace for chrome://tracing or ui.perfetto.dev; returns the path."""
-        return trace.write(self.spans, path, ranks)
+        """Write a trace of all ranks, or some, for chrome://tracing or ui.perfetto.dev; returns the path."""
+        events = []
+        for rank in self.spans if ranks is None else ranks:
+            self.account(rank)
+            events += _trace_of(rank, self.spans[rank])
+        path = Path(path)
+        path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+        return path
 
 
 def _intervals(spans: Iterable[Span], kind: str | None = None) -> Intervals:
@@ -146,3 +155,39 @@ def _duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+# ---- a file for a browser --------------------------------------------------------------------------------
+
+
+def _trace_of(rank: int, spans: list[Span]) -> list[dict]:
+    threads = {"compute": 0}  # the stream of computation comes first, then the others in order of use
+    for span in spans:
+        threads.setdefault(span.stream, len(threads))
+    names = [("process", 0, f"rank {rank}", rank)]
+    names += [("thread", thread, stream, thread) for stream, thread in threads.items()]
+    events = []
+    for kind, thread, name, order in names:
+        for key, argument in (("name", name), ("sort_index", order)):
+            event = {"ph": "M", "pid": rank, "tid": thread, "name": f"{kind}_{key}"}
+            events.append(event | {"args": {key: argument}})
+    return events + [_complete(span, rank, threads[span.stream]) for span in spans]
+
+
+def _complete(span: Span, process: int, thread: int) -> dict:
+    event, names = span.event, ("seq", "axis", "payload_bytes", "sent_bytes")
+    if isinstance(event, Compute):
+        names = "flops", "bytes", "dtype"
+    elif isinstance(event, Copy):
+        names = "axis", "bytes"
+    arguments = {name: getattr(event, name) for name in ("phase", *names)}
+    if isinstance(event, Issue):
+        arguments |= {"call": event.site, "issued_us": _microseconds(span.issued_s)}
+    name = f"wait for {span.name}" if span.kind == "wait" else span.name
+    times = {"ts": _microseconds(span.start_s), "dur": _microseconds(span.duration_s)}
+    where = {"name": name, "cat": span.kind, "pid": process, "tid": thread}
+    return {"ph": "X", **where, **times, "args": arguments}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 4)

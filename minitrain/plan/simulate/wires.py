@@ -49,18 +49,15 @@ class Wires:
         """It begins to send. Returns those whose end has moved."""
         for wire in carried.wires:
             self.users.setdefault(wire, {})[carried] = None
-        return self.shared_again([carried], now_s)
+        return self._shared_again([carried], now_s)
 
     def leave(self, carried: Carried, now_s: float) -> list[Carried]:
         """It has ended. Returns those whose end has moved."""
-        beside: dict[Carried, None] = {}
         for wire in carried.wires:
-            users = self.users[wire]
-            del users[carried]
-            beside.update(users)
-        return self.shared_again(beside, now_s) if beside else []
+            del self.users[wire][carried]
+        return self._shared_again([other for wire in carried.wires for other in self.users[wire]], now_s)
 
-    def shared_again(self, some: Iterable[Carried], now_s: float) -> list[Carried]:
+    def _shared_again(self, some: Iterable[Carried], now_s: float) -> list[Carried]:
         together = dict.fromkeys(some)
         found = list(together)
         while found:  # who shares a wire with one of them, and so on

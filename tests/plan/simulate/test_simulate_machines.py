@@ -140,31 +140,6 @@ def test_errors_say_what_is_allowed():
         dataclasses.replace(machine("h100"), nics_per_node=0)
 
 
-MEASURED = dict(
-    flops_per_s={"float32": 4e10},
-    memory_bytes=8e9,
-    memory_bandwidth_bytes_per_s=1e10,
-    link_latency_s=5e-5,
-    link_bandwidth_bytes_per_s=1e9,
-)
-
-
-def test_this_laptop_holds_what_was_measured():
-    laptop = machines.this_laptop(**MEASURED, ranks=4)
-    assert laptop.device.peak("float32") == 4e10
-    assert laptop.devices_per_node == 4 and laptop.node_of(3) == 0
-    assert laptop.intra_bytes_per_s == laptop.inter_bytes_per_s == 1e9
-    assert laptop.inter.latency_s == 5e-5 and laptop.host is None and laptop.disk is None
-    assert machines.this_laptop(**MEASURED) == laptop, "four ranks, unless told"
-    copies = machines.this_laptop(**MEASURED, host_bytes_per_s=3e9, disk_bytes_per_s=2e9)
-    assert [(link.latency_s, link.bandwidth_bytes_per_s) for link in (copies.host, copies.disk)] == [
-        (0, 3e9),
-        (0, 2e9),
-    ]
-    with pytest.raises(ValueError, match="float32=0 of this laptop"):
-        machines.this_laptop(**{**MEASURED, "flops_per_s": {"float32": 0}})
-
-
 def test_no_torch_is_imported():
     program = (
         "import sys; import minitrain.plan.simulate.replay, minitrain.plan.simulate.machines; "

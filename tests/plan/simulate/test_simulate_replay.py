@@ -14,7 +14,7 @@ from minitrain.plan.simulate.links import Task, play
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.simulate.wires import Carried, Wires
-from minitrain.ranks.events import Compute, Copy, Issue, Wait
+from minitrain.ranks.events import Compute, Issue, Wait
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
 # Nothing but whole seconds: an operator of x TFLOP takes x s, and what the wires carry takes bytes / 1e9 s.
@@ -60,11 +60,8 @@ def test_overlap_by_hand():
     timeline = replay({0: program.events, 1: program.events}, UNIT)
     assert timeline.step_s == close(7)
     assert (timeline.compute_s, timeline.communication_s) == (close(6), close(4))
-    assert (timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s) == (
-        close(1),
-        close(1),
-        close(0),
-    )
+    parts = timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s
+    assert parts == (close(1), close(1), close(0))
     assert timeline.account(1).overlap_s == close(3)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
         ("compute", 0, close(2)),
@@ -106,8 +103,6 @@ def test_a_collective_starts_with_its_last_member():
     assert timeline.step_s == close(6)
     fast = timeline.account(0)
     assert (fast.waiting_s, fast.exposed_communication_s, fast.idle_s) == (close(5), close(1), close(4))
-    with pytest.raises(ValueError, match="rank 7 was not replayed; choose from 0, 1"):
-        timeline.account(7)
 
 
 @pytest.mark.parametrize("sizes", [(2, 6), (6, 2)])
@@ -290,7 +285,7 @@ def test_who_never_arrives_first_is_named_and_whose_word_is_not_heard():
         here.issue("all_reduce", "tp", PAIR, 8, seq)
     early.issue("all_reduce", "tp", PAIR, 8, 0)
     here.events.pop(1)  # nobody waits
-    with pytest.raises(ValueError, match="rank 2 never arrives in all_reduce #0 on dp"):
+    with pytest.raises(ValueError, match="^rank 2 never arrives in all_reduce #0 on dp"):
         replay({0: here.events, 1: early.events, 2: late.events}, UNIT)
     talks = Program()
     for seq in range(2):
@@ -316,15 +311,12 @@ def test_a_deadlock_names_everyone():
     for program, axes in zip(programs, (("a", "b"), ("b", "a"))):
         for axis in axes:
             program.wait(program.issue("all_reduce", axis, PAIR, 8))
-    with pytest.raises(
-        ValueError, match=r"deadlock, .*rank 0 in all_reduce #0 on a .*; rank 1 in all_reduce #0 on b"
-    ):
+    heads = r"rank 0 never arrives in all_reduce #0 on b .* rank 1 is; rank 1 never .* on a .* rank 0 is$"
+    with pytest.raises(ValueError, match=heads):
         replay(both(*programs), UNIT)
 
 
 def test_other_errors():
-    with pytest.raises(ValueError, match="nothing to replay"):
-        replay({}, UNIT)
     with pytest.raises(ValueError, match="rank 0 waits for transfer 5, which it has not issued"):
         replay({0: [Wait(5)]}, UNIT)
     stranger = Program()
@@ -601,61 +593,17 @@ def test_chrome_trace(tmp_path_factory, program):
     assert timeline.to_chrome_trace(path) == path
     first = path.read_bytes()
     assert timeline.to_chrome_trace(path).read_bytes() == first
-    trace = json.loads(first)
-    assert trace["displayTimeUnit"] == "ms"
-    names, lanes, complete = set(), {}, 0
-    for event in trace["traceEvents"]:
-        assert (
-            isinstance(event["pid"], int)
-            and isinstance(event["tid"], int)
-            and isinstance(event["args"], dict)
-        )
-        if event["ph"] == "M":
-            names.add((event["name"], event["pid"], event["tid"]))
-            continue
-        assert event["ph"] == "X" and event["cat"] in ("compute", "transfer", "wait") and event["name"]
-        assert event["ts"] >= 0 and event["dur"] >= 0
-        assert ("thread_name", event["pid"], event["tid"]) in names and (
-            "process_name",
-            event["pid"],
-            0,
-        ) in names
+    events, lanes = json.loads(first)["traceEvents"], {}
+    names = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
+    complete = [event for event in events if event["ph"] == "X"]
+    for event in complete:
+        thread = event["pid"], event["tid"]
+        assert event["cat"] in ("compute", "transfer", "wait") and event["ts"] >= 0 and event["dur"] >= 0
+        assert {("thread_name", *thread), ("process_name", event["pid"], 0)} <= names
         # Perfetto draws what overlaps on one thread as nested: nothing may.
-        assert event["ts"] >= lanes.get((event["pid"], event["tid"]), 0.0) - 2e-3
-        lanes[event["pid"], event["tid"]] = event["ts"] + event["dur"]
-        complete += 1
-    assert complete == sum(len(spans) for spans in timeline.spans.values())
-
-
-def test_a_trace_by_hand(tmp_path):
-    """Threads are computation and then the others in order of use; spans are in order of time."""
-    program = Program()
-    program.events.append(Copy(7, "to_host", 10**9))
-    id = program.compute(1).issue("all_reduce", "dp", PAIR, 10**9)
-    program.compute(2).wait(id)
-    machine = changed(UNIT, host=UNIT.intra)
-    timeline = replay({0: program.events, 1: program.events}, machine)
-    assert [span.name for span in timeline.spans[0]] == ["to_host", "mm", "all_reduce", "mm"]
-    trace = json.loads(timeline.to_chrome_trace(tmp_path / "step.json", ranks=[1]).read_text())["traceEvents"]
-    assert {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"} == {
-        0: "compute",
-        1: "to_host",
-        2: "dp",
-    }
-    assert [(event["ts"], event["dur"], event["tid"]) for event in trace if event["ph"] == "X"] == [
-        (0.0, 1e6, 1),
-        (0.0, 1e6, 0),
-        (1e6, 1e6, 2),
-        (1e6, 2e6, 0),
-    ]
-
-
-def test_trace_of_some_ranks(tmp_path):
-    timeline = replay({0: [work(1)], 1: [work(2)]}, UNIT)
-    events = json.loads(timeline.to_chrome_trace(tmp_path / "one.json", ranks=[1]).read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {1}
-    with pytest.raises(ValueError, match="rank 9 is not in this timeline; choose from 0, 1"):
-        timeline.to_chrome_trace(tmp_path / "none.json", ranks=[9])
+        assert event["ts"] >= lanes.get(thread, 0.0) - 2e-3
+        lanes[thread] = event["ts"] + event["dur"]
+    assert len(complete) == sum(len(spans) for spans in timeline.spans.values())
 
 
 def test_long_runs_are_linear():
@@ -672,14 +620,7 @@ def test_long_runs_are_linear():
     assert sum(len(timeline.transfers(rank)) for rank in range(4)) == 80_000
 
 
-# ---- intervals -------------------------------------------------------------------------------------------
-def test_intervals_joined_for_a_picture():
-    assert join([(4, 5), (0, 1), (1, 2)]) == [(0, 2), (4, 5)]
-    assert join([(0, 1), (2, 3)], gap=1) == [(0, 3)]
-    assert join([(0, 1), (1, 2)], keep=0.5) == [(0, 1), (1, 2)]  # two long ones stay two
-    assert join([(0, 1), (1, 1.25), (2, 3)], gap=1, keep=0.5) == [(0, 1.25), (2, 3)]  # a short one does not
-
-
+# ---- intervals ---------------------------------------------------------------------------------------------
 span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))
 spans = st.lists(span, max_size=12)
 

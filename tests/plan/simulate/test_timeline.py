@@ -45,6 +45,8 @@ def test_the_account_of_each_rank_and_the_mean_of_all():
     assert TIMELINE.mfu(67e12, "float32") == 1 / 9.5
     with pytest.raises(ValueError, match="rank 2 was not replayed; choose from 3, 1$"):
         TIMELINE.account(2)
+    with pytest.raises(ValueError, match="rank 9 was not replayed"):
+        TIMELINE.to_chrome_trace("never.json", ranks=[9])
     assert Timeline(machine("h100"), {0: []}).accounts == {0: Account(0, 0, 0, 0, 0)}
 
 
