@@ -27,7 +27,7 @@ from functools import partial
 import psutil
 
 from minitrain.ranks import collectives, launch
-from minitrain.ranks.launch.start import pickled_call
+from minitrain.ranks.launch import pickled
 
 PRIVATE = ("unshare", "--user", "--map-root-user", "--net")
 SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41  # linux/sockios.h, linux/if.h
@@ -38,7 +38,7 @@ def bytes_on_the_wire(*fns: Callable, ranks: int = 4) -> list[int]:
     """[fn] -> bytes that all ranks together put on the network in one fn(), headers included."""
     private = has_private_network()
     command = [*(PRIVATE if private else ()), sys.executable, "-m", "minitrain.course.loopback"]
-    calls = [base64.b64encode(pickled_call(fn, ())).decode() for fn in fns]
+    calls = [base64.b64encode(pickled.call(fn, ())).decode() for fn in fns]
     command += ["private" if private else "shared", str(ranks), *calls]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

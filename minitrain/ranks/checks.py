@@ -41,10 +41,6 @@ def require_fractions(**values) -> None:
     _check(values, lambda value: _is_finite(value) and 0 <= value <= 1, "a number from 0 to 1")
 
 
-def require_finite(**values) -> None:
-    _check(values, _is_finite, "a finite number")
-
-
 def require_device(**values) -> None:
     """A torch.device or its name."""
     for name, value in values.items():

@@ -4,8 +4,7 @@
 
 Put the axis that talks most last: tp inside a node, dp outside. `mesh.group("dp", "cp")` is one group over
 several axes at once (gradients are summed over both). A group is made once and by its members only, so that
-one rank of 131,072 makes a handful and not all of them. `mesh.device_mesh` is the same grid as a torch
-DeviceMesh around the same groups, for DTensor, FSDP2 and the like. Sends nothing.
+one rank of 131,072 makes a handful and not all of them. Sends nothing.
 
 Megatron-LM and DeepSpeed keep such grids in globals; torch's DeviceMesh is the model for this one. Differs: a
 mesh of one axis gets a group of its own, not the default one, so that every group knows its axis.
@@ -14,12 +13,9 @@ mesh of one axis gets a group of its own, not the default one, so that every gro
 import itertools
 import math
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.torch_private import outside_modes
 
 DRAWN = 8  # rows, columns, groups: more is not a picture
 
@@ -39,7 +35,6 @@ class Mesh:
             raise ValueError(f"Mesh: {text} is {product} ranks, but the job has {self.ranks}; {cure}")
         self._strides = {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(axes)}
         self._groups: dict[tuple, dist.ProcessGroup] = {}
-        self._device_mesh: DeviceMesh | None = None
         for axis in axes:
             self.group(axis)
 
@@ -113,18 +108,6 @@ class Mesh:
     def size(self, *axes: str) -> int:
         """How many ranks `group(*axes)` has."""
         return math.prod(self.shape[axis] for axis in self._in_mesh_order("size", axes))
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The same grid and groups for torch's own parallel libraries."""
-        if self._device_mesh is None:
-            axes, sizes = tuple(self.shape), tuple(self.shape.values())
-            groups = [self.group(axis) for axis in axes]
-            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-            with outside_modes():  # in a dry run too it holds real numbers
-                grid = torch.arange(self.ranks, dtype=torch.int).view(sizes)
-                self._device_mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=axes)
-        return self._device_mesh
 
     def draw(self) -> str:
         """The grid of ranks as text, this one with a star, and the groups of every axis."""

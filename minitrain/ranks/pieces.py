@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.sharding import placement, whole_shape
+from minitrain.ranks.sharding import region_of, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +77,6 @@ def pieces_of(
                 part = part.narrow(dim, 0, max(0, end - begin))
         if part.numel():
             yield Piece(name, tuple(whole_shape(like)), place, part, holders)
-
-
-def region_of(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Where in the whole this rank's part of it begins and, without padding, ends."""
-    lengths, limit, corner = whole_shape(tensor), whole_shape(tensor), [0] * tensor.dim()
-    for dim, group in ((cut.dim, cut.group) for cut in placement(tensor).shards):
-        lengths[dim] = math.ceil(lengths[dim] / group.size())
-        corner[dim] += group.rank() * lengths[dim]
-        limit[dim] = min(limit[dim], corner[dim] + lengths[dim])
-    return corner, limit
 
 
 def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple, tuple]]:

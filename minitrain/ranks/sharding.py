@@ -113,19 +113,26 @@ def local_shard(whole: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
+def region_of(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """Where in the whole this rank's part of it begins and, without padding, ends."""
+    lengths, limit, corner = whole_shape(tensor), whole_shape(tensor), [0] * tensor.dim()
+    for dim, group in ((cut.dim, cut.group) for cut in placement(tensor).shards):
+        lengths[dim] = math.ceil(lengths[dim] / group.size())
+        corner[dim] += group.rank() * lengths[dim]
+        limit[dim] = min(limit[dim], corner[dim] + lengths[dim])
+    return corner, limit
+
+
 def numbers(tensor: Tensor, first: int, last: int) -> Tensor:
     """int64: which elements of the whole, counted along its rows, elements first .. last of this part are."""
     index = torch.arange(first, last, device=tensor.device)
     if not placement(tensor).shards:
         return index
-    lengths, starts = whole_shape(tensor), [0] * tensor.dim()
-    strides = [math.prod(lengths[dim + 1 :]) for dim in range(tensor.dim())]
-    for cut in placement(tensor).shards:
-        lengths[cut.dim] = math.ceil(lengths[cut.dim] / cut.group.size())
-        starts[cut.dim] += cut.group.rank() * lengths[cut.dim]
+    corner, _ = region_of(tensor)
     in_whole = torch.zeros_like(index)
     for dim in reversed(range(tensor.dim())):
-        in_whole += (index % tensor.size(dim) + starts[dim]) * strides[dim]
+        stride = math.prod(whole_shape(tensor)[dim + 1 :])
+        in_whole += (index % tensor.size(dim) + corner[dim]) * stride
         index = index // tensor.size(dim)
     return in_whole
 

@@ -73,37 +73,26 @@ class Gloo(Backend):
 
     def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         arrivals, works = unseen(self._post, ch, sends, receives)
-        refusals: list[checked.CollectiveMismatch] = []
 
         def wait() -> None:
-            for (call, _, peer), header, header_work, data in () if refusals else arrivals:
+            for call, header, header_work, data_work in arrivals:
                 wait_all([header_work])
-                try:
-                    if header is not None:
-                        checked.compare_message(call, bytes(header.tolist()))
-                except checked.CollectiveMismatch as refusal:
-                    refusals.append(refusal)
-                    drop(ch, call, bytes(header.tolist()), peer)
-                    call_log.finished(call)
-                else:
-                    if not refusals:
-                        wait_all([data])
-            if refusals:
-                raise refusals[0]
+                if header is not None:
+                    checked.compare_message(call, bytes(header.tolist()))
+                wait_all([data_work])
             wait_all(works)
 
         return lambda: apart(wait)
 
     def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (what will arrive: receive, header if it has one, works of both; works of what is sent)."""
+        """Returns (what will arrive: call, header if it has one, works of both; works of what is sent)."""
         arrivals, works = [], []
-        for receive in receives:
-            call, tensor, peer = receive
+        for call, tensor, peer in receives:
             header, header_work, (header_tag, tag) = None, None, message_tags(call)
             if PROCESS.checked:
                 header = torch.empty(checked.HEADER_BYTES, dtype=torch.uint8)
                 header_work = post_receive(ch, header, peer, header_tag)
-            arrivals.append((receive, header, header_work, post_receive(ch, tensor, peer, tag)))
+            arrivals.append((call, header, header_work, post_receive(ch, tensor, peer, tag)))
         for call, tensor, peer in sends:
             header_tag, tag = message_tags(call)
             if PROCESS.checked:
@@ -113,21 +102,10 @@ class Gloo(Backend):
         return arrivals, works
 
 
-def drop(ch: Channel, call: Call, header: bytes, peer: int) -> None:
-    """Receive what was refused, and forget it: its sender would wait for a receiver until time is up."""
-    unwanted = checked.announced(header)
-    if unwanted is not None:
-        wait_all([post_receive(ch, unwanted, peer, message_tag(call) + checked.fingerprint(unwanted))])
-
-
 def message_tags(call: Call) -> tuple[int, int]:
     """Tags of a message's header and data, which in checked mode has dtype and shape in it (checked.py)."""
-    tag = message_tag(call)
+    tag = 2**30 + call.seq % 2**12 * 2**17
     return tag + 2**16, tag + (checked.fingerprint(call) if PROCESS.checked else 0)
-
-
-def message_tag(call: Call) -> int:
-    return 2**30 + call.seq % 2**12 * 2**17
 
 
 def unseen(work: Callable, *args):

@@ -17,7 +17,6 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Callable, Iterator
 
 import torch
@@ -131,23 +130,17 @@ def issued(call: Call) -> Call:
     PROCESS.num_calls += 1
     PROCESS.recent.append(call)
     if PROCESS.log_file is not None:
-        size, peer = call.payload_bytes, call.peer
-        same = _text_of(
-            call.op, call.axis, call.who, call.shape, call.dtype, size, peer, call.name, call.group
+        what = call.order, call.seq, call.op, call.axis, call.who, ", ".join(map(str, call.shape))
+        name, peer = (
+            shortened((call.name or "").replace("\t", " "), 40),
+            "" if call.peer is None else call.peer,
         )
-        text = f"i{call.order}\t{call.seq}\t{same}\t{call.site}".encode()[:SLOT_BYTES]
+        fields = *what, str(call.dtype)[6:], call.payload_bytes, peer, name, call.group, call.site
+        text = ("i" + "\t".join(map(str, fields))).encode()[:SLOT_BYTES]
         start = (call.order % SLOTS) * SLOT_BYTES
         PROCESS.log_file[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
     announce("issue", call)
     return call
-
-
-@lru_cache(maxsize=256)
-def _text_of(op, axis, who, shape, dtype, payload_bytes, peer, name, group) -> str:
-    """The fields of a slot that are the same whenever a line makes the same call."""
-    sizes, peer = ", ".join(map(str, shape)), "" if peer is None else peer
-    name = shortened(name.replace("\t", " "), 40) if name else ""
-    return "\t".join(map(str, (op, axis, who, sizes, str(dtype)[6:], payload_bytes, peer, name, group)))
 
 
 def finished(call: Call) -> None:

@@ -11,8 +11,7 @@ aborts the process when sizes differ. A header of 256 bytes says what is called,
                 sites may differ.
     all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
     message     The header travels ahead, and dtype and shape go into the tag of the data, so that a message
-                the receiver does not expect is never written into its tensor, but dropped, and its sender
-                goes on. Sites may differ.
+                the receiver does not expect is never written into its tensor. Sites may differ.
 
 A rank that calls something else is caught; a rank that calls nothing leaves the others waiting, and the
 launch reports the hang. Each header is a small message, n-1 per call; headers are not counted as sent bytes.
@@ -30,7 +29,7 @@ from minitrain.ranks.process import PROCESS
 
 HEADER_BYTES = 256
 ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
-SEPARATOR = b"\x1f"
+SEPARATOR = "\x1f"
 
 
 def set_checked(on: bool) -> None:
@@ -44,17 +43,14 @@ class CollectiveMismatch(RuntimeError):
 
 @lru_cache(maxsize=256)
 def pack(*fields: str) -> bytes:
-    """Text fields as a header; of a field that is too long the tail becomes a checksum."""
-    data = [field.encode() for field in fields]
-    data = [
-        text if len(text) <= room else text[: room - 8] + f"{zlib.crc32(text):08x}".encode()
-        for text, room in zip(data, ROOM)
-    ]
-    return SEPARATOR.join(data).ljust(HEADER_BYTES, b"\0")
+    """Text fields as a header."""
+    texts = [field.encode("ascii", "backslashreplace").decode() for field in fields]
+    cut = [call_log.shortened(text, room) for text, room in zip(texts, ROOM)]
+    return SEPARATOR.join(cut).encode().ljust(HEADER_BYTES, b"\0")
 
 
 def unpack(header: bytes) -> list[str]:
-    return [text.decode(errors="replace") for text in header.rstrip(b"\0").split(SEPARATOR)]
+    return header.rstrip(b"\0").decode().split(SEPARATOR)
 
 
 def as_tensor(header: bytes) -> torch.Tensor:
@@ -91,12 +87,10 @@ def disagreement(call: Call, calls: dict[int, list[str]]) -> str:
         named = f" named {name!r}" if name else ""
         ranks.setdefault(f"{what}{named} at {site}", []).append(member)
     sides = sorted(ranks.items(), key=lambda side: len(side[1]))
-    texts = []
-    for what, who in sides:
-        one = len(who) == 1
-        texts.append(
-            f"rank {who[0]} calls {what}" if one else f"ranks {', '.join(map(str, who))} call {what}"
-        )
+    texts = [
+        f"ranks {', '.join(map(str, who))} call {what}" if len(who) > 1 else f"rank {who[0]} calls {what}"
+        for what, who in sides
+    ]
     if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
         texts[1] = f"others {sides[1][0]}"
     only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1
@@ -115,18 +109,9 @@ def message_header(call: Call) -> bytes:
     return pack(call_log.signature(call.shape, call.dtype), "", call.site)
 
 
-def fingerprint(sent: Call | torch.Tensor) -> int:
+def fingerprint(sent: Call) -> int:
     """16 bits of what is sent."""
-    return zlib.crc32(call_log.signature(tuple(sent.shape), sent.dtype).encode()) & 0xFFFF
-
-
-def announced(header: bytes) -> torch.Tensor | None:
-    """Room for the message that a header speaks of; None if it has too many dimensions to be written out."""
-    name, _, shape = unpack(header)[0].partition("[")
-    if not shape.endswith("]"):
-        return None
-    sizes = [int(size) for size in shape[:-1].split(", ") if size]
-    return torch.empty(sizes, dtype=getattr(torch, name))
+    return zlib.crc32(call_log.signature(sent.shape, sent.dtype).encode()) & 0xFFFF
 
 
 def compare_message(call: Call, header: bytes) -> None:

@@ -56,7 +56,7 @@ def serve(requests_fd: int, caller_pid: int) -> None:
         reap(launches)
         for launch in launches:
             if launch.lifeline in ready:
-                launch.listen([requests.fileno(), *wakeup], launches)
+                launch.listen(alone=len(launches) == 1)
         launches = [launch for launch in launches if not launch.ended]
         if requests in ready:
             _, fds, _, _ = socket.recv_fds(requests, 1, 2)
@@ -106,20 +106,15 @@ class RankGroup:
             line += byte
         return os.fsdecode(line[:-1])
 
-    def listen(self, not_for_ranks: list[int], launches: list["RankGroup"]) -> None:
+    def listen(self, alone: bool) -> None:
         """The order to start, or the end."""
         order = "" if self.pids else self.line()
-        if not order:
-            return self.end(alone=len(launches) == 1)
-        others = [file for launch in launches if launch is not self for file in launch.files()]
-        self.start(json.loads(order), [*not_for_ranks, *others, self.gone_writer])
+        if order:
+            self.start(json.loads(order))
+        else:
+            self.end(alone)
 
-    def files(self) -> list[int]:
-        """Those that are open: a rank of it, or all, may have ended in this round."""
-        files = [] if self.ended else [self.lifeline.fileno(), self.gone, self.gone_writer]
-        return [file for file in files if file is not None]
-
-    def start(self, order: dict, not_for_ranks: list[int]) -> None:
+    def start(self, order: dict) -> None:
         if missing := [name for name in order["modules"] if name not in sys.modules]:
             preload(missing)
         for rank in range(order["ranks"]):
@@ -132,8 +127,10 @@ class RankGroup:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for fd in not_for_ranks:
-                        os.close(fd)
+                    its_own = {0, 1, 2, self.events, self.lifeline.fileno(), self.gone}
+                    for fd in {int(fd) for fd in os.listdir("/dev/fd")} - its_own:
+                        with suppress(OSError):  # it was that of the list itself
+                            os.close(fd)
                     more = self.directory, self.events, self.lifeline, self.gone
                     Rank(rank, order["ranks"], *more).live()
                 finally:

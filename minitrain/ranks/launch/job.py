@@ -22,36 +22,29 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from minitrain.ranks import collectives
+from minitrain.ranks.launch import pickled, report
 from minitrain.ranks.launch import ranks as launch_ranks
-from minitrain.ranks.launch import report
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
 from minitrain.ranks.process import PROCESS
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_S = 3.0  # for others to come to an end too, after this rank failed
 FOREVER = datetime.timedelta(days=30)  # the group's own time-out: ours is the alarm
-UNSET = f"outside a job unset {' '.join(VARIABLES)}"
 
 
 def here() -> bool:
     """Is this process a rank of a job? ValueError for variables that are left over from one."""
     if not all(variable in os.environ for variable in VARIABLES):
         return False
-    if PROCESS.job is not None:
-        return True
-    given = {name: os.environ[name] for name in VARIABLES}
-    numbers = [given[name] for name in VARIABLES if name != "MASTER_ADDR"]
-    if not all(text.isascii() and text.isdigit() for text in numbers) or int(numbers[0]) >= int(numbers[1]):
-        told = ", ".join(f"{name}={text!r}" for name, text in given.items())
-        raise ValueError(f"{told} are not a rank below a world size, a host and a port; {UNSET}")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # then it listens before any rank is there
+    # an agent listens before any rank is there
+    if PROCESS.job is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            socket.create_connection((given["MASTER_ADDR"], int(given["MASTER_PORT"])), timeout=10).close()
-        except OSError as error:
-            where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+            socket.create_connection(where, timeout=10).close()
+        except OSError:
             raise ValueError(
-                f"RANK={given['RANK']} and others say that torchrun started this process, but at {where} "
-                f"nobody answers ({error.strerror or error}): they are left over from another job; {UNSET}"
+                f"torchrun's variables are set, but at {where[0]}:{where[1]} nobody answers: they are left "
+                f"over from another job; outside a job unset {' '.join(VARIABLES)}"
             ) from None
     return True
 
@@ -93,12 +86,12 @@ class Job:
                 try:
                     result = fn(*args)
                     collectives.settle()
-                    pickled, error = portable(result), None
+                    data, error = portable(result), None
                 except BaseException as failure:  # sys.exit included
-                    pickled, error = None, report.record(failure)
+                    data, error = None, report.record(failure)
                 self.agree(error, timeout_s)
                 everyone = [None] * self.size
-                dist.all_gather_object(everyone, pickled, group=self.talk)
+                dist.all_gather_object(everyone, data, group=self.talk)
         finally:
             del os.environ["MINITRAIN_INSIDE"]
         return [result if rank == self.rank else pickle.loads(data) for rank, data in enumerate(everyone)]
@@ -148,11 +141,9 @@ def ring(job: Job, seconds: float, complaint: str) -> None:
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        dump = file.read()
-    stuck = report.stuck(dump, collectives.read_log(job.log), {})
+        stuck = report.stuck(file.read(), collectives.read_log(job.log), {})
     where = report.say(stuck.text, [job.rank])
-    sys.stderr.write(f"LaunchTimeout: {complaint} after {seconds:g} s: {where}\n")
-    sys.stderr.flush()
+    print(f"LaunchTimeout: {complaint} after {seconds:g} s: {where}", file=sys.stderr, flush=True)
     threading.Event().wait(GRACE_S)  # let the other ranks say where they are
     os._exit(1)
 
@@ -162,4 +153,4 @@ def portable(result) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception:
-        return launch_ranks.pickled_result(result)
+        return pickled.result(result)

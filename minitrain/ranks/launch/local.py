@@ -27,25 +27,18 @@ from minitrain.ranks.launch.report import LaunchTimeout, RankError
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
 LOST_GRACE_S = 5.0  # after it, for the end of a rank whose neighbours are all that was heard of
-ECHO_BYTES = 1_000_000  # of prints shown per rank
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def run_local(
-    call: bytes,
-    ranks: int,
-    timeout_s: float,
-    start_timeout_s: float,
-    checked: bool,
-    echo: bool,
-    grace_s: float | None = None,
+    call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool, grace_s
 ) -> list:
     launch = Launch(ranks, echo, grace_s)
     try:
         # the ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all in hand
-        launch.start(call, {"checked": checked, "patience_s": start_timeout_s + timeout_s + 60})
+        launch.start(call, checked=checked, patience_s=start_timeout_s + timeout_s + 60)
         launch.wait(timeout_s, start_timeout_s)
-        return launch.results()
+        return [pickle.loads(launch.read(rank, "result")) for rank in range(ranks)]
     finally:
         launch.stop()
 
@@ -67,7 +60,13 @@ class Launch:
 
     # ---- from start to end --------------------------------------------------------------------------------
 
-    def start(self, call: bytes, settings: dict) -> None:
+    def start(self, call: bytes, **settings) -> None:
+        # the helper knows of the directory before it is there, and removes it if this process is killed
+        self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
+        with suppress(OSError), self.helper.lock:
+            socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
+        self.let_go_of_their_ends()
+        os.mkdir(self.directory, 0o700)  # for its owner only
         environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
         environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
@@ -76,21 +75,12 @@ class Launch:
         sources = {file: entry for file, entry in lines if len(entry) == 4 and entry[1] is None}
         request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
         request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s)
-        self.announce()
-        os.mkdir(self.directory, 0o700)  # for its owner only
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
         order = {"ranks": self.ranks, "modules": self.helper.modules(call)}
         with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
             self.lifeline.sendall(json.dumps(order).encode() + b"\n")
-
-    def announce(self) -> None:
-        """The helper knows of the directory before it is there, and removes it if this process is killed."""
-        self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
-        with suppress(OSError), self.helper.lock:
-            socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
-        self.let_go_of_their_ends()
 
     def let_go_of_their_ends(self) -> None:
         if self.their_events is not None:
@@ -146,10 +136,13 @@ class Launch:
         only_lost = not self.exits and all(map(report.lost_a_connection, errors))
         return LOST_GRACE_S if only_lost else GRACE_S
 
+    def failed(self) -> list[int]:
+        return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
+
     def busy(self) -> list[int]:
         """Ranks that have not come to an end."""
-        ended = ("done", "error")
-        return [rank for rank, now in self.states.items() if now not in ended and rank not in self.exits]
+        failed = self.failed()
+        return [rank for rank, state in self.states.items() if state != "done" and rank not in failed]
 
     def listen(self, timeout_s: float) -> None:
         """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""
@@ -168,8 +161,7 @@ class Launch:
             elif event == "pid":
                 self.pids[int(who)] = int(value[0])
             elif event == "unborn":
-                rank = int(who)
-                raise RankError(report.unborn(f"rank {rank} of {self.ranks}", int(value[0])), (rank,))
+                raise RankError(report.unborn(f"rank {who} of {self.ranks}", int(value[0])), (int(who),))
             elif event == "exit":
                 self.exits[int(who)] = int(value[0])
             else:
@@ -198,10 +190,10 @@ class Launch:
     def path(self, *parts) -> str:
         return os.path.join(self.directory, ".".join(map(str, parts)))
 
-    def read(self, rank: int, kind: str, start: int = 0, size: int = -1) -> bytes:
+    def read(self, rank: int, kind: str, start: int = 0) -> bytes:
         with suppress(FileNotFoundError), open(self.path(rank, kind), "rb") as file:
             file.seek(start)
-            return file.read(size)
+            return file.read()
         return b""
 
     def text(self, rank: int, kind: str) -> str:
@@ -210,20 +202,6 @@ class Launch:
     def calls(self, rank: int) -> list:
         path = self.path(rank, "calls")
         return collectives.read_log(path) if os.path.exists(path) else []
-
-    def results(self) -> list:
-        results = []
-        for rank in self.states:
-            try:
-                with open(self.path(rank, "result"), "rb") as file:
-                    results.append(pickle.load(file))
-            except Exception as error:
-                message = f"the result of rank {rank} cannot be rebuilt here: {error!r}"
-                raise RankError(message, (rank,)) from error
-        return results
-
-    def failed(self) -> list[int]:
-        return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
 
     def failure(self) -> RankError:
         records = {}
@@ -237,18 +215,19 @@ class Launch:
 
     def hang(self, timeout_s: float) -> LaunchTimeout:
         """Ask every rank for its stack (faulthandler answers even inside gloo), read its log of calls."""
-        busy = [rank for rank, state in self.states.items() if state != "done"]
+        busy = self.busy()
         for rank in busy:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR1)
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
             time.sleep(0.02)
-        dumps = {rank: self.text(rank, "stack") for rank in busy}
-        where = {
-            rank: report.stuck(dumps[rank], self.calls(rank), self.cells) if rank in busy else report.RETURNED
-            for rank in self.states
-        }
+        dumps, where = {rank: self.text(rank, "stack") for rank in busy}, {}
+        for rank in self.states:
+            stuck = rank in busy
+            where[rank] = (
+                report.stuck(dumps[rank], self.calls(rank), self.cells) if stuck else report.RETURNED
+            )
         return report.hang(timeout_s, where, dumps, self.cells)
 
     def show_all(self) -> None:
@@ -261,15 +240,12 @@ class Launch:
         if not self.echo:
             return
         before = self.shown.get((rank, kind), 0)
-        text = self.read(rank, kind, before, ECHO_BYTES - before)
+        text = self.read(rank, kind, before)
         text = text if ended else text[: text.rfind(b"\n") + 1]
         self.shown[rank, kind] = before + len(text)
-        if text:
-            for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
-                last_state = line.rpartition("\r")[2]  # of a progress bar
-                print(f"[rank {rank}] {last_state}", file=stream)
-        if ended and self.read(rank, kind, ECHO_BYTES, 1):
-            print(f"[rank {rank}] ... (only the first {ECHO_BYTES:,} bytes are shown)", file=stream)
+        for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
+            last_state = line.rpartition("\r")[2]  # of a progress bar
+            print(f"[rank {rank}] {last_state}", file=stream)
 
 
 def notebook_cells() -> dict[str, str]:

@@ -1,17 +1,31 @@
 """What travels between processes as bytes: anything cloudpickle takes, and tensors of all dtypes.
 
-Plain pickle does not read back what torch writes of a tensor in 8-bit floats or unsigned 16-bit integers (its
-storage has no class of its own): these go as bytes and a dtype.
+A function travels by value, and with it all that stands in the reader's own files of one module: a test or a
+helper beside a notebook, as they are loaded here. Plain pickle does not read back what torch writes of a
+tensor in 8-bit floats or unsigned 16-bit integers (its storage has no class of its own): these go as bytes
+and a dtype.
 """
 
+import copyreg
+import importlib
 import io
+import sys
+from collections.abc import Callable
+from types import ModuleType
 
 import cloudpickle
 import torch
 from torch import Tensor
 
+from minitrain.ranks.launch import report
+from minitrain.ranks.process import PROCESS
+
 EIGHT_BITS = {getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
 ODD = EIGHT_BITS | {torch.uint16, torch.uint32, torch.uint64}
+
+# torch.backends and a few more are objects of classes of their own in place of modules; they travel by name.
+for kind in {type(one) for one in sys.modules.values() if isinstance(one, ModuleType)} - {ModuleType}:
+    copyreg.pickle(kind, lambda module: (importlib.import_module, (module.__name__,)))
 
 
 class Pickler(cloudpickle.Pickler):
@@ -22,11 +36,48 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(thing)
 
 
+def _of_bytes(data: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return data.view(dtype).view(shape)
+
+
 def dumps(thing) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(thing)
     return file.getvalue()
 
 
-def _of_bytes(data: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return data.view(dtype).view(shape)
+def call(fn: Callable, args: tuple) -> bytes:
+    for modules in (single_files(), []):  # by reference where by value fails, over a global lock for instance
+        with PROCESS.lock:  # cloudpickle's list of modules that go by value belongs to the whole process
+            for module in modules:
+                cloudpickle.register_pickle_by_value(module)
+            try:
+                return dumps((fn, args))
+            except Exception as failure:
+                error = failure
+            finally:
+                for module in modules:
+                    cloudpickle.unregister_pickle_by_value(module)
+    cure = "make files, locks, groups and generators in fn"
+    raise ValueError(f"fn and its arguments cannot be sent to the ranks: {error}; {cure}")
+
+
+def result(thing) -> bytes:
+    try:
+        return dumps(thing)
+    except Exception as error:
+        raise TypeError(
+            f"fn returned a {type(thing).__name__}, which cannot be sent back ({report.message_of(error)}); "
+            "return tensors, numbers, text, or lists and dicts of them"
+        ) from None
+
+
+def single_files() -> list[ModuleType]:
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    found = []
+    for name, module in sys.modules.copy().items():
+        file, known_as = getattr(module, "__file__", None), getattr(module, "__name__", "")
+        alone = "." not in name and name == known_as and not hasattr(module, "__path__")
+        if alone and name not in by_value and file and not file.startswith(report.LIBRARIES):
+            found.append(module)
+    return found

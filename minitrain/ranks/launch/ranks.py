@@ -56,18 +56,16 @@ class Rank:
         self.rank, self.ranks, self.directory = rank, ranks, directory
         self.events, self.lifeline, self.gone = events, lifeline, gone
 
-    def in_directory(self, name: str) -> str:
-        return os.path.join(self.directory, name)
-
     def path(self, kind: str) -> str:
-        return self.in_directory(f"{self.rank}.{kind}")
+        """Of what this rank writes."""
+        return f"{self.directory}/{self.rank}.{kind}"
 
     def live(self) -> None:
         say(self.events, self.rank, "pid", os.getpid())
         try:
             self.tie_to_caller()
             self.redirect_output()
-            with open(self.in_directory("request"), "rb") as file:
+            with open(f"{self.directory}/request", "rb") as file:
                 request = pickle.load(file)
             fn, args = self.settle(request)
             say(self.events, self.rank, "there")
@@ -75,9 +73,9 @@ class Rank:
             say(self.events, self.rank, "ready")
             result = fn(*args)
             collectives.settle()
-            result = pickled_result(result)
+            data = pickled.result(result)
             with open(self.path("result"), "wb") as file:
-                file.write(result)
+                file.write(data)
         except BaseException as error:  # SystemExit included: who leaves early fails the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
                 json.dump(report.record(error), file)
@@ -93,13 +91,13 @@ class Rank:
         os.setpgid(0, 0)
         threading.Thread(target=self.watch_lifeline, daemon=True).start()
 
-    def watch_others(self) -> None:
-        os.read(self.gone, 1)
-        collectives.another_rank_is_gone()
-
     def watch_lifeline(self) -> None:
         self.lifeline.recv(1)
         os._exit(0)
+
+    def watch_others(self) -> None:
+        os.read(self.gone, 1)
+        collectives.another_rank_is_gone()
 
     def redirect_output(self) -> None:
         """Prints go to files that the caller shows; what C writes to descriptor 2, only after a failure."""
@@ -122,7 +120,7 @@ class Rank:
         linecache.cache.update(request["sources"])
         for file in request["cells"]:
             collectives.name_file(file, "cell")
-        with open(self.in_directory("call"), "rb") as file:
+        with open(f"{self.directory}/call", "rb") as file:
             fn, args = cloudpickle.load(file)
         if getattr(fn, "__module__", "") == "__main__":  # plain pickle finds a notebook's classes there
             vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
@@ -132,7 +130,7 @@ class Rank:
         torch.set_num_threads(1)
         seed_all()
         PROCESS.on_open = shared_cores.calm
-        path = os.fsencode(self.in_directory("rendezvous"))  # a name that the locale cannot write, too
+        path = os.fsencode(f"{self.directory}/rendezvous")  # a name that the locale cannot write, too
         patience = datetime.timedelta(seconds=request["patience_s"])
         init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
         collectives.set_checked(request["checked"])
@@ -158,16 +156,6 @@ def seed_all() -> None:
         torch.cuda.manual_seed_all(0)
     random.seed(0)
     numpy.random.seed(0)
-
-
-def pickled_result(result) -> bytes:
-    try:
-        return pickled.dumps(result)
-    except Exception as error:
-        raise TypeError(
-            f"fn returned a {type(result).__name__}, which cannot be sent back ({report.message_of(error)}); "
-            "return tensors, numbers, text, or lists and dicts of them"
-        ) from None
 
 
 def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:

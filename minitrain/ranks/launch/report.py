@@ -1,33 +1,31 @@
 """Who is to blame: turns what the ranks of a failed launch left behind into one sentence and a traceback.
 
-Four rules find the culprit.
+Three rules find the culprit.
 
     A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer".
         These are dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so
         only a crash can have caused them.
     A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
         disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
-    Of groups that wait for each other the smaller side is to blame: one rank that calls two groups in another
-        order than the others do.
     The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain
         is named, because that is where something can be changed; the traceback shows the rest.
 """
 
-import errno
 import os
 import re
 import signal
 import sysconfig
-import traceback
 from collections.abc import Collection
-from importlib.util import find_spec
+from traceback import TracebackException
 from typing import NamedTuple
+
+import torch
 
 from minitrain.ranks.torch_private import C10D_FILE
 
 SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
-TORCH = os.path.join(os.path.dirname(find_spec("torch").origin), "")  # which may stand outside of the schemes
-LIBRARIES = tuple({TORCH, *(sysconfig.get_path(scheme) + os.sep for scheme in SCHEMES)})
+# torch may stand outside of the schemes
+LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, *(sysconfig.get_path(s) + os.sep for s in SCHEMES))
 RANKS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(RANKS)) + os.sep
 LOST = (
@@ -40,14 +38,9 @@ NO_COLLECTIVE = ("_", "get_", "is_", "pg_", "default_")  # in torch's file of th
 COLLECTIVES = os.path.join(RANKS, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
 MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
-HINTS = {  # what to do about what the system says
-    LOST: "another process of the group is gone",
-    "Unable to find address for": "the loopback has no address: bring it up (ip link set lo up)",
-    "Resource temporarily unavailable|can't start new thread": "no more processes: see ulimit -u",
-}
+SIGNALS = {one.value: one.name for one in signal.Signals}
 # What the processor or native code itself runs into; any other signal was sent by somebody.
-CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"}
-LIMITS = {"SIGXCPU": "ulimit -t", "SIGXFSZ": "ulimit -f"}
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
 class RankError(RuntimeError):
@@ -76,8 +69,7 @@ class Frame(NamedTuple):
 
 def unborn(who: str, number: int) -> str:
     """Why the system has no process for `who`."""
-    cure = " (see ulimit -u, or a limit of the container)" if number == errno.EAGAIN else ""
-    return f"{who} cannot be started: {os.strerror(number)}{cure}; use fewer ranks, or end other programs"
+    return f"{who} cannot be started: {os.strerror(number)} (see ulimit -u); use fewer ranks"
 
 
 # ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------
@@ -85,66 +77,43 @@ def unborn(who: str, number: int) -> str:
 
 def record(error: BaseException) -> dict:
     """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
-    tb, name, message = (
-        error.__traceback__.tb_next or error.__traceback__,
-        type(error).__name__,
-        message_of(error),
-    )
-    frames = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(tb))]
-    if len(message) > MESSAGE_LETTERS:  # Python's printer of them takes seconds for 20 MB
-        lines = [*traceback.format_tb(tb), f"{name}: {message}"]
-    else:
-        lines = traceback.format_exception(type(error), error, tb)
-    text = shortened("".join(lines), TRACEBACK_LETTERS, "\n")
-    return {"type": name, "message": message, "frames": frames, "traceback": text}
+    told = TracebackException(type(error), error, error.__traceback__.tb_next or error.__traceback__)
+    frames = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(told.stack)]
+    text = shortened("".join(told.format()), TRACEBACK_LETTERS)
+    return {"type": type(error).__name__, "message": message_of(error), "frames": frames, "traceback": text}
 
 
 def message_of(error: BaseException) -> str:
     """On one line, whatever it does when it is asked."""
     try:
-        return one_line(str(error))
+        return " ".join(line.strip() for line in shortened(str(error), MESSAGE_LETTERS).splitlines())
     except Exception:
         return "(its message could not be printed)"
 
 
-def one_line(text: str) -> str:
-    return " ".join(line.strip() for line in shortened(text, MESSAGE_LETTERS).splitlines())
-
-
-def shortened(text: str, letters: int, around: str = " ") -> str:
+def shortened(text: str, letters: int) -> str:
     """Its first and its last part, if it has more letters than that."""
     half = letters // 2
     if len(text) <= letters:
         return text
-    return f"{text[:half]}{around}... ({len(text) - 2 * half:,} letters left out) ...{around}{text[-half:]}"
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} letters left out) ... {text[-half:]}"
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
     """The record of a rank that ended without a word; `code`: its exit status, or minus the signal."""
-    frames = stack_frames(dump)
+    frames, named = stack_frames(dump), SIGNALS.get(-code, f"signal {-code}")
     at = f" at {place(frames, cells)}" if frames else ""
     if code >= 0:
         what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
-    elif -code == signal.SIGKILL:
+    elif named == "SIGKILL":
         what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks, smaller tensors)"
-    elif -code == signal.SIGABRT:
-        what = f"aborted in native code (SIGABRT){at}; its last words are below"
-    elif (named := signal_name(-code)) in CRASHES:
+    elif named in CRASHES:
         what = f"crashed in native code ({named}){at}"
-    elif named in LIMITS:
-        what = f"died of {named}{at} (a limit of this shell: {LIMITS[named]})"
     else:
-        what = f"died of {named}{at} (a signal that somebody sent, or a timer of its own)"
+        what = f"died of {named}{at} (a signal that somebody sent, a timer or a limit)"
     if calls and not frames:
         what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
     return {"type": None, "message": what, "frames": frames, "traceback": stack_text(dump, cells)}
-
-
-def signal_name(number: int) -> str:
-    """SIGTERM, or "real-time signal 40": of these Python names the first and the last only."""
-    if getattr(signal, "SIGRTMIN", number + 1) <= number:
-        return f"real-time signal {number}"
-    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
 
 
 def sentence(record: dict, places: list[str]) -> str:
@@ -152,7 +121,7 @@ def sentence(record: dict, places: list[str]) -> str:
     if record["type"] is None:
         return record["message"]
     where = f" ({', '.join(places)})" if places else ""
-    where += "".join(f"; {hint}" for sign, hint in HINTS.items() if re.search(sign, record["message"], re.I))
+    where += "; another process of the group is gone" if lost_a_connection(record) else ""
     if record["type"] == "SystemExit":
         return f"called sys.exit({record['message']}){where}; return from fn instead"
     return f"raised {': '.join(filter(None, (record['type'], record['message'])))}{where}"
@@ -197,6 +166,14 @@ def name(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def alike(said: dict[int, object]) -> dict[object, list[int]]:
+    """Ranks that say the same, together."""
+    groups: dict[object, list[int]] = {}
+    for rank, text in said.items():
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
 # ---- a failure -------------------------------------------------------------------------------------------
 
 
@@ -209,14 +186,12 @@ def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, st
     lost = {rank for rank, said in records.items() if lost_a_connection(said)}
     crashed = [rank for rank, said in records.items() if said["type"] is None]
     blamed = sorted(set(records) - lost or records, key=lambda rank: (rank not in crashed, rank))
-    alike: dict[tuple, list[int]] = {}
-    for rank in blamed:
-        alike.setdefault((records[rank]["type"], records[rank]["message"]), []).append(rank)
+    said = {rank: (records[rank]["type"], records[rank]["message"]) for rank in blamed}
     sentences = []
-    for ranks in alike.values():
+    for ranks in alike(said).values():
         places = dict.fromkeys(place(records[rank]["frames"], cells) for rank in ranks)
         sentences.append(f"{name(ranks)} {sentence(records[ranks[0]], [where for where in places if where])}")
-    more = f"; and {len(sentences) - 3} other error{'s' * (len(sentences) > 4)}" if len(sentences) > 3 else ""
+    more = f"; and {len(sentences) - 3} more" if len(sentences) > 3 else ""
     first = blamed[0]
     text = readable(records[first]["traceback"], cells)
     if noise.get(first, "").strip():
@@ -258,27 +233,16 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
         axis = f"group {call.group!r}" if call.group else call.axis
         axis = "" if axis == "world" else f" of {axis} {call.members}"
         return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
-    if not place(frames, cells):
+    where = place(frames, cells)
+    if not where:
         return RETURNED
     if in_torch:
-        return Stuck(f"wait{{s}} in torch.distributed.{in_torch[-1]} ({place(frames, cells)})", True)
-    return Stuck(f"stand{{s}} at {place(frames, cells)}, in no collective", False)
+        return Stuck(f"wait{{s}} in torch.distributed.{in_torch[-1]} ({where})", True)
+    return Stuck(f"stand{{s}} at {where}, in no collective", False)
 
 
 def say(text: str, ranks: list[int]) -> str:
     return f"{name(ranks)} {text.replace('{s}', 's' if len(ranks) == 1 else '')}"
-
-
-def smaller_side(stuck: dict[int, Stuck]) -> list[int]:
-    """Of ranks that wait in groups none of which has all its members, the few; [] without a majority."""
-    sides: dict[tuple, list[int]] = {}
-    for rank, where in stuck.items():
-        if where.group:
-            axis, members, group = where.group
-            if [other.group for other in stuck.values()].count(where.group) < len(ranks_of(members)):
-                sides.setdefault((axis, group), []).append(rank)
-    sizes = {len(ranks) for ranks in sides.values()}
-    return [rank for ranks in sides.values() if len(ranks) < max(sizes) for rank in ranks]
 
 
 def awaited(rank: int, stuck: dict[int, Stuck]) -> bool:
@@ -297,23 +261,18 @@ def ranks_of(members: str) -> Collection[int]:
 
 def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells: dict) -> LaunchTimeout:
     """The report of a launch that ran out of time: those who are behind come first."""
+    waiting = any(where.waits for where in stuck.values())
     blamed = [rank for rank, where in stuck.items() if not where.waits and awaited(rank, stuck)]
-    if not any(where.waits for where in stuck.values()):  # nobody misses those that have returned
+    if not waiting:  # nobody misses those that have returned
         blamed = [rank for rank in blamed if stuck[rank] != RETURNED]
     for group in {where.group for where in stuck.values() if where.group} if not blamed else ():
         numbers = {rank: where.seq for rank, where in stuck.items() if where.group == group}
         if len(set(numbers.values())) > 1:
             blamed += [rank for rank, number in numbers.items() if number == min(numbers.values())]
-    blamed = blamed or smaller_side(stuck)
     order = sorted(stuck, key=lambda rank: (rank not in blamed, rank))
-    alike: dict[str, list[int]] = {}
-    for rank in order:
-        alike.setdefault(stuck[rank].text, []).append(rank)
-    told = "; ".join(say(text, ranks) for text, ranks in alike.items())
-    if not any(where.waits for where in stuck.values()):
-        told += "; if this is only slow, raise timeout_s"
-    stacks: dict[str, list[int]] = {}
-    for rank in order:
-        stacks.setdefault(stack_text(dumps.get(rank, ""), cells), []).append(rank)
+    places = alike({rank: stuck[rank].text for rank in order})
+    told = "; ".join(say(text, ranks) for text, ranks in places.items())
+    told += "" if waiting else "; if this is only slow, raise timeout_s"
+    stacks = alike({rank: stack_text(dumps.get(rank, ""), cells) for rank in order})
     text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
     return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", sorted(blamed or stuck), text)

@@ -11,28 +11,20 @@ listens on every interface, needs a free port, and stalled 5 s in one start of f
 
 The first rank that fails ends the launch within a second with a `RankError` that names it; a launch that
 takes longer than `timeout_s` ends with a `LaunchTimeout` that says where each rank was. Either way, and after
-an interrupt, every process is killed before `run` returns.
-
-Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) `run` starts nothing, runs `fn` on the
-ranks there are, on however many nodes, and gives all results to all of them: see `job.py`.
+an interrupt, every process is killed before `run` returns. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT are set) `run` starts nothing: see `job.py`.
 """
 
-import copyreg
-import importlib
 import inspect
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 
-import cloudpickle
 import torch
 
 from minitrain.ranks.checks import require_positive, require_positive_ints
-from minitrain.ranks.launch import job, local, pickled, report
-from minitrain.ranks.process import PROCESS
+from minitrain.ranks.launch import job, local, pickled
 
 LONGEST_S = 10 * 24 * 3600.0  # what torch can count in milliseconds, twice; `timeout_s=inf` means this
 
@@ -80,7 +72,7 @@ def run(
             "runs one rank of a world of any size",
             stacklevel=2,
         )
-    call = pickled_call(fn, args)
+    call = pickled.call(fn, args)
     return local.run_local(call, ranks, timeout_s, start_timeout_s, checked, echo, grace_s)
 
 
@@ -104,46 +96,3 @@ def _check_call(fn, args: tuple) -> None:
     except TypeError as error:
         called = f"{getattr(fn, '__name__', fn)}{signature}"
         raise ValueError(f"{called} cannot be called with the {len(args)} arguments given: {error}") from None
-
-
-# ---- local ranks: what travels to them -------------------------------------------------------------------
-
-# torch.backends and a few more are objects of classes of their own in place of modules; they travel by name.
-for kind in {type(one) for one in sys.modules.values() if isinstance(one, ModuleType)} - {ModuleType}:
-    copyreg.pickle(kind, lambda module: (importlib.import_module, (module.__name__,)))
-
-
-def pickled_call(fn: Callable, args: tuple) -> bytes:
-    for modules in (single_files(), []):  # by reference where by value fails, over a global lock for instance
-        with PROCESS.lock:  # cloudpickle's list of modules that go by value belongs to the whole process
-            for module in modules:
-                cloudpickle.register_pickle_by_value(module)
-            try:
-                return pickled.dumps((fn, args))
-            except Exception as failure:
-                error = failure
-            finally:
-                for module in modules:
-                    cloudpickle.unregister_pickle_by_value(module)
-    culprit = "fn"
-    for number, argument in enumerate(args):
-        try:
-            pickled.dumps(argument)
-        except Exception:
-            culprit = f"argument {number} (a {type(argument).__name__})"
-    raise ValueError(
-        f"{culprit} cannot be sent to the ranks: {error}; make files, locks, groups and generators in fn"
-    )
-
-
-def single_files() -> list:
-    """The reader's own one-file modules, a test or a helper beside a notebook. Their functions travel by
-    value as those of a notebook do: as they are loaded here, and the file is not run once per rank."""
-    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    found = []
-    for name, module in sys.modules.copy().items():
-        file, known_as = getattr(module, "__file__", None), getattr(module, "__name__", "")
-        alone = "." not in name and name == known_as and not hasattr(module, "__path__")
-        if alone and name not in by_value and file and not file.startswith(report.LIBRARIES):
-            found.append(module)
-    return found

@@ -56,10 +56,9 @@ class MemoryMeter:
         self._host: set[int] = set()  # numbers of the host's blocks
         self._gathered: set[int] = set()  # of those where parameters are whole for a while
         self._limits = limits  # device, host: most bytes, or None
-        self._checked, self._live = 0, [0, 0]  # changes already added up for the limits
-        # Of the blocks that live: bytes by number, as far as changes were looked at.
+        # As far as changes were looked at: bytes of the blocks that live, and of the device and the host.
         self._sizes: dict[int, int] = {}
-        self._seen = self._seen_older = 0
+        self._live, self._seen, self._seen_older = [0, 0], 0, 0
         self._parameters: dict[int, weakref.ref] = {}  # id of a parameter -> it, unless it is gone
         self._hooks: list = []
         self._kind_of_births = "activations"
@@ -106,9 +105,14 @@ class MemoryMeter:
 
     def is_host(self, tensor: Tensor) -> None:
         """The block of `tensor`, just allocated, is the host's."""
-        number = self._block(tensor, older=False).number
+        self._mark_host(self._block(tensor, older=False).number, tensor.untyped_storage().on_host)
+
+    def _mark_host(self, number: int, kind: str) -> None:
+        if number not in self._host:
+            self._live[0] -= (size := self._sizes.get(number, 0))
+            self._live[1] += size
         self._host.add(number)
-        self._kinds[number] = tensor.untyped_storage().on_host
+        self._kinds[number] = kind
 
     def _block(self, tensor: Tensor, older: bool) -> _Block:
         """Its block, perhaps seen for the first time, or with another size than last time."""
@@ -124,11 +128,9 @@ class MemoryMeter:
         block.bytes, block.is_parameter = size, False
         self._kinds.append("activations" if older else self._kind_of_births)
         if kind := getattr(storage, "on_host", ""):
-            self._host.add(block.number)
-            self._kinds[-1] = kind
+            self._mark_host(block.number, kind)
         if older:
             self._older.append((block.number, size))
-            self._live[block.number in self._host] += size
         else:
             self._change(block.number, size)
         return block
@@ -212,27 +214,23 @@ class MemoryMeter:
 
     def check_limits(self) -> None:
         """MemoryError where more is alive than the device, or the host, is said to have."""
-        start, self._checked = self._checked, len(self._changes) // 3
-        changes = self._changes[3 * start : 3 * self._checked]
-        for number, size in zip(changes[1::3], changes[2::3]):
-            self._live[number in self._host] += size
+        self._look()
         for host, (limit, live) in enumerate(zip(self._limits, self._live)):
             if limit is not None and live > limit:
-                kinds = self.by_kind(after=self._checked, host=bool(host))
+                kinds = self.by_kind(host=bool(host))
                 what = ", ".join(f"{kind} {size:,}" for kind, size in kinds.items() if size)
                 raise MemoryError(f"{live:,} bytes on the {POOLS[host]}, which has {limit:,}: {what}")
 
     def timeline(self, gathered: bool = False) -> Iterator[tuple[int, dict[str, int]]]:
         """(event, live bytes by kind at its fullest moment): every event with a birth or a death. `gathered`
         tells parameters that are whole for a while from the other buffers."""
-        kinds = list(self._kinds)
-        if gathered:
-            for number in self._gathered:
-                kinds[number] = GATHERED
-        live, totals = self.by_kind(after=0), self.totals()
-        if gathered:
-            older = sum(size for number, size in self._older if number in self._gathered - self._host)
-            live |= {GATHERED: older, "buffers": live["buffers"] - older}
+        kinds, totals = self.block_kinds(), self.totals()
+        for number in self._gathered if gathered else ():
+            kinds[number] = GATHERED
+        live = dict.fromkeys((*KINDS, GATHERED) if gathered else KINDS, 0)
+        for number, size in self._older:
+            if number not in self._host:
+                live[kinds[number]] += size
         event, fullest, most = 0, dict(live), totals[0]
         for index, number, size, total in zip(*(self._changes[i::3] for i in range(3)), totals[1:]):
             if index != event:
@@ -257,7 +255,8 @@ class MemoryMeter:
         self._name_gradients()
         live = dict.fromkeys(KINDS, 0)
         if after is None:
-            blocks = self.living().items()
+            self._look()
+            blocks = self._sizes.items()
         else:
             blocks = (*self._older, *zip(self._changes[1 : 3 * after : 3], self._changes[2 : 3 * after : 3]))
         for number, size in blocks:
@@ -266,16 +265,16 @@ class MemoryMeter:
         return live
 
     def live_bytes(self, host: bool = False) -> int:
-        return sum(size for number, size in self.living().items() if (number in self._host) == host)
+        self._look()
+        return self._live[host]
 
-    def living(self) -> dict[int, int]:
-        """Bytes of every block that lives now. Some ask after each of many actions: this looks only at what
-        has changed since the last time."""
+    def _look(self) -> None:
+        """Add up what has changed since the last time: some ask after each of many actions."""
         older, self._seen_older = self._older[self._seen_older :], len(self._older)
         start, self._seen = self._seen, len(self._changes)
         changes = self._changes[start : self._seen]
         for number, size in (*older, *zip(changes[1::3], changes[2::3])):
+            self._live[number in self._host] += size
             left = self._sizes.pop(number, 0) + size
             if left:
                 self._sizes[number] = left
-        return self._sizes

@@ -5,10 +5,7 @@ the mode below remembers (shapes.py), the event is that of the last time, and on
 anew: which blocks are read, which are born.
 """
 
-from dataclasses import dataclass, field
 from functools import cache, partial
-
-from torch import Tensor
 
 from minitrain.ranks.events import Compute
 from minitrain.ranks.ledger.operators import FLOATS, Operator, describe, tensors
@@ -25,7 +22,7 @@ class Watch(DispatchMode):
         # Equal events are one object: thousands would keep the garbage collector busy.
         self._event = cache(Compute)
         self._below = None  # the mode of a dry run, if nothing is between
-        self._known: dict[tuple, _Known] = {}
+        self._known: dict[tuple, tuple] = {}  # key of a call -> how to make its results, operator, event
 
     def __enter__(self):
         top = next(reversed(dispatch_modes()), None)
@@ -38,9 +35,8 @@ class Watch(DispatchMode):
         kwargs, key = kwargs or {}, None
         if self._below is not None:
             key = self._below.key_of(func, args, kwargs)
-            known = self._known.get(key)
-            if known is not None:
-                return self._again(known, args)
+            if key in self._known:
+                return self._again(*self._known[key], args)
         operator = self._describe(func)
         if operator.composite:
             with self:
@@ -50,19 +46,20 @@ class Watch(DispatchMode):
         result = func(*args, **kwargs)
         if not operator.bookkeeping:
             fields = self._account(operator, args, kwargs, result)
-            if fields:
-                self._ledger._events.append(self._event_of(fields))
-            if key is not None and not tensors(tuple(kwargs.values())):
-                self._know(key, operator, args, fields)
-            if self._ledger._limited and not operator.allocates:  # it may yet turn out to be the host's
-                self._memory.check_limits()
+            recipe = None if key is None else self._below.recipes.get(key)
+            plain = not tensors(tuple(kwargs.values())) and not (operator.allocates and operator.mutates)
+            if recipe is not None and plain:
+                self._known[key] = recipe, operator, fields
+            self._write_down(operator, fields)
         return result
 
-    def _event_of(self, fields: tuple) -> Compute:
-        name, flops, moved, dtype, shape, written = fields
-        return self._event(name, flops, moved, self._ledger._phase, dtype, shape, written)
-
-    # ---- the first time -----------------------------------------------------------------------------------
+    def _write_down(self, operator: Operator, fields: tuple | None) -> None:
+        if fields:
+            name, flops, moved, dtype, shape, written = fields
+            event = self._event(name, flops, moved, self._ledger._phase, dtype, shape, written)
+            self._ledger._events.append(event)
+        if self._ledger._limited and not operator.allocates:  # it may yet turn out to be the host's
+            self._memory.check_limits()
 
     def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> tuple | None:
         """Blocks that are read and born; what there is to write down, but for the phase."""
@@ -96,46 +93,13 @@ class Watch(DispatchMode):
         shape = operator.shape(*args, **kwargs) if operator.shape else ()
         return operator.name, flops, sum(read) + written, dtype, shape, written
 
-    # ---- again, in a dry run ------------------------------------------------------------------------------
-
-    def _know(self, key: tuple, operator: Operator, args: tuple, fields: tuple | None) -> None:
-        """If the mode below can make the results."""
-        recipe = self._below.recipes.get(key)
-        if recipe is None or operator.allocates and operator.mutates:
-            return
-        read: tuple | None = ()
+    def _again(self, recipe, operator: Operator, fields: tuple | None, args: tuple):
+        result = self._below.make(recipe, args)
         if not operator.allocates:
-            read = tuple(i for i, value in enumerate(args) if isinstance(value, Tensor))
-            if len(read) < len(tensors(args)):
-                read = None  # some are in lists
-        gives_birth = not operator.views or operator.allocates
-        self._known[key] = _Known(recipe, read, fields, gives_birth, checked=not operator.allocates)
-
-    def _again(self, known: "_Known", args: tuple):
-        result, memory, ledger = self._below.make(known.recipe, args), self._memory, self._ledger
-        for tensor in [args[i] for i in known.read] if known.read is not None else tensors(args):
-            memory.read(tensor)
-        if known.gives_birth:
-            for tensor in (result,) if known.recipe.alone else result:
-                if isinstance(tensor, Tensor):
-                    memory.write(tensor)
-        if known.fields:
-            event = known.events.get(ledger._phase)
-            if event is None:
-                event = known.events[ledger._phase] = self._event_of(known.fields)
-            ledger._events.append(event)
-        if ledger._limited and known.checked:
-            memory.check_limits()
+            for tensor in tensors(args):
+                self._memory.read(tensor)
+        if operator.allocates or not operator.views:
+            for tensor in tensors(result):
+                self._memory.write(tensor)
+        self._write_down(operator, fields)
         return result
-
-
-@dataclass(slots=True)
-class _Known:
-    """An operator with arguments of shapes that have been seen."""
-
-    recipe: object
-    read: tuple | None  # which arguments are tensors; None: look for them
-    fields: tuple | None  # of its event, but for the phase
-    gives_birth: bool
-    checked: bool  # against the limits
-    events: dict = field(default_factory=dict)  # by phase

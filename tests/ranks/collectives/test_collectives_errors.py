@@ -281,49 +281,6 @@ def test_a_message_of_another_kind_is_caught_by_its_receiver(like):
     assert f"this rank expects {expected} at" in str(error.value)
 
 
-def refused_and_then_fine(sent, like, times, log):
-    """What both ranks hear, what the receiver gets next, and whether its log holds calls that are not over."""
-    group = dist.group.WORLD
-    collectives.log_to(f"{log}/{group.rank()}")
-    heard = []
-    if group.rank() == 0:
-        for x in (*sent, torch.full((3,), 7.0)):
-            collectives.send(x, 1, group)
-        heard.append("sent")
-    else:
-        handles = [collectives.receive(like, 0, group, async_op=True) for _ in sent]
-        for handle in handles * times:
-            with pytest.raises(CollectiveMismatch) as error:
-                handle.wait()
-            heard.append(str(error.value).partition(":")[0])
-        heard.append(collectives.receive(None, 0, group, shape=(3,), dtype=torch.float32).tolist())
-    return heard, [str(call.seq) for call in collectives.read_log(f"{log}/{group.rank()}") if not call.done]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("sent", [torch.ones(4), torch.ones(()), torch.empty(0, 2), torch.ones(3000, 1000)])
-def test_the_sender_of_a_refused_message_goes_on(sent, times, tmp_path):
-    """The receiver takes it and drops it; who waits for a refused one again hears the same again."""
-    like = torch.empty(2, dtype=torch.int64)
-    (first, left), (second, kept) = launch.run(
-        refused_and_then_fine, [sent, sent], like, times, str(tmp_path), ranks=2, checked=True, timeout_s=20
-    )
-    assert first == ["sent"] and left == kept == []
-    refused = [f"message #{number} from rank 0" for number in (0, 1)] * times
-    assert second == [*refused, [7.0] * 3]
-
-
-def refused_both_ways():
-    group, rank = dist.group.WORLD, dist.get_rank()
-    with pytest.raises(CollectiveMismatch, match=f"message #0 from rank {1 - rank}: it sends"):
-        collectives.exchange(torch.ones(2 + rank), 1 - rank, 1 - rank, group)
-    return collectives.rotate(torch.ones(2) * rank, group).tolist()
-
-
-def test_after_an_exchange_that_both_refuse_the_next_one_works():
-    assert launch.run(refused_both_ways, ranks=2, checked=True, timeout_s=20) == [[1.0] * 2, [0.0] * 2]
-
-
 def left_open(program, log):
     """The calls of this rank that its log has as not over, after one that was refused."""
     collectives.log_to(f"{log}/{dist.get_rank()}")

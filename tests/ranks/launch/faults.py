@@ -39,7 +39,6 @@ ENDS = {
     "segfault": "crashed in native code (SIGSEGV) at faults.py:",
     "unpicklable": "raised Odd: (its message could not be printed)",
     "long": "raised ValueError: xxx",
-    "flood": "raised ValueError: a fault",
 }
 STAYS = {"stop": "no answer to signals (stopped?)", "hang": "at faults.py:"}
 MISMATCHES = {
@@ -93,9 +92,6 @@ def strike(how: str) -> None:
         error = Odd()
         error.frame = sys._getframe()
         raise error
-    elif how == "flood":
-        for _ in range(200_000):
-            print("x" * 100)
     raise ValueError("x" * 20_000_000 if how == "long" else "a fault")
 
 
@@ -170,7 +166,7 @@ def wrong_with(error: launch.RankError | None, fault: Fault) -> str:
         said = (late if fault.when == "import" else STAYS[fault.how]) in text and error.ranks == who
         return "" if said and isinstance(error, launch.LaunchTimeout) else f"blames {error.ranks}: {text}"
     cause = ENDS[fault.how]
-    if fault.when == "result" and fault.how in ("raise", "unpicklable", "long", "flood"):
+    if fault.when == "result" and fault.how in ("raise", "unpicklable", "long"):
         cause = "raised TypeError: fn returned a Striking, which cannot be sent back ("
     return "" if cause in text and type(error) is launch.RankError else text
 
@@ -192,7 +188,7 @@ def trouble(fault: Fault, folder: str) -> str:
         launch.run(int, ranks=1)  # the helper is there
         helper, error, descriptors = local.Helper.find().process, None, psutil.Process().num_fds()
         late = fault.how in STAYS
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stdout(io.StringIO()):
             try:
                 launch.run(
                     program,
@@ -204,8 +200,6 @@ def trouble(fault: Fault, folder: str) -> str:
             except launch.RankError as failure:
                 error = failure
         wrong = wrong_with(error, fault)
-        if len(printed.getvalue()) > 2_000_000 * len(WHO[fault.who]):
-            wrong += f"; {len(printed.getvalue()):,} letters printed"
         left = what_is_left(folder, psutil.Process(helper.pid), descriptors)
         return wrong + f"; left: {left}" * bool(left)
     finally:

@@ -7,7 +7,7 @@ from tests.ranks.launch import faults
 SAMPLE = """
 first-import-raise    last-import-hang    several-before-long    first-before-shape    several-before-order
 first-inside-kill     last-inside-stop    last-async-dtype       several-async-segfault
-first-after-hang      last-after-flood    last-result-unpicklable    several-result-stop    first-result-os_exit
+first-after-hang      last-after-term    last-result-unpicklable    several-result-stop    first-result-os_exit
 """
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain import launch
-from minitrain.ranks.launch import local, report, start
+from minitrain.ranks.launch import local, pickled, report, start
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -32,9 +32,8 @@ class Heard(local.Launch):
         self.helper.last_words = lambda: "no memory left"
         self.events, self.said = os.pipe()
 
-    def read(self, rank, kind, start=0, size=-1):
-        content = self.files.get((rank, kind), b"")[start:]
-        return content if size < 0 else content[:size]
+    def read(self, rank, kind, start=0):
+        return self.files.get((rank, kind), b"")[start:]
 
     def calls(self, rank):
         return []
@@ -124,20 +123,6 @@ def test_lines_are_shown_when_they_are_complete_and_the_rest_at_the_end():
     assert silent.getvalue() == ""
 
 
-def test_a_result_that_cannot_be_rebuilt_names_its_rank(tmp_path):
-    one = Heard(2)
-    one.directory = tmp_path
-    (tmp_path / "0.result").write_bytes(pickle.dumps("zero"))
-    (tmp_path / "1.result").write_bytes(pickle.dumps("one")[:-3])
-    with pytest.raises(
-        launch.RankError, match="^the result of rank 1 cannot be rebuilt here: .*Error"
-    ) as error:
-        one.results()
-    assert error.value.ranks == (1,)
-    (tmp_path / "1.result").write_bytes(pickle.dumps("one"))
-    assert one.results() == ["zero", "one"]
-
-
 # ---- words -----------------------------------------------------------------------------------------------
 
 LIBRARY = (report.LIBRARIES[0] + "torch/nn/functional.py", 9, "linear")
@@ -194,9 +179,9 @@ def test_a_record_has_the_innermost_frame_first_and_not_our_own():
 
 def test_a_long_text_keeps_its_first_and_its_last_part():
     assert report.shortened("abcdefghijklmno", 10) == "abcde ... (5 letters left out) ... klmno"
-    assert report.shortened("x" * 3000, 10, "|") == "xxxxx|... (2,990 letters left out) ...|xxxxx"
     assert report.shortened("abcdefghij", 10) == "abcdefghij"
-    assert len(report.one_line("x" * 5000)) < 1050 and report.one_line(" a \n\n b") == "a  b"
+    assert len(report.message_of(ValueError("x" * 5000))) < 1050
+    assert report.message_of(ValueError(" a \n\n b")) == "a  b"
 
 
 @pytest.mark.parametrize(
@@ -212,20 +197,39 @@ def test_a_long_text_keeps_its_first_and_its_last_part():
             LOST,
             "raised RuntimeError: Connection closed by peer (a.py:1, b.py:2); another process of the group is gone",
         ),
-        (
-            MINE | {"message": "Unable to find address for: host"},
-            "raised ValueError: Unable to find address for: host (a.py:1, b.py:2); the loopback has no address: "
-            "bring it up (ip link set lo up)",
-        ),
-        (
-            MINE | {"message": "can't start new thread"},
-            "raised ValueError: can't start new thread (a.py:1, b.py:2); no more processes: see ulimit -u",
-        ),
         (MINE | {"type": None, "message": "died"}, "died"),
     ],
 )
 def test_what_happened_in_words(record, said):
     assert report.sentence(record, ["a.py:1", "b.py:2"]) == said
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [
+        (11, "crashed in native code (SIGSEGV)"),
+        (15, "died of SIGTERM (a signal"),
+        (40, "died of signal 40 ("),
+    ],
+)
+def test_a_crash_and_a_signal_that_somebody_sent_are_told_apart(number, said):
+    assert report.crash_record(-number, "", [], {})["message"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "text", ["Connection refused", "Connection reset by peer", "Connection closed by peer"]
+)
+def test_a_crash_is_named_before_all_connections_that_it_cost(text):
+    lost = {"type": "RuntimeError", "message": text, "frames": [], "traceback": ""}
+    crashed = {"type": None, "message": "was killed (SIGKILL)", "frames": [], "traceback": ""}
+    other = {"type": "ValueError", "frames": [], "traceback": ""}
+    records = {rank: lost for rank in range(3)} | {3: crashed}
+    assert report.failure(records, {}).ranks == (3,) and "rank 3 was killed" in str(
+        report.failure(records, {})
+    )
+    records = {rank: {**other, "message": f"text {rank}"} for rank in range(5)} | {5: crashed}
+    error = report.failure(records, {})  # six different errors, of which three are told
+    assert str(error).startswith("rank 5 was killed") and str(error).endswith("; and 3 more")
 
 
 def test_equal_errors_are_one_sentence_with_all_their_places():
@@ -244,19 +248,6 @@ def test_members_as_the_log_writes_them(text, members):
     assert sorted(report.ranks_of(text)) == members
     for all_of_them in ("", "0,2,...", "1-", "a"):
         assert 10**6 in report.ranks_of(all_of_them)
-
-
-def test_who_calls_two_groups_in_another_order_than_most_is_to_blame():
-    def waits(name, members="0-2"):
-        return report.Stuck(f"wait{{s}} in all_reduce #0 of {name}", True, ("", members, name), 0)
-
-    first, second = waits("first"), waits("second")
-    assert report.smaller_side({0: first, 1: second, 2: first}) == [1]
-    assert report.smaller_side({0: first, 1: second}) == [], "no majority"
-    assert report.hang(9, {0: first, 1: second, 2: first}, {}, {}).ranks == (1,)
-    names = [("a", "0-1"), ("a", "0-1"), ("b", "2-4"), ("c", "2-4"), ("b", "2-4")]
-    full = {rank: waits(*name) for rank, name in enumerate(names)}
-    assert report.smaller_side(full) == [3], "where all members are, nobody is missing"
 
 
 def test_stacks_of_a_hang_that_are_equal_are_told_once():
@@ -321,6 +312,6 @@ def test_modules_of_one_file_travel_by_value_and_parts_of_packages_by_name(tmp_p
     import single_file
 
     monkeypatch.setitem(sys.modules, "another_name", single_file)
-    found = start.single_files()
+    found = pickled.single_files()
     assert single_file in found and found.count(single_file) == 1
     assert not {a_package, a_package.part, json, torch, sys.modules["__main__"]} & {*found}

@@ -206,7 +206,7 @@ def native_abort():
             polite_exit,
             f"rank 1 called sys.exit(3) ({line_of(polite_exit, 'sys.exit')}); return from fn instead",
         ),
-        (native_abort, f"rank 1 aborted in native code (SIGABRT) at {line_of(native_abort, 'os.abort')}"),
+        (native_abort, f"rank 1 crashed in native code (SIGABRT) at {line_of(native_abort, 'os.abort')}"),
     ],
 )
 def test_a_process_that_ends_is_named_and_its_neighbours_are_not(fn, message):
@@ -227,6 +227,28 @@ def test_mismatched_collectives_name_both_lines():
     error = str(failing(swapped))
     assert "CollectiveMismatch" in error
     assert line_of(swapped, "all_gather") in error and line_of(swapped, "all_reduce") in error
+
+
+def in_two_shapes():
+    x = torch.ones(4 if dist.get_rank() else 6)
+    collectives.all_reduce(x, dist.group.WORLD, async_op=True)  # nobody waits
+
+
+def test_a_mismatch_in_a_call_that_nobody_waits_for_fails_the_launch():
+    error = failing(in_two_shapes)
+    assert "CollectiveMismatch" in str(error) and "nobody waited for this asynchronous call" in str(error)
+
+
+def outside():
+    collectives.all_reduce(torch.ones(2), None)
+
+
+@pytest.mark.parametrize("call", [collectives.world, outside])
+def test_a_collective_outside_a_launch_says_where_to_call_it(call):
+    with pytest.raises(
+        ValueError, match=r"^there are no ranks here.*call this inside launch.run\(fn, ranks=4\)"
+    ):
+        call()
 
 
 # ---- hangs -----------------------------------------------------------------------------------------------
