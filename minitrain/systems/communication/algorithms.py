@@ -16,7 +16,6 @@ below and e = n-m: e ranks first send all to a neighbour, m run, and the e get t
 Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
 Rabenseifner and Gropp 2005, sections 4 and 4.5 (binomial tree; halving, near first). Differs: Rabenseifner's
 detour has the two neighbours swap halves, so that both add one half each; here one adds everything.
-`by_hand.py` has the same ring as a plain loop.
 """
 
 from minitrain.ranks.checks import require_positive_ints

@@ -18,27 +18,28 @@ Holdings = list[list[int]]  # [rank][chunk] -> set of contributions, as bits; 0:
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 
 
-def check(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> None:
-    """Raise ValueError unless the schedule carries out the collective. Rank c·n // C owns chunk c of C."""
+def check(schedule: Schedule, collective: str = "all_reduce") -> None:
+    """Raise ValueError unless the schedule carries out the collective. Rank c·n // C owns chunk c of C.
+    A reduce ends at rank 0, where a broadcast begins."""
     everyone = (1 << schedule.ranks) - 1
-    *_, end = replay(schedule, start_of(schedule, collective, root))
+    *_, end = replay(schedule, start_of(schedule, collective))
     for rank, row in enumerate(end):
         for chunk, held in enumerate(row):
             owned = _owner(schedule, chunk) == rank
-            needed = {"reduce_scatter": owned, "reduce": rank == root}.get(collective, True)
+            needed = {"reduce_scatter": owned, "reduce": rank == 0}.get(collective, True)
             if needed and held != everyone:
                 missing = [other for other in range(schedule.ranks) if not held >> other & 1]
                 end = f"in the end rank {rank} lacks ranks {missing} in chunk {chunk}"
                 raise ValueError(f"{collective}: {end}")
 
 
-def start_of(schedule: Schedule, collective: str, root: int = 0) -> Holdings:
+def start_of(schedule: Schedule, collective: str) -> Holdings:
     """Before the first step: everyone's own contribution or, to spread a finished sum, its holder's."""
     require_one_of(COLLECTIVES, collective=collective)
     everyone, chunks = (1 << schedule.ranks) - 1, range(schedule.chunks)
     if collective not in ("all_gather", "broadcast"):
         return [[1 << rank for _ in chunks] for rank in range(schedule.ranks)]
-    holders = [root if collective == "broadcast" else _owner(schedule, chunk) for chunk in chunks]
+    holders = [0 if collective == "broadcast" else _owner(schedule, chunk) for chunk in chunks]
     return [[everyone * (rank == holder) for holder in holders] for rank in range(schedule.ranks)]
 
 
@@ -73,15 +74,15 @@ def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
         yield before
 
 
-def history(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> list[list[list[int]]]:
+def history(schedule: Schedule, collective: str = "all_reduce") -> list[list[list[int]]]:
     """[step][rank][chunk] -> number of contributions inside: the chunk matrix of the textbooks."""
-    steps = replay(schedule, start_of(schedule, collective, root))
+    steps = replay(schedule, start_of(schedule, collective))
     return [[[held.bit_count() for held in row] for row in holdings] for holdings in steps]
 
 
-def draw(schedule: Schedule, collective: str = "all_reduce", root: int = 0) -> str:
+def draw(schedule: Schedule, collective: str = "all_reduce") -> str:
     """As text: a line per rank, a block per step; `.` is nothing, `2` the sum of two ranks, `#` of all."""
-    frames = history(schedule, collective, root)
+    frames = history(schedule, collective)
     titles = ["start", *(f"step {index}" for index in range(1, len(frames)))]
     width = max(schedule.chunks, *map(len, titles))
 

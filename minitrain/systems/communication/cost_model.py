@@ -53,12 +53,9 @@ def racks(rack_of: Sequence[int], near: tuple, far: tuple, oversubscription: flo
 
 
 def time_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> float:
-    return sum(step_times_s(schedule, size_bytes, fabric))
-
-
-def step_times_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> list[float]:
+    """Of all steps, one after the other."""
     require_nonnegative(size_bytes=size_bytes)
-    times = []
+    total_s = 0.0
     for step in schedule.steps:
         alpha_s, busy_s = 0.0, defaultdict(float)
         for source, to, chunks, _ in step:
@@ -66,5 +63,5 @@ def step_times_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> list[
             alpha_s = max(alpha_s, path.alpha_s)
             for link, bytes_per_s in path.links.items():
                 busy_s[link] += size_bytes * len(chunks) / schedule.chunks / bytes_per_s
-        times.append(alpha_s + max(busy_s.values(), default=0.0))
-    return times
+        total_s += alpha_s + max(busy_s.values(), default=0.0)
+    return total_s

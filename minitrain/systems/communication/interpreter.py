@@ -1,18 +1,27 @@
-"""One interpreter for every schedule: real tensors do on real ranks what a list of transfers says.
+"""Collectives on real ranks: one interpreter for every schedule, and the all-to-alls, which are no schedules.
 
-In each step a rank posts its sends and receives without waiting, in the order of the list, then waits for all
-of them, and only then adds or copies what has arrived. Hence there is no deadlock: the first transfer of the
-list that is not done is the next one for both of its ends, even where a send blocks until its receiver is
-there. There is no race: nothing that arrives is written while a send may still read. And all ranks get equal
-bits from the all-reduces of this folder: a chunk has one complete sum, which is copied, or two ranks add the
-same two numbers (two schedules may differ in the last bit).
-Sends `schedule.sent_elements(schedule, rank, numel)` elements. Memory: the result and what arrives in one
-step.
+    run_schedule    real tensors do on real ranks what a list of transfers says
+    pairwise        all-to-all: in step s send to rank r+s, receive from r-s     n-1 steps, (n-1)/n S
+    bruck           all-to-all in hops of 1, 2, 4, ..., many blocks in each      log2(n) steps, log2(n)/2 S
+
+In each step of a schedule a rank posts its sends and receives without waiting, in the order of the list, then
+waits for all of them, and only then adds or copies what has arrived. Hence there is no deadlock: the first
+transfer of the list that is not done is the next one for both of its ends, even where a send blocks until its
+receiver is there. There is no race: nothing that arrives is written while a send may still read. And all
+ranks get equal bits from the all-reduces of this folder: a chunk has one complete sum, which is copied, or
+two ranks add the same two numbers (two schedules may differ in the last bit). Sends
+`schedule.sent_elements(schedule, rank, numel)` elements.
+
+In an all-to-all everyone has a block for everyone: x [n·d, ..] is d rows for each rank, the result what was
+received, in rank order. No byte can be saved, but steps can: Bruck suits small blocks, of which each travels
+a hop for every set bit of its distance, with all others that have this bit.
+Memory: the result and what arrives in one step. Bruck et al. 1997 (radix 2); Thakur, Rabenseifner and Gropp
+2005, section 4.3 (pairwise). Differs: equal blocks.
 """
 
 import torch
 
-from minitrain.ranks.collectives import receive, send
+from minitrain.ranks.collectives import exchange, receive, send
 from minitrain.systems.communication.chunk_schedule import Schedule, span
 
 
@@ -46,3 +55,30 @@ def run_schedule(schedule: Schedule, x: torch.Tensor, group: torch.distributed.P
             else:
                 part.copy_(values)
     return result
+
+
+def pairwise(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    n, rank = group.size(), group.rank()
+    blocks = _blocks(x, n)
+    received = blocks.clone()
+    for step in range(1, n):
+        to, source = (rank + step) % n, (rank - step) % n
+        received[source] = exchange(blocks[to], to, source, group)
+    return received.flatten(0, 1)
+
+
+def bruck(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    n, rank = group.size(), group.rank()
+    blocks = _blocks(x, n).roll(-rank, 0)  # blocks[j] has j ranks to go
+    for bit in (1 << s for s in range((n - 1).bit_length())):
+        moving = [j for j in range(n) if j & bit]
+        blocks[moving] = exchange(blocks[moving], (rank + bit) % n, (rank - bit) % n, group)
+    return blocks.flip(0).roll(rank + 1, 0).flatten(0, 1)  # blocks[j] has come j ranks: it is from rank - j
+
+
+def _blocks(x: torch.Tensor, n: int) -> torch.Tensor:
+    """[n·d, ..] -> [n, d, ..]"""
+    if x.ndim == 0 or x.shape[0] % n:
+        rows = x.shape[0] if x.ndim else "no"
+        raise ValueError(f"x has {rows} rows, not a block for each of n={n} ranks; pad to a multiple of {n}")
+    return x.detach().unflatten(0, (n, -1))

@@ -1,22 +1,21 @@
 """Which algorithm for how many bytes: the choice that NCCL makes at every call, by alpha-beta.
 
-n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes per second, a tree attains
-the share e:
+n ranks, h = ceil(log2 n); a message costs alpha seconds, a port carries B bytes per second:
 
     ring                   2(n-1) (alpha + S/(n B))        least bytes, most steps
-    double tree, k pieces  2(h-1+k) (alpha + S/(k e B))    few steps; pieces fill the tree like a pipe
+    double tree, k pieces  2(h-1+k) (alpha + S/(k B))      few steps; pieces fill the tree like a pipe
     halving and doubling   2h alpha + 2(n-1)/n S/B         n a power of two, all links equal
     recursive doubling     h (alpha + S/B)                 n a power of two
 
-The best k is an integer beside sqrt((h-1) S / (alpha e B)). For a given k both times are straight lines in S,
+The best k is an integer beside sqrt((h-1) S / (alpha B)). For a given k both times are straight lines in S,
 and the tree with its best k is faster than the ring exactly below the largest of their meeting points:
 
-    S* = alpha B · max over k of  k (n-h-k) / (p + q k)      p = (h-1)/e,  q = 1/e - (n-1)/n
+    S* = alpha B · max over k of  k (n-h-k) / (p + k/n)      p = h-1
 
-with k beside (sqrt(p^2 + p q (n-h)) - p) / q. On equal links halving and doubling beats both at every S; real
+with k beside (sqrt(p^2 + p (n-h)/n) - p) n. On equal links halving and doubling beats both at every S; real
 links are not equal (`cost`), NCCL does not have it, and `choose` takes it only when asked to. Jeaugey 2019,
-NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc, where e = 0.92; Thakur, Rabenseifner and Gropp 2005,
-section 4.
+NVIDIA's blog on NCCL 2.4; NCCL's src/graph/tuning.cc; Thakur, Rabenseifner and Gropp 2005, section 4.
+Differs: in NCCL's table a tree attains 0.92 of the bandwidth, here all of it.
 """
 
 from math import ceil, floor, sqrt
@@ -31,7 +30,6 @@ POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")
 class Network(NamedTuple):
     alpha_s: float
     bytes_per_s: float
-    tree_efficiency: float = 1.0
 
 
 class Choice(NamedTuple):
@@ -40,13 +38,13 @@ class Choice(NamedTuple):
     pieces: int = 1  # of each half of the tensor, for the double tree
 
 
-def _costs(n: int, pieces: int = 1, tree_efficiency: float = 1.0) -> dict[str, tuple[int, float]]:
+def _costs(n: int, pieces: int) -> dict[str, tuple[int, float]]:
     """{algorithm: messages that follow one another, bytes through a port as a multiple of S}, at any n."""
     height = _height(n)
     tree = 2 * (height - 1 + pieces) if n > 1 else 0
     return {
         "ring": (2 * (n - 1), 2 * (n - 1) / n),
-        "double tree": (tree, tree / pieces / tree_efficiency),
+        "double tree": (tree, tree / pieces),
         "halving and doubling": (2 * height, 2 * (n - 1) / n),
         "recursive doubling": (height, height),
     }
@@ -62,15 +60,14 @@ def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: 
     """Seconds of an all-reduce."""
     _check(algorithm, n, pieces)
     require_nonnegative(size_bytes=size_bytes)
-    messages, at_port = _costs(n, pieces, network.tree_efficiency)[algorithm]
+    messages, at_port = _costs(n, pieces)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
     """The k with the least time for the double tree: an integer beside the root of the derivative."""
     require_positive_ints(n=n)
-    bytes_in_a_latency = network.alpha_s * network.tree_efficiency * network.bytes_per_s
-    ideal = sqrt(max(0, _height(n) - 1) * size_bytes / bytes_in_a_latency)
+    ideal = sqrt(max(0, _height(n) - 1) * size_bytes / (network.alpha_s * network.bytes_per_s))
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
 
 
@@ -90,10 +87,10 @@ def crossover_bytes(n: int, network: Network) -> float:
     require_positive_ints(n=n)
     if n == 1:
         return 0.0
-    height, share = _height(n), network.tree_efficiency
-    p, q = (height - 1) / share, 1 / share - (n - 1) / n
-    ideal = (sqrt(p * p + p * q * (n - height)) - p) / q
-    meeting_points = (k * (n - height - k) / (p + q * k) for k in _beside(ideal))
+    height = _height(n)
+    p = height - 1
+    ideal = (sqrt(p * p + p * (n - height) / n) - p) * n
+    meeting_points = (k * (n - height - k) / (p + k / n) for k in _beside(ideal))
     return max(0.0, *meeting_points) * network.alpha_s * network.bytes_per_s
 
 

@@ -2,13 +2,14 @@
 counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from minitrain import collectives
-from minitrain.systems.communication.chunk_schedule import Schedule
+from minitrain import collectives, launch
+from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements, sent_shares
 from minitrain.systems.communication.interpreter import run_schedule
 
 
@@ -29,9 +30,7 @@ def metered(fn: Callable) -> tuple[object, list[tuple[int, int]]]:
 
 
 def beside_torch(schedules: list[Schedule], numels: list[int]) -> list[dict]:
-    """On every rank: each schedule on each size, its distance from torch's all-reduce, its bits, its
-    messages.
-    """
+    """On every rank: each schedule on each size, its distance from torch's all-reduce, its bits, its bytes."""
     group, found = dist.group.WORLD, []
     for schedule in schedules:
         for numel in numels:
@@ -40,12 +39,20 @@ def beside_torch(schedules: list[Schedule], numels: list[int]) -> list[dict]:
             dist.all_reduce(expected)
             result, messages = metered(lambda: run_schedule(schedule, x, group))
             assert torch.equal(x, kept), "the input was written to"
-            found.append(
-                {
-                    "difference": (result - expected).abs().max().item() if numel else 0.0,
-                    "bits": result.numpy().tobytes(),
-                    "messages": messages,
-                    "sent_bytes": sum(sent_bytes for _, sent_bytes in messages),
-                }
-            )
+            difference = (result - expected).abs().max().item() if numel else 0.0
+            sent = sum(sent_bytes for _, sent_bytes in messages)
+            found.append({"difference": difference, "bits": result.numpy().tobytes(), "sent_bytes": sent})
     return found
+
+
+def check_on_real_ranks(*schedules: Schedule, numels: Sequence[int] = (840, 1001)) -> None:
+    """The sum is torch's, every rank has the same bits, and the bytes counted are the schedule's."""
+    n = schedules[0].ranks
+    outcomes = zip(*launch.run(beside_torch, list(schedules), list(numels), ranks=n))
+    for (schedule, numel), by_rank in zip(product(schedules, numels), outcomes, strict=True):
+        assert max(each["difference"] for each in by_rank) < 1e-12, (schedule, numel)
+        assert len({each["bits"] for each in by_rank}) == 1, f"ranks differ in their last bits: {schedule}"
+        planned = [8 * sent_elements(schedule, rank, numel) for rank in range(n)]
+        assert [each["sent_bytes"] for each in by_rank] == planned, (schedule, numel)
+        if numel % schedule.chunks == 0:
+            assert planned == [share * 8 * numel for share in sent_shares(schedule)]

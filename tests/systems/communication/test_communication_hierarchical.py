@@ -6,14 +6,13 @@ from fractions import Fraction
 from math import log2
 
 import pytest
-from communication_runs import beside_torch
+from communication_runs import check_on_real_ranks
 
-from minitrain import launch
 from minitrain.plan.simulate.collectives import Placement, seconds
 from minitrain.systems.communication import cost_model
 from minitrain.systems.communication.algorithms import halving_doubling_all_reduce, ring_all_reduce
 from minitrain.systems.communication.check import check
-from minitrain.systems.communication.chunk_schedule import sent_elements, sent_shares
+from minitrain.systems.communication.chunk_schedule import sent_shares
 from minitrain.systems.communication.hierarchical import (
     accl_all_reduce,
     blueconnect_all_reduce,
@@ -28,22 +27,6 @@ def sent_between_nodes(schedule, per_node) -> list[Fraction]:
     return sent_shares(schedule, lambda t: t.source // per_node != t.to // per_node)
 
 
-def equals_torch_on_real_ranks(schedule) -> bool:
-    """The sum is torch's, every rank has the same bits, and the bytes counted are the schedule's."""
-    outcomes = launch.run(beside_torch, [schedule], [840, 1001], ranks=schedule.ranks)
-    for index, numel in enumerate((840, 1001)):
-        by_rank = [outcome[index] for outcome in outcomes]
-        if (
-            len({each["bits"] for each in by_rank}) != 1
-            or max(each["difference"] for each in by_rank) > 1e-12
-        ):
-            return False
-        planned = [8 * sent_elements(schedule, rank, numel) for rank in range(schedule.ranks)]
-        if [each["sent_bytes"] for each in by_rank] != planned:
-            return False
-    return True
-
-
 def test_two_level_allreduce():
     for num_nodes, per_node in ((2, 2), (4, 8), (3, 5), (8, 1), (1, 4)):
         schedule = two_level(nodes_of(num_nodes * per_node, per_node))
@@ -53,10 +36,8 @@ def test_two_level_allreduce():
         flat = sent_between_nodes(ring_all_reduce(num_nodes * per_node), per_node)
         n = num_nodes * per_node
         assert flat == [*others, Fraction(2 * (n - 1), n) if num_nodes > 1 else 0] * num_nodes
-    assert equals_torch_on_real_ranks(two_level(nodes_of(4, 2)))
-    assert equals_torch_on_real_ranks(
-        two_level([[5, 0, 3], [2], [1, 4]])
-    )  # nodes of three sizes, ranks in any order
+    check_on_real_ranks(two_level(nodes_of(4, 2)))
+    check_on_real_ranks(two_level([[5, 0, 3], [2], [1, 4]]))  # nodes of three sizes, ranks in any order
 
 
 def test_torus2d_allreduce():
@@ -70,8 +51,8 @@ def test_torus2d_allreduce():
             )
             assert set(sent_shares(schedule)) == set(sent_shares(ring_all_reduce(x * y)))
     assert len(torus2d_all_reduce(4, 2).steps) == 8 and len(ring_all_reduce(8).steps) == 14
-    assert equals_torch_on_real_ranks(torus2d_all_reduce(4, 2))
-    assert equals_torch_on_real_ranks(torus2d_all_reduce(2, 2))
+    check_on_real_ranks(torus2d_all_reduce(4, 2))
+    check_on_real_ranks(torus2d_all_reduce(2, 2))
 
 
 def test_accl_hybrid():
@@ -89,8 +70,8 @@ def test_accl_hybrid():
         )
         assert len(schedule.steps) == 2 * (per_node - 1) + 2 * log2(num_nodes)
     check(accl_all_reduce(24, 4))  # 6 nodes: no power of two
-    assert equals_torch_on_real_ranks(accl_all_reduce(8, 2))
-    assert equals_torch_on_real_ranks(accl_all_reduce(6, 2))
+    check_on_real_ranks(accl_all_reduce(8, 2))
+    check_on_real_ranks(accl_all_reduce(6, 2))
 
 
 def blueconnect_share(factors) -> Fraction:
@@ -116,8 +97,8 @@ def test_blueconnect():
         assert set(sent_shares(schedule)) == {blueconnect_share(factors)} == {Fraction(2 * (n - 1), n)}
         assert len(schedule.steps) == sum(2 * (p - 1) for p in factors)
     assert blueconnect_share((8, 4)) == blueconnect_share((4, 4, 2)) == Fraction("1.9375")
-    assert equals_torch_on_real_ranks(blueconnect_all_reduce(8, (2, 2, 2)))
-    assert equals_torch_on_real_ranks(blueconnect_all_reduce(6, (3, 2)))
+    check_on_real_ranks(blueconnect_all_reduce(8, (2, 2, 2)))
+    check_on_real_ranks(blueconnect_all_reduce(6, (3, 2)))
 
 
 def test_each_level_of_blueconnect_carries_less_than_the_one_below():

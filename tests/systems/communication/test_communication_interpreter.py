@@ -1,18 +1,15 @@
-"""On real ranks: every algorithm equals torch's all-reduce and sends what it says; the loop by hand sends the
-same.
-"""
+"""On real ranks: every algorithm equals torch's all-reduce and sends what it says."""
 
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.distributed as dist
-from communication_runs import beside_torch, metered, own_tensor
+from communication_runs import beside_torch, check_on_real_ranks, metered, own_tensor
 
 from minitrain import launch
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.communication import by_hand
 from minitrain.systems.communication.algorithms import (
     binomial_all_reduce,
     binomial_broadcast,
@@ -24,8 +21,8 @@ from minitrain.systems.communication.algorithms import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements, sent_shares
-from minitrain.systems.communication.interpreter import run_schedule
+from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements
+from minitrain.systems.communication.interpreter import bruck, pairwise, run_schedule
 from minitrain.systems.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
 
 NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
@@ -46,16 +43,7 @@ def flat_all_reduces(n: int) -> dict[str, Schedule]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_every_flat_all_reduce_equals_torch_and_sends_what_it_says(n):
-    schedules = flat_all_reduces(n)
-    outcomes = launch.run(beside_torch, list(schedules.values()), NUMELS, ranks=n)
-    for index, (name, numel) in enumerate((name, numel) for name in schedules for numel in NUMELS):
-        by_rank = [outcome[index] for outcome in outcomes]
-        assert max(each["difference"] for each in by_rank) < 1e-12, (name, numel)
-        assert len({each["bits"] for each in by_rank}) == 1, f"{name}: ranks differ in their last bits"
-        planned = [8 * sent_elements(schedules[name], rank, numel) for rank in range(n)]
-        assert [each["sent_bytes"] for each in by_rank] == planned, (name, numel)
-        if numel == 840:
-            assert planned == [share * 8 * numel for share in sent_shares(schedules[name])]
+    check_on_real_ranks(*flat_all_reduces(n).values(), numels=NUMELS)
 
 
 def test_control_without_its_last_step_the_sum_is_wrong():
@@ -64,37 +52,21 @@ def test_control_without_its_last_step_the_sum_is_wrong():
         assert outcome[0]["difference"] > 1e-2
 
 
-def the_ring_twice(numel: int) -> dict:
-    group = dist.group.WORLD
-    x = own_tensor(group.rank(), numel).reshape(-1, 7)
-    ours, messages = metered(lambda: by_hand.all_reduce(x, group))
-    as_data, same_messages = metered(lambda: run_schedule(ring_all_reduce(group.size()), x, group))
-    expected = x.clone()
-    dist.all_reduce(expected)
-    return {
-        "difference": (ours - expected).abs().max().item(),
-        "same": torch.equal(ours, as_data),
-        "messages": messages,
-        "same messages": messages == same_messages,
-        "shape": ours.shape,
-    }
+def a_ring(numel: int) -> tuple:
+    x = own_tensor(dist.get_rank(), numel).reshape(-1, 7)
+    result, messages = metered(
+        lambda: run_schedule(ring_all_reduce(dist.get_world_size()), x, dist.group.WORLD)
+    )
+    dist.all_reduce(x)
+    return (result - x).abs().max().item(), result.shape, messages
 
 
 def test_ring_allreduce():
     for n in (2, 3, 4, 8):
-        for rank, seen in enumerate(launch.run(the_ring_twice, 840, ranks=n)):
-            assert (
-                seen["difference"] < 1e-12
-                and seen["same"]
-                and seen["same messages"]
-                and seen["shape"] == (120, 7)
-            )
-            assert len(seen["messages"]) == 2 * (n - 1)
-            assert {peer for peer, _ in seen["messages"]} == {(rank + 1) % n}
-            assert sum(sent for _, sent in seen["messages"]) == Fraction(2 * (n - 1), n) * 840 * 8
-    for n, numel in ((4, 1001), (8, 7), (1, 14)):  # uneven chunks, an empty chunk, a group of one
-        for seen in launch.run(the_ring_twice, numel, ranks=n):
-            assert seen["difference"] < 1e-12 and seen["same"] and seen["same messages"]
+        for rank, (difference, shape, messages) in enumerate(launch.run(a_ring, 840, ranks=n)):
+            assert difference < 1e-12 and shape == (120, 7)
+            assert len(messages) == 2 * (n - 1) and {peer for peer, _ in messages} == {(rank + 1) % n}
+            assert sum(sent for _, sent in messages) == Fraction(2 * (n - 1), n) * 840 * 8
 
 
 def every_primitive(n: int) -> dict:
@@ -123,8 +95,8 @@ def every_primitive(n: int) -> dict:
     compare("reduce", lambda: run_schedule(binomial_reduce(n), x, group), total if rank == 0 else None)
     compare("broadcast", lambda: run_schedule(binomial_broadcast(n), x, group), everyone[0])
     pieces = torch.cat([each[own] for each in everyone])
-    compare("all_to_all pairwise", lambda: by_hand.pairwise(x, group), pieces)
-    compare("all_to_all bruck", lambda: by_hand.bruck(x, group), pieces)
+    compare("all_to_all pairwise", lambda: pairwise(x, group), pieces)
+    compare("all_to_all bruck", lambda: bruck(x, group), pieces)
     return {"differences": differences, "sent": sent, "messages": messages}
 
 
@@ -168,25 +140,20 @@ def test_whole_numbers_are_exact_and_views_are_fine():
     assert all(all(each) for each in launch.run(two_dtypes_and_a_strided_view, 4, ranks=4))
 
 
-def planned_traffic(n: int) -> tuple[int, int, int]:
-    group, x = dist.group.WORLD, torch.ones(1001)
-    as_data = metered(lambda: run_schedule(ring_all_reduce(n), x, group))[1]
-    messages = metered(lambda: by_hand.all_reduce(x, group))[1]
-    planned = 4 * sent_elements(ring_all_reduce(n), group.rank(), 1001)
-    return sum(sent for _, sent in as_data), sum(sent for _, sent in messages), planned
-
-
 def test_a_dry_run_of_one_rank_sends_the_same():
-    as_data, messages, planned = dryrun.run(planned_traffic, 16, rank=3, ranks=16)
-    assert as_data == messages == planned
+    def sent(n):
+        messages = metered(lambda: run_schedule(ring_all_reduce(n), torch.ones(1001), dist.group.WORLD))[1]
+        return sum(sent for _, sent in messages)
+
+    assert dryrun.run(sent, 16, rank=3, ranks=16) == 4 * sent_elements(ring_all_reduce(16), 3, 1001)
 
 
 def bad_calls() -> list[str]:
     messages = []
     for call in (
         lambda group: run_schedule(ring_all_reduce(3), torch.ones(6), group),
-        lambda group: by_hand.pairwise(torch.ones(5), group),
-        lambda group: by_hand.bruck(torch.tensor(1.0), group),
+        lambda group: pairwise(torch.ones(5), group),
+        lambda group: bruck(torch.tensor(1.0), group),
     ):
         with pytest.raises(ValueError) as error:
             call(dist.group.WORLD)

@@ -6,9 +6,8 @@ from fractions import Fraction
 from random import Random
 
 import pytest
-from communication_runs import beside_torch
+from communication_runs import check_on_real_ranks
 
-from minitrain import launch
 from minitrain.systems.communication import cost_model
 from minitrain.systems.communication.algorithms import ring_all_reduce
 from minitrain.systems.communication.check import check
@@ -89,8 +88,7 @@ def test_no_structure_is_one_group():
 def test_racks_of_unequal_sizes_on_real_ranks():
     schedule = aggregate([[0, 3, 5], [1, 4], [2]])
     check(schedule)
-    for (each,) in launch.run(beside_torch, [schedule], [840], ranks=6):
-        assert each["difference"] < 1e-12
+    check_on_real_ranks(schedule)
 
 
 def test_a_step_lasts_as_long_as_its_busiest_link():
@@ -109,7 +107,7 @@ def test_a_step_lasts_as_long_as_its_busiest_link():
     )
     assert cost_model.time_s(one_step((0, 2), (1, 3)), 100.0, racks) == 42, "both through one uplink"
     assert cost_model.time_s(one_step((0, 2), (3, 1)), 100.0, racks) == 22, "up and down are two links"
-    assert cost_model.step_times_s(Schedule(4, 1, ((),)), 100.0, flat) == [0]
+    assert cost_model.time_s(Schedule(4, 1, ((),)), 100.0, flat) == 0
 
 
 def test_the_ring_on_equal_links_takes_the_textbook_time():
