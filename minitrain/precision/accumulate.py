@@ -7,7 +7,7 @@
 A sum of ones stalls (swamping) at 2^(M+1), where 1 is half a step: 4,096 ones give 2,048 in FP16, 256 in
 BF16, 1,024 with 9 mantissa bits, and 4,096 with these in chunks of 64.
 
-`tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds `lanes` = 32 exact products to the
+`tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds 32 exact products to the
 accumulator: it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it
 loses less than 33·2^(1-bits) of the largest. Every `promote` products the sum is added to a float32
 elsewhere, times the scales of these products, and starts again from zero.
@@ -21,6 +21,8 @@ from torch import Generator, Tensor
 from minitrain.precision.formats import Format
 from minitrain.precision.rounding import checked, rounded
 from minitrain.ranks.checks import require_ints
+
+LANES = 32  # products of an instruction of the tensor core
 
 
 def sum_in(x, format: str | Format, chunk: int | None = None, mode="nearest", generator=None) -> Tensor:
@@ -38,7 +40,7 @@ def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = No
     return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
 
 
-def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None, lanes=32) -> Tensor:
+def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None) -> Tensor:
     """a [M, K] @ b [K, N] of FP8 numbers -> [M, N] float32; scale_a [M, K/promote], scale_b [K/promote, N].
 
     promote=None is one sum over all of K, and scales are [M, 1] and [1, N]."""
@@ -46,7 +48,7 @@ def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None
     numbers = a.shape[1]
     _divides("tensor_core_matmul", numbers, promote, "promote")
     promote = promote or numbers
-    _divides("tensor_core_matmul", promote, lanes, "lanes")
+    _divides("tensor_core_matmul", promote, LANES, "lanes")
     require_ints(2, 40, bits=bits)
     parts = numbers // promote
     scale_a = torch.ones(len(a), parts) if scale_a is None else scale_a
@@ -58,8 +60,8 @@ def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None
     total = torch.zeros(len(a), b.shape[1])
     for part in range(parts):
         accumulator = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
-        for k in range(part * promote, (part + 1) * promote, lanes):
-            products = a[:, None, k : k + lanes].double() * b.mT[None, :, k : k + lanes].double()
+        for k in range(part * promote, (part + 1) * promote, LANES):
+            products = a[:, None, k : k + LANES].double() * b.mT[None, :, k : k + LANES].double()
             accumulator = _aligned(torch.cat((accumulator.unsqueeze(-1), products), -1), bits).sum(-1)
         total += accumulator.float() * scale_a[:, part, None] * scale_b[part]
     return total

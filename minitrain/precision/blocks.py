@@ -24,6 +24,7 @@ from fractions import Fraction
 
 import torch
 from torch import Size, Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from minitrain.precision import formats
@@ -125,20 +126,20 @@ def quantize(x, blocks: Blocks | str, *, amax=None, fill=False, mode="nearest", 
     tiles = _tiled(x.detach().to(torch.promote_types(x.dtype, torch.float32)), tile)
     inside = [-1 - 2 * i for i in range(len(tile))]
     if amax is None:
-        amax = tiles.abs().amax(inside or list(range(x.dim()))) if x.numel() else _empty(tiles, inside)
+        dims = inside or list(range(x.dim()))
+        amax = vector_norm(tiles, math.inf, dims) if x.numel() else _empty(tiles, inside)
     else:
         _check_amax(amax, _empty(tiles, inside).shape, blocks)
         if not f.has_nan and x.numel():  # else their codes say it
             amax = amax + (tiles * 0).amax(inside or list(range(x.dim())))
     scales, tensor_scale = _scales(amax.float(), blocks)
+    del amax
     q = Quantized(scales, scales, x.shape, blocks, tensor_scale)
     divisor = scales if blocks.scale == "float32" else q.multipliers
     scaled = tiles / _spread(divisor.masked_fill(divisor == 0, 1.0), tile)
     if blocks.largest != 1:
         scaled.mul_(blocks.largest)
-    scaled.clamp_(-f.max, f.max)
-    if not f.has_nan:
-        scaled.nan_to_num_(nan=0.0)  # the scale of its tile says it
+    scaled.clamp_(-f.max, f.max)  # NaN in a format without it gets any code: the scale of its tile says it
     if f.integer:
         codes = round_(scaled, mode, generator).to(torch.int8)
     else:
@@ -221,7 +222,7 @@ def _scales(amax: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
     """What is stored for the tiles, and for the tensor."""
     f = blocks.format
     if blocks.scale == "float32":
-        return amax, None
+        return amax.masked_fill(amax.isinf(), math.nan), None
     if blocks.scale == "e8m0":
         exponent = (amax.view(torch.int32) >> 23).sub_(f.max_exponent).clamp_(0, 254)  # as a code of E8M0
         exponent.masked_fill_(~amax.isfinite(), 255)

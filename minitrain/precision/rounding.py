@@ -1,4 +1,4 @@
-"""Rounding to a narrow format: nearest, toward zero, or by chance; whole tensors to codes and back.
+"""Rounding to a narrow format: nearest or by chance; whole tensors to codes and back.
 
     x = s · 2^(e - M),  e = max(exponent of x, smallest exponent of the format)
     rounded = round(s) · 2^(e - M)
@@ -7,7 +7,6 @@ The power of two is a mask over the bits of x, so s is exact, and rounding s to 
 format, subnormals included; a float64 is rounded once. Where torch has the format, its own cast is used.
 
     mode      "nearest"     a tie goes to the even code (in E8M0 up); error <= half a step
-              "zero"        cuts off; a finite number stays finite; error < a step
               "stochastic"  up with the probability of what would be cut off: E[rounded] = x
     overflow  None          what the format has: infinity, else NaN, else its largest number
               "saturate"    the largest number, for infinities too; NaN stays NaN
@@ -27,7 +26,7 @@ from torch import Generator, Tensor
 from minitrain.precision.formats import BF16, Format, format_of
 from minitrain.ranks.checks import require_one_of
 
-MODES = ("nearest", "zero", "stochastic")
+MODES = ("nearest", "stochastic")
 LAYOUT = {torch.float32: (torch.int32, 0xFF << 23, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
 
 
@@ -40,7 +39,8 @@ def round_to(x, format: str | Format, mode="nearest", *, overflow=None, generato
 def encode(x, format: str | Format, mode="nearest", *, overflow: str | None = None, generator=None) -> Tensor:
     """Codes of x: uint8 to 8 bits, uint16 or int32 above; of an integer format int8, its value."""
     f = checked("encode", x, format, mode, overflow, generator)
-    return codes_of(x if mode == "nearest" else rounded(x, f, mode, overflow, generator), f, overflow)
+    x = _bounded(x, f, overflow) if mode == "nearest" else rounded(x, f, mode, overflow, generator)
+    return codes_of(x, f, overflow)
 
 
 def decode(codes: Tensor, format: str | Format) -> Tensor:
@@ -108,7 +108,7 @@ def check_mode(what: str, f: Format, mode: str, generator) -> None:
 
 def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
     """`round_to` without questions."""
-    x = _bounded(x, f, mode, overflow)
+    x = _bounded(x, f, overflow)
     if f.integer:
         return round_(x, mode, generator)
     if f.table:
@@ -126,15 +126,13 @@ def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, genera
 
 
 def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
-    """Codes of the nearest numbers, without questions: those of float32, of a number times 2^(bias - 127),
-    begin with exponent and mantissa, subnormals included."""
+    """Codes of the nearest numbers, without questions, of x that is bounded: those of float32, of a number
+    times 2^(bias - 127), begin with exponent and mantissa, subnormals included."""
     if f.integer:
-        return _bounded(x, f, "nearest", overflow).round_().to(torch.int8)
+        return x.round().to(torch.int8)
     if f.dtype is not None and f.bits <= 16 and x.dtype != torch.float64:
-        cast = _cast(_bounded(x, f, "nearest", overflow), f, overflow)
-        return cast.view(torch.uint8 if f.bits == 8 else torch.uint16)
+        return _cast(x, f, overflow).view(torch.uint8 if f.bits == 8 else torch.uint16)
     if f.table:
-        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         table = torch.tensor(f.table, dtype=x.dtype, device=x.device)
         return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     y = rounded(x, f, "nearest", overflow).float()
@@ -151,12 +149,12 @@ def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
     return codes.to(torch.uint8) if f.bits <= 8 else codes
 
 
-def _bounded(x: Tensor, f: Format, mode: str, overflow: str | None) -> Tensor:
+def _bounded(x: Tensor, f: Format, overflow: str | None) -> Tensor:
     """float32 or float64, without what must not overflow."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
-    if overflow == "saturate" or not f.has_nan:
-        return x.clamp(min(f.table) if f.table else -f.max, f.max)
-    return torch.where(x.isinf(), x, x.clamp(-f.max, f.max)) if mode == "zero" else x
+    if overflow is None and f.has_nan:
+        return x
+    return x.clamp(min(f.table) if f.table else -f.max, f.max)
 
 
 def _cast(x: Tensor, f: Format, overflow: str | None) -> Tensor:
@@ -174,8 +172,6 @@ def round_(s: Tensor, mode: str, generator: Generator | Tensor | None = None) ->
     """To integers, in place."""
     if mode == "nearest":
         return s.round_()
-    if mode == "zero":
-        return s.trunc_()
     draw = generator
     if not isinstance(draw, Tensor):
         draw = torch.rand(s.shape, generator=generator, dtype=s.dtype, device=s.device)

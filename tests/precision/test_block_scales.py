@@ -318,8 +318,6 @@ def test_by_chance_the_mean_is_the_number(name):
     assert abs((y.mean(0) - clipped[0]).sum()) < 3 * sigma.square().sum().sqrt() + 1e-5
     nearest = there_and_back(x, name, torch.float64)
     assert (y - x).abs().mean() > (nearest - x).abs().mean(), "no single one is as near as the nearest"
-    down = dequantize(quantize(x, name, mode="zero", fill=True), torch.float64)
-    assert (down <= x * (1 + 1e-6)).all() and not torch.equal(down, nearest)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +388,6 @@ X = torch.ones(4, 48)
         (lambda: quantize(X, "fp8_tensor", amax=torch.tensor(0.0)), r"an amax of 0 is no scale; use amax"),
         (lambda: quantize(X, "fp8_row", amax=torch.full((4, 1), math.inf)), r"an amax of inf is no scale"),
         (lambda: quantize(X, "nvfp4", amax=torch.ones(())), r"an amax and e4m3 scales; use float32 scales"),
-        (lambda: quantize(X, "nf4", fill=True, mode="zero"), r"nf4 is a table"),
         (lambda: Blocks("tf32"), r"format=tf32; use up to 8 bits with a sign, e4m3 say, or fp16, bf16"),
         (lambda: Blocks("e8m0"), r"format=e8m0; use up to 8 bits with a sign"),
         (lambda: to_bytes(quantize(X, "nvfp4")), r"tile=\(16,\), e4m3 scales are not of a row alone"),

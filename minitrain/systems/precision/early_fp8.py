@@ -27,7 +27,7 @@ from minitrain.precision import formats
 from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
 from minitrain.precision.products import Grads, Scales
-from minitrain.precision.rounding import codes_of, decode, round_to, rounded
+from minitrain.precision.rounding import decode, encode, round_to, rounded
 from minitrain.ranks.checks import require_positive_ints
 
 CHUNK = 64
@@ -47,7 +47,7 @@ class CastProducts:
 
     def enter(self, x: Tensor, scales: Scales) -> Tensor:
         """x [.., K] -> uint8 of its shape."""
-        return codes_of(x, self.ahead, "saturate")
+        return encode(x, self.ahead, overflow="saturate")
 
     def forward(self, saved: Tensor, weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]."""
