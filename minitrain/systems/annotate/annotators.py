@@ -19,17 +19,6 @@ from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Sign
 # ---- Mesh-TensorFlow
 
 
-def dim_names(graph: Graph) -> dict[str, str]:
-    """The letters of every tensor; ValueError where two operators call them differently."""
-    names: dict[str, str] = {}
-    for op in graph.ops:
-        for name, term in zip(op.tensors, op.terms):
-            if names.setdefault(name, term) != term:
-                said = f"{name} has the dims {names[name]!r}, and in {op.name} {term!r}"
-                raise ValueError(f"{said}; a layout is by name, so give a dim one name everywhere")
-    return names
-
-
 def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -> Placed:
     """Dims have names, the same everywhere, and a layout maps some to mesh axes: a tensor is cut along each
     of its dims that it maps; an operator that sums over such a dim leaves terms, added at once.
@@ -37,7 +26,12 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
     A layout is legal if no tensor has two dims on one axis; all that it can cost are all-reduces.
     Shazeer et al. 2018, arXiv:1811.02084, section 3. Differs: a name is a letter.
     """
-    names = dim_names(graph)
+    names: dict[str, str] = {}
+    for op in graph.ops:
+        for name, term in zip(op.tensors, op.terms):
+            if names.setdefault(name, term) != term:
+                said = f"{name} has the dims {names[name]!r}, and in {op.name} {term!r}"
+                raise ValueError(f"{said}; a layout is by name, so give a dim one name everywhere")
     for letter, axis in layout.items():
         require_one_of(dict.fromkeys("".join(names.values())), letter=letter)
         require_one_of(axes, axis=axis)
@@ -162,12 +156,7 @@ class Tactic(NamedTuple):
     cuts: Mapping[str, int]
 
 
-class Step(NamedTuple):
-    tactic: Tactic
-    placed: Placed
-
-
-def apply(graph: Graph, axes: Mapping[str, int], schedule: Iterable[Tactic]) -> Iterator[Step]:
+def apply(graph: Graph, axes: Mapping[str, int], schedule: Iterable[Tactic]) -> Iterator[Placed]:
     """The placed graph after each tactic, which cuts a few tensors over one axis and completes the rest.
 
     Earlier ones have precedence: where ZeRO-3 finds an operator that BP has cut over `batch` already, w1 is
@@ -183,4 +172,4 @@ def apply(graph: Graph, axes: Mapping[str, int], schedule: Iterable[Tactic]) -> 
                 raise ValueError(f"tactic {tactic.name}: {name} {earlier}; name another tensor or axis")
             state.annotate(name, tactic.axis, Split(dim))
         state.complete(tactic.axis)
-        yield Step(tactic, state.placed())
+        yield state.placed()

@@ -41,15 +41,13 @@ class Op:
         require_text(name=self.name, equation=self.equation)
         require_one_of(FUNCTIONS, function=self.function)
         said = f"{self.name}: {self.function} {self.equation!r}"
-        letters = [term.isalpha() or not term for term in self.terms]
-        if "->" not in self.equation or not all(letters) or any(len(set(t)) < len(t) for t in self.terms):
-            raise ValueError(f"{said}; write a letter a dim, none twice in one tensor, such as 'bd,df->bf'")
-        if len(self.inputs) != len(self.terms) - 1:
-            raise ValueError(f"{said} with {len(self.inputs)} operands; give one a term")
-        if self.function != "product" and len(set(self.terms)) > 1:
-            raise ValueError(f"{said}; only a product changes dims, {self.function} leaves them as they are")
-        if self.function not in ("product", "add") and len(self.inputs) > 1:
-            raise ValueError(f"{said}; {self.function} has one operand")
+        each = [term.isalpha() and len(set(term)) == len(term) for term in self.terms if term]
+        if "->" not in self.equation or not all(each) or len(self.inputs) != len(self.terms) - 1:
+            cure = "a term an operand, in it a letter a dim, none twice, such as 'bd,df->bf'"
+            raise ValueError(f"{said} with {len(self.inputs)} operands; write {cure}")
+        alone = self.function != "add" and len(self.inputs) > 1
+        if self.function != "product" and (alone or len(set(self.terms)) > 1):
+            raise ValueError(f"{said}; only a product changes dims, only it and add have several operands")
         new = set(self.terms[-1]) - set("".join(self.terms[:-1]))
         if new != {letter for letter, _ in self.copies}:
             raise ValueError(f"{said}: the result alone has {sorted(new)}; say their sizes in `copies`")

@@ -89,13 +89,10 @@ def check(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> None:
     sizes = {axis: group.size() for axis, group in groups.items()}
     if list(sizes.items()) != list(placed.axes.items()):
         raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {sizes}; use one mesh")
-    for name, shape in placed.graph.inputs.items():
-        if name not in parts:
-            raise ValueError(f"no part of {name!r}; the inputs are {', '.join(placed.graph.inputs)}")
-        local = local_shape(shape, placed.specs[name], placed.axes, name)
-        if tuple(parts[name].shape) != local:
-            given = f"{name} is {list(parts[name].shape)} here, and placed it is {list(local)}"
-            raise ValueError(f"{given} of {list(shape)}; give local_part(..)")
+    local = {name: local_shape(x, placed.specs[name], sizes, name) for name, x in placed.graph.inputs.items()}
+    given = {name: tuple(part.shape) for name, part in parts.items()}
+    if given != local:
+        raise ValueError(f"parts of {given}, and placed they are {local}; give local_part(..) of each input")
 
 
 def compute(op: Op, operands: list[Tensor], sizes: Mapping[str, int]) -> Tensor:

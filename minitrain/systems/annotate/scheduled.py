@@ -10,10 +10,9 @@
 
 Each word changes one module of one model, by a hook, a parameter or an attribute of that object: classes and
 their source stay as they are, and so does every other model made of them. `schedule.done` lists the words.
-`step` runs stages over ranks with one batch (gradients of a stage stay where it is).
 
-Sends what is said: an all-reduce in forward or backward for each `sync`, x and dx for each `cut`; what is
-computed again sends its forward's again, but for the last product's, which the second pass does not reach.
+Sends what is said: an all-reduce in forward or backward for each `sync`; what is computed again sends its
+forward's again, but for the last product's, which the second pass does not reach.
 Chen et al. 2024, Slapo, arXiv:2302.08005, section 3. Differs: nothing is traced, so fuse() is for modules
 that hand their matrices to `project`, and a stage ends behind a layer of a list.
 """
@@ -40,9 +39,8 @@ class Schedule:
 
     def __init__(self, module: nn.Module, name: str = "", root: Schedule | None = None):
         self.module, self.name, self.root = module, name, root or self
-        if root is None:
-            self.done: list[str] = []
-            self.ends: list[str] = []  # names of the layers behind which a stage ends
+        self.done: list[str] = []  # of the root
+        self.ends: list[str] = []  # names of the layers behind which a stage ends
 
     def __getitem__(self, name: str) -> Schedule:
         full = f"{self.name}.{name}" if self.name else name
@@ -117,33 +115,3 @@ def stages(layers: nn.ModuleList, schedule: Schedule, name: str = "layers") -> l
         if called in schedule.ends:
             parts.append([])
     return parts
-
-
-def step(
-    stages: list[list[nn.Module]], tokens: Tensor, loss_of: Callable, width: int, group: ProcessGroup
-) -> Tensor:
-    """Forward and backward of one batch, a stage on each rank of the group; the loss, on all of them.
-
-    `loss_of` takes what the last layer gives; tokens `[B, T]` are needed for their shape on all ranks."""
-    rank, last = group.rank(), group.size() - 1
-    if len(stages) != group.size():
-        raise ValueError(f"{len(stages)} stages for {group.size()} ranks; cut {group.size() - 1} times")
-    dtype = next(param for layer in stages[rank] for param in layer.parameters()).dtype
-    positions = torch.arange(tokens.size(1), device=tokens.device)
-    x = tokens
-    if rank > 0:
-        x = collectives.receive(tokens.new_empty((*tokens.shape, width), dtype=dtype), rank - 1, group)
-        x.requires_grad_()
-    y = x
-    for layer in stages[rank]:
-        y = layer(y, positions)
-    loss = tokens.new_zeros((), dtype=dtype)
-    if rank < last:
-        collectives.send(y.detach(), rank + 1, group)
-        y.backward(collectives.receive(y.detach(), rank + 1, group))
-    else:
-        loss = loss_of(y)
-        loss.backward()
-    if rank > 0:
-        collectives.send(x.grad, rank - 1, group)
-    return collectives.all_reduce(loss.detach(), group)

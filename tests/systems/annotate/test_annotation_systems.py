@@ -12,7 +12,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.annotate.annotators import Tactic, apply, choose, dim_names, laid_out, propagate
+from minitrain.systems.annotate.annotators import Tactic, apply, choose, laid_out, propagate
 from minitrain.systems.annotate.graph import Graph, Op, attention, mlp, mlp_step, with_gradients
 from minitrain.systems.annotate.plan import Placed
 from minitrain.systems.annotate.run_placed import box, evaluate, local_part, run, whole
@@ -111,7 +111,7 @@ def test_a_layout_that_means_nothing_is_refused():
     refused = {
         "axis='z': use row": lambda: laid_out(MLP, {"row": 2}, {"f": "z"}),
         "letter='q': use": lambda: laid_out(MLP, {"row": 2}, {"q": "row"}),
-        "h has the dims 'ac', and in y 'ab'": lambda: dim_names(square),
+        "h has the dims 'ac', and in y 'ab'": lambda: laid_out(square, {"x": 2}, {}),
         "y sums over a and b on row": lambda: laid_out(outer, {"row": 2}, {"a": "row", "b": "row"}),
     }
     for words, call in refused.items():
@@ -294,7 +294,7 @@ def test_partir():
     """A training step of the MLP after each tactic: the ledger's calls are the expected list, the new parameters those
     of one process."""
     step = mlp_step(ROWS, WIDTH, HIDDEN)
-    for tactic, placed in apply(step, {"batch": 2, "model": 2}, SCHEDULE):
+    for tactic, placed in zip(SCHEDULE, apply(step, {"batch": 2, "model": 2}, SCHEDULE), strict=True):
         error, sent_bytes, calls = on_ranks(placed)
         assert calls == AFTER[tactic.name], tactic.name
         assert error < 1e-12 and sent_bytes == planned_bytes(placed), tactic.name
@@ -306,9 +306,7 @@ def test_partir():
 
 def test_the_order_of_tactics_decides():
     """Behind BP, Z3 finds h and y cut by rows and gathers matrices for them; before it, h is cut along what it sums over."""
-    usual, reverse = (
-        [*apply(MLP, {"batch": 2}, order)][-1].placed for order in (SCHEDULE[::2], SCHEDULE[2:])
-    )
+    usual, reverse = ([*apply(MLP, {"batch": 2}, order)][-1] for order in (SCHEDULE[::2], SCHEDULE[2:]))
     assert usual.collectives() == {("all_gather", "batch"): 2} and usual.chosen["h"][0].letter == "b"
     assert reverse.collectives() == {("all_reduce", "batch"): 1} and reverse.chosen["h"][0].letter == "d"
     with pytest.raises(

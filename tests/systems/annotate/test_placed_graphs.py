@@ -347,10 +347,10 @@ def test_what_was_boxed_once_is_there_for_the_next_operator():
     "words, call",
     {
         "function='tanh': use product, add": lambda: Op("y", "tanh", "a->a", ("x",)),
-        "write a letter a dim, none twice": lambda: Op("y", "product", "aa->a", ("x",)),
-        "with 1 operands; give one a term": lambda: Op("y", "product", "ab,bc->ac", ("x",)),
-        "relu leaves them as they are": lambda: Op("y", "relu", "ab->ba", ("x",)),
-        "exp has one operand": lambda: Op("y", "exp", "a,a->a", ("x", "z")),
+        "in it a letter a dim, none twice": lambda: Op("y", "product", "aa->a", ("x",)),
+        "with 1 operands; write a term an operand": lambda: Op("y", "product", "ab,bc->ac", ("x",)),
+        "only a product changes dims": lambda: Op("y", "relu", "ab->ba", ("x",)),
+        "only it and add have several operands": lambda: Op("y", "exp", "a,a->a", ("x", "z")),
         "say their sizes in `copies`": lambda: Op("y", "product", "a->ab", ("x",)),
         "the result alone has []; say their": lambda: Op("y", "product", "ab->a", ("x",), (("b", 2),)),
         "operand of y='z': use x": lambda: Graph({"x": (2,)}, (Op("y", "relu", "a->a", ("z",)),)),
@@ -399,10 +399,13 @@ def wrong_runs():
 
 
 def test_a_run_with_other_parts_or_ranks_is_refused_before_any_rank_waits():
+    whole = {"x": (8, 4), "w1": (4, 8), "w2": (8, 4)}
+    local = whole | {"x": (4, 4)}
+    two = {name: local[name] for name in ("x", "w1")}
     for said in launch.run(wrong_runs, ranks=2):
         assert said == [
-            "x is [8, 4] here, and placed it is [4, 4] of [8, 4]; give local_part(..)",
-            "no part of 'w2'; the inputs are x, w1, w2",
+            f"parts of {whole}, and placed they are {local}; give local_part(..) of each input",
+            f"parts of {two}, and placed they are {local}; give local_part(..) of each input",
             "the graph is placed on {'x': 4}, the groups are {'x': 2}; use one mesh",
             "the graph is placed on {'x': 2, 'z': 1}, the groups are {'z': 1, 'x': 2}; use one mesh",
         ]
