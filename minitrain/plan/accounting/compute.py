@@ -34,20 +34,6 @@ def flops_per_token(config: GPTConfig, length: int, *, causal="triangle", recomp
     return (4 if recompute else 3) * forward_flops_per_token(config, length, causal=causal)
 
 
-def layer_forward_flops(batch: int, length: int, width: int) -> int:
-    """24·B·s·h² + 4·B·s²·h: F = 4h, the square of scores. Narayanan et al. 2021, section 3.6."""
-    require_positive_ints(1 << 40, batch=batch, length=length, width=width)
-    return 24 * batch * length * width**2 + 4 * batch * length**2 * width
-
-
-def megatron_flops(batch: int, length: int, num_layers: int, width: int, vocab: int) -> float:
-    """F = 96·B·s·l·h²·(1 + s/6h + V/16lh): a step with every block run twice. Equation 3 of the same."""
-    sizes = dict(batch=batch, length=length, num_layers=num_layers, width=width, vocab=vocab)
-    require_positive_ints(1 << 40, **sizes)
-    factor = 1 + length / (6 * width) + vocab / (16 * num_layers * width)
-    return 96 * batch * length * num_layers * width**2 * factor
-
-
 def training_days(parameters, tokens, devices: int, flops_per_s: float, flops_per_parameter=6) -> float:
     """6·T·P / (n·X); with 8 for 6 the recomputed forward counts too. Narayanan et al. 2021, section 5.1.
 

@@ -5,13 +5,13 @@
     GQA        2·D·H·K + 2·D·H_kv·K
     mixture    E experts and a router in the place of an MLP, of which a token visits top_k
 
-Narayanan et al. 2021, arXiv:2104.04473, equation 2 (without the last norm, 2·D); DeepSeek-AI 2024
+Narayanan et al. 2021, arXiv:2104.04473, equation 2 (which leaves out the last norm, 2·D); DeepSeek-AI 2024
 (DeepSeek-V2), arXiv:2405.04434, section 2.1 (MLA); Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section
 2.1.
 """
 
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints
 
 
 def parameters(config: GPTConfig) -> int:
@@ -60,8 +60,6 @@ def mlp_parameters(config: GPTConfig, matrices_only: bool = False, width: int | 
 
 def experts_parameters(config: GPTConfig, block: int, visited: int | None = None) -> int:
     """Router, experts and shared experts of a block; or so many `visited` experts in the place of all."""
-    if visited is not None:
-        require_ints(visited=visited)
     c, experts, width = config.experts, config.experts_in(block), config.expert_width
     one = mlp_parameters(config, matrices_only=True, width=width)
     shared = mlp_parameters(config, visited is not None, c.shared_experts * width) if c.shared_experts else 0
@@ -94,13 +92,6 @@ def cached_elements(config: GPTConfig) -> int:
     if config.kv_latent:
         return config.kv_latent + config.rope_head_dim
     return 2 * config.num_kv_heads * config.head_dim
-
-
-def megatron_parameters(num_layers: int, width: int, vocab: int, length: int) -> float:
-    """P = 12·l·h²·(1 + 13/12h + (V + s)/12lh). Narayanan et al. 2021, equation 2."""
-    require_positive_ints(num_layers=num_layers, width=width)
-    require_ints(vocab=vocab, length=length)
-    return 12 * num_layers * width**2 * (1 + 13 / (12 * width) + (vocab + length) / (12 * num_layers * width))
 
 
 def _norm(config: GPTConfig, width: int) -> int:
