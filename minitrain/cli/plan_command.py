@@ -16,8 +16,7 @@ from minitrain.cli.replay_command import among, known
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
-from minitrain.plan.planner import Task, front, needs, why
-from minitrain.plan.planner import search as search_all
+from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES
@@ -25,7 +24,6 @@ from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
 
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
-MOST_TRIED = 500  # of the fastest, for a system that cannot express all
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
 
@@ -71,29 +69,25 @@ def plan(
 
     from minitrain.compose.measured_work import work_of
 
-    progress = lambda each: tqdm(each, leave=False, disable=None)
-    keep = max(2, top) if writer is None else MOST_TRIED
-    ranking = search_all(task, work_of, keep=keep, progress=progress)
+    fits = search(task, work_of, progress=lambda each: tqdm(each, leave=False, disable=None))
+    best = fits[0]
     said = f"{batch} x {length} tokens per step, stack {stack}"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
-    echo(table(ranking.best[:top]))
-    said = f"{ranking.predicted:,} with their schedules (the others cannot be faster)"
-    echo(f"\n{ranking.layouts:,} layouts, {said}; room for {task.room_bytes / 1e9:.0f} GB")
-    echo(f"\n{memory(ranking.best[0])}\n")
-    for number, other in enumerate(ranking.best[1 : top if explain else 2], start=2):
-        slower = other.step_s / ranking.best[0].step_s - 1
-        echo(f"{number} is {slower:.1%} slower than 1: {reasons(ranking.best[0], other)}")
+    echo(table(fits[:top]))
+    echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB\n\n{memory(best)}\n")
+    for number, other in enumerate(fits[1 : top if explain else 2], start=2):
+        echo(f"{number} is {other.step_s / best.step_s - 1:.1%} slower than 1: {reasons(best, other)}")
     if theirs:
         echo(f"\n{compare} beside 1:\n{table([theirs := predict(theirs, work_of)])}")
-        echo(f"{theirs.step_s / ranking.best[0].step_s - 1:+.1%} of 1: {reasons(ranking.best[0], theirs)}")
+        echo(f"{theirs.step_s / best.step_s - 1:+.1%} of 1: {reasons(best, theirs)}")
         if (short := needs(theirs) - task.room_bytes) > 0:
             echo(f"it does not fit: {short / 1e9:.1f} GB more than {room:.0%} of the device")
     if explain:
-        echo(f"\nWhere the time of 1 goes:\n{parts(ranking.best[0])}")
-        echo(f"\nFaster ones need more memory:\n{table(front(task, work_of, progress=progress))}")
+        echo(f"\nWhere the time of 1 goes:\n{parts(best)}")
+        echo(f"\nFaster ones need more memory:\n{table(pareto(fits))}")
     if writer:
         echo("")
-        write(ranking.best, writer, out)
+        write(fits, writer, out)
 
 
 def write(best: list[Prediction], writer, out: Path | None) -> None:

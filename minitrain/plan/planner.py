@@ -1,33 +1,29 @@
 """The fastest way to train a model on so many devices: every layout that could be, and the best that fit.
 
     task = Task(presets["llama3-70b"], machine("h100"), ranks=512, batch=1024, length=8192)
-    best, second, *_ = search(task, work_of).best     Predictions: .run.strategy .step_s .mfu .memory .parts
+    best, second, *_ = search(task, work_of)          Predictions: .run.strategy .step_s .mfu .memory .parts
     why(best, second)                                 where the second loses its time
+    pareto(search(task, work_of))                     those that are slower need less memory
     race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
     least_ranks(7 * 10**9, 32e9, stage=3)             4: 16 bytes per parameter are 112 GB, 28 on each of four
 
 `layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
 of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
 bytes are at most `room` of the device's memory: the rest is for what no account of tensors sees (a CUDA
-context, NCCL's buffers, holes). The search is exact: layouts wait in the order of the time they would take
-without a bubble, and those that wait when enough are found cannot be faster. Only of what comes first a
-schedule is simulated, then memory asked for. `front` asks for the memory first, and simulates only what needs
-less than all that is faster. The searches of systems/plan/search look at less, of spaces too large for this.
+context, NCCL's buffers, holes). All are predicted: what takes time are the dry runs of their layers. The
+searches of systems/plan/search look at less, of spaces too large for this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from heapq import heapify, heappop, heappush
-from itertools import chain, product
+from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
 from minitrain.model.config import GPTConfig, divisors
-from minitrain.plan.predict.predicted_memory import memory_of
-from minitrain.plan.predict.predicted_step import Prediction, least_s, predict
+from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.rates import RATES, Rates
 from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.work import WorkOf
@@ -73,23 +69,13 @@ class Task:
         return self.room * self.machine.device.memory_bytes
 
 
-@dataclass(frozen=True)
-class Ranking:
-    task: Task
-    best: list[Prediction]  # the fastest first
-    layouts: int
-    predicted: int  # of these, with a schedule; the others cannot be faster
-
-
 # ---- which layouts there are -----------------------------------------------------------------------------
 
 
-def layouts(task: Task) -> Iterator[list[Strategy]]:
-    """Lists of strategies that differ in the rows of a microbatch alone, fewest first.
-
-    tp stays inside a node, cuts sequences too and divides what it must; a rank of cp keeps LEAST_TOKENS of a
-    row; all ranks have equally many rows. ZeRO-2 is for one stage: a pipeline would scatter the gradients of
-    every microbatch. Interleaving is for stages of equally many blocks and microbatches that pp divides."""
+def layouts(task: Task) -> Iterator[Strategy]:
+    """tp stays inside a node, cuts sequences too and divides what it must; a rank of cp keeps LEAST_TOKENS of
+    a row; all ranks have equally many rows. ZeRO-2 is for one stage: a pipeline would scatter the gradients
+    of every microbatch. Interleaving is for stages of equally many blocks, and microbatches pp divides."""
     model, ranks = task.model, task.ranks
     for tp in divisors(ranks):
         for cp in divisors(ranks // tp):
@@ -108,7 +94,7 @@ def layouts(task: Task) -> Iterator[list[Strategy]]:
                 yield from _with_settings(task, sizes)
 
 
-def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
+def _with_settings(task: Task, sizes: dict) -> Iterator[Strategy]:
     pp, shared = sizes["pp"], sizes["dp"] * sizes["cp"]
     rows = task.batch // sizes["dp"]
     counts = [rows // b for b in divisors(rows) if b <= MOST_ROWS]
@@ -117,12 +103,10 @@ def _with_settings(task: Task, sizes: dict) -> Iterator[list[Strategy]]:
     # a fused kernel keeps no scores, and computes them again anyway
     again = [one for one in RECOMPUTE if one != "selective" or not task.stack.flash]
     stages = [0] if shared == 1 else [0, 1, 3] if pp > 1 else [0, 1, 2, 3]
-    for ep, recompute, zero, how in product(over, again, stages, schedules(task.model, pp)):
+    for ep, recompute, zero, how, m in product(over, again, stages, schedules(task.model, pp), counts):
         more = dict(zip(("schedule", "chunks"), how), zero=zero, recompute=recompute, ep=ep)
-        whole = pp if more["schedule"] == "interleaved" else 1
-        fits = [m for m in counts if m % whole == 0]
-        if fits:
-            yield [Strategy(**sizes, **more, precision=task.precision, microbatches=m) for m in fits]
+        if more["schedule"] != "interleaved" or m % pp == 0:
+            yield Strategy(**sizes, **more, precision=task.precision, microbatches=m)
 
 
 def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
@@ -138,68 +122,16 @@ def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
 
 
 def search(
-    task: Task,
-    work_of: WorkOf,
-    rates: Rates = RATES,
-    keep: int = 5,
-    progress: Callable[[Iterable], Iterable] = iter,
-) -> Ranking:
-    """The `keep` fastest that fit. ValueError if no layout divides, or none fits: by how much."""
-    require_positive_ints(keep=keep)
-    every = list(chain.from_iterable(layouts(task)))
-    if not every:
-        raise ValueError(nothing_divides(task))
-    waiting: list[tuple] = []  # (seconds at least, bytes if known, number, what is known)
-    for number, strategy in enumerate(progress(every)):
-        waiting.append((least_s(task.run(strategy), work_of, rates), 0, number, strategy))
-    heapify(waiting)
-    best: list[Prediction] = []
-    least, predicted = None, 0
-    while waiting and len(best) < keep:
-        _, size, number, one = heappop(waiting)
-        if isinstance(one, Strategy):
-            one, predicted = predict(task.run(one), work_of, rates), predicted + 1
-            heappush(waiting, (one.step_s, 0, number, one))
-        elif size:  # nothing is faster, nor as fast and smaller
-            best.append(one)
-        else:
-            least = one if least is None or needs(one) < needs(least) else least
-            if needs(one) <= task.room_bytes:
-                heappush(waiting, (one.step_s, needs(one), number, one))
-    if not best:
-        raise ValueError(too_large(task, least))
-    return Ranking(task, best, len(every), predicted)
-
-
-def front(
     task: Task, work_of: WorkOf, rates: Rates = RATES, progress: Callable[[Iterable], Iterable] = iter
 ) -> list[Prediction]:
-    """The fastest that fit of their size: each that is slower needs less memory. Empty if none fits.
-
-    Layouts wait as in `search`. No schedule is simulated of one that needs as much as a faster one, or whose
-    family with fewest rows of a microbatch does: with more rows it needs more."""
-    waiting: list[tuple] = []  # (seconds at least, bytes if known, number, what is known, fewest rows)
-    for family in progress(list(layouts(task))):
-        bounds = [least_s(task.run(strategy), work_of, rates) for strategy in family]
-        waiting += [(s, 0, len(waiting) + i, family[i], family[0]) for i, s in enumerate(bounds)]
-    heapify(waiting)
-    found: list[Prediction] = []
-    size_of = cache(lambda strategy: bytes_of(task.run(strategy), work_of))
-    while waiting:
-        _, size, number, one, fewest = heappop(waiting)
-        small = lambda size: size < needs(found[-1]) if found else size <= task.room_bytes
-        if size:  # nothing is faster, nor as fast and smaller
-            found += [one] if small(size) else []
-        elif small(size_of(fewest)) and small(size_of(one)):
-            one = predict(task.run(one), work_of, rates)
-            heappush(waiting, (one.step_s, needs(one), number, one, fewest))
-    return found
-
-
-def bytes_of(run: TrainingRun, work_of: WorkOf) -> int:
-    """What the rank that has most needs, known before the step is timed."""
-    work = work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
-    return sum(memory_of(run, work).values())
+    """All that fit, the fastest first, of equally fast ones the smallest. ValueError if no layout divides, or
+    none fits: by how much."""
+    every = [predict(task.run(strategy), work_of, rates) for strategy in progress(list(layouts(task)))]
+    if not every:
+        raise ValueError(nothing_divides(task))
+    if fits := [one for one in every if needs(one) <= task.room_bytes]:
+        return sorted(fits, key=lambda one: (one.step_s, needs(one)))
+    raise ValueError(too_large(task, min(every, key=needs)))
 
 
 def needs(prediction: Prediction) -> int:
@@ -268,7 +200,7 @@ def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates = R
     found = []
     for task in tasks:
         try:
-            best = search(task, work_of, rates, keep=1).best[0]
+            best = search(task, work_of, rates)[0]
             found.append(Finish(task, best, best.step_s * tokens / (task.batch * task.length)))
         except ValueError:
             found.append(Finish(task, None, inf))

@@ -25,12 +25,12 @@ def test_what_a_parameter_is_by_itself():
 
 
 def test_limits_and_rates_that_are_said_nowhere_else():
-    from minitrain.cli import plan_command, replay_command
+    from minitrain.cli import replay_command
     from minitrain.plan import planner
     from minitrain.plan.predict import fit, rates
 
     assert (planner.LEAST_TOKENS, planner.MOST_ROWS, planner.MOST_CHUNKS) == (2048, 8, 8)
-    assert (plan_command.MOST_TRIED, replay_command.DRAWN, fit.LEAST) == (500, 16, 0.05)
+    assert (replay_command.DRAWN, fit.LEAST) == (16, 0.05)
     assert planner.STATES == (2, 2, 12)
     shares = dict(attention=0.6, memory=0.8, nvlink=0.75, tile=128, k0=128)
     assert rates.START == rates.Rates(products=0.8, network=0.5, **shares)

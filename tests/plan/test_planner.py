@@ -13,20 +13,8 @@ from minitrain.model.experts_config import ExpertsConfig
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner
 from minitrain.plan.accounting.memory_formulas import zero_bytes
-from minitrain.plan.planner import (
-    LEAST_TOKENS,
-    Task,
-    front,
-    layouts,
-    least_ranks,
-    needs,
-    pareto,
-    race,
-    search,
-    why,
-)
-from minitrain.plan.predict.predicted_step import least_s, predict
-from minitrain.plan.predict.rates import RATES
+from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, least_ranks, needs, pareto, race, search, why
+from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import DEVICES, machine
 
@@ -45,7 +33,7 @@ def memory_of(size: float, at=NODE):
 
 def test_the_layouts_are_those_of_four_loops():
     task = small(ranks=8, batch=12, length=2 * LEAST_TOKENS)
-    found = {(s.dp, s.pp, s.cp, s.tp) for family in layouts(task) for s in family}
+    found = {(s.dp, s.pp, s.cp, s.tp) for s in layouts(task)}
     expected = set()
     for dp, pp, cp, tp in itertools.product(range(1, 9), repeat=4):
         fits = tp <= 2 and pp <= 4 and cp <= 2 and 12 % dp == 0
@@ -54,16 +42,9 @@ def test_the_layouts_are_those_of_four_loops():
     assert found == expected and any(cp == 2 for _, _, cp, _ in found)
 
 
-def test_each_layout_is_there_once_and_families_differ_in_rows_alone():
-    families = list(layouts(small()))
-    every = [s for family in families for s in family]
+def test_each_layout_is_there_once():
+    every = list(layouts(small()))
     assert len(every) == len(set(every))
-    for family in families:
-        rows = [8 // (s.dp * s.microbatches) for s in family]
-        assert (
-            rows == sorted(set(rows))
-            and len({replace(s, microbatches=family[0].microbatches) for s in family}) == 1
-        )
     assert {s.zero for s in every if s.pp == 1 and s.dp > 1} == {0, 1, 2, 3}
     assert {s.zero for s in every if s.pp > 1 and s.dp > 1} == {0, 1, 3}
     assert {s.zero for s in every if s.dp == 1} == {0}
@@ -74,69 +55,49 @@ def test_each_layout_is_there_once_and_families_differ_in_rows_alone():
 def test_limits_and_what_a_task_is_by_itself():
     task = Task(MODEL, NODE, 4, 8, 512)
     assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["megatron-2023"])
-    assert task.room_bytes == 0.9 * 80e9 and {s.precision for f in layouts(task) for s in f} == {
-        task.precision
-    }
-    rows = {64 // (s.dp * s.microbatches) for family in layouts(small(batch=64)) for s in family}
+    assert task.room_bytes == 0.9 * 80e9 and {s.precision for s in layouts(task)} == {task.precision}
+    rows = {64 // (s.dp * s.microbatches) for s in layouts(small(batch=64))}
     assert rows == {1, 2, 4, 8}, "eight rows at most"
     deep = replace(MODEL, num_layers=32)
     assert planner.schedules(deep, 1) == [("1f1b", 1)]
     every = [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)]
     assert planner.schedules(deep, 2) == every and planner.schedules(deep, 3) == every[:2]
     assert planner.schedules(deep, 32) == every[:2], "a block per stage"
-    assert {s.ep for family in layouts(small()) for s in family} == {1}
-    cp = lambda length: {s.cp for family in layouts(small(length=length)) for s in family}
+    assert {s.ep for s in layouts(small())} == {1}
+    cp = lambda length: {s.cp for s in layouts(small(length=length))}
     assert cp(4096) == {1, 2} and cp(4092) == {1}, "2048 tokens of a row on a rank"
-    pipelines = [s for f in layouts(small(batch=12, ranks=8)) for s in f if s.pp > 1]
+    pipelines = [s for s in layouts(small(batch=12, ranks=8)) if s.pp > 1]
     assert all(s.microbatches % s.pp == 0 for s in pipelines if s.schedule == "interleaved")
     assert {s.microbatches for s in pipelines if s.schedule == "1f1b" and s.pp == 4} >= {2, 3, 6}
-    flash = {s.recompute for family in layouts(small()) for s in family}
+    flash = {s.recompute for s in layouts(small())}
     assert flash == ({"none", "full"} if task.stack.flash else {"none", "selective", "full"})
     scores = replace(task.stack, flash=not task.stack.flash)
-    assert len({s.recompute for family in layouts(small(stack=scores)) for s in family}) == 5 - len(flash)
+    assert len({s.recompute for s in layouts(small(stack=scores))}) == 5 - len(flash)
 
 
 def test_experts_are_dealt_out_over_what_divides_them():
     model = replace(MODEL, experts=ExpertsConfig(4, 2))
-    found = {(s.dp, s.ep) for family in layouts(small(model=model, ranks=8, batch=8)) for s in family}
+    found = {(s.dp, s.ep) for s in layouts(small(model=model, ranks=8, batch=8))}
     assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
 
 
-def test_of_equally_fast_layouts_the_smallest_and_the_front_times_only_what_fits(monkeypatch):
+def test_of_equally_fast_layouts_the_smallest_comes_first(monkeypatch):
     """All take a second; a row of a microbatch takes a third of a device, the rest depends on the layout."""
-    task, third, asked, sized = small(room=1.0), NODE.device.memory_bytes // 3, [], []
-    rows_of = lambda strategy: 8 // (strategy.dp * strategy.microbatches)
-
-    def size_of(run, work_of):
-        sized.append(run.strategy)
-        return rows_of(run.strategy) * third - run.strategy.tp - run.strategy.zero
 
     def instead(run, work_of, rates):
-        asked.append(run.strategy)
-        return SimpleNamespace(run=run, step_s=1.0, memory={"activations": size_of(run, work_of)})
+        rows, third = 8 // (run.strategy.dp * run.strategy.microbatches), NODE.device.memory_bytes // 3
+        memory = {"activations": rows * third - run.strategy.tp - run.strategy.zero}
+        return SimpleNamespace(run=run, step_s=1.0, memory=memory)
 
     monkeypatch.setattr(planner, "predict", instead)
-    monkeypatch.setattr(planner, "bytes_of", size_of)
-    monkeypatch.setattr(planner, "least_s", lambda run, work_of, rates: 1.0)
-    found = search(task, work_of, keep=99)
-    assert [needs(one) for one in found.best] == sorted(needs(one) for one in found.best)
-    assert found.predicted == len(asked) == found.layouts, "each could be the smallest"
-    asked.clear()
-    (smallest,) = front(task, work_of)
-    assert needs(smallest) == needs(found.best[0])
-    every = [strategy for family in layouts(task) for strategy in family]
-    assert asked == [strategy for strategy in every if rows_of(strategy) <= 3]
-    sized.clear()
-    tight = small(machine=memory_of(third - 2), room=1.0)
-    assert all(needs(one) <= third - 2 for one in front(tight, work_of))
-    lost = [family for family in layouts(tight) if family[0].tp + family[0].zero < 2 and len(family) > 1]
-    assert lost and not {one for family in lost for one in family[1:]} & set(sized), "more rows need more"
+    sizes = [needs(one) for one in search(small(room=1.0), work_of)]
+    assert sizes == sorted(sizes) and len(set(sizes)) > 3 and sizes[-1] <= NODE.device.memory_bytes
 
 
 @pytest.fixture(scope="module")
 def everything():
     """All predictions of the small task, none left out."""
-    return [predict(small().run(s), work_of, RATES) for family in layouts(small()) for s in family]
+    return [predict(small().run(s), work_of) for s in layouts(small())]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -145,30 +106,10 @@ def test_the_best_are_those_of_brute_force_whatever_fits(everything, seed):
     limit = sizes[random.Random(seed).randrange(len(sizes) // 4, len(sizes))]
     task = small(machine=memory_of(2 * limit + 1), room=0.5)
     fitting = sorted((one.step_s, needs(one)) for one in everything if needs(one) <= limit)
-    for keep in (1, 4, len(everything)):
-        ranking = search(task, work_of, keep=keep)
-        assert [(one.step_s, needs(one)) for one in ranking.best] == fitting[:keep]
-        assert ranking.task is task
-        assert len(ranking.best) <= ranking.predicted <= ranking.layouts == len(everything)
-        assert (ranking.predicted < len(everything)) == (keep < len(fitting))
-    assert len(search(task, work_of).best) == min(5, len(fitting)), "five, unless told"
-    found = [(one.step_s, needs(one)) for one in front(task, work_of)]
+    best = search(task, work_of)
+    assert [(one.step_s, needs(one)) for one in best] == fitting
+    found = [(one.step_s, needs(one)) for one in pareto(best)]
     assert found == [one for n, one in enumerate(fitting) if all(one[1] < size for _, size in fitting[:n])]
-
-
-def test_no_prediction_is_below_its_bound(everything):
-    bounds = [least_s(one.run, work_of, RATES) for one in everything]
-    assert all(bound <= one.step_s for bound, one in zip(bounds, everything))
-    assert any(bound > 0.9 * one.step_s for bound, one in zip(bounds, everything) if one.run.strategy.pp > 1)
-
-
-def test_the_front_has_what_nothing_else_beats(everything):
-    front = pareto(everything)
-    for one in everything:
-        beaten = any(f.step_s <= one.step_s and needs(f) <= needs(one) for f in front)
-        assert beaten
-    for a, b in itertools.pairwise(front):
-        assert a.step_s < b.step_s and needs(a) > needs(b)
 
 
 def test_of_layouts_as_large_the_slower_one_is_not_on_the_front():
@@ -249,7 +190,7 @@ def test_cluster_choice_7b(memory_bytes):
     first, second, third = race(fleets, tokens=1e9, work_of=work_of)
     assert (first.task, second.task, third.best) == (fleets[0], fleets[1], None)
     for one in (first, second):
-        every = [predict(one.task.run(s), work_of) for family in layouts(one.task) for s in family]
+        every = [predict(one.task.run(s), work_of) for s in layouts(one.task)]
         fitting = [p for p in every if needs(p) <= one.task.room_bytes]
         best = min(fitting, key=lambda p: (p.step_s, needs(p)))
         assert (best.step_s, best.run.strategy.zero) == (one.best.step_s, one.best.run.strategy.zero)

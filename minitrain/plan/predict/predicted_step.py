@@ -29,7 +29,7 @@ from operator import mul
 
 from minitrain.plan.accounting.compute import flops_per_token
 from minitrain.plan.predict.predicted_memory import elements_of, memory_of
-from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, least, makespan
+from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, makespan
 from minitrain.plan.predict.rates import AXES, NAMES, RATES, Place, Rates, Times, layers_s
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import LAYERS, Work, WorkOf
@@ -77,18 +77,6 @@ class Prediction:
 
 def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Prediction:
     """`work_of(config, strategy, microbatch, length, fused_attention)` counts: measured_work.py."""
-    work, parts = _parts(run, work_of, rates, makespan)
-    return Prediction(run, work, work_of, sum(parts.values()), parts)
-
-
-def least_s(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> float:
-    """What no prediction of the run is below, found without a simulation of its schedule."""
-    _, parts = _parts(run, work_of, rates, least)
-    return sum(parts.values())
-
-
-def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, end) -> tuple[Work, dict[str, float]]:
-    """`end(layout, costs)`: when the last rank has done all microbatches."""
     strategy, stack = run.strategy, run.stack
     again = strategy.recompute == "stage"
     counted = strategy
@@ -98,9 +86,9 @@ def _parts(run: TrainingRun, work_of: WorkOf, rates: Rates, end) -> tuple[Work, 
     layout = layout_of(run.model, strategy)
     at = Place(run.machine, stack, rates, strategy.dp, strategy.pp, strategy.cp, strategy.tp, strategy.ep)
     timed, costs = _without_bubble(work, layout, at, again, strategy.sequence_parallel)
-    parts = timed | {"bubble": max(0.0, end(layout, costs) - sum(timed.values()))}
+    parts = timed | {"bubble": max(0.0, makespan(layout, costs) - sum(timed.values()))}
     parts |= update_s(work, layout, at, strategy.zero, strategy.policy.state_bytes, run.model.tied, again)
-    return work, parts
+    return Prediction(run, work, work_of, sum(parts.values()), parts)
 
 
 @cache
