@@ -23,8 +23,8 @@ from minitrain.moe.router import Routing
 from minitrain.pipeline.halves import Halves
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.moe.overlapped_experts import Chunks
-from minitrain.systems.moe.travel import Pull, Shadow, Table, experts_are_cheaper, table_of
+from minitrain.systems.moe.overlapped_experts import by_capacity
+from minitrain.systems.moe.travel import Table, experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.two_level import TwoLevels
 from minitrain.systems.plan.expert_placement import shadowed
 
@@ -69,7 +69,7 @@ def expert_hooks(
 def travel(
     config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
 ) -> Callable:
-    """Shadow(Pull(rows that travel)), each as far as the strategy asks for it."""
+    """shadow(pull(rows that travel)), each as far as the strategy asks for it."""
     if groups.group is None:
         return AllToAll()
     meanwhile = pairs.yield_turn if pairs else None
@@ -84,16 +84,19 @@ def travel(
         return shadowed(rows, config.d_model, width, 2 + gated)
 
     if strategy.ep_chunks > 1:
-        hook = Chunks(groups.group, strategy.ep_chunks)
+        group, chunks = groups.group, strategy.ep_chunks
+        hook = lambda x, routing, experts: by_capacity(x, routing, group, experts, chunks=chunks)
     elif groups.inside.size() > 1:
         hook = TwoLevels(groups.across, groups.inside, meanwhile)
     else:
         hook = AllToAll(groups.group, meanwhile)
     if strategy.ep_travel != "tokens":
         always = strategy.ep_travel == "experts"
-        hook = Pull(hook, groups.across, groups.inside, None if always else pays)
+        hook = partial(
+            pull, hook=hook, across=groups.across, inside=groups.inside, pays=None if always else pays
+        )
     if strategy.ep_shadow:
-        hook = Shadow(hook, groups.group, table, rule, strategy.ep_shadow)
+        hook = partial(shadow, hook=hook, group=groups.group, table=table, rule=rule, most=strategy.ep_shadow)
     return hook
 
 

@@ -12,17 +12,15 @@ Communication grows with T and the K/V heads, attention with T² and all heads. 
 
 Memory: K, V of all tokens, twice while they are put in order (zig-zag; 8 bytes per token for that), and
 dK, dV of all tokens in at least float32 in backward. Dubey et al. 2024 (Llama 3), arXiv:2407.21783, section
-3.3.2. Differs: any layout, several documents in a row, ALiBi, dropout.
+3.3.2. Differs: any layout, ALiBi, dropout.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward
-from minitrain.context.layout import Documents, Layout, Tile, contiguous, last, positions_of, tiles
+from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of, tiles
 from minitrain.context.ring import check_core
 from minitrain.ranks import collectives
 
@@ -60,22 +58,11 @@ def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile
     in rank order (None: the same)."""
     ranks, length = group.size(), group.size() * k.size(-2)
     runs = [layout(rank, ranks, length) for rank in range(ranks)]
-    keys, by_rank = in_order(runs), sum(runs, [])
+    by_rank = sum(runs, [])
+    keys = sorted(by_rank, key=lambda run: run.start)
     order = positions_of(by_rank, q.device).argsort()[positions_of(keys, q.device)]
     seen = tiles(last(runs[group.rank()], q.size(-2)), keys, causal)
-    return seen, None if by_rank == list(keys) else order
-
-
-def in_order(runs: list[list[range]]) -> list[range]:
-    """The runs of all ranks in the order of the sequence, document by document if there are any."""
-
-    def by_start(runs: Iterable[range]) -> list[range]:
-        return sorted(runs, key=lambda run: run.start)
-
-    if isinstance(runs[0], Documents):
-        documents = zip(*(part.parts for part in runs))
-        return Documents([by_start(sum(parts, [])) for parts in documents])
-    return by_start(sum(runs, []))
+    return seen, None if by_rank == keys else order
 
 
 def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> tuple[Tensor, Tensor]:

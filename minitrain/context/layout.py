@@ -8,9 +8,8 @@ A layout is a function `(rank, ranks, length) -> runs`, a run being a range of p
 Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss
 need, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask
 query i sees keys j <= i, so a tile is computed in full, or as a triangle ("causal"), or not at all, without a
-mask of numbers. Where documents share a row, `each_document` lays out each by itself: all ranks have their
-part of every one, and tiles stay within documents. `sliced` lays out each slice of a pipeline over slices by
-itself; its queries see the keys of all slices so far, so work is as even as for a sequence.
+mask of numbers. `sliced` lays out each slice of a pipeline over slices by itself; its queries see the keys of
+all slices so far, so work is as even as for a sequence.
 
 Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Zig-zag: Megatron-LM's context
 parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al. 2023,
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.packed import sequence_lengths
 from minitrain.context.core_names import slice_lengths
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_fractions, require_ints, require_positive_ints
@@ -106,24 +104,6 @@ class Tile:
         return positions_of(queries, device)[self.queries], positions_of(keys, device)[self.keys]
 
 
-class Documents(list):
-    """The runs of a rank where several documents share a row; `parts` are each document's runs."""
-
-    def __init__(self, parts: list[list[range]]):
-        super().__init__(run for part in parts for run in part)
-        self.parts = parts
-
-
-def each_document(layout: Layout, cu_seqlens: Sequence[int]) -> Layout:
-    """Every document of a packed row laid out by itself; queries see keys of their own document only."""
-
-    def packed(rank: int, ranks: int, length: int) -> Documents:
-        documents = zip(cu_seqlens, sequence_lengths(cu_seqlens, length))
-        return Documents([moved(layout(rank, ranks, size), first) for first, size in documents])
-
-    return packed
-
-
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:
     """`slices`: how many, as even as each rank can cut its tokens, or the tokens of each on all ranks.
 
@@ -134,29 +114,19 @@ def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:
         lengths, runs = slice_lengths(length, slices, ranks), []
         for number, (start, size) in enumerate(zip(accumulate(lengths, initial=0), lengths)):
             try:
-                runs += moved(layout(rank, ranks, size), start)
+                here = layout(rank, ranks, size)
             except ValueError as error:
                 what = f"slice {number} of {len(lengths)}, T={length}: {str(error).split(';')[0]}"
                 raise ValueError(f"{what}; cut other slices, or pad the sequence") from None
+            runs += [range(run.start + start, run.stop + start, run.step) for run in here]
         return runs
 
     return whole
 
 
-def moved(runs: list[range], by: int) -> list[range]:
-    """The same runs, so many positions later."""
-    return [range(run.start + by, run.stop + by, run.step) for run in runs]
-
-
 def last(runs: list[range], count: int) -> list[range]:
     """The last `count` tokens of these runs: the queries, where fewer come than keys (`sliced`)."""
-    held, packed = sum(map(len, runs)), isinstance(runs, Documents)
-    if count == held:
-        return runs
-    if count > held or packed:
-        what = f"{count} queries for {held} keys {'of documents in one row' if packed else 'on a rank'}"
-        raise ValueError(f"{what}: queries are as many as keys or, in slices of one text, the last of them")
-    return part(runs, held - count, count)
+    return part(runs, sum(map(len, runs)) - count, count)
 
 
 def part(runs: list[range], start: int, size: int) -> list[range]:
@@ -174,8 +144,6 @@ def tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
 
 
 def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
-    if isinstance(queries, Documents):
-        return _tiles_of_documents(queries, keys, causal)
     everything = slice(0, sum(map(len, queries)))
     if not causal:
         return [Tile(everything, slice(0, sum(map(len, keys))))]
@@ -185,27 +153,13 @@ def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     while keys and keys[0][-1] <= first:  # earlier slices: all queries see all of them
         before, keys = before + len(keys[0]), keys[1:]
     if before:
-        others = _tiles(queries, keys, causal) if keys else []
-        return [Tile(everything, slice(0, before)), *_moved(others, 0, before)]
+        later = [
+            replace(tile, keys=slice(tile.keys.start + before, tile.keys.stop + before))
+            for tile in (_tiles(queries, keys, causal) if keys else [])
+        ]
+        return [Tile(everything, slice(0, before)), *later]
     pairs = [(q, here, k, there) for q, here in _places(queries) for k, there in _places(keys)]
     return _joined([tile for pair in pairs for tile in _between(*pair)])
-
-
-def _tiles_of_documents(queries: Documents, keys: Documents, causal: bool) -> list[Tile]:
-    seen, before_q, before_k = [], 0, 0
-    for own, theirs in zip(queries.parts, keys.parts):
-        seen += _moved(_tiles(own, theirs, causal), before_q, before_k)
-        before_q, before_k = before_q + sum(map(len, own)), before_k + sum(map(len, theirs))
-    return seen
-
-
-def _moved(tiles: list[Tile], q: int, k: int) -> list[Tile]:
-    """The same where q queries and k keys come before."""
-
-    def later(places: slice, by: int) -> slice:
-        return slice(places.start + by, places.stop + by)
-
-    return [Tile(later(tile.queries, q), later(tile.keys, k), tile.causal) for tile in tiles]
 
 
 def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -58,19 +57,6 @@ def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Ten
         if arriving:
             k, v = arriving.wait()
     return out.to(q.dtype), lse
-
-
-def flat_ring_backward(dout, q, k, v, out, lse, group: ProcessGroup) -> Tensors:
-    """dq, dk, dv. The block goes round with the sums for its keys; n hops bring them home."""
-    rank, ranks = group.rank(), group.size()
-    dq, sums = torch.zeros_like(q), (torch.zeros_like(k), torch.zeros_like(v))
-    for step in range(ranks):
-        owner = (rank - step) % ranks
-        if owner <= rank:
-            more, *shares = FUSED.backward(dout, q, k, v, out, lse, owner == rank)
-            dq, sums = dq + more, added(sums, shares)
-        k, v, *sums = collectives.rotate((k, v, *sums), group)
-    return dq, *sums
 
 
 # ---- then any layout, any mask, and nothing waited for that could be hidden ------------------------------

@@ -1,6 +1,6 @@
 """What may be put into the layers of a model: one object, given when it is built, that all of its layers ask.
 
-    GPT(config, hooks=Hooks(experts=Shadow(Pull(AllToAll(group), ..), ..)))
+    GPT(config, hooks=Hooks(experts=partial(shadow, hook=AllToAll(group), ..)))
 
     result          y = result("act", compute, gate, up): compute(gate, up), under a name. Recomputation keeps
                     some results and computes others again (memory/recompute.py, recompute_policies.py).

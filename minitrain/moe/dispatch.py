@@ -16,6 +16,7 @@ dispatch serves both; padding is the experts' (experts.py).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,10 +86,7 @@ class AllToAll:
     x [N, D], its routing, `experts(rows, counts, sizes)` -> [N, D]. Without a group all experts are here."""
 
     def __init__(self, group: ProcessGroup | None = None, meanwhile: Meanwhile = None):
-        self.group, self.meanwhile = group, meanwhile
-
-    def dispatch(self, routing: Routing) -> Dispatch:
-        return Dispatch(routing, self.group, self.meanwhile)
+        self.dispatch = partial(Dispatch, group=group, meanwhile=meanwhile)
 
     def __call__(self, x: Tensor, routing: Routing, experts: Callable) -> Tensor:
         trip = self.dispatch(routing)

@@ -66,30 +66,24 @@ def unbalanced(ranks: int) -> Schedule:
 def check(schedule: Schedule) -> None:
     """Every causal tile once, by a rank that owns its queries or keys; a rank sends to one other in a
     round."""
-    ranks = len(schedule[0])
-    what = f"schedule of {ranks} ranks:"
+    ranks, wrong = len(schedule[0]), ""
     slots = [(rank, work) for round in schedule for rank, work in enumerate(round) if work]
-    done = [work for _, work in slots]
-    missing = {Work(q, k) for q in range(ranks) for k in range(q + 1)} ^ set(done)
-    foreign = sum(rank not in work for rank, work in slots)
-    if not foreign:
-        needed = [(t, inputs_from(schedule, t, rank)) for t in range(len(schedule)) for rank in range(ranks)]
-        owners = [(t, need[0]) for t, need in needed if need]
-        if twice := len(owners) - len(set(owners)):
-            raise ValueError(f"{what} {twice} times two ranks want data of the same rank in one round")
-    if missing or foreign or len(set(done)) < len(done):
-        what = f"{what} {len(missing)} tiles missing or masked, {len(done) - len(set(done))} twice, {foreign}"
-        raise ValueError(f"{what} computed by a rank that owns neither queries nor keys")
-
-
-def idle_slots(schedule: Schedule) -> int:
-    """(rank, round) in which nothing is computed."""
-    return sum(work is None for round in schedule for work in round)
+    needed = [(t, inputs_from(schedule, t, rank)) for t in range(len(schedule)) for rank in range(ranks)]
+    owners = [(t, need[0]) for t, need in needed if need]
+    if sorted(work for _, work in slots) != [(q, k) for q in range(ranks) for k in range(q + 1)]:
+        wrong = "not every causal tile is computed once, and no other"
+    elif any(rank not in work for rank, work in slots):
+        wrong = "a tile is computed by a rank that owns neither queries nor keys"
+    elif len(set(owners)) < len(owners):
+        wrong = "two ranks want data of the same rank in one round"
+    if wrong:
+        raise ValueError(f"schedule of {ranks} ranks: {wrong}")
 
 
 def idle_fraction(schedule: Schedule) -> Fraction:
     """As the paper counts: of n² slots, which the unbalanced schedule takes."""
-    return Fraction(idle_slots(schedule), len(schedule[0]) ** 2)
+    idle = sum(work is None for round in schedule for work in round)
+    return Fraction(idle, len(schedule[0]) ** 2)
 
 
 def inputs_from(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
@@ -108,8 +102,8 @@ def inputs_to(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
 
 def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute, merge) -> None:
     """compute(work, side, what came) -> what goes back; side is "keys", "queries", or "" where both are here.
-    merge(side that was sent, what came back). sent[side] are this rank's tensors; returned[side] are shaped
-    as what comes back for them. All ranks' are alike."""
+    merge(side that was sent, what came back). `returned`: tensors shaped as what comes back for those
+    `sent`."""
     rank, rounds = group.rank(), range(len(schedule) + 1)
     sources = [inputs_from(schedule, t, rank) or (None, "") for t in rounds]
     targets = [inputs_to(schedule, t, rank) or (None, "") for t in rounds]

@@ -34,8 +34,7 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
     dims = tuple(range(1, x.dim() - 1))
     if len(dims) < 2 or {cut, *(dim for dim, _ in stages)} - set(dims):
         what = f"stages along dims {[dim for dim, _ in stages]} of x {list(x.shape)}, cut along {cut}"
-        wanted = f"the dims of a sequence here are {list(dims)}, and there must be two"
-        raise ValueError(f"{what}; {wanted}, one to work along and one to cut")
+        raise ValueError(f"{what}; its dims are {list(dims)}: one to work along and one to cut, or more")
     here = cut
     for number, (dim, layer) in enumerate(stages):
         if dim == here:

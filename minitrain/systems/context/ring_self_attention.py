@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Alibi
-from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of
+from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
 
 
@@ -46,54 +46,43 @@ class Rows(NamedTuple):
     bias: Alibi | None = None
     dropout: DropMask | float = 0.0
 
-    def owner(self, step: int) -> int:
-        """Whose block is here in that step."""
-        return (self.group.rank() - step) % self.group.size()
-
     def columns(self, rows: Tensor, step: int) -> Tensor:
         """`[B, H, T/n, T/n]`, those of the keys that are here in that step."""
-        return rows.chunk(self.group.size(), -1)[self.owner(step)]
+        return rows.chunk(self.group.size(), -1)[(self.group.rank() - step) % self.group.size()]
 
-    def tile(self, columns: Tensor, step: int) -> Tile:
-        """Where these columns are in the sequence."""
-        ranks, length = self.group.size(), columns.size(-1) * self.group.size()
-        own, theirs = (self.layout(rank, ranks, length) for rank in (self.group.rank(), self.owner(step)))
-        return Tile(slice(None), slice(None), runs=(last(own, columns.size(-2)), theirs))
+    def positions(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """`[T/n]` of the queries, `[T]` of the keys; fewer queries are this rank's last."""
+        ranks, (queries, keys) = self.group.size(), scores.shape[-2:]
+        by_rank = [positions_of(self.layout(rank, ranks, keys), scores.device) for rank in range(ranks)]
+        return by_rank[self.group.rank()][-queries:], torch.cat(by_rank)
 
-    def dropped(self, columns: Tensor, step: int) -> Tensor:
+    def dropped(self, p: Tensor) -> Tensor:
         """Times the mask of their places (placed.py), which is made anew each time."""
-        if not self.dropout:
-            return columns
-        return columns * self.dropout.factors(columns, self.tile(columns, step).positions)
-
-    def future_keys(self, q: Tensor, k: Tensor) -> Tensor:
-        """`[T/n, T]`: True where this rank's query comes before the key."""
-        ranks = self.group.size()
-        held = [positions_of(self.layout(rank, ranks, ranks * k.size(-2)), q.device) for rank in range(ranks)]
-        return held[self.group.rank()][-q.size(-2) :].unsqueeze(-1) < torch.cat(held)
+        return p * self.dropout.factors(p, lambda device: self.positions(p)) if self.dropout else p
 
 
 def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """-> out `[B, H, T/n, K]` and the probabilities `[B, H, T/n, T]`."""
-    hidden = rows.future_keys(q, k) if rows.causal else None
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = q.new_empty(*q.shape[:-1], rows.group.size() * k.size(-2), dtype=exact)
     out = v.new_zeros(*q.shape[:-1], v.size(-1), dtype=exact)
 
     def score(step: int, k: Tensor) -> None:
         k, _ = repeat_kv(q, k, k)
-        here = rows.columns(scores, step).copy_(q @ k.transpose(-2, -1)).div_(math.sqrt(q.size(-1)))
-        if rows.bias:
-            here.add_(rows.bias.between(*rows.tile(here, step).positions(here.device)))
+        rows.columns(scores, step).copy_(q @ k.transpose(-2, -1)).div_(math.sqrt(q.size(-1)))
 
     def average(step: int, v: Tensor) -> None:
         v, _ = repeat_kv(q, v, v)
-        out.add_(rows.dropped(rows.columns(p, step), step) @ v)
+        out.add_(rows.columns(weights, step) @ v)
 
     ring_pass((k,), rows.group, score)
+    queries, keys = rows.positions(scores)
+    if rows.bias:
+        scores.add_(rows.bias.between(queries, keys))
     if rows.causal:
-        scores.masked_fill_(hidden, -math.inf)
+        scores.masked_fill_(queries.unsqueeze(-1) < keys, -math.inf)
     p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
+    weights = rows.dropped(p)
     ring_pass((v,), rows.group, average)
     return out.to(q.dtype), p
 
@@ -102,11 +91,12 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, rows
     """-> dq, dk, dv of this rank's tokens."""
     exact = torch.promote_types(p.dtype, torch.float32)
     kv_heads, ds, dq = k.size(1), torch.empty_like(p, dtype=exact), torch.zeros_like(q, dtype=exact)
+    weights = rows.dropped(p)
 
     def through_values(step: int, v: Tensor) -> tuple[Tensor]:
         v, _ = repeat_kv(q, v, v)
-        rows.columns(ds, step).copy_(rows.dropped(dout @ v.transpose(-2, -1), step))
-        share = rows.dropped(rows.columns(p, step), step).transpose(-2, -1) @ dout
+        rows.columns(ds, step).copy_(dout @ v.transpose(-2, -1))
+        share = rows.columns(weights, step).transpose(-2, -1) @ dout
         return (sum_kv_copies(share, kv_heads).to(exact),)
 
     def through_scores(step: int, k: Tensor) -> tuple[Tensor]:
@@ -116,6 +106,7 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, rows
         return (sum_kv_copies(part.transpose(-2, -1) @ q, kv_heads).to(exact),)
 
     (dv,) = ring_pass((v,), rows.group, through_values)
+    ds = rows.dropped(ds)
     ds.sub_(torch.einsum("...ij,...ij->...i", ds, p.to(exact)).unsqueeze(-1))
     ds.mul_(p).div_(math.sqrt(q.size(-1)))
     (dk,) = ring_pass((k,), rows.group, through_scores)

@@ -17,7 +17,6 @@ section 3 (rematerialization-aware checkpointing). Differs: any core with an (O,
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 from torch import Tensor
 
@@ -26,28 +25,25 @@ from minitrain.context.ring import check_core
 
 
 class Sparing:
-    """A core: `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`, which with
-    ALiBi or dropout are given the `kernel=` that adds and multiplies what belongs to a place (placed.py)."""
+    """A core: `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`."""
 
     def __init__(self, forward: Callable, backward: Callable):
         self.forward, self.backward = forward, backward
         self._store: deque | None = None
         self._again = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **places) -> Tensor:
-        """`places`: bias, dropout."""
-        kernel = check_core("Sparing", q, k, v, **places)
-        settings = {} if places.get("bias") is None and not places.get("dropout") else {"kernel": kernel}
-        return recomputed(partial(self.attend, **settings), partial(self.backward, **settings), q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_core("Sparing", q, k, v)
+        return recomputed(self.attend, self.backward, q, k, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """O and lse, computed the first time, given back the second."""
         if self._again:
             if not self._store or self._store[0][0].shape[:-1] != q.shape[:-1]:
                 what = f"Sparing: q {list(q.shape)} was not there the first time"
                 raise ValueError(f"{what}; a checkpointed layer must do the same twice")
             return self._store.popleft()
-        results = self.forward(q, k, v, **settings)
+        results = self.forward(q, k, v)
         if self._store is not None:
             self._store.append(tuple(x.detach() for x in results))
         return results

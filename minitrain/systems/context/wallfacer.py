@@ -45,8 +45,7 @@ def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **ho
     members, teams = team.size(), ring.size()
     if teams % members:
         what = f"teams of C={members} on P={teams * members} ranks"
-        share = f"P/C² = {teams / members:g} blocks for each member"
-        raise ValueError(f"{what}: {share}; take a C whose square divides P")
+        raise ValueError(f"{what}: {teams / members:g} blocks for a member; take a C whose square divides P")
     where = Teams(team, ring, tiles_by_step(team, ring, layout, q.size(TIME), causal))
     out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, kernel)
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]

@@ -29,16 +29,15 @@ from minitrain.moe.turns import of, slices, turn, turn_backward
 from minitrain.ranks import collectives
 
 
-def pulled(rows, counts, up, down, across, inside, act=F.gelu, gate=None, *, sizes=None) -> Tensor:
+def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, sizes=None) -> Tensor:
     """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
-    if sizes is not None and len(sizes) != len(counts):
-        raise ValueError(f"sizes={sizes} of {len(counts)} experts; give the counts as numbers")
     if len(counts) != n * len(up):
         given = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
         raise ValueError(f"{given}; count the rows of every expert of all ranks, {n * len(up)}")
     wants = Wants(counts, across, inside, sizes)
-    return _Pulled.apply(rows, up, down, gate, act, counts.tolist() if sizes is None else sizes, wants)
+    sizes = counts.tolist() if sizes is None else sizes
+    return _Pulled.apply(rows, down, up, gate, act, sizes, wants)
 
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
@@ -57,22 +56,18 @@ class Wants:
         self.across, self.inside = across, inside
         self.nodes, self.node, self.g, self.place = across.size(), across.rank(), inside.size(), inside.rank()
         wanted = counts.gt(0).to(torch.uint8).view(self.nodes, self.g, -1)
+        self.here = wanted.shape[2]
         asked = collectives.all_to_all(wanted.transpose(0, 1).contiguous(), inside)
         needed = asked.amax(0)
         asked_by = collectives.all_to_all(needed, across)
-        self.here = wanted.shape[2]
         if sizes is not None:  # a dry run: every rank wants the same experts
-            own, mine = range(self.here), [self.first(m) for m in range(self.nodes)]
-            self.needed = [[sizes[first + j] > 0 for j in own] for first in mine]
+            nodes, own = range(-self.node, self.nodes - self.node), range(self.here)
+            self.needed = [[sizes[self.expert(s, 0, j)] > 0 for j in own] for s in nodes]
             self.asked, self.asked_by = [self.needed] * self.g, [self.needed[self.node]] * self.nodes
             return
         self.asked = asked.tolist()  # [place][node][j]: does it want expert j of my place in that node?
         self.needed = needed.tolist()  # [node][j]: does anyone here?
         self.asked_by = asked_by.tolist()  # [node][j]: does it want my expert j?
-
-    def first(self, node: int) -> int:
-        """The first expert of this rank's place in that node."""
-        return (node * self.g + self.place) * self.here
 
     def expert(self, s: int, q: int, j: int) -> int:
         """Expert j of the place q further in the node s further."""
@@ -139,35 +134,38 @@ class Homeward:
             handles = start(made or own, own, wants.inside, further, back)
             arrived = [handle.wait() for handle in handles]
             made = arrived if back[1] else None
-        if made is not None and self.total is not None:
-            for total, x in zip(self.total, made):
-                total.add_(x)
-        elif made is not None:
+        if self.total is None:
             self.total = made
+        else:
+            added(self.total, made or [])
         if q + 1 < wants.g:
             return
         self.arrive()
-        if s == 0 and self.total is not None:
-            for home, x in zip(own, self.total):
-                home.add_(x)
-        elif s:
+        if s:
             back, further = wants.between_nodes(s, j)
             self.leaving = own, start(self.total or own, own, wants.across, further, back)
+        else:
+            added(own, self.total or [])
         self.total = None
 
     def arrive(self) -> None:
         """Add what the last round has brought."""
         if self.leaving is not None:
-            for home, handle in zip(*self.leaving):
-                arrived = handle.wait()
-                if len(arrived):
-                    home.add_(arrived)
+            own, handles = self.leaving
+            arrived = [handle.wait() for handle in handles]
+            added(own, [x for x in arrived if len(x)])  # nothing of all, or all of them
             self.leaving = None
+
+
+def added(sums: list[Tensor], more: list[Tensor]) -> None:
+    """In place; `more` is as long, or empty."""
+    for total, x in zip(sums, more):
+        total.add_(x)
 
 
 class _Pulled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, up, down, gate, act, sizes, wants):
+    def forward(ctx, rows, down, up, gate, act, sizes, wants):
         matrices = [down, up] if gate is None else [down, up, gate]
         made = [rows.new_empty(len(rows), up.shape[2]) for _ in matrices[1:]]
         y, where = torch.empty_like(rows), slices(sizes)
@@ -184,8 +182,7 @@ class _Pulled(torch.autograd.Function):
     def backward(ctx, dy):
         rows, *rest = ctx.saved_tensors
         matrices, made = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
-        wants_rows, wants_up, wants_down, wants_gate, *_ = ctx.needs_input_grad
-        wanted = [wants_down, wants_up, wants_gate][: len(matrices)]
+        wants_rows, *wanted = ctx.needs_input_grad[: 1 + len(matrices)]
         sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
         drows, where = torch.empty_like(rows) if wants_rows else None, slices(ctx.sizes)
         home = Homeward(sums, ctx.wants)
@@ -203,6 +200,4 @@ class _Pulled(torch.autograd.Function):
             home.add(*place, grads)
             del grads
         home.arrive()
-        grads = iter(sums)
-        ddown, dup, dgate = (next(grads) if want else None for want in (*wanted, False)[:3])
-        return drows, dup, ddown, dgate, None, None, None
+        return drows, *(sums.pop(0) if want else None for want in wanted), *[None] * (6 - len(wanted))

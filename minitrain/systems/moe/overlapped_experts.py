@@ -1,19 +1,19 @@
 """A layer in parts: the rows of one part travel while experts work on those of another.
 
     by_capacity   each expert's rows in r chunks         chunk i+1 arrives, chunk i works, chunk i-1 goes home
-    by_peer       those of the group of g ranks that is s further, s = 0 .. n/g-1; the rank's group first
+    by_peer       those of the rank that is s further, s = 0 .. n-1; the rank's own first
     reused        as by_capacity, but what experts read is not kept: backward fetches it once more
 
 A part is a generator that gives way when it has handed rows to the network; `interleave` is the schedule.
 Backward needs none: autograd runs in reverse, and a transfer that is issued before a product and awaited
 behind it has a gradient that is issued before that product's gradient and awaited behind it.
-Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way, g
-in a step (g-1 in the first), so groups of one rank start without the network and have the most steps; reused
-has 5 crossings of D elements per row, not 4. Memory: of R rows reused holds two chunks while experts work
-(one is arriving), a third while one is sorted; the others keep all R for backward.
+Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way, so
+work starts without the network; reused has 5 crossings of D elements per row, not 4. Memory: of R rows reused
+holds two chunks while experts work (one is arriving), a third while one is sorted; the others keep all R for
+backward.
 Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
-et al. 2023 (MPipeMoE), IPDPS. Differs: MPipeMoE has two fixed buffers and may offload: that choice is in
-systems/plan/expert_overlap.py.
+et al. 2023 (MPipeMoE), IPDPS. Differs: FasterMoE pairs groups of ranks, these are of one; MPipeMoE has two
+fixed buffers and may offload: that choice is in systems/plan/expert_overlap.py.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -116,19 +116,9 @@ def by_capacity(x, routing: Routing, group, work: Work, params=(), *, chunks: in
     return in_parts(x, routing, *capacity_parts(routing, group, chunks), work, params)
 
 
-class Chunks:
-    """`by_capacity` as the hook of a layer of experts (moe/dispatch.AllToAll is another)."""
-
-    def __init__(self, group: ProcessGroup, chunks: int):
-        self.group, self.chunks = group, chunks
-
-    def __call__(self, x: Tensor, routing: Routing, experts: Callable) -> Tensor:
-        return by_capacity(x, routing, self.group, experts, chunks=self.chunks)
-
-
-def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, size: int = 1):
-    """The same: in step s rows go to the group of `size` ranks that is s further, those of s back arrive."""
-    return in_parts(x, routing, *peer_parts(routing, group, size), work, params)
+def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=()) -> Tensor:
+    """The same: in step s rows go to the rank that is s further, those of the rank s back arrive."""
+    return in_parts(x, routing, *peer_parts(routing, group), work, params)
 
 
 def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
@@ -226,50 +216,26 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
     return _parts(routing, group, chunks, (chunk, chunk), transfer)
 
 
-def peer_parts(routing: Routing, group: ProcessGroup, size: int = 1) -> tuple[Dispatch, list[Part]]:
-    """A part for each distance between groups of `size` ranks that follow one another, the own group first.
-
-    Inside a step pairs alternate too: place i of a group sends to places i, i + 1, .. of the other."""
+def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Part]]:
+    """A part for each distance between two ranks, this rank's own rows first."""
     rank, n = group.rank(), group.size()
-    if not isinstance(size, int) or size < 1 or n % size:
-        rule = f"use a divisor of {n}, 1 for single ranks"
-        raise ValueError(f"overlap: groups of size={size!r} of {n} ranks; {rule}")
 
     def further(step: int, to: int, rows: int) -> Span:
-        return (0, rows) if (to // size - rank // size) % (n // size) == step else (0, 0)
+        return (0, rows if to == (rank + step) % n else 0)
 
     def back(step: int, source: int, rows: int) -> Span:
-        return (0, rows) if (rank // size - source // size) % (n // size) == step else (0, 0)
+        return (0, rows if source == (rank - step) % n else 0)
 
-    def peer(distance: int, turn: int) -> int:
-        return (rank // size + distance) % (n // size) * size + (rank + turn) % size
-
-    def transfer(step: int, sends: list[int], receives: list[int]) -> Callable:
-        pairs = [(peer(step, turn), peer(-step, -turn)) for turn in range(size)]
+    def transfer(step: int, _, receive_sizes: list[int]) -> Callable:
+        to, source = (rank + step) % n, (rank - step) % n
 
         def exchange(rows: Tensor) -> collectives.Handle:
-            pieces, handles = rows.split(sends), {}
-            for to, source in pairs:
-                like = rows.new_empty(receives[source], rows.shape[1])
-                handles[source] = collectives.exchange(
-                    pieces[to], to, source, group, like=like, async_op=True
-                )
-            return joined([handles[source] for source in sorted(handles)])
+            like = rows.new_empty(receive_sizes[source], rows.shape[1])
+            return collectives.exchange(rows, to, source, group, like=like, async_op=True)
 
         return exchange
 
-    return _parts(routing, group, n // size, (further, back), transfer)
-
-
-def joined(handles: list[collectives.Handle]) -> collectives.Handle:
-    """One handle for all, of their rows one after the other."""
-    if len(handles) == 1:
-        return handles[0]
-
-    def rows() -> Tensor:
-        return torch.cat([handle.wait() for handle in handles])
-
-    return collectives.Handle(lambda: None, rows)
+    return _parts(routing, group, n, (further, back), transfer)
 
 
 def _parts(

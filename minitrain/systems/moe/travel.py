@@ -3,11 +3,11 @@
     table [n, E]   rows that each rank of ep has for each expert, alike on all ranks
     hook           (x [N, D], its routing, experts) -> [N, D], as moe/dispatch.AllToAll; each wraps another:
 
-    Shadow(Pull(AllToAll(group), across, inside, pays), group, table, rule, most)
+    partial(shadow, hook=partial(pull, hook=AllToAll(group), ..), ..)
 
-AllToAll   rows go to their experts (dispatch.py); TwoLevels over nodes, Chunks in chunks
-Pull       experts go to their rows (move_experts.py), where that pays: by the table, if it sends fewer bytes
-Shadow     experts that a rule picks from the table are copied to every rank for the step, the busiest first;
+AllToAll   rows go to their experts (dispatch.py); TwoLevels over nodes, by_capacity in chunks
+pull       experts go to their rows (move_experts.py), where that pays: by the table, if it sends fewer bytes
+shadow     experts that a rule picks from the table are copied to every rank for the step, the busiest first;
            their rows stay, the gradients of the copies are added up at the owner; other rows go on
 
 Who owns an expert never changes, so to decide otherwise moves nothing. Backward repeats what its forward did.
@@ -21,6 +21,7 @@ those of rows and matrices only; in training it reckons with a backward in which
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,58 +39,32 @@ Table = list[list[int]]
 Hook = Callable[[Tensor, Routing, nn.Module], Tensor]
 
 
-class Pull:
-    """Where it pays, alike on all ranks, experts travel to the rows; else rows by the other `hook`."""
-
-    def __init__(
-        self,
-        hook: Hook,
-        across: ProcessGroup,
-        inside: ProcessGroup,
-        pays: Callable[[Routing, bool], bool] | None = None,
-    ):
-        """`pays(routing, training)`; None: always."""
-        self.hook, self.across, self.inside, self.pays = hook, across, inside, pays
-
-    def __call__(self, x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
-        if self.pays is None or self.pays(routing, experts.training):
-            return at_home(x, routing, experts, self.work)
-        return self.hook(x, routing, experts)
-
-    def work(self, rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
-        return pulled(rows, counts, up, down, self.across, self.inside, act, gate, sizes=sizes)
+def pull(x: Tensor, routing: Routing, experts: nn.Module, *, hook: Hook, across, inside, pays=None) -> Tensor:
+    """Where `pays(routing, training)`, alike on all ranks, experts travel to the rows; else rows by the other
+    `hook`. None: always."""
+    if pays is None or pays(routing, experts.training):
+        return at_home(x, routing, experts, partial(pulled, across=across, inside=inside))
+    return hook(x, routing, experts)
 
 
-class Shadow:
-    """Of the experts that `rule(table)` picks the `most` busiest are copied to their rows; other rows by the
-    other `hook`."""
+def shadow(x, routing: Routing, experts: nn.Module, *, hook: Hook, group, table, rule, most: int) -> Tensor:
+    """Of the experts that `rule(table(routing))` picks the `most` busiest are copied to their rows; other
+    rows by the other `hook`."""
+    rows_of = table(routing)
+    chosen = busiest(rows_of, rule(rows_of), most)
+    if not chosen:
+        return hook(x, routing, experts)
 
-    def __init__(
-        self,
-        hook: Hook,
-        group: ProcessGroup,
-        table: Callable[[Routing], Table],
-        rule: Callable[[Table], Sequence[int]],
-        most: int,
-    ):
-        self.hook, self.group, self.table, self.rule, self.most = hook, group, table, rule, most
+    def work(rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
+        matrices = [matrix for matrix in (up, down, gate) if matrix is not None]
+        up, down, *gate = shadows(matrices, chosen, group)
+        sizes = sizes and [sizes[e] for e in chosen]
+        counts = counts[torch.tensor(chosen, device=counts.device)]
+        return grouped(rows, counts, up, down, act, *gate, sizes=sizes)
 
-    def __call__(self, x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
-        table = self.table(routing)
-        chosen = busiest(table, self.rule(table), self.most)
-        if not chosen:
-            return self.hook(x, routing, experts)
-
-        def work(rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
-            matrices = [matrix for matrix in (up, down, gate) if matrix is not None]
-            up, down, *gate = shadows(matrices, chosen, self.group)
-            sizes = sizes and [sizes[e] for e in chosen]
-            counts = counts[torch.tensor(chosen, device=counts.device)]
-            return grouped(rows, counts, up, down, act, *gate, sizes=sizes)
-
-        others = [e for e in range(routing.probs.shape[1]) if e not in chosen]
-        y = at_home(x, routing.only(chosen), experts, work)
-        return y + self.hook(x, routing.only(others), experts)
+    others = [e for e in range(routing.probs.shape[1]) if e not in chosen]
+    y = at_home(x, routing.only(chosen), experts, work)
+    return y + hook(x, routing.only(others), experts)
 
 
 def at_home(x: Tensor, routing: Routing, experts: nn.Module, work: Callable) -> Tensor:

@@ -17,6 +17,8 @@ Differs: the two levels do not overlap; a copy enters its node at the sender's o
 the k experts of a token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -79,10 +81,7 @@ class TwoLevels(AllToAll):
     """As `AllToAll`, over the ranks of `across` and `inside`."""
 
     def __init__(self, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None):
-        self.across, self.inside, self.meanwhile = across, inside, meanwhile
-
-    def dispatch(self, routing: Routing) -> TwoLevelDispatch:
-        return TwoLevelDispatch(routing, self.across, self.inside, self.meanwhile)
+        self.dispatch = partial(TwoLevelDispatch, across=across, inside=inside, meanwhile=meanwhile)
 
 
 def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) -> Tensor:

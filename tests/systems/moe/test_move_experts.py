@@ -55,7 +55,7 @@ def moved(leaves, case, across, inside):
     x, scores, up, down, *gate = leaves
     routing = CASES[case](x @ scores)
     way = Dispatch(routing)
-    y = pulled(way.there(x), way.counts, up, down, across, inside, F.silu, *gate)
+    y = pulled(way.there(x), way.counts, up, down, F.silu, *gate, across=across, inside=inside)
     return outcome(way.back(y, routing.weights), leaves), way.counts
 
 
@@ -121,7 +121,7 @@ def metered(g):
     """How many experts are live at most, beside what lives throughout; and the events of forward."""
     group = collectives.world()
     mesh = Mesh(node=group.size() // g, place=g)
-    groups = mesh.group("node"), mesh.group("place")
+    groups = dict(across=mesh.group("node"), inside=mesh.group("place"))
     here, width, wide = 3, 32, 64
     up, down = torch.randn(here, width, wide), torch.randn(here, wide, width)
     up.requires_grad_(), down.requires_grad_()
@@ -129,7 +129,7 @@ def metered(g):
     rows = torch.randn(len(counts), width, requires_grad=True)
     expert = 2 * width * wide * 4
     with Ledger() as ledger:
-        y = pulled(rows, counts, up, down, *groups)
+        y = pulled(rows, counts, up, down, **groups)
         kept = up.nbytes + down.nbytes + rows.nbytes + y.nbytes + len(rows) * wide * 4
         forward = (ledger.peak_bytes - kept) / expert
         live = (ledger.live_bytes - kept) / expert
@@ -174,7 +174,7 @@ SHAPES = [(tokens, wide) for tokens in (16, 64) for wide in (3, 6, 40)]
 def both_ways():
     group = collectives.world()
     mesh = Mesh(node=group.size(), place=1)
-    groups = mesh.group("node"), mesh.group("place")
+    groups = dict(across=mesh.group("node"), inside=mesh.group("place"))
     return [sent_by(tokens, wide, group, groups) for tokens, wide in SHAPES]
 
 
@@ -197,7 +197,7 @@ def sent_by(tokens, wide, group, groups):
                 y = experts.grouped(dispatch.there(x), dispatch.counts, up, down)
             else:
                 dispatch = Dispatch(routing)
-                y = pulled(dispatch.there(x), dispatch.counts, up, down, *groups)
+                y = pulled(dispatch.there(x), dispatch.counts, up, down, **groups)
             with ledger.phase("still forward"):
                 y = dispatch.back(y, routing.weights)
             forward = ledger.sent_bytes()
@@ -280,4 +280,4 @@ def test_counts_of_other_experts_are_refused():
 
     matrices = torch.zeros(4, D, WIDE), torch.zeros(4, WIDE, D)
     with pytest.raises(ValueError, match="counts of 4 experts, 4 of them on each of 2 ranks; count the rows"):
-        pulled(torch.zeros(3, D), torch.tensor([3, 0, 0, 0]), *matrices, Group(2), Group(1))
+        pulled(torch.zeros(3, D), torch.tensor([3, 0, 0, 0]), *matrices, across=Group(2), inside=Group(1))

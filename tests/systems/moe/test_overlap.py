@@ -39,8 +39,6 @@ WAYS = {
     "3 chunks": lambda *layer: overlapped_experts.by_capacity(*layer, chunks=3),
     "7 chunks": lambda *layer: overlapped_experts.by_capacity(*layer, chunks=7),
     "by peer": overlapped_experts.by_peer,
-    "by pairs of ranks": lambda *layer: overlapped_experts.by_peer(*layer, size=min(2, layer[2].size())),
-    "by one group": lambda *layer: overlapped_experts.by_peer(*layer, size=layer[2].size()),
     "reused": lambda *layer: overlapped_experts.reused(*layer, chunks=3),
     "grouped": lambda x, routing, group, _, params: overlapped_experts.by_capacity(
         x, routing, group, experts.grouped, params
@@ -125,13 +123,10 @@ def on_a_rank(case, way):
     away = routing.experts // (E // group.size())
     table = torch.stack([(away == r).sum() for r in range(group.size())])
     events = [words(ledger.events) for ledger in (forward, backward)]
-    sends = [[e for e in one.events if getattr(e, "op", "") == "send"] for one in (forward, backward)]
-    to = [[e.members[1] for e in some] for some in sends]
     calls = [ledger.num_calls(op) for ledger in (forward, backward) for op in ("all_to_all", "send")]
     sent = [ledger.sent_bytes() for ledger in (forward, backward)]
-    came = [e.members[0] for e in forward.events if getattr(e, "op", "") == "receive"]
     equal = y.detach(), *grads_of(tensors)
-    return dict(equal=equal, words=events, to=to, came=came, calls=calls, sent=sent, table=table)
+    return dict(equal=equal, words=events, calls=calls, sent=sent, table=table)
 
 
 def all_cases():
@@ -172,8 +167,7 @@ def test_the_same_bytes_in_more_messages(ranks, case):
             assert all_ways[case, way]["sent"] == [crossings + counts, crossings + again], way
         for way, chunks in CHUNKS.items():
             assert all_ways[case, way]["calls"] == [1 + 2 * chunks, 0, 2 * chunks, 0]
-        for way in ("by peer", "by pairs of ranks", "by one group"):
-            assert all_ways[case, way]["calls"] == [1, 2 * (ranks - 1), 0, 2 * (ranks - 1)]
+        assert all_ways[case, "by peer"]["calls"] == [1, 2 * (ranks - 1), 0, 2 * (ranks - 1)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -196,24 +190,6 @@ def test_fastermoe():
         forward, backward = rank["spread", "by peer"]["words"]
         assert forward == "+0 -0 +1 * +2 -1 * +3 +4 -2 * +5 -3 -4 * +6 -5 -6".split()
         assert backward == [*read_backwards(forward[2:]), "*"]
-
-
-def test_groups_of_ranks_exchange_pair_by_pair():
-    """Two groups of two: the other group's rows, two messages, travel while those of the own group are worked on,
-    to the same place of it first. Results go back the way that the rows came; gradients take both ways reversed.
-    """
-    for rank, of_rank in enumerate(launched(4)):
-        forward, backward = of_rank["spread", "by pairs of ranks"]["words"]
-        first, second = ("-2", "-3") if rank % 2 == 0 else ("-3", "-2")  # awaited in the order of ranks
-        back = ("-5", "-6") if rank % 2 == 0 else ("-6", "-5")
-        assert forward == f"+0 -0 +1 +2 +3 -1 * +4 {first} {second} * +5 +6 -4 {back[0]} {back[1]}".split()
-        assert [word[0] for word in backward] == [word[0] for word in [*read_backwards(forward[2:]), "*"]]
-        mate, other = [rank ^ 1], [(rank + 2) % 4, (rank + 2) % 4 ^ 1]
-        assert of_rank["spread", "by pairs of ranks"]["to"] == [2 * (mate + other), 2 * (other + mate)]
-        in_one_step = [(rank + turn) % 4 for turn in (1, 2, 3)]
-        assert of_rank["spread", "by one group"]["to"] == [2 * in_one_step] * 2
-        assert of_rank["spread", "by one group"]["came"] == 2 * in_one_step[::-1]  # of rank - 1, - 2, - 3
-        assert of_rank["spread", "by pairs of ranks"]["came"] == 2 * (mate + other)
 
 
 def test_reused_fetches_rows_and_gradients_behind_products():
