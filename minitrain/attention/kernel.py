@@ -98,7 +98,8 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
     if q.is_cuda:
         out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal)[:2]
     else:
-        out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=_mask(bias, q))
+        mask = bias(q.device).unsqueeze(0) if bias else None
+        out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=mask)
     return (out if width == q.size(-1) else out[..., :width].clone()), lse  # a view would keep the zeros
 
 
@@ -110,11 +111,10 @@ def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None 
     q, k, v, dout, out = in_rows(q, k, v, dout, out)
     if q.is_cuda:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of no dropout
-        lengths = None, None, q.size(2), k.size(2)
-        how = *lengths, 0.0, causal, unused, unused
+        how = None, None, q.size(2), k.size(2), 0.0, causal, unused, unused
         dq, dk, dv = torch_private.flash_cuda_backward(dout, q, k, v, out, lse, *how)
     else:
-        mask = _mask(bias, q)
+        mask = bias(q.device).unsqueeze(0) if bias else None
         dq, dk, dv = torch_private.flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
     return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)
 
@@ -133,10 +133,6 @@ def widened(x: Tensor, q: Tensor) -> Tensor:
 def in_rows(*tensors: Tensor) -> list[Tensor]:
     """The kernel for CPUs reads K numbers one behind the other wherever they lie, and says nothing."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
-def _mask(bias: Callable | None, q: Tensor) -> Tensor | None:
-    return bias(q.device).unsqueeze(0) if bias else None
 
 
 PLAIN, FUSED = Kernel(plain_forward, plain_backward), Kernel(fused_forward, fused_backward)

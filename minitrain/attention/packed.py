@@ -47,14 +47,10 @@ def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, 
 def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     """The lengths between the offsets, which are those of so many tokens."""
     offsets = [int(offset) for offset in cu_seqlens]
-    if not offsets or offsets[0] != 0:
-        raise ValueError(f"cu_seqlens {offsets} do not start at 0, where the first sequence does")
-    for here, after in pairwise(offsets):
-        if after <= here:
-            raise ValueError(f"cu_seqlens {offsets} do not ascend: {after} after {here}")
-    if offsets[-1] != tokens:
-        raise ValueError(f"cu_seqlens end at {offsets[-1]}, but there are {tokens} tokens; end there")
-    return [after - here for here, after in pairwise(offsets)]
+    lengths = [after - here for here, after in pairwise(offsets)]
+    if not offsets or offsets[0] != 0 or offsets[-1] != tokens or min(lengths, default=1) < 1:
+        raise ValueError(f"cu_seqlens {offsets} do not ascend from 0 to the {tokens} tokens that there are")
+    return lengths
 
 
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:

@@ -56,21 +56,6 @@ class Alibi(NamedTuple):
         return self.slopes.to(exact)[:, None, None] * distance.unsqueeze(-3)
 
 
-def check_bias(what: str, bias: Alibi | None, heads: int) -> None:
-    """What a core by tiles can be given; before anything is sent."""
-    if bias is None:
-        return
-    if not isinstance(bias, Alibi):
-        found = f"a bias {list(bias.shape)} is about the keys that are here, others come by too"
-        raise ValueError(f"{what}: {found}; give an Alibi(slopes, positions)")
-    if bias.positions.dim() != 1:
-        found = f"ALiBi with positions {list(bias.positions.shape)}, other ones in each row"
-        cure = "give positions [T], or attend in one piece, with causal_attention"
-        raise ValueError(f"{what}: {found}; tiles have the same in all: {cure}")
-    if len(bias.slopes) != heads:
-        raise ValueError(f"{what}: ALiBi has {len(bias.slopes)} slopes for {heads} heads; cut both alike")
-
-
 class Placed(NamedTuple):
     """A `Kernel` for each tile, which knows the positions of the tile's queries and keys."""
 
@@ -105,9 +90,16 @@ def placed(kernel: Kernel, bias: Alibi | None = None, dropout: DropMask | float 
 
 def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> None:
     """What a core by tiles can be given; before anything is sent."""
-    check_bias(what, bias, q.size(1))
-    if dropout and not isinstance(dropout, DropMask):
-        why = f"dropout={dropout} is a rate without a seed, and each rank would draw its own mask"
-        raise ValueError(f"{what}: {why}; give a DropMask, as dropout.drop_scores does")
-    if dropout and not 0 <= dropout.p < 1:
-        raise ValueError(f"{what}: dropout p={dropout.p}; must be in [0, 1)")
+    wrong = ""
+    if bias is not None and not isinstance(bias, Alibi):
+        wrong = f"a bias {list(bias.shape)} is about the keys that are here; give an Alibi(slopes, positions)"
+    elif bias is not None and bias.positions.dim() != 1:
+        wrong = f"ALiBi with positions {list(bias.positions.shape)}, other ones in each row; give [T]"
+    elif bias is not None and len(bias.slopes) != q.size(1):
+        wrong = f"ALiBi has {len(bias.slopes)} slopes for {q.size(1)} heads; cut both alike"
+    elif dropout and not isinstance(dropout, DropMask):
+        wrong = f"dropout={dropout} is a rate without a seed; give a DropMask, as dropout.drop_scores does"
+    elif dropout and not 0 <= dropout.p < 1:
+        wrong = f"dropout p={dropout.p}; must be in [0, 1)"
+    if wrong:
+        raise ValueError(f"{what}: {wrong}")

@@ -47,7 +47,7 @@ class _Inwards(torch.autograd.Function):
     def forward(ctx, x, tokens, sizes, *matrices):
         made = [x.new_empty(sum(sizes), matrix.shape[2]) for matrix in matrices]
         for e, here in enumerate(slices(sizes)):
-            rows = rows_at(x, there(tokens, here))
+            rows = rows_at(x, tokens, here)
             for matrix, room in zip(matrices, made):
                 torch.mm(rows, matrix[e], out=room[here])
         ctx.save_for_backward(x, tokens, *matrices)
@@ -62,7 +62,7 @@ class _Inwards(torch.autograd.Function):
         grads = [torch.empty_like(matrix) if wants else None for matrix, wants in zip(matrices, wanted)]
         dx = (torch.empty_like(x) if tokens is None else torch.zeros_like(x)) if wants_x else None
         for e, here in enumerate(slices(ctx.sizes)):
-            rows = rows_at(x, there(tokens, here))
+            rows = rows_at(x, tokens, here)
             for d, room in zip(dmade, of(e, grads)):
                 if room is not None:
                     torch.mm(rows.T, d[here], out=room)
@@ -83,7 +83,11 @@ class _Outwards(torch.autograd.Function):
         y = (down.new_empty if tokens is None else down.new_zeros)(length, down.shape[2])
         for e, here in enumerate(slices(sizes)):
             weight = None if weights is None else weights[here, None]
-            add_rows(y, there(tokens, here), leave(of(here, made), weight, down[e], act))
+            results = leave(of(here, made), weight, down[e], act)
+            if tokens is None:
+                y[here] = results
+            else:
+                y.index_add_(0, tokens[here], results)
         ctx.save_for_backward(tokens, weights, down, *made)
         ctx.act, ctx.sizes = act, sizes
         return y
@@ -98,7 +102,7 @@ class _Outwards(torch.autograd.Function):
         for e, here in enumerate(slices(ctx.sizes)):
             weight = None if weights is None else weights[here, None]
             rooms = *of(here, [dweights]), *of(e, [ddown]), *of(here, dmade[:1])
-            given = rows_at(dy, there(tokens, here)), weight, down[e], of(here, made), ctx.act
+            given = rows_at(dy, tokens, here), weight, down[e], of(here, made), ctx.act
             for room, d in zip(of(here, dmade), leave_backward(*given, *rooms)):
                 if room is not None:
                     room.copy_(d)
@@ -126,9 +130,7 @@ def turn_backward(dy, rows, weight: Given, matrices, down, made, act, rooms, wan
     for d, room in zip(dmade, dmatrices):
         if room is not None:
             torch.mm(rows.T, d, out=room)
-    if not wants_rows:
-        return None
-    return rows_backward(dmade, matrices)
+    return rows_backward(dmade, matrices) if wants_rows else None
 
 
 def rows_backward(dmade: Tensors, matrices: Tensors, out: Given = None) -> Tensor:
@@ -139,13 +141,12 @@ def rows_backward(dmade: Tensors, matrices: Tensors, out: Given = None) -> Tenso
     return drows
 
 
-def leave_backward(dy, weight: Given, down, made, act, dweight, ddown, dlayer: Given = None) -> Tensors:
-    """dy of one expert's rows -> those of `made`; the others are written into dweight and ddown. `dlayer`:
-    where [rows, F] may be overwritten."""
+def leave_backward(dy, weight: Given, down, made, act, dweight, ddown) -> Tensors:
+    """dy of one expert's rows -> those of `made`; the others are written into dweight and ddown."""
     with torch.enable_grad():
         leaves = [room.detach().requires_grad_() for room in made]
         layer = hidden(act, *leaves)
-    dlayer = torch.mm(dy, down.T, out=dlayer)
+    dlayer = dy @ down.T
     if dweight is not None:
         torch.sum(dlayer * layer.detach(), 1, out=dweight)
     if weight is not None:
@@ -153,11 +154,6 @@ def leave_backward(dy, weight: Given, down, made, act, dweight, ddown, dlayer: G
     if ddown is not None:
         torch.mm(layer.detach().T, dy, out=ddown)
     return torch.autograd.grad(layer, leaves, dlayer)
-
-
-def there(tokens: Given, here: slice) -> slice | Tensor:
-    """Where the rows of a turn are in x."""
-    return here if tokens is None else tokens[here]
 
 
 def of(which: int | slice, tensors: Sequence[Given]) -> list[Given]:
@@ -171,14 +167,6 @@ def slices(sizes: list[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes)]
 
 
-def rows_at(x: Tensor, part: slice | Tensor) -> Tensor:
-    """A slice is a view; the rows of tokens are a copy."""
-    return x[part] if isinstance(part, slice) else x.index_select(0, part)
-
-
-def add_rows(out: Tensor, part: slice | Tensor, rows: Tensor) -> None:
-    """A slice is written once; of a token, all rows are added."""
-    if isinstance(part, slice):
-        out[part] = rows
-    else:
-        out.index_add_(0, part, rows)
+def rows_at(x: Tensor, tokens: Given, here: slice) -> Tensor:
+    """The rows of a turn: a view of x, or a copy of those of its tokens."""
+    return x[here] if tokens is None else x.index_select(0, tokens[here])

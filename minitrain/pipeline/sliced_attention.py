@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
-from minitrain.attention.placed import Alibi, check_bias
+from minitrain.attention.placed import Alibi, check_places
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.ranks.torch_private import in_backward
@@ -35,7 +35,7 @@ from minitrain.ranks.torch_private import in_backward
 
 def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
     """Queries `[B, H, t, K]` of the last t of T tokens: query i sees the keys up to T - t + i."""
-    check_bias("sliced attention", bias, q.size(1))
+    check_places("sliced attention", q, bias)
     before, length, by_place = k.size(-2) - q.size(-2), k.size(-2), isinstance(dropout, DropMask)
     places = torch.arange(before, length, device=q.device), torch.arange(length, device=q.device)
     first = not (before or bias or by_place)  # no mask is needed

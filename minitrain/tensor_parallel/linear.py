@@ -101,16 +101,14 @@ def divisors(size: int, below: int) -> str:
 
 def check_column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> None:
     for linear in linears:
-        check_row(x, linear, group, "column", "the whole width, the layer cuts its output")
+        check_row(x, linear, group)
 
 
-def check_row(
-    x: Tensor, linear: nn.Module, group: ProcessGroup, what="row", give="the slice that a column layer leaves"
-) -> None:
+def check_row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> None:
     for cut in placement(linear.weight).shards:
         if cut.group is not group:
             over, called = collectives.axis_of(cut.group), collectives.axis_of(group)
             raise ValueError(f"the matrix is cut over {over}, but the call is over {called}; use one group")
     if x.size(-1) != (width := linear.weight.size(1)):
-        wide = f"{list(x.shape)} is {x.size(-1)} wide, this matrix takes {width}"
-        raise ValueError(f"{what}: x {wide}; give {give}")
+        found = f"x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {width}"
+        raise ValueError(f"{found}: column the whole width, row the slice that column leaves")

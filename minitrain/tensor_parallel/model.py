@@ -109,7 +109,7 @@ def cut_layers(
     tables: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut: a tied head takes what the table has become
     for layer in layers:
         if hasattr(layer, "tokens"):
-            whole, layer.tokens = layer.tokens, vocabulary.cut_table(layer.tokens, group)
+            whole, layer.tokens = layer.tokens, shard(layer.tokens, 0, group, pad=True)
             tables[whole] = layer.tokens
             layer.hooks.token_rows = partial(
                 vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave

@@ -17,19 +17,13 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.sharding import shard
 
 MASKED = -100  # a target that does not count
-
-
-def cut_table(table: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
-    """[V, D] -> this rank's rows [ceil(V/t), D], zeros behind the last word."""
-    return shard(table, 0, group, pad=True)
 
 
 def lookup(table, ids, what, limit, *, group, vocab_size: int, leave=collectives.reduce_from) -> Tensor:

@@ -121,9 +121,9 @@ def test_the_map_is_a_prefix_sum():
 @pytest.mark.parametrize(
     "offsets, says",
     [
-        ([1, 12], "do not start at 0"),
-        ([0, 5, 4, 12], "do not ascend: 4 after 5"),
-        ([0, 5, 11], "end at 11, but there are 12 tokens"),
+        ([1, 12], "do not ascend from 0 to the 12 tokens"),
+        ([0, 5, 4, 12], "do not ascend from 0 to the 12 tokens"),
+        ([0, 5, 11], "do not ascend from 0 to the 12 tokens"),
     ],
 )
 def test_offsets_are_checked(offsets, says):

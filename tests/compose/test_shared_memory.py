@@ -67,7 +67,7 @@ def of_dispatched_rows(folder):
 
 def of_rows_by_token(folder):
     x = numbers(3, 4)
-    return [turns.rows_at(x, torch.arange(3))], [x]
+    return [turns.rows_at(x, torch.arange(3), slice(0, 3))], [x]
 
 
 def of_layers_at_home(folder):
@@ -230,7 +230,7 @@ def test_copies_share_no_memory(make, tmp_path: Path):
 
 def of_slices(folder):
     x = numbers(3, 4)
-    return [turns.rows_at(x, slice(0, 2))], [x]
+    return [turns.rows_at(x, None, slice(0, 2))], [x]
 
 
 def of_blocks(folder):

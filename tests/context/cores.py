@@ -6,18 +6,17 @@ from functools import partial
 from minitrain import collectives
 from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
-from minitrain.attention.kernel import FUSED, PLAIN
+from minitrain.attention.kernel import PLAIN
 from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.gathered import gathered_attention
 from minitrain.context.layout import contiguous, striped, zigzag
-from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
 from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context.balanced import balanced_attention, unbalanced
 from minitrain.systems.context.ring_self_attention import ring_self_attention
-from minitrain.systems.context.sparing import Sparing
 from minitrain.systems.context.wallfacer import wallfacer_attention
 from tests.context.runs import K, inputs
 
@@ -53,8 +52,6 @@ def in_one_axis(group):
     found["ring of PLAIN"] = partial(ring_attention, group=group, kernel=PLAIN), contiguous
     found["balanced"] = partial(balanced_attention, group=group), contiguous
     found["unbalanced"] = partial(balanced_attention, group=group, schedule=unbalanced), contiguous
-    way = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
-    found["sparing"] = Sparing(partial(ring_forward, **way), partial(ring_backward, **way)), zigzag
     return found
 
 
@@ -90,7 +87,7 @@ def in_three_axes():
 CORES = {
     2: lambda: in_one_axis(collectives.world()) | in_two_axes(2, 1) | in_two_axes(1, 2),
     4: lambda: (
-        some("ring", "gathered", "Ulysses striped", "balanced", "sparing", **in_one_axis(collectives.world()))
+        some("ring", "gathered", "Ulysses striped", "balanced", **in_one_axis(collectives.world()))
         | in_two_axes(2, 2)
     ),
     8: lambda: (

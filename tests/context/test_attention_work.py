@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.double_ring import double_ring_attention
-from minitrain.context.layout import contiguous, each_document, split, striped, tiles, zigzag
+from minitrain.context.layout import contiguous, split, striped, tiles, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.ranks.events import Compute
@@ -23,12 +23,7 @@ FORWARD, BACKWARD = (
     2 * B * H * 2 * K,
     2 * B * H * 5 * K,
 )  # FLOPs of a score: 2 products, and 5 that compute it anew
-LAYOUTS = {
-    "contiguous": contiguous,
-    "zigzag": zigzag,
-    "striped": striped,
-    "documents": each_document(zigzag, [0, 24, 64]),
-}
+LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def products(core, layout=contiguous, **settings):

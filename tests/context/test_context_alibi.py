@@ -1,7 +1,6 @@
 """ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of
 dropout, and in a model."""
 
-import math
 from functools import partial
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, fused_backward
-from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Alibi, Placed, alibi_slopes, placed
-from minitrain.context.layout import Tile, contiguous, each_document, positions, zigzag
+from minitrain.context.layout import Tile, contiguous, positions, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.model.layers import Attention, causal_attention, naive_attention
 from minitrain.plan.strategy import Strategy
-from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
+from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
@@ -47,30 +45,6 @@ def test_every_core_biases_as_one_process_does(ranks):
         return found
 
     for found in launch.run(rank, ranks=ranks):
-        assert max(found.values()) < TOLERANCE, found
-
-
-def test_documents_in_one_row():
-    """Each document laid out for itself; across documents nothing is seen, and within them distances are what
-    they are."""
-
-    def rank():
-        group, offsets = collectives.world(), [0, 8, 24, T]
-        document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-        expected = in_one_process(bias=BY_HAND.masked_fill(document[:, None] != document, -math.inf))
-        found = {}
-        for layout in LAYOUTS:
-            packed = each_document(layout, offsets)
-            found[layout.__name__] = furthest(
-                over_ranks(partial(ring_attention, group=group, layout=packed), group, packed)[0], expected
-            )
-        *qkv, _ = (x[:1] for x in inputs(HEADS))
-        for core in (flash_attention, lambda *qkv, causal, **more: naive_attention(*qkv, **more)):
-            out = packed_attention(*qkv, cu_seqlens=offsets, core=core, bias=ALIBI)
-            found[core.__name__] = (out - expected[0][:1]).abs().max().item()
-        return found
-
-    for found in launch.run(rank, ranks=2):
         assert max(found.values()) < TOLERANCE, found
 
 

@@ -16,13 +16,12 @@ from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Placed, placed
-from minitrain.context.layout import Tile, each_document, split, tiles, zigzag
-from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
+from minitrain.context.layout import Tile, split, tiles, zigzag
+from minitrain.context.ring import ring_attention
 from minitrain.model.layers import naive_attention
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.context.sparing import Sparing
-from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
+from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
@@ -102,28 +101,6 @@ def test_the_mask_is_a_function_of_the_place():
 # ---- cores -----------------------------------------------------------------------------------------------
 
 
-def packed_in_one_row():
-    """Documents in a row over the ranks, and one by one in one process: furthest from a mask of -inf between
-    them."""
-    group, offsets = collectives.world(), [0, 8, 24, T]
-    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
-    expected = in_one_process(
-        mask=MASK, bias=torch.where(document[:, None] == document, 0.0, -math.inf).double()
-    )
-    found = {}
-    for layout in LAYOUTS:
-        packed = each_document(layout, offsets)
-        found[layout.__name__] = furthest(
-            over(partial(ring_attention, group=group, layout=packed, dropout=MASK), group, packed, HEADS)[0],
-            expected,
-        )
-    *qkv, _ = (x[:1] for x in inputs(HEADS))
-    found["one by one"] = (
-        (packed_attention(*qkv, cu_seqlens=offsets, dropout=MASK) - expected[0][:1]).abs().max().item()
-    )
-    return found
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its
@@ -132,14 +109,22 @@ def test_every_core_drops_what_one_process_drops(ranks):
 
     def rank():
         group = collectives.world()
-        found = {
+        return {
             name: furthest(over(partial(core, dropout=MASK), group, layout, HEADS)[0], expected)
             for name, (core, layout) in CORES[ranks]().items()
         }
-        return found | ({} if ranks == 8 else packed_in_one_row())
 
     for found in launch.run(rank, ranks=ranks):
         assert max(found.values()) < TOLERANCE, found
+
+
+def test_packed_sequences_drop_what_one_row_drops():
+    offsets = [0, 8, 24, T]
+    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
+    apart = torch.where(document[:, None] == document, 0.0, -math.inf).double()
+    *qkv, _ = (x[:1] for x in inputs(HEADS))
+    out = packed_attention(*qkv, cu_seqlens=offsets, dropout=MASK)
+    assert furthest([out], [in_one_process(mask=MASK, bias=apart)[0][:1]]) < TOLERANCE
 
 
 def test_one_device_and_without_a_causal_mask():
@@ -219,32 +204,23 @@ def test_sends_what_it_sent_and_keeps_no_mask():
 
 
 def test_a_layer_that_is_computed_again_drops_the_same():
-    """torch's checkpoint around the core, with and without Sparing, whatever others draw; two layers differ,
-    and so do two steps and rows. torch's generator is left alone."""
+    """torch's checkpoint around the core, whatever others draw; two layers differ, and so do two steps and
+    rows. torch's generator is left alone."""
 
     def rank():
         group, results = collectives.world(), {}
         torch.manual_seed(50 + group.rank())
-        way = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
-        spared = Sparing(partial(ring_forward, **way), partial(ring_backward, **way))
+        core = partial(ring_attention, group=group, layout=zigzag)
         *qkv, dout = (split(x, zigzag, group, 2) for x in inputs(HEADS))
         places = Places(3)
-        for name, core, settings in (
-            ("kept", spared, None),
-            ("ring", partial(ring_attention, group=group, layout=zigzag), {}),
-            ("spared", spared, dict(context_fn=spared.contexts)),
-        ):
-            layers = [
-                partial(drop_scores(core, places, site), dropout=0.3)
-                for site in ("layers.1.scores", "layers.2.scores")
-            ]
+        sites = "layers.1.scores", "layers.2.scores"
+        layers = [partial(drop_scores(core, places, site), dropout=0.3) for site in sites]
+        for name in ("kept", "again"):
             ours, before = [x.clone().requires_grad_() for x in qkv], torch.get_rng_state()
-            outs = [
-                layer(*ours)
-                if settings is None
-                else checkpoint(layer, *ours, use_reentrant=False, **settings)
-                for layer in layers
-            ]
+            again = (
+                partial(checkpoint, use_reentrant=False) if name == "again" else lambda layer, *x: layer(*x)
+            )
+            outs = [again(layer, *ours) for layer in layers]
             untouched = torch.equal(before, torch.get_rng_state())
             torch.rand(3)  # others draw, too
             sum((out * dout).sum() for out in outs).backward()
@@ -253,13 +229,9 @@ def test_a_layer_that_is_computed_again_drops_the_same():
         for place in ((1, 0), (0, 2)):
             places.at(*place)
             others.append(layers[0](*qkv))
-        expected = results.pop("kept")
+        expected = results["kept"]
         apart = [torch.equal(one, other) for one, other in combinations((*expected[:2], *others), 2)]
-        return (
-            any(apart),
-            untouched,
-            max((a - b).abs().max().item() for found in results.values() for a, b in zip(found, expected)),
-        )
+        return (any(apart), untouched, furthest(results["again"], expected))
 
     for same, untouched, error in launch.run(rank, ranks=2):
         assert not same and untouched and error < TOLERANCE

@@ -7,17 +7,14 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.packed import packed_attention
 from minitrain.context import gathered
-from minitrain.context.gathered import gathered_attention, in_order, seen_and_order
-from minitrain.context.layout import contiguous, each_document, striped, zigzag
+from minitrain.context.gathered import gathered_attention, seen_and_order
+from minitrain.context.layout import contiguous, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, inputs, over, whole
+from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, over, whole
 from tests.parallel import TOLERANCE
-
-LAYOUTS = (contiguous, zigzag, striped)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -49,24 +46,6 @@ def test_llama_3_gathers_keys(ranks):
             assert apart < TOLERANCE and sent == (once, once if keep else 2 * once)
 
 
-def test_documents_in_a_row():
-    cu_seqlens = [0, 8, 24, 32]
-
-    def rank():
-        group, layout = collectives.world(), each_document(zigzag, cu_seqlens)
-        *qkv, dout = inputs()
-        qkv = [x.requires_grad_() for x in qkv]
-        rows = [packed_attention(*(x[row : row + 1] for x in qkv), cu_seqlens=cu_seqlens) for row in range(B)]
-        out = torch.cat(rows)
-        out.backward(dout)
-        return furthest(
-            over(partial(gathered_attention, group=group, layout=layout), group, layout)[0],
-            [out.detach(), *(x.grad for x in qkv)],
-        )
-
-    assert max(launch.run(rank, ranks=2)) < TOLERANCE
-
-
 def test_few_tiles_of_even_work():
     """Keys in front of a run are one tile whoever held them: at most 4 with zig-zag halves, where a ring
     computes 2n + 1; and all have the same."""
@@ -92,14 +71,6 @@ def test_few_tiles_of_even_work():
             or max(entries for _, entries, _ in found) - min(entries for _, entries, _ in found) <= T
         )
         assert all(tiles <= in_ring for tiles, _, in_ring in found)
-
-
-def test_in_order_is_the_sequence():
-    for layout in LAYOUTS:
-        runs = in_order([layout(rank, 4, T) for rank in range(4)])
-        assert sorted(place for run in runs for place in run) == list(range(T)) and [
-            run.start for run in runs
-        ] == sorted(run.start for run in runs)
 
 
 def kept(ranks, keep, core):

@@ -10,7 +10,6 @@ from minitrain import collectives, launch
 from minitrain.context.layout import (
     Tile,
     contiguous,
-    each_document,
     efficiency,
     entries,
     join,
@@ -44,12 +43,6 @@ def test_every_token_once_and_tiles_are_the_mask(layout, ranks):
                 assert (
                     sum(tile.entries for tile in found) == seen.sum() and len(found) <= 1
                 )  # one product a step, or none
-
-
-def test_documents_of_a_row_are_laid_out_each_by_itself():
-    packed = {layout: each_document(layout, [0, 8, 12]) for layout in (striped, zigzag)}
-    assert packed[striped](1, 2, 12) == [range(1, 8, 2), range(9, 12, 2)]
-    assert packed[zigzag](1, 2, 12) == [range(2, 4), range(4, 6), range(9, 10), range(10, 11)]
 
 
 def test_split_and_join_are_inverse():

@@ -349,7 +349,7 @@ def test_the_table_finds_its_rows():
 
     def rank(words):
         table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)
-        own = vocabulary.cut_table(nn.Parameter(table), world())
+        own = shard(nn.Parameter(table), 0, world(), pad=True)
         ids = torch.tensor([[0, 5, words - 1], [6, 6, 3]])
         rows = vocabulary.lookup(own, ids, "token", "vocab_size", group=world(), vocab_size=words)
         rows.sum().backward()
@@ -575,12 +575,10 @@ REFUSED = {
     ),
     "bias [16] is cut already": bias_cut_twice,
     "is cut over a, but the call is over b; use one group": groups_mixed,
-    "is 4 wide, this matrix takes 8; give the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(
+    "is 4 wide, this matrix takes 8: column the whole width": lambda: ColumnLinear(nn.Linear(8, 32), world())(
         torch.ones(1, 4)
     ),
-    "is 8 wide, this matrix takes 4; give the slice": lambda: RowLinear(nn.Linear(8, 32), world())(
-        torch.ones(1, 8)
-    ),
+    "is 8 wide, this matrix takes 4": lambda: RowLinear(nn.Linear(8, 32), world())(torch.ones(1, 8)),
     "token 64; vocab_size is 64 (0..63)": lambda: cut().model(torch.full((1, 4), 64)),
     "token 63; vocab_size is 63 (0..62)": lambda: cut(vocab_size=63).model(
         torch.full((1, 4), 63)

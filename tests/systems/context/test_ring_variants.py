@@ -29,7 +29,6 @@ from minitrain.systems.context.balanced import (
     balanced_forward,
     check,
     idle_fraction,
-    idle_slots,
     inputs_from,
     inputs_to,
     unbalanced,
@@ -115,7 +114,6 @@ def test_balanced_schedules_are_complete():
                 assert sorted(gifts) == sorted(
                     (need[0], rank, need[1]) for rank in range(n) if (need := inputs_from(schedule, t, rank))
                 )
-    assert Fraction(idle_slots(balanced(8)), 8 * 5) == Fraction(1, 10)  # of its own slots: 1/(n+2)
 
 
 def test_a_schedule_with_a_fault_is_refused():
@@ -127,9 +125,9 @@ def test_a_schedule_with_a_fault_is_refused():
     busy[1][2], busy[2][2] = Work(2, 0), Work(2, 1)
     missing[1][2], twice[2][0], stranger[1][0], stranger[1][1] = None, Work(3, 0), Work(1, 0), Work(3, 0)
     for schedule, text in (
-        (missing, "1 tiles missing or masked, 0 twice"),
-        (twice, "0 tiles missing or masked, 1 twice"),
-        (stranger, "1 computed by a rank that owns neither"),
+        (missing, "not every causal tile is computed once"),
+        (twice, "not every causal tile is computed once"),
+        (stranger, "by a rank that owns neither"),
         (busy, "two ranks want data of the same rank in one round"),
     ):
         with pytest.raises(ValueError, match=text):

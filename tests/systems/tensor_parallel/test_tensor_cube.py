@@ -2,7 +2,6 @@
 refusals."""
 
 import copy
-import types
 
 import pytest
 import torch
@@ -270,10 +269,12 @@ def test_refuses_in_one_line():
     for texts in said:
         assert all("\n" not in text for text in texts)
     assert said[0] == [
-        "input, weight and output group have [1, 2, 4] ranks; a mesh l·l·l has l=2",
-        "input, weight and output group have [2, 2, 4] ranks; a mesh l·l·l has 8 or 27 ranks",
-        "input group [0, 4] and output group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
-        "input group [0, 4] and weight group [0, 4] share ranks [0, 4], not this one alone; give two axes of one mesh",
+        "input, weight and output group have [1, 2, 4] ranks; give the axes of a mesh l·l·l",
+        "input, weight and output group have [2, 2, 4] ranks; give the axes of a mesh l·l·l",
+        "input group [0, 4] and output group [0, 4] share ranks [0, 4], but must cross in this rank only; on "
+        "Mesh(input=, output=) they are group('input') and group('output')",
+        "input group [0, 4] and weight group [0, 4] share ranks [0, 4], but must cross in this rank only; on "
+        "Mesh(input=, weight=) they are group('input') and group('weight')",
         "Linear3D: out_features = 10 is not a multiple of l² = 4; pad to 12",
         "Linear3D: in_features = 9 is not a multiple of l = 2; pad to 10",
         "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
@@ -282,9 +283,3 @@ def test_refuses_in_one_line():
         "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
         "up: out_features = 10 is not a multiple of l² = 4; pad to 12",
     ]
-
-
-def test_64_ranks_are_a_cube_whatever_a_root_is_rounded_to():
-    groups = [types.SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (2, 4, 8)]
-    with pytest.raises(ValueError, match=r"a mesh l·l·l has l=4$"):
-        cube.check_cube(*groups)

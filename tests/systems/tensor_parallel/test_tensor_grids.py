@@ -562,12 +562,13 @@ def test_bad_grids_are_refused_before_anyone_waits():
         for call in calls:
             square = "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
             check_refusals_here({square: partial(call, row, column)})
-        shared = "column group [1, 5] share ranks [1, 5], not this one alone; give two axes of one mesh"
+        shared = "share ranks [1, 5], but must cross in this rank only"
         check_refusals_here(
             {
-                f"row group [1, 5] and {shared}": lambda: summa(x, x, column, column),
-                f"depth group [1, 5] and {shared}": lambda: Linear25D(linear, depth, column, column),
-                "depth group [1, 5] and row group [1, 5]": lambda: batch_block(x, column, depth, column),
+                f"column group [1, 5] and row group [1, 5] {shared}": lambda: summa(x, x, column, column),
+                f"column group [1, 5] and depth group [1, 5] {shared}": lambda: Linear25D(
+                    linear, row, column, column
+                ),
             }
         )
 

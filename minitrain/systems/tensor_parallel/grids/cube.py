@@ -17,17 +17,14 @@ Bian et al. 2021, arXiv:2105.14450, section 3.1; Agarwal et al. 1995, IBM J. Res
 gathered once for both gradients; no diagonal plane for vectors.
 """
 
-import math
 from functools import partial
-from itertools import combinations
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.context.double_ring import check_crossing
 from minitrain.ranks.collectives import all_gather, reduce_scatter
 from minitrain.ranks.sharding import Shard, shard
-from minitrain.systems.tensor_parallel.grids.summa import check_crossing
 from minitrain.tensor_parallel.autograd import linear_by_hand
 from minitrain.tensor_parallel.linear import check_whole
 
@@ -97,21 +94,15 @@ def cut_activations(x: Tensor, input_group, weight_group, output_group) -> Tenso
 
 def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_group: ProcessGroup) -> int:
     """The side l of the cube."""
-    groups = {"input": input_group, "weight": weight_group, "output": output_group}
-    sizes = [group.size() for group in groups.values()]
+    sizes = [group.size() for group in (input_group, weight_group, output_group)]
     if len(set(sizes)) > 1:
-        ranks = math.prod(sizes)
-        side = int(ranks ** (1 / 3) + 1e-9)  # the cube below
-        fits = f"{side**3} or {(side + 1) ** 3} ranks" if side**3 != ranks else f"l={side}"
-        raise ValueError(f"input, weight and output group have {sizes} ranks; a mesh l·l·l has {fits}")
-    for pair in combinations(groups.items(), 2):
-        check_crossing(**dict(pair))
+        raise ValueError(f"input, weight and output group have {sizes} ranks; give the axes of a mesh l·l·l")
+    check_crossing(input=input_group, weight=weight_group, output=output_group)
     return sizes[0]
 
 
 def check_linear(what: str, linear: nn.Linear, side: int) -> None:
     """Whole, and of sizes that a cube of this side divides."""
-    require_positive_ints(side=side)
     check_whole(what, linear)
     _check_multiple(f"{what}: out_features", linear.out_features, "l²", side**2)
     _check_multiple(f"{what}: in_features", linear.in_features, "l", side)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.collectives import broadcast, channel_of, rotate
+from minitrain.context.double_ring import check_crossing
+from minitrain.ranks.collectives import broadcast, rotate
 from minitrain.ranks.sharding import Shard, full_tensor, shard
 from minitrain.tensor_parallel.linear import check_whole
 
@@ -137,14 +138,6 @@ def grid_side(row_group: ProcessGroup, column_group: ProcessGroup) -> int:
         raise ValueError(f"the grid is not square: {sizes}; use q×q ranks, such as Mesh(row=2, column=2)")
     check_crossing(row=row_group, column=column_group)
     return rows
-
-
-def check_crossing(**groups: ProcessGroup) -> None:
-    """Two groups that have this rank in common, and no other."""
-    (one, members), (other, others) = ((name, channel_of(group).members) for name, group in groups.items())
-    if len(shared := sorted(set(members) & set(others))) != 1:
-        two = f"{one} group {list(members)} and {other} group {list(others)}"
-        raise ValueError(f"{two} share ranks {shared}, not this one alone; give two axes of one mesh")
 
 
 def check_fit(what: str, left: Tensor, right: Tensor, size: int, other: int) -> None:

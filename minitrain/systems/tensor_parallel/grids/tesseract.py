@@ -19,10 +19,11 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.context.double_ring import check_crossing
 from minitrain.ranks.collectives import copy_to
 from minitrain.ranks.sharding import Shard, full_tensor, shard
 from minitrain.systems.tensor_parallel.grids import optimus
-from minitrain.systems.tensor_parallel.grids.summa import check_crossing, grid_side
+from minitrain.systems.tensor_parallel.grids.summa import grid_side
 from minitrain.tensor_parallel.linear import check_whole
 
 
@@ -79,7 +80,5 @@ def whole_batch(block: Tensor, row_group, column_group, depth_group: ProcessGrou
 
 def check_grids(row_group: ProcessGroup, column_group: ProcessGroup, depth_group: ProcessGroup) -> int:
     """q, if row and column are a square grid and depth crosses both in this rank only."""
-    q = grid_side(row_group, column_group)
-    check_crossing(depth=depth_group, row=row_group)
-    check_crossing(depth=depth_group, column=column_group)
-    return q
+    check_crossing(row=row_group, column=column_group, depth=depth_group)
+    return grid_side(row_group, column_group)
