@@ -83,11 +83,7 @@ class _Outwards(torch.autograd.Function):
         y = (down.new_empty if tokens is None else down.new_zeros)(length, down.shape[2])
         for e, here in enumerate(slices(sizes)):
             weight = None if weights is None else weights[here, None]
-            results = leave(of(here, made), weight, down[e], act)
-            if tokens is None:
-                y[here] = results
-            else:
-                y.index_add_(0, tokens[here], results)
+            add_rows(y, tokens, here, leave(of(here, made), weight, down[e], act))
         ctx.save_for_backward(tokens, weights, down, *made)
         ctx.act, ctx.sizes = act, sizes
         return y
@@ -141,12 +137,13 @@ def rows_backward(dmade: Tensors, matrices: Tensors, out: Given = None) -> Tenso
     return drows
 
 
-def leave_backward(dy, weight: Given, down, made, act, dweight, ddown) -> Tensors:
-    """dy of one expert's rows -> those of `made`; the others are written into dweight and ddown."""
+def leave_backward(dy, weight: Given, down, made, act, dweight, ddown, dlayer: Given = None) -> Tensors:
+    """dy of one expert's rows -> those of `made`; the others are written into dweight and ddown. `dlayer`:
+    where [rows, F] may be overwritten."""
     with torch.enable_grad():
         leaves = [room.detach().requires_grad_() for room in made]
         layer = hidden(act, *leaves)
-    dlayer = dy @ down.T
+    dlayer = torch.mm(dy, down.T, out=dlayer)
     if dweight is not None:
         torch.sum(dlayer * layer.detach(), 1, out=dweight)
     if weight is not None:
@@ -170,3 +167,11 @@ def slices(sizes: list[int]) -> list[slice]:
 def rows_at(x: Tensor, tokens: Given, here: slice) -> Tensor:
     """The rows of a turn: a view of x, or a copy of those of its tokens."""
     return x[here] if tokens is None else x.index_select(0, tokens[here])
+
+
+def add_rows(out: Tensor, tokens: Given, here: slice, rows: Tensor) -> None:
+    """What a turn makes: written once, or added to its tokens."""
+    if tokens is None:
+        out[here] = rows
+    else:
+        out.index_add_(0, tokens[here], rows)

@@ -3,7 +3,8 @@
     ys = by_hand(forward, backward, *tensors)        forward(*tensors) -> ys
                                                      backward(dys, tensors, wanted) -> a gradient for each
 
-`wanted` says which gradients are asked for (none of a frozen parameter). Saves these tensors only.
+`wanted` says which gradients are asked for (none of a frozen parameter). Saves these tensors only, `saving`
+those that forward returns beside ys, which backward is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +14,20 @@ from torch import Tensor, nn
 
 
 def by_hand(forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    return _ByHand.apply(forward, backward, *tensors)
+    return saving(lambda *tensors: (forward(*tensors), tensors), backward, *tensors)
 
 
-class _ByHand(torch.autograd.Function):
+def saving(forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    return _Saving.apply(forward, backward, *tensors)
+
+
+class _Saving(torch.autograd.Function):
     @staticmethod
     def forward(ctx, forward: Callable, backward: Callable, *tensors: Tensor | None):
-        ctx.save_for_backward(*tensors)
+        ys, saved = forward(*tensors)
+        ctx.save_for_backward(*saved)
         ctx.backward_of = backward
-        return forward(*tensors)
+        return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable

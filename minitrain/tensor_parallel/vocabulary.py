@@ -14,6 +14,7 @@ softmax, so that another t is another loss.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.tensor_parallel.autograd import saving
 
 MASKED = -100  # a target that does not count
 
@@ -49,21 +51,16 @@ def owned(ids: Tensor, rows: int, vocab_size: int, group: ProcessGroup, complain
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
     """logits `[B, T, V/t]` of this rank, targets `[B, T]` of all words -> Σ -log p(target), on all ranks."""
-    return _CrossEntropy.apply(logits, targets, group, vocab_size)
+    dtype = logits.dtype
 
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
+    def forward(logits: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss, *kept = cross_entropy_forward(logits, targets, group, vocab_size)
-        ctx.save_for_backward(*kept)
-        ctx.dtype = logits.dtype
-        return loss
+        return loss, kept
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss: Tensor):
-        return (cross_entropy_backward(*ctx.saved_tensors) * dloss).to(ctx.dtype), None, None, None
+    def backward(dys: Sequence[Tensor], kept: Sequence[Tensor], _) -> tuple[Tensor]:
+        return ((cross_entropy_backward(*kept) * dys[0]).to(dtype),)
+
+    return saving(forward, backward, logits)
 
 
 def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int):

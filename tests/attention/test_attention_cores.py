@@ -12,16 +12,7 @@ from minitrain.attention import flash, kernel
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.hbm_traffic import SlowMemory, Traffic
-from minitrain.attention.kernel import (
-    FUSED,
-    empty_result,
-    fused_backward,
-    fused_forward,
-    merge,
-    plain_backward,
-    plain_forward,
-    row_sums,
-)
+from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
@@ -54,11 +45,9 @@ def one_thread():
 
 
 def inputs(tokens, heads=2, kv_heads=2, width=4, batch=2, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, h, tokens, width, dtype=dtype, generator=generator).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    ]
+    made = dict(dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    counts = heads, kv_heads, kv_heads
+    return [torch.randn(batch, h, tokens, width, **made).requires_grad_() for h in counts]
 
 
 def reference(q, k, v, causal):
@@ -122,10 +111,9 @@ def test_attention_op():
 
     def one(tokens):
         """Bytes of scores saved; bytes moved by operators on scores alone and in all; FLOPs."""
+        qkv = inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)
         with Ledger() as ledger:
-            saved = saved_by(
-                naive_attention, *inputs(tokens, heads, heads, batch=batch, dtype=torch.bfloat16)
-            ).saved
+            saved = saved_by(naive_attention, *qkv).saved
         square = 2 * heads * tokens**2 * batch
         scores = sum(block.bytes for block in saved if block.shape[-2:] == (tokens, tokens))
         return square, scores, sum(event.bytes for event in ledger.events), ledger.flops
@@ -225,11 +213,10 @@ def test_flash_attention_2():
     assert once.divisions == rows and thrice.divisions == 8 * rows
     torch.testing.assert_close(out, first, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, first_lse, rtol=0, atol=1e-13)
+    straight = flash_2(64).forward(q, k, v, True)
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 5, 2, 4]):
-        for a, b in zip(
-            flash_2_forward(q, k, v, True, fast_elements=64, order=order), flash_2(64).forward(q, k, v, True)
-        ):
-            assert torch.equal(a, b)
+        other = flash_2_forward(q, k, v, True, fast_elements=64, order=order)
+        assert all(map(torch.equal, other, straight))
     with pytest.raises(ValueError, match="name each of 0 .. 7 once"):
         flash_2(64, order=[0, 0]).forward(q, k, v, True)
 
@@ -237,10 +224,7 @@ def test_flash_attention_2():
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_extra_memory_is_flat(version):
     """Beside inputs, results and numbers per row (l, m, D) a tile is all there is: naive grows with N²."""
-    core, number = (
-        partial(flash_attention, kernel=version(1024)),
-        4 * 2 * (256 - 128),
-    )  # of a row: heads · bytes · rows
+    core, number = partial(flash_attention, kernel=version(1024)), 4 * 2 * (256 - 128)  # bytes · heads · rows
     for backward in (False, True):
         grown = extra_bytes(core, 256, backward) - extra_bytes(core, 128, backward)
         assert grown in (number, 2 * number)  # l and m, or lse, or lse and D
@@ -267,10 +251,8 @@ def test_tiles_are_blocks_that_merge(version):
 
 def test_saved_is_one_number_a_row():
     q, k, v = inputs(40, 4, 2)
-    assert (
-        saved_by(partial(flash_attention, kernel=flash_2(48)), q, k, v).bytes
-        == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
-    )
+    saved = saved_by(partial(flash_attention, kernel=flash_2(48)), q, k, v).bytes
+    assert saved == 2 * q.nbytes + k.nbytes + v.nbytes + q.nbytes // 4
 
 
 class Remembered(SlowMemory):
@@ -339,20 +321,14 @@ def test_refused_in_one_line(wrong, says):
     ],
 )
 def test_blockwise_equals_the_block(settings):
-    block = Block(
-        GPTConfig(**{"num_layers": 1, "d_model": 32, "num_heads": 4, **settings}),
-        "layers.1",
-        dtype=torch.float64,
-    )
+    config = GPTConfig(**{"num_layers": 1, "d_model": 32, "num_heads": 4, **settings})
+    block = Block(config, "layers.1", dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for param in block.parameters():
         nn.init.normal_(param, std=0.2, generator=generator)
-    x, positions = (
-        torch.randn(2, 13, 32, dtype=torch.float64, generator=generator).requires_grad_(),
-        torch.arange(13),
-    )
+    x, weights = torch.randn(2, 2, 13, 32, dtype=torch.float64, generator=generator)
+    x, positions = x.clone().requires_grad_(), torch.arange(13)
     wanted = [x, *block.parameters()]
-    weights = torch.randn(2, 13, 32, dtype=torch.float64, generator=generator)
     expected = block(x, positions)
     expected_grads = torch.autograd.grad(expected, wanted, weights)
     for rows in (1, 5, 13, 64):
@@ -383,11 +359,8 @@ def test_bpt():
             layer(x, positions).sum().backward()
             params = sum(param.nbytes for param in block.parameters())
         block.zero_grad()
-        return (
-            max(each.bytes for each in saved.saved) / bsh,
-            saved.bytes / bsh,
-            (ledger.peak_bytes - 2 * params) / bsh,
-        )
+        widest = max(each.bytes for each in saved.saved)
+        return widest / bsh, saved.bytes / bsh, (ledger.peak_bytes - 2 * params) / bsh
 
     widest, kept, peak = measure(block)
     widest_blockwise, kept_blockwise, peak_blockwise = measure(blockwise)
@@ -399,18 +372,10 @@ def test_bpt():
 def test_blockwise_without_a_mask_and_what_it_refuses():
     q, k, v = inputs(9)
     x = torch.randn(2, 9, 8, dtype=torch.float64)
-    out = blockwise_layer(
-        x,
-        torch.arange(9),
-        lambda x, positions: q[..., positions, :],
-        lambda x, positions: (k, v),
-        lambda x, attended: x + attended.transpose(1, 2).flatten(-2),
-        rows=4,
-        causal=False,
-    )
-    torch.testing.assert_close(
-        out, x + reference(q, k, v, False).transpose(1, 2).flatten(-2), rtol=0, atol=1e-12
-    )
+    query, keys_values = (lambda x, positions: q[..., positions, :]), (lambda x, positions: (k, v))
+    finish = lambda x, attended: x + attended.transpose(1, 2).flatten(-2)
+    out = blockwise_layer(x, torch.arange(9), query, keys_values, finish, rows=4, causal=False)
+    torch.testing.assert_close(out, finish(x, reference(q, k, v, False)), rtol=0, atol=1e-12)
     block = Block(GPTConfig(num_layers=1, residual="parallel"), "layers.1")
     with pytest.raises(ValueError, match="residual=parallel"):
         blockwise_block(block, torch.zeros(1, 4, 64), torch.arange(4), rows=2)
@@ -443,20 +408,13 @@ def test_flash_attention_3():
             assert elapsed(sequential(blocks, gemm, softmax, "AB")) == 2 * blocks * (gemm + softmax)
             longest, both = 2 * blocks * max(gemm, softmax), elapsed(pingpong(blocks, gemm, softmax))
             assert longest <= both <= longest + gemm + softmax
-            assert (
-                elapsed(within(blocks, gemm, softmax))
-                == gemm / 2 + softmax + (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax)) + gemm / 2
-            )
+            later = (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax))
+            assert elapsed(within(blocks, gemm, softmax)) == gemm / 2 + softmax + later + gemm / 2
     softmax_h100 = (1 / 3.9e12) / (4 * 128 / 989e12)
     assert 0.49 < softmax_h100 < 0.5
 
-    errors = rmse(
-        0,
-        tensor={},
-        blocks={"rows": 64},
-        turned={"signs": random_signs(64)},
-        both={"rows": 64, "signs": random_signs(64)},
-    )
+    blocks, signs = {"rows": 64}, {"signs": random_signs(64)}
+    errors = rmse(0, tensor={}, blocks=blocks, turned=signs, both=blocks | signs)
     assert errors["both"] < errors["turned"] < errors["blocks"] < errors["tensor"]
     assert 1.6 < errors["tensor"] / errors["both"] < 1.8  # paper: 2.6
 
@@ -489,15 +447,12 @@ def test_hadamard_is_orthogonal():
 
 def test_the_fused_kernel_is_given_rows_wherever_they_lie():
     """As RoPE on heads of two leaves them: the last dim is not the one that lies in a row."""
-    drawn = (torch.randn(2, 3, 2, 5, dtype=torch.float64).permute(0, 1, 3, 2) for _ in range(4))
-    q, k, v, dout = drawn
+    q, k, v, dout = torch.randn(4, 2, 3, 2, 5, dtype=torch.float64).mT
     for causal in (False, True):
-        out, lse = fused_forward(q, k, v, causal)
-        for found, wanted in zip((out, lse), plain_forward(q, k, v, causal)):
-            assert (found - wanted).abs().max() < 1e-12
-        grads = fused_backward(dout, q, k, v, out, lse, causal)
-        for found, wanted in zip(grads, plain_backward(dout, q, k, v, out, lse, causal)):
-            assert (found - wanted).abs().max() < 1e-12
+        out, lse = FUSED.forward(q, k, v, causal)
+        torch.testing.assert_close((out, lse), PLAIN.forward(q, k, v, causal), rtol=0, atol=1e-12)
+        ours, theirs = (kernel.backward(dout, q, k, v, out, lse, causal) for kernel in (FUSED, PLAIN))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_what_is_there_already_is_not_copied():

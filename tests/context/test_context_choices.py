@@ -15,42 +15,26 @@ from tests.context.cores import HEADS, in_one_process
 from tests.context.runs import furthest, over
 from tests.parallel import TOLERANCE
 
-SIZES = {
-    4: {
-        "ring": {"ring": 4},
-        "ring_self_attention": {"ring": 4},
-        "gathered": {"ring": 4},
-        "balanced": {"ring": 4},
-        "burst": {"across": 2, "inside": 2},
-        "double_ring": {"outer": 2, "inner": 2},
-        "wallfacer": {"ring": 2, "team": 2},
-        "ulysses": {"ulysses": 4},
-        "usp": {"ring": 2, "ulysses": 2},
-        "loongtrain": {"outer": 2, "inner": 1, "ulysses": 2},
-    }
-}
+LENGTHS = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # of 4 ranks, by the number of a core's axes
+SIZES = {name: dict(zip(kind.axes, LENGTHS[len(kind.axes)])) for name, kind in CORES.items()}
 
 
 def test_names_need_no_torch_and_are_all_there():
-    code = (
-        "import sys; from minitrain.context.core_names import check_choice; assert 'torch' not in sys.modules"
-    )
+    code = "import sys, minitrain.context.core_names; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert CORES.keys() == FUNCTIONS.keys() == SIZES[4].keys() and LAYOUTS.keys() == LAYOUT_FUNCTIONS.keys()
+    assert CORES.keys() == FUNCTIONS.keys() and LAYOUTS.keys() == LAYOUT_FUNCTIONS.keys()
 
 
 def test_every_choice_equals_one_process():
     def rank():
         found = {}
-        for name, sizes in SIZES[4].items():
+        for name, sizes in SIZES.items():
             mesh = Mesh(**sizes)
             groups = {axis: mesh.group(axis) for axis in sizes}
             for layout in CORES[name].layouts:
-                whole = data_layout(name, sizes, layout)
-                found[name, layout] = furthest(
-                    over(core_for(name, groups, layout), mesh.group(*sizes), whole, HEADS)[0],
-                    in_one_process(),
-                )
+                core, whole = core_for(name, groups, layout), data_layout(name, sizes, layout)
+                ours, _ = over(core, mesh.group(*sizes), whole, HEADS)
+                found[name, layout] = furthest(ours, in_one_process())
         return found
 
     for found in launch.run(rank, ranks=4):
@@ -60,7 +44,7 @@ def test_every_choice_equals_one_process():
 @pytest.mark.parametrize("name", CORES)
 def test_lengths_are_those_that_the_layout_takes(name):
     """A length that does not fit is refused on every rank alike, in one line; a padded one is taken."""
-    sizes = SIZES[4][name]
+    sizes = SIZES[name]
     for layout in CORES[name].layouts:
         pieces = 4 * LAYOUTS[layout]
         for length in range(1, 66):

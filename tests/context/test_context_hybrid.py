@@ -26,6 +26,7 @@ from tests.parallel import TOLERANCE
 
 HEADS = ((8, 8), (8, 2))
 ALL_LAYOUTS = (contiguous, zigzag, striped)
+EVERY = [(*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)]
 
 
 def traffic(core, layout, group, heads, kv_heads, length):
@@ -37,6 +38,21 @@ def traffic(core, layout, group, heads, kv_heads, length):
         ahead = [event for event in ledger.events if isinstance(event, Issue)]
         out.backward(dout)
     return ahead, [event for event in ledger.events if isinstance(event, Issue)]
+
+
+def measured(core, place, group, cases, length=16):
+    """Of all cases (heads, K/V heads, layout, causal): the distance from one device, and traffic. `place`: how
+    tokens of a layout are held."""
+    found = []
+    for heads, kv_heads, layout, causal in cases:
+        run, held = partial(core, layout=layout, causal=causal), place(layout)
+        error = distance(run, held, group, heads, kv_heads, length, causal)
+        found.append((error, traffic(run, held, group, heads, kv_heads, length)))
+    return found
+
+
+def as_said(layout):
+    return layout
 
 
 def by_axis(events, what=lambda event: event.sent_bytes):
@@ -73,16 +89,11 @@ def usp_bytes(ulysses, ring, heads, kv_heads, length=T):
 
 
 def usp(sizes, cases, length=T):
-    """On a mesh of these axes: distances from one device, and traffic, for all cases."""
     mesh = Mesh(**sizes)
-    both, groups = mesh.group("ulysses", "ring"), {axis: mesh.group(axis) for axis in sizes}
-    found = []
-    for heads, kv_heads, layout, causal in cases:
-        core = partial(usp_attention, **groups, layout=layout, causal=causal)
-        place = dealt(layout, mesh.size("ulysses"), ulysses_inner=list(sizes)[-1] == "ulysses")
-        error = distance(core, place, both, heads, kv_heads, length, causal)
-        found.append((error, traffic(core, place, both, heads, kv_heads, length)))
-    return found
+    core = partial(usp_attention, **{axis: mesh.group(axis) for axis in sizes})
+    inner = list(sizes)[-1] == "ulysses"
+    place = partial(dealt, ulysses=mesh.size("ulysses"), ulysses_inner=inner)
+    return measured(core, place, mesh.group("ulysses", "ring"), cases, length)
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
@@ -99,19 +110,15 @@ def test_usp(ulysses):
 
 @pytest.mark.parametrize("sizes", [dict(ring=2), dict(ulysses=2), dict(ring=2, ulysses=2)], ids=str)
 def test_usp_on_fewer_ranks(sizes):
-    cases = [
-        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
-    ]
-    for found in launch.run(usp, dict(ring=1, ulysses=1) | sizes, cases, ranks=2 * len(sizes)):
+    for found in launch.run(usp, dict(ring=1, ulysses=1) | sizes, EVERY, ranks=2 * len(sizes)):
         assert max(error for error, _ in found) < TOLERANCE
 
 
 def test_three_heads_on_six_ranks():
     """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both
     of its halves."""
-    for found in launch.run(
-        usp, dict(ring=2, ulysses=3), [(3, 3, zigzag, True), (6, 2, zigzag, True)], 12, ranks=6
-    ):
+    cases = [(3, 3, zigzag, True), (6, 2, zigzag, True)]
+    for found in launch.run(usp, dict(ring=2, ulysses=3), cases, 12, ranks=6):
         assert max(error for error, _ in found) < TOLERANCE
 
 
@@ -147,58 +154,28 @@ def test_tokens_must_be_dealt():
 
 def loongtrain(ulysses, outer, inner, cases):
     mesh = Mesh(outer=outer, inner=inner, ulysses=ulysses)
-    everyone, groups = (
-        mesh.group("outer", "inner", "ulysses"),
-        {axis: mesh.group(axis) for axis in ("outer", "inner", "ulysses")},
-    )
-    found = []
-    for heads, kv_heads, layout, causal in cases:
-        core = partial(loongtrain_attention, **groups, layout=layout, causal=causal)
-        place = dealt(layout, ulysses)
-        found.append(
-            (
-                distance(core, place, everyone, heads, kv_heads, causal=causal),
-                traffic(core, place, everyone, heads, kv_heads, T),
-            )
-        )
-    return found
+    core = partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape})
+    return measured(core, partial(dealt, ulysses=ulysses), mesh.group(*mesh.shape), cases)
 
 
 def single_ring(cases):
-    return [
-        (
-            0,
-            traffic(
-                partial(ring_attention, group=world(), layout=layout, causal=causal),
-                layout,
-                world(),
-                heads,
-                kv_heads,
-                T,
-            ),
-        )
-        for heads, kv_heads, layout, causal in cases
-    ]
+    return measured(partial(ring_attention, group=world()), as_said, world(), cases)
 
 
 def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps
     across, not cp - 1: a card's bytes are cut by about w, a node's from cp - 1 to cp - w blocks."""
-    cases = [
-        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
-    ]
     grids = (4, 1, 1), (2, 2, 1), (1, 2, 2)
     runs = launch.run(
-        lambda: [*(loongtrain(*grid, cases) for grid in grids), single_ring(cases[:1])], ranks=4
+        lambda: [*(loongtrain(*grid, EVERY) for grid in grids), single_ring(EVERY[:1])], ranks=4
     )
     for by_grid in runs:
         assert max(error for found in by_grid for error, _ in found) < TOLERANCE
 
     block = 8 * 2 * 8 * B * T // 4 * K  # 8 K/V heads, one rank's keys and values
     for times, which in ((1, 0), (3, 1)):  # forward; with backward, where gradients travel too
-        single, double = (
-            [across(run[ring][0][1][which], rank, node=2) for rank, run in enumerate(runs)] for ring in (3, 2)
-        )
+        of_ring = lambda n: [across(run[n][0][1][which], rank, node=2) for rank, run in enumerate(runs)]
+        single, double = of_ring(3), of_ring(2)
         assert single == [0, 3 * times * block] * 2  # one card of each node sends all: cp - 1 blocks
         assert double == [times * block] * 4  # each card cp/w - 1
         nodes = [[sum(bytes_of[first : first + 2]) for first in (0, 2)] for bytes_of in (single, double)]
@@ -209,10 +186,11 @@ def test_loongtrain():
         assert by_axis(forward, lambda event: event.op == "send") == {"outer": 2 * 1, "inner": 2 * 2}
 
 
-def rings_in_a_dry_run(outer, inner):
-    mesh = Mesh(outer=outer, inner=inner)
-    core = partial(double_ring_attention, outer=mesh.group("outer"), inner=mesh.group("inner"), causal=False)
-    forward, both = traffic(core, zigzag, mesh.group("outer", "inner"), 4, 2, 128)
+def in_a_dry_run(attention, **sizes):
+    """Bytes forward, bytes with backward, messages forward, by axis."""
+    mesh = Mesh(**sizes)
+    core = partial(attention, **{axis: mesh.group(axis) for axis in sizes}, causal=False)
+    forward, both = traffic(core, zigzag, mesh.group(*sizes), 4, 2, 128)
     return by_axis(forward), by_axis(both), by_axis(forward, lambda event: event.op == "send")
 
 
@@ -221,21 +199,19 @@ def test_bytes_of_long_double_rings():
     keys."""
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
-        forward, both, steps = dryrun.run(rings_in_a_dry_run, m, w, rank=5, ranks=16)
+        run = partial(in_a_dry_run, double_ring_attention, outer=m, inner=w)
+        forward, both, steps = dryrun.run(run, rank=5, ranks=16)
         steps = {axis: messages // 2 for axis, messages in steps.items()}  # one of K and one of V
         assert steps == {"outer": m - 1, "inner": m * (w - 1)}
-        assert forward == {axis: n * block for axis, n in steps.items()} and both == {
-            axis: 3 * n * block for axis, n in steps.items()
-        }
+        assert forward == {axis: n * block for axis, n in steps.items()}
+        assert both == {axis: 3 * n * block for axis, n in steps.items()}
 
 
 def attention_of_two_nodes(length, outer, inner):
     mesh = Mesh(outer=outer, inner=inner)
     core = partial(double_ring_attention, outer=mesh.group("outer"), inner=mesh.group("inner"))
-    q, k, v = (
-        torch.empty(1, heads, length // 16, 128, dtype=torch.bfloat16, requires_grad=True)
-        for heads in (32, 8, 8)
-    )
+    made = dict(dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (torch.empty(1, heads, length // 16, 128, **made) for heads in (32, 8, 8))
     with Ledger() as ledger:
         out = core(q, k, v)
         out.backward(torch.empty_like(out))
@@ -245,15 +221,10 @@ def attention_of_two_nodes(length, outer, inner):
 @pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.1, 1.62), (131072, 40.0, 40.1)])
 def test_replay_of_a_double_ring(length, single_ms, double_ms):
     """The table in double_ring.py: two nodes of 8 H100, by the rank that sends across the border."""
-    times = [
-        1e3
-        * replay(
-            {7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)},
-            machine("h100"),
-            dtype="bf16",
-        ).step_s
-        for grid in ((16, 1), (2, 8))
-    ]
+    times = []
+    for grid in ((16, 1), (2, 8)):
+        events = {7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)}
+        times.append(1e3 * replay(events, machine("h100"), dtype="bf16").step_s)
     assert times == pytest.approx([single_ms, double_ms], rel=0.02)
 
 
@@ -267,9 +238,8 @@ def test_three_rings():
         q, k, v, dout = (split(x, zigzag, everyone, 2) for x in inputs((8, 2), 16))
         with Ledger() as ledger:
             out, lse = ring_forward(q, k, v, rings, PLAIN)
-        steps = by_axis(
-            [event for event in ledger.events if isinstance(event, Issue)], lambda event: event.op == "send"
-        )
+        issued = [event for event in ledger.events if isinstance(event, Issue)]
+        steps = by_axis(issued, lambda event: event.op == "send")
         ours = out, *ring_backward(dout, q, k, v, out, lse, rings, PLAIN)
         theirs = [split(x, zigzag, everyone, 2) for x in whole((8, 2), True, 16)]
         return steps, furthest(ours, theirs)
@@ -283,10 +253,8 @@ def test_rings_must_be_named_right():
 
     def rank():
         mesh = Mesh(outer=2, inner=2)
-        core = partial(
-            double_ring_attention, outer=mesh.group("inner"), inner=mesh.group("outer"), layout=contiguous
-        )
-        return distance(core, contiguous, mesh.group("outer", "inner"))
+        core = partial(double_ring_attention, outer=mesh.group("inner"), inner=mesh.group("outer"))
+        return distance(partial(core, layout=contiguous), contiguous, mesh.group("outer", "inner"))
 
     assert max(launch.run(rank, ranks=4)) > 1e-2
 
@@ -296,22 +264,8 @@ def test_rings_must_be_named_right():
 
 def teams(count, cases):
     mesh = Mesh(ring=world().size() // count, team=count)
-    everyone, found = mesh.group("ring", "team"), []
-    for heads, kv_heads, layout, causal in cases:
-        core = partial(
-            wallfacer_attention,
-            ring=mesh.group("ring"),
-            team=mesh.group("team"),
-            layout=layout,
-            causal=causal,
-        )
-        found.append(
-            (
-                distance(core, layout, everyone, heads, kv_heads, causal=causal),
-                traffic(core, layout, everyone, heads, kv_heads, T),
-            )
-        )
-    return found
+    core = partial(wallfacer_attention, ring=mesh.group("ring"), team=mesh.group("team"))
+    return measured(core, as_said, mesh.group("ring", "team"), cases)
 
 
 def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
@@ -330,38 +284,23 @@ def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
 @pytest.mark.parametrize("ranks, count", [(2, 1), (4, 2), (8, 2)])
 def test_wallfacer(ranks, count):
     """As one device; at most P/C² messages around the ring in the place of P - 1; bytes as derived."""
-    cases = [
-        (*heads, layout, causal) for heads in HEADS for layout in ALL_LAYOUTS for causal in (True, False)
-    ][:: 1 if ranks == 4 else 2]
+    cases = EVERY[:: 1 if ranks == 4 else 2]
     for rank, found in enumerate(launch.run(teams, count, cases, ranks=ranks)):
         for (error, (forward, both)), (heads, kv_heads, *_) in zip(found, cases):
             assert error < TOLERANCE
             formula, messages = wallfacer_bytes(ranks, count, rank % count, heads, kv_heads)
             assert [by_axis(forward), by_axis(both)] == formula
-            assert (
-                by_axis(forward, lambda event: event.op == "send").get("ring", 0)
-                == 2 * messages
-                <= 2 * min(ranks // count**2, ranks - 1)
-            )
-
-
-def teams_in_a_dry_run(count):
-    mesh = Mesh(ring=64 // count, team=count)
-    core = partial(wallfacer_attention, ring=mesh.group("ring"), team=mesh.group("team"), causal=False)
-    forward, both = traffic(core, zigzag, mesh.group("ring", "team"), 4, 2, 128)
-    return [by_axis(forward), by_axis(both)], by_axis(forward, lambda event: event.op == "send").get(
-        "ring", 0
-    )
+            sent = by_axis(forward, lambda event: event.op == "send").get("ring", 0)
+            assert sent == 2 * messages <= 2 * min(ranks // count**2, ranks - 1)
 
 
 def test_bytes_of_teams_on_64_ranks():
     """Larger teams: shorter rings, more inside the team."""
     for count, most in ((1, 63), (2, 16), (4, 4), (8, 1)):
         formula, messages = wallfacer_bytes(64, count, 7 % count, 4, 2, length=128)
-        assert (
-            dryrun.run(teams_in_a_dry_run, count, rank=7, ranks=64) == (formula, 2 * messages)
-            and messages == most
-        )
+        run = partial(in_a_dry_run, wallfacer_attention, ring=64 // count, team=count)
+        *found, steps = dryrun.run(run, rank=7, ranks=64)
+        assert found == formula and steps.get("ring", 0) == 2 * messages and messages == most
 
 
 def test_shares_of_a_team_are_merged_by_their_lse():
@@ -378,23 +317,10 @@ def test_shares_of_a_team_are_merged_by_their_lse():
 # ---- all of them -----------------------------------------------------------------------------------------
 
 
-def cores(a, b):
-    """name -> the core on a grid of two axes, and the layout of its tokens."""
-    return {
-        "usp": (partial(usp_attention, ring=a, ulysses=b), dealt(zigzag, b.size())),
-        "double ring": (partial(double_ring_attention, outer=a, inner=b), zigzag),
-        "wallfacer": (partial(wallfacer_attention, ring=a, team=b), zigzag),
-    }
-
-
-def peak(name, a, b):
+def peak(attention, **sizes):
     """Peak memory of the core in forward and in backward, in units of q's bytes."""
-    mesh = Mesh(a=a, b=b)
-    core = (
-        partial(ring_attention, group=world())
-        if name == "ring"
-        else cores(mesh.group("a"), mesh.group("b"))[name][0]
-    )
+    mesh = Mesh(**sizes)
+    core = partial(attention, **{axis: mesh.group(axis) for axis in sizes})
     q, k, v = (torch.ones(1, 8, 64, 32).requires_grad_() for _ in range(3))
     with Ledger() as ledger:
         out = core(q, k, v, causal=False)
@@ -404,8 +330,10 @@ def peak(name, a, b):
 
 
 def test_memory_of_rings_and_teams():
-    forward, backward = dryrun.run(peak, "ring", 4, 4, rank=1, ranks=16)
-    assert dryrun.run(peak, "double ring", 4, 4, rank=1, ranks=16) == (forward + 2 * 2, backward + 5 * 2)
+    forward, backward = dryrun.run(partial(peak, ring_attention, group=16), rank=1, ranks=16)
+    double = dryrun.run(partial(peak, double_ring_attention, outer=4, inner=4), rank=1, ranks=16)
+    assert double == (forward + 2 * 2, backward + 5 * 2)
     for count, factors in ((2, (2.3, 2.1)), (4, (3.6, 3.4))):
-        found = dryrun.run(peak, "wallfacer", 16 // count, count, rank=1, ranks=16)
+        run = partial(peak, wallfacer_attention, ring=16 // count, team=count)
+        found = dryrun.run(run, rank=1, ranks=16)
         assert [round(ours / ring, 1) for ours, ring in zip(found, (forward, backward))] == list(factors)

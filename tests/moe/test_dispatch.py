@@ -161,15 +161,3 @@ def test_rows_leave_by_expert_then_by_token():
     rows = list(zip(routing.experts.flatten()[way.choices].tolist(), way.tokens.tolist()))
     assert rows == sorted(rows) and len(rows) == 3 * int(mask.sum())
     assert Dispatch(replace(router.top_k(drawn()[0] @ drawn()[1], 3), sizes=(9,) * E)).sizes == [9] * E
-
-
-def test_experts_that_do_not_divide_are_refused_before_anything_is_sent():
-    routing = router.top_k(torch.zeros(4, 6), 2)
-
-    class Four:
-        size = staticmethod(lambda: 4)
-
-    with pytest.raises(
-        ValueError, match="6 experts on 4 ranks; each rank gets as many, so ep divides the experts"
-    ):
-        Dispatch(routing, Four())

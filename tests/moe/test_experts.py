@@ -92,11 +92,8 @@ def test_megablocks(block):
         assert padding == E * (block - 1) or sizes != [1] * E
         rows, up, down, _ = drawn(sum(sizes), False)
         y = experts.blocked(rows, torch.tensor(sizes), up, down, block=block)
-        grouped, wanted = (
-            experts.grouped(rows, torch.tensor(sizes), up, down),
-            by_row(rows, sizes, up, down, F.gelu, None),
-        )
-        close([y, grouped], [wanted, wanted])
+        wanted = by_row(rows, sizes, up, down, F.gelu, None)
+        close([y, experts.grouped(rows, torch.tensor(sizes), up, down)], [wanted, wanted])
 
 
 class Held(nn.Module):
@@ -119,9 +116,8 @@ def test_kept_are_the_rows_and_the_layer_before_act(gated):
             experts.IMPLEMENTATIONS[way](rows, torch.tensor(sizes), *matrices)
         kept[way] = saved.bytes
     assert kept["grouped"] == 16 * (D + (1 + gated) * WIDE) * 8
-    assert (
-        kept["loop"] >= kept["grouped"] + (1 + gated) * 16 * WIDE * 8
-    )  # and act's results, and their products
+    # and act's results, and their products
+    assert kept["loop"] >= kept["grouped"] + (1 + gated) * 16 * WIDE * 8
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -212,9 +208,8 @@ def test_torchs_grouped_product_gives_the_same(case, act):
     close(*outcomes, atol=1e-5)
     rows, up, down, gate = drawn(sum(sizes), gated, torch.float32)
     with Ledger() as ledger:
-        experts.by_kernel(
-            rows, torch.tensor(sizes), up, down, act, gate
-        ).sum().backward()  # an expanded gradient
+        y = experts.by_kernel(rows, torch.tensor(sizes), up, down, act, gate)
+        y.sum().backward()  # an expanded gradient
     assert ledger.flops == 3 * (2 + gated) * 2 * sum(sizes) * D * WIDE
 
 
@@ -294,10 +289,3 @@ def test_scattermoe(weighed):
         kept.append(sum(s.bytes for s in saved.saved if s.dtype == x.dtype))
     assert kept[0] - kept[1] == (1 + weighed) * k * TOKENS * D * 8
     close(*results)
-
-
-def test_counts_that_are_not_those_of_the_rows_are_refused():
-    rows, up, down, gate = drawn(16, False)
-    for way in experts.IMPLEMENTATIONS.values():
-        with pytest.raises(ValueError, match=r"counts \[3, 3, 3, 3, 3\] add up to 15, but there are 16 rows"):
-            way(rows, torch.tensor([3] * 5), up, down)

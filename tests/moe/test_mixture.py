@@ -14,7 +14,7 @@ from minitrain.compose.run_states import saved_buffers
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.gpt import GPT
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.moe import router
@@ -450,12 +450,8 @@ def test_presets_dry_run_on_ranks_that_share_out_their_experts(preset, ranks, to
 
 MOE = config()
 REFUSED = {
-    "top_k = 5 of 4 experts; use 1 to 4; shared experts have no number": lambda: config(top_k=5),
     "top_k = 3 of 2 experts": lambda: config(top_k=3, pyramid_layers=1, pyramid_experts=2),
-    "capacity_factor = -1.0; use at least 0": lambda: config(capacity_factor=-1.0),
-    "router = 'top-k'; did you mean 'top_k'": lambda: config(router="top-k"),
     "router 'switch' is for top_k = 1": lambda: config(router="switch"),
-    "unknown setting 'experts'; ": lambda: ExpertsConfig(experts=4),
     "node_limit = 4 of route_nodes = 2; use at most 2": lambda: config(
         router="deepseek", route_nodes=2, node_limit=4
     ),
@@ -463,7 +459,6 @@ REFUSED = {
     "bias_speed = 0.1 is for router 'deepseek', not 'top_k'": lambda: config(bias_speed=0.1),
     "a pyramid needs both": lambda: config(pyramid_layers=1),
     "0 of 2 blocks have experts": lambda: config(dense_first=2),
-    "experts = 8; use an ExpertsConfig": lambda: GPTConfig(**SHAPE, experts=8),
     "ep=3 does not divide dp x cp=4; use ep 1 or 2 or 4": lambda: Strategy(dp=2, cp=2, ep=3),
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
     "ep=8 does not divide 4 and 8 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(
@@ -471,15 +466,12 @@ REFUSED = {
     ),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
     "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
-    "ep_travel='weights'; use tokens, experts, cheaper": lambda: Strategy(ep_travel="weights"),
     "ep_chunks=2 with ep=2, ep_node=1, ep_travel='experts': chunks are of rows": lambda: Strategy(
         dp=2, ep=2, ep_chunks=2, ep_travel="experts"
     ),
     "ep_travel='cheaper' with ep_node=2: it compares ranks, not nodes": lambda: Strategy(
         dp=4, ep=4, ep_node=2, ep_travel="cheaper"
     ),
-    "ep_shadow=-1: use a whole number from 0": lambda: Strategy(dp=2, ep=2, ep_shadow=-1),
-    "ep_shadow=True: use a whole number": lambda: Strategy(dp=2, ep=2, ep_shadow=True),
     "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow is of an expert": lambda: Strategy(
         dp=2, ep_shadow=2
     ),
@@ -496,13 +488,6 @@ REFUSED = {
     "balance_alpha counts the tokens of whole rows, and slices=2": lambda: Strategy(
         pp=2, slices=2, schedule="terapipe"
     ).check(config(balance_alpha=0.1), 2),
-    "capacity = 0; an expert needs room": lambda: router.top_k(torch.zeros(4, 4), 2).within(0),
-    "scores of token 2 are not finite": lambda: router.top_k(
-        torch.zeros(4, 4).index_fill(0, torch.tensor(2), math.nan), 2
-    ),
-    "mask \\[3\\]; a mask has one entry for each of 4 tokens": lambda: router.top_k(
-        torch.zeros(4, 4), 2, torch.ones(3, dtype=torch.bool)
-    ),
 }
 
 
@@ -524,18 +509,3 @@ def test_scores_without_a_number_end_the_launch_and_name_the_token():
 
     with pytest.raises(launch.RankError, match="rank 1 raised ValueError: scores of token 0 are not finite"):
         launch.run(rank, ranks=2, timeout_s=30)
-
-
-def test_the_loss_falls_and_balance_costs_no_expert():
-    """Two steps of a tiny model: every parameter of router and experts has a gradient."""
-    model = GPT(config(balance_alpha=0.01), dtype=torch.float64)
-    tokens = torch.randint(0, 29, (4, 16), generator=torch.Generator().manual_seed(0))
-    losses, optimizer = RouterLosses({0: model.layers}), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) + losses.collect()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    assert seen[-1] < seen[0] and all(param.grad.any() for param in model.parameters())

@@ -106,13 +106,6 @@ def test_gradients_flow_through_weights_and_not_through_the_choice(name):
     assert s.grad.abs().sum() > 0.1
 
 
-def test_no_more_nodes_than_the_limit():
-    routing = router.deepseek(scores, 4, bias, nodes=4, node_limit=2)
-    assert max(len({e // 2 for e in one}) for one in as_dicts(routing)) == 2
-    free = router.deepseek(scores, 4, bias)
-    assert max(len({e // 2 for e in one}) for one in as_dicts(free)) > 2, "the control"
-
-
 def test_a_bias_chooses_and_does_not_weigh():
     strong = torch.zeros(E, dtype=torch.float64)
     strong[3] = 9.0
@@ -165,16 +158,6 @@ def test_sizes_known_in_advance_end_where_something_is_dropped():
         at, flat = torch.arange(length).repeat(2, 1), torch.zeros(2 * length, E)
         dry = router.balanced(flat.to("meta"), 2, at.to("meta"))
         assert [*dry.sizes] == router.balanced(flat, 2, at).counts.tolist()
-
-
-def test_balance_loss_is_alpha_when_uniform_and_alpha_times_experts_when_collapsed():
-    flat = torch.zeros(N, E, dtype=torch.float64)
-    even = router.balanced(flat, 1, torch.arange(len(flat))[None])
-    assert even.counts.tolist() == [N // E] * E
-    assert router.balance_loss(even, 0.01).item() == pytest.approx(0.01, abs=1e-15)
-    sure = flat.clone()
-    sure[:, 5] = 60.0
-    assert router.balance_loss(router.switch(sure), 0.01).item() == pytest.approx(0.01 * E, rel=1e-12)
 
 
 @pytest.mark.parametrize("parts", [[64], [32, 32], [1, 40, 23]])

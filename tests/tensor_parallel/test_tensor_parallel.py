@@ -64,9 +64,9 @@ def references():
 
 def problems():
     found = {name: Problem(config=config) for name, config in CONFIGS.items()}
-    return found | {
-        "3 microbatches": Problem(config=small(vocab_size=32), batch_sizes=(6, 7), microbatches=3)
-    }
+    frozen = Problem(config=CONFIGS["GPT-2: biases, learned positions"], frozen="layers.1.mlp.up.weight")
+    several = Problem(config=small(vocab_size=32), batch_sizes=(6, 7), microbatches=3)
+    return found | {"a cut matrix is frozen": frozen, "3 microbatches": several}
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -136,15 +136,11 @@ def one_layer(way):
         y = block(x, torch.arange(T))
         y.square().sum().backward()
     calls = [event.op for event in ledger.events if isinstance(event, Issue)]
-    sent = {
-        op: (calls.count(op), ledger.sent_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")
-    }
-    cut = [param for param in block.parameters() if placement(param).shards]
-    return (
-        sent,
-        (y, x.grad, full_tensor(block.mlp.up.weight.grad, block.mlp.up.weight.placement.shards)),
-        sum(param.numel() for param in cut),
-    )
+    ops = "all_reduce", "all_gather", "reduce_scatter"
+    sent = {op: (calls.count(op), ledger.sent_bytes(op)) for op in ops}
+    up, cut = block.mlp.up.weight, [param for param in block.parameters() if placement(param).shards]
+    grad = full_tensor(up.grad, up.placement.shards)
+    return sent, (y, x.grad, grad), sum(param.numel() for param in cut)
 
 
 def whole_layer():
@@ -152,9 +148,8 @@ def whole_layer():
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = block(x, torch.arange(T))
     y.square().sum().backward()
-    return (y, x.grad, block.mlp.up.weight.grad), sum(
-        param.numel() for param in block.parameters() if param.dim() == 2
-    )
+    matrices = sum(param.numel() for param in block.parameters() if param.dim() == 2)
+    return (y, x.grad, block.mlp.up.weight.grad), matrices
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -187,9 +182,8 @@ def test_bytes_of_a_layer_cut_along_the_sequence(ranks):
             }
             assert (found[2] - expected[2]).abs().max() < TOLERANCE
         for place in (0, 1):
-            assert (
-                torch.cat([found[place] for _, found, _ in runs], 1) - expected[place]
-            ).abs().max() < TOLERANCE
+            together = torch.cat([found[place] for _, found, _ in runs], 1)
+            assert (together - expected[place]).abs().max() < TOLERANCE
         assert dryrun.run(one_layer, way, rank=1, ranks=ranks)[0] == runs[1][0]
 
 
@@ -201,10 +195,8 @@ def test_norms_may_all_be_frozen():
         tokens = torch.zeros(B, T, dtype=torch.long)
         run.forward_backward(Batch(tokens, tokens, torch.tensor(B * T)))
         run.sync.finish()
-        frozen = [name for name, param in run.model.named_parameters() if not param.requires_grad]
-        return len(frozen) == 3 and all(
-            (param.grad is not None) == param.requires_grad for param in run.model.parameters()
-        )
+        learn = [param.requires_grad for param in run.model.parameters()]
+        return learn.count(False) == 3 and learn == [p.grad is not None for p in run.model.parameters()]
 
     assert launch.run(rank, ranks=2) == [True, True]
 
@@ -216,13 +208,8 @@ def whole_step(shape, settings):
     with Ledger() as ledger:
         run.forward_backward(batch)
         run.sync.finish()
-    return (
-        ledger.flops,
-        ledger.sent_bytes(),
-        ledger.sent_bytes(axis="tp"),
-        ledger.peak_bytes,
-        dict(ledger.peak_by_kind),
-    )
+    sent = ledger.sent_bytes(), ledger.sent_bytes(axis="tp")
+    return ledger.flops, *sent, ledger.peak_bytes, dict(ledger.peak_by_kind)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -451,13 +438,9 @@ def test_dropout_is_that_of_one_process(sequence_parallel):
     (loss, grad, first), (_, _, second) = launch.run(rank, ranks=2)
     ((expected, expected_grad, masks),) = launch.run(dropped_model, None, ranks=1)
     assert len(first) == len(second) == len(masks) == 1 + 3 * DROPPED.num_layers
-    scores = [
-        number for number in range(len(masks)) if number % 3 == 1
-    ]  # table; scores, dropout1, dropout2 of each block
     for number, (one, other, whole) in enumerate(zip(first, second, masks)):
-        cut = (
-            1 if number in scores else 2 if sequence_parallel else None
-        )  # heads of [B, H, T, T]; tokens of [B, 1, T, D]
+        # table; scores, dropout1, dropout2 of each block. Cut are heads of [B, H, T, T], tokens of [B, 1, T, D]
+        cut = 1 if number % 3 == 1 else 2 if sequence_parallel else None
         assert torch.equal(one, other) == (cut is None)
         assert torch.equal(whole, one if cut is None else torch.cat((one, other), cut))
     assert abs(loss - expected) < 1e-9 and (grad - expected_grad).abs().max() < TOLERANCE

@@ -28,13 +28,23 @@ from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Alibi
 from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
+from minitrain.tensor_parallel.autograd import saving
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. `places`: bias,
     dropout."""
     check_core("ring_self_attention", q, k, v, fewer=True, **places)
-    return _RingSelfAttention.apply(q, k, v, Rows(group, layout, causal, **places))
+    rows = Rows(group, layout, causal, **places)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensors]:
+        out, p = rows_forward(q, k, v, rows)
+        return out, (q, k, v, p)
+
+    def backward(dys: Tensors, saved: Tensors, _) -> Tensors:
+        return rows_backward(*dys, *saved, rows)
+
+    return saving(forward, backward, q, k, v)
 
 
 class Rows(NamedTuple):
@@ -111,19 +121,3 @@ def rows_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, rows
     ds.mul_(p).div_(math.sqrt(q.size(-1)))
     (dk,) = ring_pass((k,), rows.group, through_scores)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-class _RingSelfAttention(torch.autograd.Function):
-    """Saves the rows of probabilities: O(T²/n)."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        out, p = rows_forward(q, k, v, rows)
-        ctx.save_for_backward(q, k, v, p)
-        ctx.rows = rows
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        return *rows_backward(dout, *ctx.saved_tensors, ctx.rows), None

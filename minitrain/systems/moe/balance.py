@@ -145,9 +145,7 @@ def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup
 
     Give weights, moments and masters together: whoever holds an expert goes on as its first holder would."""
     if len(after) != len(before):
-        raise ValueError(
-            f"holders of {len(before)} experts become those of {len(after)}; give each its ranks"
-        )
+        raise ValueError(f"{len(before)} experts become {len(after)}; give each its ranks")
     rank, own = group.rank(), _packed(tensors)
     mine = dict(zip(experts_of(before, group.size())[rank], own))
     new = [(e, to) for e, there in enumerate(after) for to in there if to not in before[e]]

@@ -32,7 +32,7 @@ from minitrain.ranks import collectives
 def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, sizes=None) -> Tensor:
     """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
-    if len(counts) != n * len(up):
+    if {len(counts), len(counts if sizes is None else sizes)} != {n * len(up)}:
         given = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
         raise ValueError(f"{given}; count the rows of every expert of all ranks, {n * len(up)}")
     wants = Wants(counts, across, inside, sizes)

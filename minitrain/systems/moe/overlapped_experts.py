@@ -29,6 +29,7 @@ from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.tensor_parallel.autograd import saving
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
 Span = tuple[int, int]  # from the first to behind the last
@@ -65,33 +66,19 @@ class Flight:
         self.handle = self.back(grad)
         return grad.new_empty(0)
 
-    def arrive(self, ticket: Tensor | None = None) -> Tensor:
+    def arrive(self) -> Tensor:
         handle, self.handle = self.handle, None  # a handle keeps its result
         return handle.wait()
 
 
-class _Linear(torch.autograd.Function):
-    """y = go(x), dx = come(dy). An empty ticket joins leave and arrive in the graph."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, go: Callable, come: Callable) -> Tensor:
-        ctx.come = come
-        return go(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        return ctx.come(dy), None, None
-
-
 def leave(rows: Tensor, flight: Flight) -> Tensor:
-    """Hand the rows over; backward: their gradient has arrived."""
-    return _Linear.apply(rows, flight.leave, flight.arrive)
+    """Hand the rows over; backward: their gradient has arrived. The empty ticket joins this and `arrive`."""
+    return saving(lambda rows: (flight.leave(rows), ()), lambda *_: (flight.arrive(),), rows)
 
 
 def arrive(ticket: Tensor, flight: Flight) -> Tensor:
     """The rows have arrived; backward: hand over their gradient."""
-    return _Linear.apply(ticket, flight.arrive, flight.leave_back)
+    return saving(lambda _: (flight.arrive(), ()), lambda dys, *_: (flight.leave_back(*dys),), ticket)
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,16 @@ def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params
 def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
     """The same: backward fetches the rows again, chunk by chunk, and repeats the work on them."""
     trip, parts = capacity_parts(routing, group, chunks)
-    return combine([_Reused.apply(x, trip.tokens, parts, work, *params)], parts, trip, routing.weights)
+    tokens = trip.tokens
+
+    def forward(x: Tensor, *params: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        homes = interleave(travel(x, tokens, part, work, params) for part in parts)
+        return torch.cat(homes), (x, *params)
+
+    def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], _) -> list:
+        return reused_backward(*dys, *saved, tokens=tokens, parts=parts, work=work)
+
+    return combine([saving(forward, backward, x, *params)], parts, trip, routing.weights)
 
 
 def in_parts(
@@ -154,42 +150,31 @@ def by_expert(received: Tensor, part: Part) -> Tensor:
     return collectives.announce("buffer", received.index_select(0, part.order))
 
 
-class _Reused(torch.autograd.Function):
-    """Keeps x and the parameters; what arrives for a chunk dies when its work is done."""
+def reused_backward(dhome, x, *params, tokens: Tensor, parts: Sequence[Part], work: Work) -> list:
+    """dx and the gradients of the parameters; what arrives for a chunk dies when its work is done."""
+    params = [param.detach().requires_grad_(param.requires_grad) for param in params]
+    learn = [param for param in params if param.requires_grad]
+    dx, *sums = (torch.zeros_like(whole) for whole in (x, *learn))
 
-    @staticmethod
-    def forward(ctx, x: Tensor, tokens: Tensor, parts: list[Part], work: Work, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(x, tokens, *params)
-        ctx.parts, ctx.work = parts, work
-        return torch.cat(interleave(travel(x, tokens, part, work, params) for part in parts))
+    def travel_again(part: Part, dy: Tensor) -> Generator:
+        flights = Flight(part.there, part.back), Flight(part.there, part.back)
+        for flight, rows in zip(flights, (x.index_select(0, tokens[part.sent]), dy)):
+            flight.leave(rows)
+        yield
+        rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
+        with torch.enable_grad():
+            y = work(rows.requires_grad_(), part.counts, *params, **part.known)
+        drows, *terms = torch.autograd.grad(y, [rows, *learn], dy)
+        for total in sums:
+            total.add_(terms.pop(0))
+        flights[0].leave_back(drows.index_select(0, part.home))
+        del rows, dy, y, drows
+        yield
+        dx.index_add_(0, tokens[part.sent], flights[0].arrive())
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dhome: Tensor):
-        x, tokens, *params = ctx.saved_tensors
-        params = [param.detach().requires_grad_(param.requires_grad) for param in params]
-        wanted = [param for param in params if param.requires_grad]
-        dx, *sums = (torch.zeros_like(whole) for whole in (x, *wanted))
-
-        def travel_again(part: Part, dy: Tensor) -> Generator:
-            flights = Flight(part.there, part.back), Flight(part.there, part.back)
-            for flight, rows in zip(flights, (x.index_select(0, tokens[part.sent]), dy)):
-                flight.leave(rows)
-            yield
-            rows, dy = (by_expert(flight.arrive(), part) for flight in flights)
-            with torch.enable_grad():
-                y = ctx.work(rows.requires_grad_(), part.counts, *params, **part.known)
-            drows, *terms = torch.autograd.grad(y, [rows, *wanted], dy)
-            for total in sums:
-                total.add_(terms.pop(0))
-            flights[0].leave_back(drows.index_select(0, part.home))
-            del rows, dy, y, drows
-            yield
-            dx.index_add_(0, tokens[part.sent], flights[0].arrive())
-
-        pieces = dhome.split([len(part.sent) for part in ctx.parts])
-        interleave(travel_again(part, dy) for part, dy in zip(ctx.parts, pieces))
-        return dx, None, None, None, *(sums.pop(0) if param.requires_grad else None for param in params)
+    pieces = dhome.split([len(part.sent) for part in parts])
+    interleave(travel_again(part, dy) for part, dy in zip(parts, pieces))
+    return [dx, *(sums.pop(0) if param.requires_grad else None for param in params)]
 
 
 def combine(homes: Sequence[Tensor], parts: Sequence[Part], trip: Dispatch, weights: Tensor) -> Tensor:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from minitrain.moe.router import Routing, tokens_of
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 def bandwidths(rank: int, ranks: int, per_node: int, local: float, intra: float, inter: float) -> Tensor:
     """[ranks]: of the way from `rank` to each: itself, those of its node (`per_node` ranks), all others."""
     require_positive_ints(ranks=ranks, per_node=per_node)
     require_ints(0, ranks - 1, rank=rank)
-    if ranks % per_node or min(local, intra, inter) <= 0:
-        rule = "nodes are full and bandwidths larger than 0"
-        raise ValueError(f"{ranks} ranks, {per_node} a node, bandwidths {local}, {intra}, {inter}: {rule}")
+    require_positive(local=local, intra=intra, inter=inter)
+    if ranks % per_node:
+        raise ValueError(f"{ranks} ranks are not a multiple of {per_node} a node; fill the nodes")
     near = [intra if other // per_node == rank // per_node else inter for other in range(ranks)]
     near[rank] = local
     return torch.tensor(near, dtype=torch.float64)

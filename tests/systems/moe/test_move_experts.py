@@ -271,13 +271,3 @@ def test_frozen_experts_send_no_gradients():
     for everything, less, least in launch.run(run, ranks=2):
         matrix = 4 * D * WIDE * 8  # of each of the other rank's four experts
         assert everything - less == matrix and everything - least == 3 * matrix
-
-
-def test_counts_of_other_experts_are_refused():
-    class Group:
-        def __init__(self, ranks):
-            self.size = lambda: ranks
-
-    matrices = torch.zeros(4, D, WIDE), torch.zeros(4, WIDE, D)
-    with pytest.raises(ValueError, match="counts of 4 experts, 4 of them on each of 2 ranks; count the rows"):
-        pulled(torch.zeros(3, D), torch.tensor([3, 0, 0, 0]), *matrices, across=Group(2), inside=Group(1))

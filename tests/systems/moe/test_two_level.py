@@ -125,16 +125,6 @@ def test_mistakes_are_seen(wrong):
     assert max(rank[2, 1, "top-4"][0] for rank in outcomes) > 1e-3
 
 
-def test_experts_that_do_not_divide_are_refused_before_anything_is_sent():
-    class Two:
-        size = staticmethod(lambda: 2)
-
-    with pytest.raises(
-        ValueError, match="6 experts on 2 nodes of 2 ranks; each rank gets as many, so the ranks divide"
-    ):
-        TwoLevelDispatch(router.top_k(torch.zeros(4, 6), 2), Two(), Two())
-
-
 # ---- the even all-to-all ---------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from minitrain.ranks.collectives import all_reduce, copy_to
 from minitrain.ranks.sharding import shard
 from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
-from minitrain.tensor_parallel.autograd import by_hand
+from minitrain.tensor_parallel.autograd import by_hand, saving
 from minitrain.tensor_parallel.linear import check_whole
 
 
@@ -91,23 +91,17 @@ def norm_backward(dy, x, weight, mean, scale, centred: bool, row_group: ProcessG
     return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, centred: bool, row_group: ProcessGroup) -> Tensor:
-        y, mean, scale = norm_forward(x, weight, eps, centred, row_group)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.rest = centred, row_group
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        return *norm_backward(dy, *ctx.saved_tensors, *ctx.rest), None, None, None
-
-
 def norm(x, weight, bias, eps: float, centred: bool, row_group, column_group) -> Tensor:
     """LayerNorm (`centred`) or RMSNorm: x `[.., m/q, D/q]`, weight and bias `[D/q]` -> as x."""
-    y = _Norm.apply(x, copy_to(weight, column_group), eps, centred, row_group)
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, *statistics = norm_forward(x, weight, eps, centred, row_group)
+        return y, (x, weight, *statistics)
+
+    def backward(dys: tuple, saved: tuple, wanted: tuple) -> tuple[Tensor, Tensor]:
+        return norm_backward(*dys, *saved, centred, row_group)
+
+    y = saving(forward, backward, x, copy_to(weight, column_group))
     return y if bias is None else y + copy_to(bias, column_group)
 
 
