@@ -26,9 +26,8 @@ BY_HAND = SLOPES[:, None, None] * (torch.arange(T) - torch.arange(T).unsqueeze(-
 
 def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
     """What `over` finds, each rank with the positions of its own tokens."""
-    return over(
-        partial(core, bias=Alibi(slopes, positions(layout, group, T)), dropout=mask), group, layout, HEADS
-    )
+    biased = partial(core, bias=Alibi(slopes, positions(layout, group, T)), dropout=mask)
+    return over(biased, group, layout, HEADS)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -60,9 +59,8 @@ def test_one_device():
     for core in (causal_attention, naive_attention):
         out = core(*qkv, bias=Alibi(SLOPES, rows))
         assert (out[0] - expected[0]).abs().max() < TOLERANCE and (out[1] - expected[1]).abs().max() > 1e-2
-        alone = torch.cat(
-            [core(*(x[row : row + 1] for x in qkv), bias=Alibi(SLOPES, rows[row])) for row in (0, 1)]
-        )
+        of_row = lambda row: core(*(x[row : row + 1] for x in qkv), bias=Alibi(SLOPES, rows[row]))
+        alone = torch.cat([of_row(0), of_row(1)])
         assert (out - alone).abs().max() < TOLERANCE
 
 
@@ -72,9 +70,8 @@ def test_a_tile_of_bfloat16_has_exact_distances():
     assert bias.between(torch.tensor([1001]), torch.tensor([0])).item() == -1001 / 256
     *qkv, _ = inputs(HEADS, dtype=torch.bfloat16)
     ours = flash_attention(*qkv, bias=Alibi(SLOPES.bfloat16(), torch.arange(T)))
-    assert (
-        ours.dtype == torch.bfloat16 and (ours.double() - in_one_process(bias=BY_HAND)[0]).abs().max() < 0.05
-    )
+    apart = ours.double() - in_one_process(bias=BY_HAND)[0]
+    assert ours.dtype == torch.bfloat16 and apart.abs().max() < 0.05
 
 
 def test_without_it_it_does_not():
@@ -83,10 +80,8 @@ def test_without_it_it_does_not():
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}
-        ring, ulysses = (
-            partial(ring_attention, group=group, layout=zigzag),
-            partial(ulysses_attention, group=group, core=causal_attention),
-        )
+        ring = partial(ring_attention, group=group, layout=zigzag)
+        ulysses = partial(ulysses_attention, group=group, core=causal_attention)
         found["right"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         found["none"] = furthest(over(ring, group, zigzag, HEADS)[0], expected)
         there, at = Tile.positions, Placed.at
@@ -96,9 +91,8 @@ def test_without_it_it_does_not():
         Placed.at = lambda self, positions: at(self, positions)._replace(backward=fused_backward)
         found["no bias in backward"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         Placed.at = at
-        found["first slopes"] = furthest(
-            over_ranks(ulysses, group, contiguous, slopes=SLOPES[:4].repeat(2))[0], expected
-        )
+        ours, _ = over_ranks(ulysses, group, contiguous, slopes=SLOPES[:4].repeat(2))
+        found["first slopes"] = furthest(ours, expected)
         return found
 
     for found in launch.run(rank, ranks=2):
@@ -141,16 +135,14 @@ MODELS = {
 def test_a_model_equals_one_process(name):
     """Two steps: loss, gradients, parameters; the heads of tp and of Ulysses have their own slopes."""
     ways, expected = MODELS[name], one_process(PROBLEM)
-    for outcomes in launch.run(
-        lambda: [train_parallel(PROBLEM, strategy) for strategy in ways], ranks=ways[0].ranks
-    ):
+    rank = lambda: [train_parallel(PROBLEM, strategy) for strategy in ways]
+    for outcomes in launch.run(rank, ranks=ways[0].ranks):
         for strategy, outcome in zip(ways, outcomes):
             assert difference(outcome, expected) < TOLERANCE, strategy
 
 
 def test_a_core_is_given_slopes_and_positions():
     given, config = {}, small(positions="alibi")
-    Attention(config, lambda q, k, v, bias: given.update(bias=bias) or q)(
-        torch.ones(1, 3, 16), torch.tensor([4, 5, 6])
-    )
+    layer = Attention(config, lambda q, k, v, bias: given.update(bias=bias) or q)
+    layer(torch.ones(1, 3, 16), torch.tensor([4, 5, 6]))
     assert given["bias"].slopes.tolist() == alibi_slopes(4) and given["bias"].positions.tolist() == [4, 5, 6]

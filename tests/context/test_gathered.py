@@ -24,19 +24,11 @@ def test_llama_3_gathers_keys(ranks):
 
     def rank():
         group, found = collectives.world(), []
-        for layout, heads, causal, keep in (
-            (zigzag, GQA, True, True),
-            (zigzag, MQA, True, False),
-            (contiguous, MHA, False, True),
-            (contiguous, GQA, True, False),
-            (striped, GQA, True, True),
-        ):
-            ours, sent = over(
-                partial(gathered_attention, group=group, layout=layout, causal=causal, keep=keep),
-                group,
-                layout,
-                heads,
-            )
+        cases = [(zigzag, GQA, True, True), (zigzag, MQA, True, False), (striped, GQA, True, True)]
+        cases += [(contiguous, MHA, False, True), (contiguous, GQA, True, False)]
+        for layout, heads, causal, keep in cases:
+            core = partial(gathered_attention, group=group, layout=layout, causal=causal, keep=keep)
+            ours, sent = over(core, group, layout, heads)
             found.append((furthest(ours, whole(heads, causal)), sent, heads[1], keep))
         return found
 
@@ -54,23 +46,14 @@ def test_few_tiles_of_even_work():
         group, x = collectives.world(), torch.empty(1, 1, T // 8, 1)
         seen, order = seen_and_order(x, x, group, layout, causal=True)
         assert (order is None) == (layout is not zigzag)
-        return (
-            len(seen),
-            sum(tile.entries for tile in seen),
-            sum(map(len, Rings((group,), layout, True).plan(x, x).values())),
-        )
+        in_ring = sum(map(len, Rings((group,), layout, True).plan(x, x).values()))
+        return len(seen), sum(tile.entries for tile in seen), in_ring
 
     for layout, most in ((zigzag, 4), (contiguous, 2), (striped, 8)):
-        found = [dryrun.run(rank, layout, rank=number, ranks=8) for number in range(8)]
-        assert (
-            max(tiles for tiles, _, _ in found) == most
-            and sum(entries for _, entries, _ in found) == T * (T + 1) // 2
-        )
-        assert (
-            layout is contiguous
-            or max(entries for _, entries, _ in found) - min(entries for _, entries, _ in found) <= T
-        )
-        assert all(tiles <= in_ring for tiles, _, in_ring in found)
+        tiles, entries, in_ring = zip(*(dryrun.run(rank, layout, rank=r, ranks=8) for r in range(8)))
+        assert max(tiles) == most and sum(entries) == T * (T + 1) // 2
+        assert layout is contiguous or max(entries) - min(entries) <= T
+        assert all(here <= there for here, there in zip(tiles, in_ring))
 
 
 def kept(ranks, keep, core):
@@ -90,18 +73,13 @@ def kept(ranks, keep, core):
 def test_memory_and_messages(ranks):
     """Kept, K and V of all tokens stay for backward; gathered again, a ring's memory, 8 bytes per token for
     their order, and bytes, in 3 calls."""
-    (stays, calls, sent), (again, more_calls, more), (ring, _, by_ring) = (
-        kept(ranks, True, gathered_attention),
-        kept(ranks, False, gathered_attention),
-        kept(ranks, None, ring_attention),
-    )
+    stays, calls, sent = kept(ranks, True, gathered_attention)
+    again, more_calls, more = kept(ranks, False, gathered_attention)
+    ring, _, by_ring = kept(ranks, None, ring_attention)
     share = 8 * 4096 // ranks * 64 * 4  # of K or of V, float32
     assert stays - again == 2 * ranks * share and again == ring + 8 * 4096
-    assert (
-        (calls, more_calls) == (2, 3)
-        and by_ring == more == 3 * 2 * (ranks - 1) * share
-        and sent == 2 * 2 * (ranks - 1) * share
-    )
+    assert (calls, more_calls) == (2, 3) and sent == 2 * 2 * (ranks - 1) * share
+    assert by_ring == more == 3 * 2 * (ranks - 1) * share
 
 
 def test_controls():

@@ -34,9 +34,8 @@ def everything():
         for layout in (contiguous, zigzag, striped):
             for causal, core in ((True, causal_attention), (False, full)):
                 run = partial(ulysses_attention, group=group, core=core, layout=layout)
-                found[heads, kv_heads, layout.__name__, causal] = distance(
-                    run, layout, group, heads, kv_heads, causal=causal
-                )
+                apart = distance(run, layout, group, heads, kv_heads, causal=causal)
+                found[heads, kv_heads, layout.__name__, causal] = apart
     q, k, v, _ = inputs((8, 2), 16, width=6)  # values wider than queries, as in latent attention
     parts = (split(x, contiguous, group, 2) for x in (q, k, v))
     ours = ulysses_attention(*parts, group=group, core=causal_attention)
@@ -60,10 +59,8 @@ def test_without_it_the_result_is_another(broken):
             collectives.all_to_all = lambda x, group, dim=0: x
         elif broken == "order":
             layout = zigzag  # held so, but not said
-        else:
-            torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(
-                1, n, 1, 1
-            )  # heads 0 1 0 1, where 0 0 1 1 is meant
+        else:  # heads 0 1 0 1, where 0 0 1 1 is meant
+            torch.Tensor.repeat_interleave = lambda x, n, dim: x.repeat(1, n, 1, 1)
         run = partial(ulysses_attention, group=world(), core=causal_attention)
         return distance(run, layout, world(), kv_heads=2 if broken == "copies" else 8)
 
@@ -98,10 +95,8 @@ def one_layer(way):
         forward = ledger.sent_bytes()
         y.square().sum().backward()
     calls = ledger.num_calls()
-    weight = layer.attention.q.weight.grad
-    weight = (
-        collectives.all_reduce(weight, group) if way == "ulysses" else collectives.all_gather(weight, group)
-    )
+    together = collectives.all_reduce if way == "ulysses" else collectives.all_gather
+    weight = together(layer.attention.q.weight.grad, group)
     return forward, ledger.sent_bytes(), calls, (y.detach(), x.grad, weight)
 
 
@@ -117,9 +112,7 @@ def test_ulysses(ranks):
     for way, volume, calls, runs in zip(("ulysses", "megatron"), (unit // ranks, unit), (4, 10), zip(*found)):
         for forward, both, number, (_, _, weight) in runs:
             assert (forward, number) == (volume, calls)
-            assert both == (
-                2 * volume if way == "ulysses" else volume * 10 // 4
-            )  # Megatron gathers its inputs again
+            assert both == (2 * volume if way == "ulysses" else volume * 10 // 4)  # Megatron gathers again
             assert (weight - layer.attention.q.weight.grad).abs().max() < TOLERANCE
         for place, whole in ((0, y), (1, x.grad)):
             assert (torch.cat([found[place] for *_, found in runs], 1) - whole).abs().max() < TOLERANCE
@@ -174,10 +167,8 @@ def video(way, group):
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
-    spatial, temporal = (
-        block(config=SPATIAL_TEMPORAL),
-        block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL),
-    )
+    spatial = block(config=SPATIAL_TEMPORAL)
+    temporal = block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL)
     with Ledger() as ledger:
         if way == "dsp":
             y = run_stages(x, [(2, layer_along(spatial)), (1, layer_along(temporal))], group, cut=1)
@@ -202,15 +193,12 @@ def test_dsp(ranks):
     found = launch.run(lambda: [video(way, world()) for way in ("dsp", "ulysses")], ranks=ranks)
     for way, factor, runs in zip(("dsp", "ulysses"), (2, 4), zip(*found)):
         for forward, both, _, summed in runs:
-            assert forward == (2, factor * unit) and both == (
-                4,
-                2 * factor * unit,
-            )  # q, k and v are one message: 2 calls as well
+            # q, k and v are one message: 2 calls as well
+            assert forward == (2, factor * unit) and both == (4, 2 * factor * unit)
             assert all((ours - theirs).abs().max() < 1e-11 for ours, theirs in zip(summed, weights))
         for place in (0, 1):
-            assert (
-                torch.cat([found[place] for *_, found, _ in runs], 1) - expected[place]
-            ).abs().max() < TOLERANCE
+            together = torch.cat([found[place] for *_, found, _ in runs], 1)
+            assert (together - expected[place]).abs().max() < TOLERANCE
         sent[way] = runs[0][0][1]
     assert sent["dsp"] <= 0.5 * sent["ulysses"] and sent["dsp"] <= 0.25 * 8 * unit
 
@@ -221,9 +209,8 @@ def test_stages_switch_only_when_they_must():
 
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
-        stages = [
-            (dim, lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())) for dim in (2, 3, 1, 3, 2)
-        ]
+        layer = lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())
+        stages = [(dim, layer) for dim in (2, 3, 1, 3, 2)]
         with Ledger() as ledger:
             y = run_stages(split(x, contiguous, world()), stages, world(), cut=1)
         calls = ledger.num_calls()
@@ -232,9 +219,8 @@ def test_stages_switch_only_when_they_must():
         return calls, (y - split(x, contiguous, world())).abs().max().item()
 
     for calls, error in launch.run(rank, ranks=2):
-        assert (
-            calls == 2 and error < TOLERANCE
-        )  # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
+        # dim 2 is cut for the third stage, as it is needed last, and dim 1 for the fifth
+        assert calls == 2 and error < TOLERANCE
 
 
 def test_a_dim_that_nobody_needs_is_cut_where_x_came_cut():
@@ -248,9 +234,7 @@ def test_switch_and_its_adjoint():
 
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())
-        x, y = (
-            torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((3, 8, 2, 5), (3, 2, 8, 5))
-        )
+        x, y = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((3, 8, 2, 5), (3, 2, 8, 5)))
         x.requires_grad_()
         there = switch(x, group, cut=1, join=2)
         assert there.shape == y.shape and torch.equal(switch(there, group, cut=-2, join=-3), x)

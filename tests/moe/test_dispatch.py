@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.router import NOWHERE
 from minitrain.ranks.ledger import Ledger
+from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 
 N, D, WIDE, E = 42, 6, 10, 8
 mask = torch.arange(N) % 4 != 1
@@ -41,42 +41,22 @@ CASES = {
 
 
 def drawn():
-    generator = torch.Generator().manual_seed(0)
-    shapes = (N, D), (D, E), (E, D, WIDE), (E, WIDE, D)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def loss_of(y):
-    return (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum()
+    return numbers((N, D), (D, E), (E, D, WIDE), (E, WIDE, D))
 
 
 @cache
 def one_process(case):
-    """(y, gradients of x, router, up, down): token by token, choice by choice."""
-    x, gate, up, down = (tensor.requires_grad_() for tensor in drawn())
-    routing = CASES[case](x @ gate, slice(None))
-    y = []
-    for n in range(N):
-        choices = zip(routing.experts[n].tolist(), routing.weights[n])
-        y.append(sum((w * (F.gelu(x[n] @ up[e]) @ down[e]) for e, w in choices if e != NOWHERE), 0 * x[n]))
-    y = torch.stack(y)
+    """(y, gradients of x, router, up, down)"""
+    tensors = x, gate, up, down = [tensor.requires_grad_() for tensor in drawn()]
+    y = by_token(x, up, down, CASES[case](x @ gate, slice(None)))
     loss_of(y).backward()
-    zero = torch.zeros(1, dtype=y.dtype)
-    return y.detach(), *(zero.expand_as(t) if t.grad is None else t.grad for t in (x, gate, up, down))
-
-
-def parts(ranks):
-    """Unequal numbers of tokens: half of them on rank 0."""
-    sizes = [N // 2] + [N // 2 // (ranks - 1)] * (ranks - 1) if ranks > 1 else [N]
-    return [slice(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(ranks)]
+    return y.detach(), *grads_of(*tensors)
 
 
 def on_a_rank(case, work, wrong=""):
     group = collectives.world()
-    part, own = (
-        parts(group.size())[group.rank()],
-        slice(*(E // group.size() * (group.rank() + i) for i in (0, 1))),
-    )
+    rank, ranks = group.rank(), group.size()
+    part, own = tokens_of(N, rank, ranks), experts_of(E, rank, ranks)
     x, gate, up, down = drawn()
     x, gate, up, down = (t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own]))
     routing = CASES[case](x @ gate, part)
@@ -88,11 +68,10 @@ def on_a_rank(case, work, wrong=""):
             way.order = torch.arange(len(rows))
         y = way.back(y, routing.weights * (routing.weights if wrong == "weights applied twice" else 1))
         loss_of(y).backward()
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, gate, up, down)]
+    grads = grads_of(x, gate, up, down)
     if wrong == "expert gradients summed over ep":
         grads[2] = collectives.all_reduce(grads[2], group)
-    table = torch.zeros(group.size(), dtype=torch.long)
-    table += torch.tensor([(routing.experts // (E // group.size()) == r).sum() for r in range(group.size())])
+    table = torch.tensor([(routing.experts // (E // ranks) == r).sum() for r in range(ranks)])
     return y.detach(), *grads, ledger.sent_bytes(), table, way.counts
 
 
@@ -113,12 +92,6 @@ def all_cases():
 @cache
 def launched(ranks):
     return launch.run(all_cases, ranks=ranks)
-
-
-def joined(outcomes):
-    """What the ranks have, as one process has it: tokens and experts side by side, the router's gradients added."""
-    y, x, gate, up, down = list(zip(*outcomes))[:5]
-    return torch.cat(y), torch.cat(x), sum(gate), torch.cat(up), torch.cat(down)
 
 
 @pytest.mark.parametrize("work", ["loop", "padded"])
@@ -148,10 +121,7 @@ def test_bytes_are_the_routing_table_times_the_width(ranks, case):
 )
 def test_mistakes_are_seen(wrong):
     outcomes = launch.run(on_a_rank, "top-2", "loop", wrong, ranks=2)
-    pairs = zip(
-        outcomes[0][:1] + outcomes[0][3:4],
-        (one_process("top-2")[0][: N // 2], one_process("top-2")[3][: E // 2]),
-    )
+    pairs = zip(joined(outcomes), one_process("top-2"))
     assert max((found - wanted).abs().max() for found, wanted in pairs) > 1e-3
 
 

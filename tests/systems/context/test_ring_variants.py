@@ -57,14 +57,8 @@ def row_peaks(tokens):
         rows_backward(dout, q, k, v, p, rows)
     with Ledger() as by_blocks:
         ring_forward(q, k, v, Rings((group,), contiguous, False), FUSED)
-    return (
-        p.nbytes,
-        forward.peak_bytes,
-        backward.peak_bytes,
-        by_blocks.peak_bytes,
-        calls,
-        backward.num_calls("send"),
-    )
+    peaks = [ledger.peak_bytes for ledger in (forward, backward, by_blocks)]
+    return p.nbytes, *peaks, calls, backward.num_calls("send")
 
 
 def test_ring_self_attention():
@@ -74,9 +68,8 @@ def test_ring_self_attention():
     def rank():
         group, found = collectives.world(), []
         for heads, causal, layout in ((GQA, True, zigzag), (MHA, False, contiguous), (MQA, True, contiguous)):
-            ours, sent = over(
-                partial(ring_self_attention, group=group, layout=layout, causal=causal), group, layout, heads
-            )
+            core = partial(ring_self_attention, group=group, layout=layout, causal=causal)
+            ours, sent = over(core, group, layout, heads)
             found.append((furthest(ours, whole(heads, causal)), sent, heads[1]))
         return found
 
@@ -89,12 +82,8 @@ def test_ring_self_attention():
     for tokens in (128, 256):
         rows, forward, backward, by_blocks, calls, more = dryrun.run(row_peaks, tokens, ranks=n)
         assert rows == 2 * (n * tokens) ** 2 // n * 4  # B·H·T²/n in float32
-        assert (
-            rows < forward < 1.4 * rows
-            and 2 * rows < backward < 2.4 * rows
-            and calls == 2 * (n - 1)
-            and more == 4 * (n - 1)
-        )
+        assert rows < forward < 1.4 * rows and 2 * rows < backward < 2.4 * rows
+        assert (calls, more) == (2 * (n - 1), 4 * (n - 1))
         assert by_blocks < forward / (tokens / 32)
 
 
@@ -111,9 +100,8 @@ def test_balanced_schedules_are_complete():
             assert len(schedule) == rounds and idle_fraction(schedule) == idle
             for t in range(rounds):  # what one is given, another needs; each gives and takes at most once
                 gifts = [(rank, *gift) for rank in range(n) if (gift := inputs_to(schedule, t, rank))]
-                assert sorted(gifts) == sorted(
-                    (need[0], rank, need[1]) for rank in range(n) if (need := inputs_from(schedule, t, rank))
-                )
+                needs = [(rank, need) for rank in range(n) if (need := inputs_from(schedule, t, rank))]
+                assert sorted(gifts) == sorted((need[0], rank, need[1]) for rank, need in needs)
 
 
 def test_a_schedule_with_a_fault_is_refused():
@@ -150,41 +138,28 @@ def tile_bytes(schedule, rank, heads, tokens):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_balanced_equals_full_attention_and_sends_what_it_says(ranks):
-    length = 8 * ranks
+    length, ways = 8 * ranks, [(GQA, balanced, FUSED), (MHA, balanced, PLAIN), (GQA, unbalanced, FUSED)]
 
     def rank():
-        group, found = collectives.world(), {}
-        for heads, schedule, blocks in (
-            (GQA, balanced, FUSED),
-            (MHA, balanced, PLAIN),
-            (GQA, unbalanced, FUSED),
-        ):
-            ours, sent = over(
-                partial(balanced_attention, group=group, schedule=schedule, kernel=blocks),
-                group,
-                contiguous,
-                heads,
-                length,
-            )
-            found[heads, schedule.__name__] = furthest(ours, whole(heads, True, length)), sent
+        group, found = collectives.world(), []
+        for heads, schedule, blocks in ways:
+            core = partial(balanced_attention, group=group, schedule=schedule, kernel=blocks)
+            ours, sent = over(core, group, contiguous, heads, length)
+            found.append((furthest(ours, whole(heads, True, length)), sent))
         return found
 
     for number, found in enumerate(launch.run(rank, ranks=ranks)):
-        for (heads, schedule), (apart, sent) in found.items():
+        for (heads, schedule, _), (apart, sent) in zip(ways, found):
             assert apart < TOLERANCE, (heads, schedule)
-            assert sent == tile_bytes(
-                {"balanced": balanced, "unbalanced": unbalanced}[schedule](ranks), number, heads, 8
-            )
+            assert sent == tile_bytes(schedule(ranks), number, heads, 8)
 
 
 def test_without_the_helpers_results_it_fails():
     def rank():
         group, run = collectives.world(), balanced_module.run_schedule
         balanced_module.run_schedule = lambda *args: run(*args[:-1], lambda what, result: None)
-        return furthest(
-            over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)[0],
-            whole(GQA, True, 12),
-        )
+        ours, _ = over(partial(balanced_attention, group=group), group, contiguous, GQA, 12)
+        return furthest(ours, whole(GQA, True, 12))
 
     assert min(launch.run(rank, ranks=3)) > 1e-3
 
@@ -210,35 +185,25 @@ def attention_time(core, n, tokens=1024):
             core(q, k, v, group=collectives.world())
         return ledger.events
 
-    timeline = replay(
-        {rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}, ideal(1e12, 1e20, 1e20, n)
-    )
+    events = {rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}
+    timeline = replay(events, ideal(1e12, 1e20, 1e20, n))
     return timeline.step_s / (4 * tokens**2 * 128 / 1e12)
 
 
 def layer_step(way, group, x, where):
     """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for
     attention."""
-    settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
-    core = (
-        Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
-        if way == "spared"
-        else lambda q, k, v: ring_attention(q, k, v, group=group, layout=zigzag)
-    )
+    core, how = partial(ring_attention, group=group, layout=zigzag), {}
+    if way == "spared":
+        settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
+        core = Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
+        how = dict(context_fn=core.contexts)
     block = Block(small(d_model=64, max_positions=4096), "layers.1", attention=core, dtype=x.dtype)
     for param in block.parameters():
         torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(1))
     with Ledger() as ledger, set_checkpoint_early_stop(False):
-        if way == "plain":
-            y = block(x, where)
-        else:
-            y = checkpoint(
-                block,
-                x,
-                where,
-                use_reentrant=False,
-                **(dict(context_fn=core.contexts) if way == "spared" else {}),
-            )
+        layer = block if way == "plain" else partial(checkpoint, block, use_reentrant=False, **how)
+        y = layer(x, where)
         kept = ledger.live_bytes
         y.square().sum().backward()
     return [y, x.grad, *(param.grad for param in block.parameters())], ledger, kept
@@ -249,22 +214,14 @@ def test_dist_flash_attn():
     checkpoint that computes no attention again, with the same gradients."""
     for n in (4, 5):
         assert abs(attention_time(partial(ring_attention, causal=True), n) - (n - 1 / 2)) < 0.01
-        assert (
-            abs(attention_time(balanced_attention, n) - (n // 2 + 1 / 2)) < 0.01
-            and len(balanced(n)) == n // 2 + 1
-        )
+        assert abs(attention_time(balanced_attention, n) - (n // 2 + 1 / 2)) < 0.01
 
     def dry(way):
         x = torch.empty(1, 1024, 64, requires_grad=True)
-        _, ledger, kept = layer_step(
-            way, collectives.world(), x, positions(zigzag, collectives.world(), 4096)
-        )
-        return (
-            ledger.flops_by_operator["_scaled_dot_product_flash_attention_for_cpu"],
-            ledger.flops,
-            ledger.sent_bytes(),
-            kept,
-        )
+        group = collectives.world()
+        _, ledger, kept = layer_step(way, group, x, positions(zigzag, group, 4096))
+        attention = ledger.flops_by_operator["_scaled_dot_product_flash_attention_for_cpu"]
+        return attention, ledger.flops, ledger.sent_bytes(), kept
 
     plain, again, spared = (dryrun.run(dry, way, ranks=4) for way in ("plain", "again", "spared"))
     assert again[0] == 2 * plain[0] and spared[0] == plain[0]  # recomputed attention: 0 FLOPs
@@ -274,25 +231,20 @@ def test_dist_flash_attn():
     assert spared[3] < plain[3] / 4
 
     def rank():
-        group = collectives.world()
-        found = []
+        group, found = collectives.world(), []
         for way in ("plain", "spared", "again"):
-            x = torch.randn(
-                2, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank())
-            ).requires_grad_()
-            found.append(
-                [y.detach() for y in layer_step(way, group, x, positions(zigzag, group, 8 * group.size()))[0]]
-            )
+            made = dict(dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank()))
+            x, where = torch.randn(2, 8, 64, **made), positions(zigzag, group, 8 * group.size())
+            results, *_ = layer_step(way, group, x.requires_grad_(), where)
+            found.append([y.detach() for y in results])
         return furthest(found[1], found[0]), furthest(found[2], found[0])
 
     assert max(map(max, launch.run(rank, ranks=2))) < TOLERANCE
 
 
 def test_sparing_refuses_what_was_not_there_the_first_time():
-    core, q = (
-        Sparing(partial(PLAIN.forward, causal=True), partial(PLAIN.backward, causal=True)),
-        torch.randn(1, 2, 4, 4),
-    )
+    q, forward, backward = torch.randn(1, 2, 4, 4), *(partial(pass_, causal=True) for pass_ in PLAIN)
+    core = Sparing(forward, backward)
     first, second = core.contexts()
     with first:
         out = core(q, q, q)
@@ -307,14 +259,8 @@ def test_sparing_refuses_what_was_not_there_the_first_time():
 
 def ideal(flops, inside, across, per_node):
     device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "a test")
-    return Machine(
-        "ideal",
-        device,
-        per_node,
-        Link("inside", 0.0, inside, "a test"),
-        Link("across", 0.0, across, "a test"),
-        per_node,
-    )
+    links = [Link(name, 0.0, speed, "a test") for name, speed in (("inside", inside), ("across", across))]
+    return Machine("ideal", device, per_node, *links, per_node)
 
 
 def side_bytes(side, heads, n, tokens):
@@ -348,22 +294,12 @@ def test_burst_attention():
 
     def rank():
         mesh, found = Mesh(dp=2, tp=2), {}
-        for heads, causal, layout in (
-            (MHA, True, zigzag),
-            (GQA, True, striped),
-            (MQA, False, contiguous),
-            (GQA, True, contiguous),
-        ):
+        burst = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"))
+        cases = [(MHA, True, zigzag), (GQA, True, striped), (MQA, False, contiguous), (GQA, True, contiguous)]
+        for heads, causal, layout in cases:
             expected = whole(heads, causal)
             for side in ("queries", "keys"):
-                core = partial(
-                    burst_attention,
-                    inside=mesh.group("tp"),
-                    across=mesh.group("dp"),
-                    layout=layout,
-                    causal=causal,
-                    backward_sends=side,
-                )
+                core = partial(burst, layout=layout, causal=causal, backward_sends=side)
                 ours, sent = over(core, collectives.world(), layout, heads)
                 found[heads, layout.__name__, side] = furthest(ours, expected), sent
         return found
@@ -371,15 +307,11 @@ def test_burst_attention():
     for found in launch.run(rank, ranks=4):
         for (heads, layout, side), (apart, (forward, backward)) in found.items():
             assert apart < TOLERANCE, (heads, layout, side)
-            assert forward == 3 * 2 * B * heads[1] * T // 4 * K * 8 and backward == side_bytes(
-                side, heads, 4, T // 4
-            )
-    assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (
-        4 * K
-    )  # a quarter less, but for two numbers per row
-    assert side_bytes("queries", GQA, 4, 8) > side_bytes(
-        "keys", GQA, 4, 8
-    )  # with shared heads keys are the lighter side
+            assert forward == 3 * 2 * B * heads[1] * T // 4 * K * 8
+            assert backward == side_bytes(side, heads, 4, T // 4)
+    # a quarter less, but for two numbers per row; with shared heads keys are the lighter side
+    assert side_bytes("queries", MHA, 4, 8) / side_bytes("keys", MHA, 4, 8) == 3 / 4 + 2 / (4 * K)
+    assert side_bytes("queries", GQA, 4, 8) > side_bytes("keys", GQA, 4, 8)
 
     nodes, devices, flops, inside, across = 2, 4, 1e12, 8e9, 1e9
     for tokens in (128, 512, 1024):
@@ -397,20 +329,10 @@ def test_burst_attention():
 
 def test_a_node_s_next_block_is_on_its_way_during_the_whole_inner_ring():
     events = burst_steps(two_level, 16, 3, 4)[5]
-    assert (
-        sum(event.axis == "dp" and event.op == "send" for event in events if isinstance(event, Issue))
-        == 2 * 2
-    )  # K and V, N - 1 times
-    assert (
-        sum(event.axis == "tp" and event.op == "send" for event in events if isinstance(event, Issue))
-        == 2 * 9
-    )  # N·(M - 1) times
-    assert sorted(Counter(hidden(events)).items()) == [
-        (("receive", 1), 18),
-        (("receive", 4), 4),
-        (("send", 1), 18),
-        (("send", 4), 4),
-    ]
+    sends = Counter(event.axis for event in events if isinstance(event, Issue) and event.op == "send")
+    assert sends == {"dp": 2 * 2, "tp": 2 * 9}  # K and V, N - 1 times and N·(M - 1) times
+    both = {("receive", 1): 18, ("receive", 4): 4, ("send", 1): 18, ("send", 4): 4}
+    assert Counter(hidden(events)) == both
 
 
 def test_bfloat16_stays_near():
@@ -419,16 +341,9 @@ def test_bfloat16_stays_near():
     def rank():
         group, mesh = collectives.world(), Mesh(dp=2, tp=2)
         burst = partial(burst_attention, inside=mesh.group("tp"), across=mesh.group("dp"))
-        cores = (
-            (ring_self_attention, dict(group=group)),
-            (balanced_attention, dict(group=group)),
-            (burst, {}),
-            (burst, dict(backward_sends="keys")),
-        )
-        return [
-            furthest(over(partial(core, **more), group, dtype=torch.bfloat16)[0], whole())
-            for core, more in cores
-        ]
+        flat = [partial(core, group=group) for core in (ring_self_attention, balanced_attention)]
+        cores = *flat, burst, partial(burst, backward_sends="keys")
+        return [furthest(over(core, group, dtype=torch.bfloat16)[0], whole()) for core in cores]
 
     alone = furthest(whole(dtype=torch.bfloat16), whole())
     for found in launch.run(rank, ranks=4):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.model.training.optim import adamw_update
 from minitrain.moe import experts, router
-from minitrain.moe.router import NOWHERE
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
 from minitrain.systems.plan import expert_placement as plan
+from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 from tests.systems.moe import test_two_level
 
 N, D, WIDE, E, WORD = 40, 5, 11, 8, 8  # 2·D·WIDE = 110: three slices of it are unequal
@@ -45,7 +45,7 @@ def counts_of(ranks):
     """[rank][expert] rows of the route top-2, from one process."""
     x, gate, *_ = drawn()
     chosen = ROUTES["top-2"](x @ gate, slice(None)).experts
-    parts = [chosen[part_of(rank, ranks)].flatten() for rank in range(ranks)]
+    parts = [chosen[tokens_of(N, rank, ranks)].flatten() for rank in range(ranks)]
     return [torch.bincount(part, minlength=E).tolist() for part in parts]
 
 
@@ -76,42 +76,20 @@ CASES = [("top-2", case) for case in COPIES] + [
 
 
 def drawn(num=E):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (N, D), (D, num), (num, D, WIDE), (num, WIDE, D)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return numbers((N, D), (D, num), (num, D, WIDE), (num, WIDE, D))
 
 
-def loss_of(y):
-    return (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum() / 100
-
-
-def by_token(x, gate, up, down, route):
-    """Token by token, choice by choice."""
-    routing = ROUTES[route](x @ gate, slice(None))
-    y = []
-    for n in range(N):
-        choices = zip(routing.experts[n].tolist(), routing.weights[n])
-        y.append(sum((w * (F.gelu(x[n] @ up[e]) @ down[e]) for e, w in choices if e != NOWHERE), 0 * x[n]))
-    return torch.stack(y)
-
-
-def grads_of(*tensors):
-    return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+def whole_layer(x, gate, up, down, route):
+    return by_token(x, up, down, ROUTES[route](x @ gate, slice(None)))
 
 
 @cache
 def one_process(route, num=E):
     """(y, gradients of x, router, up, down)"""
     tensors = [t.requires_grad_() for t in drawn(num)]
-    y = by_token(*tensors, route)
+    y = whole_layer(*tensors, route)
     loss_of(y).backward()
     return y.detach(), *grads_of(*tensors)
-
-
-def part_of(rank, ranks):
-    """Unequal numbers of tokens: half of them on rank 0."""
-    sizes = [N // 2] + [N // 2 // (ranks - 1) + (r == 0) * (N // 2 % (ranks - 1)) for r in range(ranks - 1)]
-    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
 def busy(rows_seen):
@@ -135,7 +113,7 @@ def never_reduced(weights, holders, group):
 def with_copies(route, case, copied=balance.copied):
     group = collectives.world()
     rank, ranks = group.rank(), group.size()
-    part, own = part_of(rank, ranks), slice(E // ranks * rank, E // ranks * (rank + 1))
+    part, own = tokens_of(N, rank, ranks), experts_of(E, rank, ranks)
     x, gate, up, down = drawn()
     x, gate, up, down = (t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own]))
     holders, rows, sent = holders_of(case, ranks), [], []
@@ -184,7 +162,7 @@ def trained():
     optimizer, found = torch.optim.AdamW([up, down], **ADAM), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss_of(by_token(x, gate, up, down, "top-2")).backward()
+        loss_of(whole_layer(x, gate, up, down, "top-2")).backward()
         optimizer.step()
         found.append((up.detach().clone(), down.detach().clone()))
     return found
@@ -195,7 +173,7 @@ def flexible(wrong=""):
     group = collectives.world()
     rank, ranks = group.rank(), group.size()
     _, *layouts = replicas(ranks)
-    part, own = part_of(rank, ranks), slice(E // ranks * rank, E // ranks * (rank + 1))
+    part, own = tokens_of(N, rank, ranks), experts_of(E, rank, ranks)
     x, gate, up, down = drawn()
     weights, found, rows, sent = [up[own].clone(), down[own].clone()], [], [], []
     states = [{"step": 0, "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)} for w in weights]
@@ -248,9 +226,7 @@ def shard(tensors, num, rank, ranks):
 def wide(num):
     """Experts of which 4 ranks can have equal parts."""
     x, gate, *_ = drawn(num)
-    generator = torch.Generator().manual_seed(1)
-    shapes = (num, D, FULL), (num, FULL, D)
-    return x, gate, *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x, gate, *numbers((num, D, FULL), (num, FULL, D), seed=1)
 
 
 @cache
@@ -260,7 +236,7 @@ def one_process_wide(num, steps=1):
     for _ in range(steps):
         for t in tensors:
             t.grad = None
-        y = by_token(*tensors, ROUTE_OF[num])
+        y = whole_layer(*tensors, ROUTE_OF[num])
         loss_of(y).backward()
         with torch.no_grad():
             for t in tensors[2:]:
@@ -277,7 +253,7 @@ def with_plans(num, gathering, gather=collectives.gather_to):
 def steps_with_plans(num, gathering):
     group = collectives.world()
     rank, ranks = group.rank(), group.size()
-    part = part_of(rank, ranks)
+    part = tokens_of(N, rank, ranks)
     x, gate, *weights = wide(num)
     x, gate = x[part].clone().requires_grad_(), gate.clone().requires_grad_()
     weights = [weight.requires_grad_() for weight in shard(weights, num, rank, ranks)]
@@ -319,12 +295,6 @@ def everything():
 @cache
 def launched(ranks):
     return launch.run(everything, ranks=ranks)
-
-
-def joined(outcomes):
-    """What the ranks have, as one process has it: tokens and experts side by side, the router's gradients added."""
-    y, x, gate, up, down = list(zip(*outcomes))[:5]
-    return torch.cat(y), torch.cat(x), sum(gate), torch.cat(up), torch.cat(down)
 
 
 def close(found, wanted):

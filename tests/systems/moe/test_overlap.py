@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.router import NOWHERE
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.moe import overlapped_experts, pair
 from minitrain.systems.plan import expert_overlap
+from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 
 N, D, WIDE, E = 24, 6, 10, 8
 mask = torch.arange(N) % 4 != 1
@@ -49,37 +49,21 @@ CHUNKS = {"1 chunk": 1, "3 chunks": 3, "7 chunks": 7}
 
 
 def drawn(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (N, D), (D, E), (E, D, WIDE), (E, WIDE, D)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def loss_of(y):
-    return (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum() / 100
-
-
-def grads_of(tensors):
-    return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+    return numbers((N, D), (D, E), (E, D, WIDE), (E, WIDE, D), seed=seed)
 
 
 @cache
 def one_process(case):
-    """(y, gradients of x, router, up, down): token by token, choice by choice."""
+    """(y, gradients of x, router, up, down)"""
     tensors = x, gate, up, down = [tensor.requires_grad_() for tensor in drawn()]
-    routing = CASES[case](x @ gate, slice(None))
-    y = []
-    for n in range(N):
-        choices = zip(routing.experts[n].tolist(), routing.weights[n])
-        y.append(sum((w * (F.gelu(x[n] @ up[e]) @ down[e]) for e, w in choices if e != NOWHERE), 0 * x[n]))
-    loss_of(torch.stack(y)).backward()
-    return torch.stack(y).detach(), *grads_of(tensors)
+    y = by_token(x, up, down, CASES[case](x @ gate, slice(None)))
+    loss_of(y).backward()
+    return y.detach(), *grads_of(*tensors)
 
 
 def own_part(group):
-    """Unequal numbers of tokens: half of them on rank 0. And equal numbers of experts."""
-    rank, n = group.rank(), group.size()
-    sizes = [N] if n == 1 else [N // 2] + [N // 2 // (n - 1)] * (n - 1)
-    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), slice(rank * E // n, (rank + 1) * E // n)
+    """Tokens and experts of this rank."""
+    return tokens_of(N, group.rank(), group.size()), experts_of(E, group.rank(), group.size())
 
 
 def words(events, products=True):
@@ -125,7 +109,7 @@ def on_a_rank(case, way):
     events = [words(ledger.events) for ledger in (forward, backward)]
     calls = [ledger.num_calls(op) for ledger in (forward, backward) for op in ("all_to_all", "send")]
     sent = [ledger.sent_bytes() for ledger in (forward, backward)]
-    equal = y.detach(), *grads_of(tensors)
+    equal = y.detach(), *grads_of(*tensors)
     return dict(equal=equal, words=events, calls=calls, sent=sent, table=table)
 
 
@@ -137,12 +121,6 @@ def all_cases():
 @cache
 def launched(ranks):
     return launch.run(all_cases, ranks=ranks)
-
-
-def joined(outcomes):
-    """What the ranks have, as one process has it: tokens and experts side by side, the router's gradients added."""
-    y, x, gate, up, down = zip(*outcomes)
-    return torch.cat(y), torch.cat(x), sum(gate), torch.cat(up), torch.cat(down)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -412,7 +390,7 @@ def pair_on_a_rank(how):
             ys = [tiny.plain(x, group) for x in (a, b)]
             for y in ys:
                 y.backward(dy_of(y))
-            return [y.detach() for y in ys], [a.grad, b.grad], [grads_of(p) for p in tiny.params]
+            return [y.detach() for y in ys], [a.grad, b.grad], [grads_of(*p) for p in tiny.params]
         with ledger.phase("before"):
             ((y_b, kept_b),) = overlapped_experts.interleave([pair.forward(tiny.pieces, b)])
         both = [pair.backward(kept_b, dy_of(y_b)), pair.forward(tiny.pieces, a)]
@@ -425,7 +403,7 @@ def pair_on_a_rank(how):
         with ledger.phase("after"):
             (dx_a,) = overlapped_experts.interleave([pair.backward(kept_a, dy_of(y_a))])
     events = [event for event in ledger.events if getattr(event, "phase", "B") in "BF"]
-    grads = [grads_of(p) for p in tiny.params]
+    grads = [grads_of(*p) for p in tiny.params]
     return [y_a, y_b], [dx_a, dx_b], grads, story(events), ledger.flops_by_phase, ledger.sent_bytes()
 
 

@@ -14,6 +14,7 @@ from minitrain.ranks.collectives import transport
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe.two_level import TwoLevelDispatch, two_level_all_to_all
+from tests.moe.by_token import experts_of, grads_of, numbers, tokens_of
 
 N, D, WIDE, E = 24, 6, 10, 8
 GRIDS = {2: ((1, 2), (2, 1)), 4: ((2, 2), (4, 1))}  # nodes, ranks in each
@@ -38,13 +39,9 @@ CASES = {
 
 def step(make, case, group, wrong=""):
     """y and gradients of x, router, up, down of this rank; and the routing."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (N, D), (D, E), (E, D, WIDE), (E, WIDE, D)
-    x, gate, up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) / 2 for shape in shapes)
-    size, rank = group.size(), group.rank()
-    first = N // 2 // (size - 1) * (rank - 1) + N // 2 if rank else 0  # half of the tokens on rank 0
-    part = slice(first, first + (N // 2 // (size - 1) if rank else N // 2))
-    own = slice(E // size * rank, E // size * (rank + 1))
+    x, gate, up, down = (t / 2 for t in numbers((N, D), (D, E), (E, D, WIDE), (E, WIDE, D)))
+    rank, ranks = group.rank(), group.size()
+    part, own = tokens_of(N, rank, ranks), experts_of(E, rank, ranks)
     leaves = [t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own])]
     x, gate, up, down = leaves
     routing = CASES[case](x @ gate, part)
@@ -54,7 +51,7 @@ def step(make, case, group, wrong=""):
         way.tokens = way.tokens.flip(0)
     y = way.back(y, routing.weights)
     (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum().backward()
-    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)], routing.experts
+    return [y.detach(), *grads_of(*leaves)], routing.experts
 
 
 def on_a_rank(wrong=""):

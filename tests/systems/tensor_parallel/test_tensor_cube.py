@@ -45,9 +45,8 @@ def whole_linear(bias=True):
 
 
 def whole_mlp(activation, d_ff=12):
-    config = GPTConfig(
-        d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff, activation=activation, bias=activation == "gelu"
-    )
+    sizes = dict(d_model=8, num_heads=2, num_kv_heads=2, d_ff=d_ff)
+    config = GPTConfig(**sizes, activation=activation, bias=activation == "gelu")
     mlp = MLP(config, dtype=torch.float64)
     for seed, param in enumerate(mlp.parameters()):
         param.data = random(*param.shape, seed=seed) / 3
@@ -55,9 +54,8 @@ def whole_mlp(activation, d_ff=12):
 
 
 def gradients(module):
-    return {
-        name: full_tensor(param.grad, placement(param).shards) for name, param in module.named_parameters()
-    }
+    named = module.named_parameters()
+    return {name: full_tensor(param.grad, placement(param).shards) for name, param in named}
 
 
 def distance(ours, theirs):
@@ -84,16 +82,10 @@ def compare_linear():
     replicas = collectives.all_gather(ours.bias.grad[None], groups[2])
     norm = clip_grad_norm(ours.parameters(), 1e9)
     expected_norm = torch.nn.utils.clip_grad_norm_(linear.parameters(), 1e9)
-    return dict(
-        errors=errors,
-        shares=[
-            x.numel() / mine.numel(),
-            expected.numel() / y.numel(),
-            linear.weight.numel() / ours.weight.numel(),
-        ],
-        replicas=bool((replicas == replicas[0]).all()),
-        norm=(norm - expected_norm).abs().item(),
-    )
+    pairs = (x, mine), (expected, y), (linear.weight, ours.weight)
+    shares = [one.numel() / other.numel() for one, other in pairs]
+    same = bool((replicas == replicas[0]).all())
+    return dict(errors=errors, shares=shares, replicas=same, norm=(norm - expected_norm).abs().item())
 
 
 def train(activation):
@@ -204,9 +196,8 @@ def test_bytes_and_memory_are_the_formulas():
         assert sent["biased"] == (sent["plain"][0] + bias, sent["plain"][1] + bias)
         assert sent["mlp"][0] == cost.forward and sum(sent["mlp"]) == cost.both
         assert sent["kept"] == (mk + kn + mn) / 8  # x, W and y: what is gathered is gone
-        assert (
-            sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
-        )  # x, W, the product and what the sum receives
+        # x, W, the product and what the sum receives
+        assert sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
 
 
 @pytest.mark.parametrize("side", [3, 4])
@@ -223,9 +214,8 @@ def test_larger_cubes_send_what_the_chooser_says(side):
             y = second(first(x))
         with Ledger() as ledger:
             y.sum().backward()
-        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], (
-            forward.sent_bytes() + ledger.sent_bytes()
-        ) / 4
+        both = forward.sent_bytes() + ledger.sent_bytes()
+        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], both / 4
 
     cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
     by_axis, both = dryrun.run(rank, rank=side**3 - 2, ranks=side**3)

@@ -1,6 +1,7 @@
 """Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes
 as promised."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from minitrain import collectives, launch
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.gpt import Block, GPTConfig
 from minitrain.model.training.optim import AdamW
+from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
@@ -127,12 +129,10 @@ def test_each_rank_sends_its_share_on_any_grid():
         left, right = {summa: (a, b), summa_nt: (c, b), summa_tn: (a, c)}[product]
         return sent(lambda: product(left, right, *groups))[1]
 
-    for side in (5, 8):
+    for side, product in itertools.product((5, 8), (summa, summa_nt, summa_tn)):
         for me in (0, side + 1, side * side - 1):
-            for product in (summa, summa_nt, summa_tn):
-                assert (
-                    dryrun.run(rank, side, product, rank=me, ranks=side**2) == (side - 1) * (15 + 21) * DOUBLE
-                )
+            found = dryrun.run(rank, side, product, rank=me, ranks=side**2)
+            assert found == (side - 1) * (15 + 21) * DOUBLE
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,8 @@ def test_a_linear_needs_two_blocks_of_each_for_a_moment():
         return forward.peak_bytes // x.nbytes
 
     for side in (2, 8):
-        assert [dryrun.run(rank, side, rank=me, ranks=side * side) for me in (0, side * side - 1)] == [
-            3 + 4,
-            3 + 4 + 1,
-        ]
+        first, last = (dryrun.run(rank, side, rank=me, ranks=side**2) for me in (0, side**2 - 1))
+        assert (first, last) == (3 + 4, 3 + 4 + 1)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -175,12 +173,8 @@ def test_any_float(dtype, tolerance):
 
     def rank():
         groups, x = grid(2), random(4, T, 16, dtype=dtype)
-        far = []
-        for module, cut in (
-            (nn.Linear(16, 24), Linear2D),
-            (nn.LayerNorm(16), Norm2D),
-            (nn.RMSNorm(16), Norm2D),
-        ):
+        far, norms = [], (nn.LayerNorm(16), nn.RMSNorm(16))
+        for module, cut in ((nn.Linear(16, 24), Linear2D), *((norm, Norm2D) for norm in norms)):
             module = filled(module).to(dtype)
             ours, x_block = cut(module, *groups), block(x, *groups).requires_grad_()
             y = ours(x_block)
@@ -200,13 +194,8 @@ def test_overlapped_issues_the_next_step_before_it_multiplies():
         groups, x = grid(3), torch.zeros(4, 4)
         with Ledger() as ledger:
             forward(x, x, *groups)
-        kinds = [
-            type(event).__name__ if type(event).__name__ != "Compute" else event.name
-            for event in ledger.events
-        ]
-        return "".join(
-            {"Issue": "i", "Wait": "w"}.get(kind, "x" if "addmm" in kind else "") for kind in kinds
-        )
+        word = lambda event: "x" if "addmm" in getattr(event, "name", "") else ""
+        return "".join({Issue: "i", Wait: "w"}.get(type(event)) or word(event) for event in ledger.events)
 
     assert dryrun.run(order, summa, ranks=9) == "iwiwx" * 3
     for forward in (summa_overlapped, optimus.linear_forward):
@@ -217,10 +206,9 @@ def test_overlapped_issues_the_next_step_before_it_multiplies():
 
 # ---- layers: forward, gradients of the input and of every parameter --------------------------------------
 
+GATED = dict(norm="rms", activation="swiglu", positions="rope", num_kv_heads=2)
 CONFIGS = {
-    "gated, rms, rope, grouped heads": dict(
-        norm="rms", activation="swiglu", positions="rope", num_kv_heads=2
-    ),
+    "gated, rms, rope, grouped heads": GATED,
     "layer norm, biases, alibi": dict(norm="layer", activation="gelu", positions="alibi", bias=True),
     "parallel residual": dict(norm="layer", activation="geglu", residual="parallel"),
     "post-norm": dict(norm="rms", activation="gelu", residual="post", bias=True),
@@ -254,24 +242,16 @@ def difference(module: nn.Module, ours: nn.Module, x: Tensor, cut: Callable, joi
     y_block.backward(cut(dy))
     distances = [apart(join(y_block), y), apart(join(x_block.grad), x.grad)]
     assert dict(ours.named_parameters()).keys() == dict(module.named_parameters()).keys()
-    for (name, param), theirs in zip(ours.named_parameters(), module.parameters()):
-        distances += [
-            apart(full_tensor(param), theirs),
-            apart(full_tensor(param.grad, param.placement.shards), theirs.grad),
-        ]
+    for param, theirs in zip(ours.parameters(), module.parameters()):
+        grad = full_tensor(param.grad, param.placement.shards)
+        distances += [apart(full_tensor(param), theirs), apart(grad, theirs.grad)]
     return max(distances)
 
 
 def on_grid(module: nn.Module, cut_module: Callable, side: int, *args) -> float:
     groups = grid(side)
-    return difference(
-        module,
-        cut_module(*groups),
-        random(4, T, 16),
-        lambda x: block(x, *groups),
-        lambda x: whole(x, *groups),
-        *args,
-    )
+    cut, join = (lambda x: block(x, *groups)), (lambda x: whole(x, *groups))
+    return difference(module, cut_module(*groups), random(4, T, 16), cut, join, *args)
 
 
 def in_place(cut: Callable, module: nn.Module) -> Callable:
@@ -290,11 +270,8 @@ def layers() -> list[tuple[nn.Module, Callable, tuple]]:
         (linear, lambda *groups: Linear2D(linear, *groups), ()),
         (plain, lambda *groups: Linear2D(plain, *groups), ()),
     ]
-    for norm in (
-        nn.LayerNorm(16, **double),
-        nn.LayerNorm(16, bias=False, **double),
-        nn.RMSNorm(16, **double),
-    ):
+    norms = nn.LayerNorm(16, **double), nn.LayerNorm(16, bias=False, **double), nn.RMSNorm(16, **double)
+    for norm in norms:
         found.append((filled(norm), lambda *groups, norm=norm: Norm2D(norm, *groups), ()))
     for settings in CONFIGS.values():
         theirs, ours = make_block(**settings), make_block(**settings)
@@ -328,7 +305,7 @@ def test_without_its_collectives_it_does_not(monkeypatch):
 
     def rank(module, name, deaf):
         monkeypatch.setattr(module, name, deaf)
-        return block_on_grid(CONFIGS["gated, rms, rope, grouped heads"])
+        return block_on_grid(GATED)
 
     def unsent(x, source, group, async_op=False):
         return SimpleNamespace(wait=x.contiguous) if async_op else x.contiguous()
@@ -391,9 +368,7 @@ def test_activations_and_weights_are_a_pth():
     """A linear keeps b·s·h/p elements where one dimension keeps b·s·h; a block 1/p of what one process keeps,
     and the mean and scale of its norms, a number per token, on each of the q columns; matrices 1/p, vectors
     1/q."""
-    settings = dict(
-        d_model=16, num_heads=4, d_ff=32, bias=True, norm="layer", activation="gelu", positions="none"
-    )
+    settings = dict(d_ff=32, bias=True, norm="layer", activation="gelu", positions="none")
 
     def rank():
         groups = grid(2)
@@ -404,9 +379,7 @@ def test_activations_and_weights_are_a_pth():
             linear(x)
         with SavedTensors(layer) as all_of_it:
             layer(x, POSITIONS)
-        matrices = sum(param.numel() for param in layer.parameters() if param.dim() == 2)
-        vectors = sum(param.numel() for param in layer.parameters() if param.dim() == 1)
-        return one.bytes, all_of_it.bytes, matrices, vectors
+        return one.bytes, all_of_it.bytes, elements(layer, 2), elements(layer, 1)
 
     whole_layer = make_block(**settings)
     with SavedTensors(whole_layer) as saved:
@@ -415,8 +388,11 @@ def test_activations_and_weights_are_a_pth():
     for one, all_of_it, matrices, vectors in launch.run(rank, ranks=4):
         assert one == 4 * T * 16 * DOUBLE // 4
         assert all_of_it == (saved.bytes - statistics) // 4 + statistics // 2
-        assert matrices == sum(param.numel() for param in whole_layer.parameters() if param.dim() == 2) // 4
-        assert vectors == sum(param.numel() for param in whole_layer.parameters() if param.dim() == 1) // 2
+        assert (matrices, vectors) == (elements(whole_layer, 2) // 4, elements(whole_layer, 1) // 2)
+
+
+def elements(module: nn.Module, dims: int) -> int:
+    return sum(param.numel() for param in module.parameters() if param.dim() == dims)
 
 
 def forward_and_backward_bytes(module: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -432,18 +408,13 @@ def test_bytes_of_linear_and_norms(side):
         groups = grid(side)
         x = torch.zeros(16 // side, T, k // side, dtype=torch.float64).requires_grad_()
         double = dict(dtype=torch.float64)
-        made = [
-            Linear2D(nn.Linear(k, n, **double), *groups),
-            Norm2D(nn.LayerNorm(k, **double), *groups),
-            Norm2D(nn.RMSNorm(k, **double), *groups),
-        ]
+        norms = nn.LayerNorm(k, **double), nn.RMSNorm(k, **double)
+        made = [Linear2D(nn.Linear(k, n, **double), *groups), *(Norm2D(norm, *groups) for norm in norms)]
         return [forward_and_backward_bytes(module, x) for module in made]
 
     q = side
-    product, ring = (
-        (q - 1) * DOUBLE * (m * k + k * n) // q**2,
-        2 * (q - 1) * DOUBLE,
-    )  # ring/q of what is all-reduced
+    product = (q - 1) * DOUBLE * (m * k + k * n) // q**2
+    ring = 2 * (q - 1) * DOUBLE  # ring/q of what is all-reduced
     for me in (0, q * q - 1):
         linear, layer_norm, rms_norm = dryrun.run(rank, rank=me, ranks=q * q)
         assert linear == (product, 2 * product + ring * n // q // q)
@@ -464,30 +435,17 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
             tesseract.cut_block(layer, *groups)
             tesseract.cut_attention(ours.attention, *groups)
             tesseract.cut_mlp(ours.mlp, *groups)
-            made += [
-                (whole_block, layer, (POSITIONS,)),
-                (theirs.attention, ours.attention, (POSITIONS,)),
-                (theirs.mlp, ours.mlp, ()),
-            ]
+            made += [(whole_block, layer, (POSITIONS,)), (theirs.mlp, ours.mlp, ())]
+            made += [(theirs.attention, ours.attention, (POSITIONS,))]
+        cut, join = (lambda x: batch_block(x, *groups)), (lambda x: whole_batch(x, *groups))
         for module, ours, args in made:
-            found.append(
-                difference(
-                    module,
-                    ours,
-                    random(8, T, 16),
-                    lambda x: batch_block(x, *groups),
-                    lambda x: whole_batch(x, *groups),
-                    *args,
-                )
-            )
+            found.append(difference(module, ours, random(8, T, 16), cut, join, *args))
         return found
 
     def rank():
         groups = cuboid(2, 2)
         equal = max(distances(groups))
-        monkeypatch.setattr(
-            tesseract, "copy_to", lambda x, group: x
-        )  # the control: nothing is summed over depth
+        monkeypatch.setattr(tesseract, "copy_to", lambda x, group: x)  # control: no sums over depth
         return equal, min(distances(groups))
 
     for equal, without in launch.run(rank, ranks=8):
@@ -497,13 +455,10 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
 def test_depth_one_is_two_dimensions_to_the_bit():
     def rank():
         deep, flat, x = cuboid(2, 1), grid(2), random(4, T, 16)
-        results = []
-        for cut, groups, mine in (
-            (tesseract.cut_block, deep, batch_block(x, *deep)),
-            (optimus.cut_block, flat, block(x, *flat)),
-        ):
+        results, parts = [], (batch_block(x, *deep), block(x, *flat))
+        for module, groups, mine in zip((tesseract, optimus), (deep, flat), parts):
             layer = make_block(bias=True)
-            cut(layer, *groups)
+            module.cut_block(layer, *groups)
             y = layer(mine, POSITIONS)
             y.backward(y.detach())
             results.append([y.detach(), *(param.grad for param in layer.parameters())])
@@ -584,12 +539,7 @@ def test_bad_sizes_are_refused():
         optimus.cut_block(twice, *flat)
         check_refusals_here(
             {
-                "blocks [4, 3] and [2, 5] do not fit: 3 and 2": lambda: summa(
-                    zeros(4, 3), zeros(2, 5), *flat
-                ),
-                "summa_nt: blocks [4, 3] and [5, 2]": lambda: summa_nt(zeros(4, 3), zeros(5, 2), *flat),
-                "do not fit: 8 and 7": lambda: summa_tn(zeros(2, 4, 3), zeros(7, 3), *flat),
-                "cannon: blocks [4, 3] and [2, 5]": lambda: cannon(zeros(4, 3), zeros(2, 5), *flat),
+                "blocks [4, 3] and [2, 5] do not fit": lambda: summa(zeros(4, 3), zeros(2, 5), *flat),
                 "not a multiple of the 2 ranks of row": lambda: block(zeros(3, 4), *flat),
                 "block: the tensor [2, 2] is cut already": lambda: block(once, *flat),
                 "7 of weight [7, 8] is not a multiple of q=2": lambda: Linear2D(nn.Linear(8, 7), *flat),
@@ -598,7 +548,6 @@ def test_bad_sizes_are_refused():
                 "Linear2D: weight [4, 8] is cut already": lambda: Linear2D(cut_linear, *flat),
                 "already, along dim 1 over row": lambda: optimus.cut_attention(twice.attention, *flat),
                 "batch 6 is not a multiple of q·d = 2·2 = 4": lambda: batch_block(zeros(6, 4), *groups),
-                "batch_block: the tensor [2, 2] is cut already": lambda: batch_block(once, *groups),
                 "1 heads are not a multiple": lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat),
                 "dropout=0.5: ranks": lambda: tesseract.cut_block(make_block(dropout=0.5), *groups),
                 "has no q, k, v": lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat),

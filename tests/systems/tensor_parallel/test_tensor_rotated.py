@@ -45,15 +45,8 @@ class Block(nn.Module):
 
     def __init__(self, activation):
         super().__init__()
-        config = GPTConfig(
-            d_model=8,
-            num_heads=4,
-            num_kv_heads=2,
-            d_ff=12,
-            activation=activation,
-            bias=activation == "gelu",
-            positions="rope",
-        )
+        sizes = dict(d_model=8, num_heads=4, num_kv_heads=2, d_ff=12, positions="rope")
+        config = GPTConfig(**sizes, activation=activation, bias=activation == "gelu")
         self.attention, self.mlp = Attention(config, dtype=torch.float64), MLP(config, dtype=torch.float64)
 
     def forward(self, x):
@@ -68,14 +61,11 @@ def rows(rank):
 
 def distance(module, reference):
     """Gradients and parameters, whole."""
-    pairs = dict(reference.named_parameters())
-    return max(
-        max(
-            (full_tensor(param) - pairs[name]).abs().max().item(),
-            (full_tensor(param.grad, param.placement.shards) - pairs[name].grad).abs().max().item(),
-        )
-        for name, param in module.named_parameters()
-    )
+    pairs, found = dict(reference.named_parameters()), []
+    for name, param in module.named_parameters():
+        grad = full_tensor(param.grad, param.placement.shards)
+        found += [full_tensor(param) - pairs[name], grad - pairs[name].grad]
+    return max(apart.abs().max().item() for apart in found)
 
 
 def compare_linear(in_place):
@@ -118,10 +108,8 @@ def train(activation, in_place):
 
 
 def everything():
-    return [
-        (compare_linear(in_place), train(activation, in_place))
-        for in_place, activation in zip(WAYS, ("gelu", "swiglu"))
-    ]
+    ways = zip(WAYS, ("gelu", "swiglu"))
+    return [(compare_linear(in_place), train(activation, in_place)) for in_place, activation in ways]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
