@@ -154,12 +154,10 @@ def test_zeros_and_what_is_not_finite(name):
         back = there_and_back(bad, blocks)
         assert back[hit].isnan().all() and torch.equal(back[~hit], clean[~hit])
     if blocks.scale == "float32":
-        top = (
-            x.abs()
-            == torch.zeros(where.max() + 1).index_reduce(0, where.flatten(), x.abs().flatten(), "amax")[where]
-        )
-        sign = x > 0 if name == "nf4" else torch.ones_like(top)
-        assert torch.equal(clean[top & sign], x[top & sign]) and top.sum() >= len(where.unique())
+        empty = torch.zeros(where.max() + 1)
+        largest = empty.index_reduce(0, where.flatten(), x.abs().flatten(), "amax")[where]
+        top = (x.abs() == largest) & (x > 0 if name == "nf4" else x == x)
+        assert torch.equal(clean[top], x[top]) and top.any()
 
 
 def test_bits_per_number_are_the_formats_and_the_bytes():
@@ -285,8 +283,6 @@ def test_a_delayed_scale_saturates_and_keeps_nan():
     amax = rows.unflatten(1, (2, 128)).abs().amax(2) * 2
     q = quantize(rows, "fp8_1x128", amax=amax)
     assert torch.equal(q.scales, amax) and q.elements().abs().max() <= 224
-    with pytest.raises(ValueError, match=r"amax is \[3\], scales are \[4, 2\]"):
-        quantize(rows, "fp8_1x128", amax=torch.ones(3))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -372,34 +368,6 @@ def test_memory_while_it_works(bits, dtype, codes):
     assert ledger.peak_bytes == codes * n + scales + 4 * n + (n if bits == 4 else 0) and back.nbytes == 4 * n
 
 
-# ---- refusals --------------------------------------------------------------------------------------------
-
-X = torch.ones(4, 48)
-
-
-@pytest.mark.parametrize(
-    "call,complaint",
-    [
-        (lambda: quantize(X.int(), "mxfp8"), r"x is torch.int32 \[4, 48\]; it must be floating.*x.float\(\)"),
-        (lambda: quantize(X, "mxfp8"), r"\[4, 48\] is no multiple of tile=\(32,\); pad to 64, or fill=True"),
-        (lambda: quantize(X[0], "int8_32x32"), r"x is \[48\], tile=\(32, 32\) needs 2 dims"),
-        (lambda: quantize(X, "fp8"), r"there is no recipe 'fp8'; use Blocks\(..\) or fp8_tensor"),
-        (lambda: quantize(X, "fp8_row", mode="stochastic"), r"mode='stochastic' with generator=None; use"),
-        (lambda: quantize(X, "fp8_tensor", amax=torch.tensor(0.0)), r"an amax of 0 is no scale; use amax"),
-        (lambda: quantize(X, "fp8_row", amax=torch.full((4, 1), math.inf)), r"an amax of inf is no scale"),
-        (lambda: quantize(X, "nvfp4", amax=torch.ones(())), r"an amax and e4m3 scales; use float32 scales"),
-        (lambda: Blocks("tf32"), r"format=tf32; use up to 8 bits with a sign, e4m3 say, or fp16, bf16"),
-        (lambda: Blocks("e8m0"), r"format=e8m0; use up to 8 bits with a sign"),
-        (lambda: to_bytes(quantize(X, "nvfp4")), r"tile=\(16,\), e4m3 scales are not of a row alone"),
-        (lambda: to_bytes(quantize(X, "int8_32x32", fill=True)), r"tile=\(32, 32\), float32 scales"),
-    ],
-)
-def test_refused_in_one_line(call, complaint):
-    with pytest.raises(ValueError, match=complaint) as refused:
-        call()
-    assert "\n" not in str(refused.value)
-
-
 def test_codes_are_the_formats():
     """What is stored is what `encode` gives, so a reader of the bytes needs nothing else."""
     x = torch.randn(4, 64)
@@ -418,16 +386,9 @@ def sizes() -> dict[str, tuple]:
     found, x = {}, torch.ones(128, 256)
     for name in RECIPES:
         q = quantize(x, name)
-        found[name] = (
-            q.codes.shape,
-            q.codes.dtype,
-            q.scales.shape,
-            q.scales.dtype,
-            q.nbytes,
-            dequantize(q).shape,
-        )
-    amax = torch.ones(128, 2)
-    found["delayed"] = quantize(x, "fp8_1x128", amax=amax).nbytes
+        stored = [(tensor.shape, tensor.dtype) for tensor in (q.codes, q.scales)]
+        found[name] = *stored, q.nbytes, dequantize(q).shape
+    found["delayed"] = quantize(x, "fp8_1x128", amax=torch.ones(128, 2)).nbytes
     found["round_to"] = [round_to(x, name).shape for name in ("e2m1", "e4m3", "fp16_1_6_9", "int8")]
     return found
 

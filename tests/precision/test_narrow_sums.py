@@ -141,25 +141,3 @@ def test_scales_are_multiplied_in_where_sums_are_promoted():
     )  # fmt: skip
     exact = dequantize(whole[0], torch.float64) @ dequantize(whole[1], torch.float64).mT
     assert torch.allclose(c.double(), exact, rtol=1e-5, atol=1e-3)
-
-
-A, B = torch.ones(2, 256), torch.ones(256, 3)
-
-
-@pytest.mark.parametrize(
-    "call,complaint",
-    [
-        (lambda: sum_in(A, "bf16", 100), r"sum_in: chunk=100 does not divide 256 numbers; pad with zeros"),
-        (lambda: matmul_in(A, A, "bf16"), r"matmul_in: \[2, 256\] @ \[2, 256\]; use \[M, K\] and \[K, N\]"),
-        (lambda: tensor_core_matmul(A, B, promote=100), r"promote=100 does not divide 256"),
-        (lambda: tensor_core_matmul(A, B, promote=16), r"lanes=32 does not divide 16"),
-        (
-            lambda: tensor_core_matmul(A, B, scale_b=torch.ones(1, 3)),
-            r"scale_a \[2, 2\] and scale_b \[1, 3\]; they must be \[2, 2\] and \[2, 3\]",
-        ),
-    ],
-)
-def test_refused_in_one_clear_line(call, complaint):
-    with pytest.raises(ValueError, match=complaint) as refused:
-        call()
-    assert "\n" not in str(refused.value)

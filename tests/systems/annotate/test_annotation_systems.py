@@ -108,16 +108,10 @@ def test_a_layout_that_means_nothing_is_refused():
         (Op("h", "product", "ab,bc->ac", ("x", "w")), Op("y", "product", "ab,bc->ac", ("h", "w"))),
     )
     outer = Graph({"x": (4,), "w": (4,)}, (Op("y", "product", "a,b->", ("x", "w")),))
-    refused = {
-        "axis='z': use row": lambda: laid_out(MLP, {"row": 2}, {"f": "z"}),
-        "letter='q': use": lambda: laid_out(MLP, {"row": 2}, {"q": "row"}),
-        "h has the dims 'ac', and in y 'ab'": lambda: laid_out(square, {"x": 2}, {}),
-        "y sums over a and b on row": lambda: laid_out(outer, {"row": 2}, {"a": "row", "b": "row"}),
-    }
-    for words, call in refused.items():
-        with pytest.raises(ValueError) as error:
-            call()
-        assert words in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="h has the dims 'ac', and in y 'ab'"):
+        laid_out(square, {"x": 2}, {})
+    with pytest.raises(ValueError, match="y sums over a and b on row"):
+        laid_out(outer, {"row": 2}, {"a": "row", "b": "row"})
 
 
 # ---- GSPMD

@@ -148,28 +148,6 @@ def test_a_dry_run_of_one_rank_sends_the_same():
     assert dryrun.run(sent, 16, rank=3, ranks=16) == 4 * sent_elements(ring_all_reduce(16), 3, 1001)
 
 
-def bad_calls() -> list[str]:
-    messages = []
-    for call in (
-        lambda group: run_schedule(ring_all_reduce(3), torch.ones(6), group),
-        lambda group: pairwise(torch.ones(5), group),
-        lambda group: bruck(torch.tensor(1.0), group),
-    ):
-        with pytest.raises(ValueError) as error:
-            call(dist.group.WORLD)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_bad_calls_are_refused_before_anyone_waits():
-    for messages in launch.run(bad_calls, ranks=2):
-        assert messages == [
-            "schedule of 3 ranks, group of 2; build it for 2",
-            "x has 5 rows, not a block for each of n=2 ranks; pad to a multiple of 2",
-            "x has no rows, not a block for each of n=2 ranks; pad to a multiple of 2",
-        ]
-
-
 def test_a_step_posts_all_then_waits_for_all_and_only_then_adds():
     """Else what arrives could be written while a send still reads. Three messages each way in each of two steps."""
 
