@@ -1,6 +1,5 @@
 """Weights without a master: the same random numbers wherever an element is, and nothing lost on average."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +9,6 @@ from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, hashed
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
-from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
@@ -20,6 +18,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, numbers, placement, shard
 from tests.parallel import small
+from tests.precision.training import rows, started
 
 CHANCE = "bfloat16_stochastic_short"
 LAYOUTS = [
@@ -38,15 +37,12 @@ LAYOUTS = [
 ]
 
 
-def start(strategy, precision=CHANCE, tied=False, **optimizer):
-    settings = dict(lr=1e-2, eps=1e-3) | optimizer
-    strategy = replace(strategy, precision=precision)
-    return parallelize(small(tied=tied), strategy, lambda params: AdamW(params, **settings), seed=3)
+def start(strategy, tied=False):
+    return started(strategy, small(tied=tied), CHANCE)
 
 
 def step(run, number):
-    rows = Rows(lambda _, rank, ranks: random_tokens(number, rank, ranks, 4, 8, 29, seed=5), 4, 8)
-    return run.step(run.batch(rows, number))
+    return run.step(run.batch(rows(), number))
 
 
 def test_every_element_draws_the_number_of_its_place_in_every_layout():
@@ -222,20 +218,3 @@ def test_a_master_that_the_optimizer_asks_for_is_not_made():
         return kept
 
     assert launch.run(rank, ranks=1) == [{"step", "exp_avg", "exp_avg_sq"}]
-
-
-def test_refused_in_one_line():
-    weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(ValueError, match=r"by_chance=True, and a parameter \[2, 3\] has no place: use para"):
-        AdamW([weight], by_chance=True).step()
-    with pytest.raises(ValueError, match=r"round_to: generator gives \[3\] numbers to round x \[2\]; use"):
-        round_to(torch.ones(2), "bf16", "stochastic", generator=torch.zeros(3))
-
-    def rank():
-        try:
-            parallelize(small(), Strategy(precision=CHANCE), lambda params: torch.optim.SGD(params, lr=0.1))
-        except ValueError as error:
-            return str(error)
-
-    assert launch.run(rank, ranks=1)[0].startswith("SGD has no moment_dtypes, which the strategy's precision")

@@ -1,20 +1,17 @@
 """Copies just in time: the bits of stored copies, 2 bytes per parameter less, and nothing of a copy is kept."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.deferred import Deferred
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.policies import POLICIES
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import check_refusals, small
+from tests.precision.training import rows, same, started
 
 LAYOUTS = [
     Strategy(),
@@ -34,18 +31,7 @@ LAYOUTS = [
 
 
 def start(strategy, precision, config=None):
-    config = config or small(num_layers=2, tied=True, dropout=0.1)
-    strategy = replace(strategy, precision=precision)
-    return parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3)
-
-
-def batch_of(run, number):
-    rows = Rows(lambda _, rank, ranks: random_tokens(number, rank, ranks, 4, 8, 29, seed=5), 4, 8)
-    return run.batch(rows, number)
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return started(strategy, config or small(num_layers=2, tied=True, dropout=0.1), precision)
 
 
 def test_jit_q():
@@ -58,7 +44,7 @@ def test_jit_q():
             found, held = [], []
             for precision in ("bfloat16", "bfloat16_jit"):
                 run = start(strategy, precision, small(num_layers=4 if strategy.pp == 4 else 2))
-                results = [run.step(batch_of(run, number), 0.3) for number in range(2)]
+                results = [run.step(run.batch(rows(), number), 0.3) for number in range(2)]
                 states = [
                     x for s in run.sync.optimizer.state.values() for x in s.values() if torch.is_tensor(x)
                 ]
@@ -66,10 +52,10 @@ def test_jit_q():
                 state = run.state_dict()
                 masters = {name: states.get("master") for name, states in state["optimizer"].items()}
                 numbers = [(float(result.loss), float(result.norm)) for result in results]
-                evaluated = float(run.evaluate(batch_of(run, 2)))
+                evaluated = float(run.evaluate(run.batch(rows(), 2)))
                 found.append((numbers, evaluated, masters, state["parameters"]))
             stored, jit = found
-            if stored[:2] != jit[:2] or not equal(stored[2], jit[3]):
+            if stored[:2] != jit[:2] or not same(stored[2], jit[3]):
                 wrong.append(str(strategy))
             if not strategy.zero and held[0] - held[1] != 2 * sum(p.numel() for p in run.model.parameters()):
                 wrong.append(f"{strategy} holds {held}")
@@ -88,7 +74,7 @@ def test_gathered_weights_are_as_wide_as_they_are_kept():
         for zero in (1, 3):
             for precision in ("bfloat16", "bfloat16_jit"):
                 run = start(Strategy(dp=2, zero=zero), precision)
-                batch = batch_of(run, 0)
+                batch = run.batch(rows(), 0)
                 with Ledger() as ledger:
                     run.step(batch)
                 found.append([ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter")])
@@ -107,8 +93,8 @@ def test_nothing_of_a_copy_is_kept_from_forward_to_backward():
         found = {}
         for name in ("bfloat16", "bfloat16_jit", "kept"):
             run = start(Strategy(), "bfloat16" if name == "bfloat16" else "bfloat16_jit")
-            run.step(batch_of(run, 0))
-            batch = batch_of(run, 1)
+            run.step(run.batch(rows(), 0))
+            batch = run.batch(rows(), 1)
             if name == "kept":
                 for layer in run.model.layers:
                     keeps_copies(layer)

@@ -3,6 +3,7 @@ no bit, and a scaled loss that overflows anywhere is skipped everywhere.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.mixture import mixtures
@@ -22,29 +22,21 @@ from minitrain.precision.mixed import bytes_by_kind, keep_states
 from minitrain.precision.policies import BYTES, POLICIES
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import small
+from tests.precision.training import rows, same, started
 
 CONFIG = small(num_layers=2, tied=False)
 LOW = [name for name, policy in POLICIES.items() if policy.narrow and not policy.scaled]
 
 
-def rows(step, size=4):
-    return Rows(lambda _, rank, ranks: random_tokens(step, rank, ranks, size, 8, 29, seed=5), size, 8)
-
-
-def start(strategy, config=CONFIG, **more):
-    return parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3, **more)
+start = partial(started, config=CONFIG)
 
 
 def steps(run, count=2, first=0):
-    return [run.step(run.batch(rows(step), step), 0.5) for step in range(first, first + count)]
+    return [run.step(run.batch(rows(), step), 0.5) for step in range(first, first + count)]
 
 
 def parameters(run):
     return run.state_dict()["parameters"]
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
@@ -111,7 +103,7 @@ def test_what_travels_has_the_bits_of_the_policy():
         found = {}
         for name in POLICIES:
             run = start(Strategy(dp=2, precision=name))
-            batch = run.batch(rows(0), 0)
+            batch = run.batch(rows(), 0)
             with Ledger() as ledger:
                 run.step(batch)
             kept = bytes_by_kind(run.model.parameters(), run.sync.optimizer)
@@ -119,7 +111,7 @@ def test_what_travels_has_the_bits_of_the_policy():
             found[name] = ledger.sent_by_dtype, kept, kinds
             if not POLICIES[name].scaled:
                 run = start(Strategy(tp=2, precision=name))
-                batch = run.batch(rows(0), 0)
+                batch = run.batch(rows(), 0)
                 with Ledger() as ledger:
                     run.step(batch)
                 found[name] += (ledger.sent_by_dtype,)
@@ -155,7 +147,7 @@ def test_activations_are_half_as_large_in_16_bits():
         kept = {}
         for name in POLICIES:
             run = start(Strategy(precision=name))
-            batch = run.batch(rows(0), 0)
+            batch = run.batch(rows(), 0)
             with SavedTensors(run.model) as saved:
                 run.model(batch.tokens)
             kept[name] = [(one.shape, one.dtype, one.bytes) for one in saved.saved]
@@ -165,8 +157,8 @@ def test_activations_are_half_as_large_in_16_bits():
     exact = kept["float32"]
     for name, found in kept.items():
         policy, halves = POLICIES[name], 0
-        for (shape, dtype, size), (same, narrow, less) in zip(exact, found, strict=True):
-            assert shape == same
+        for (shape, dtype, size), (again, narrow, less) in zip(exact, found, strict=True):
+            assert shape == again
             if dtype != narrow:
                 assert (dtype, narrow) == (torch.float32, getattr(torch, policy.activations)), name
                 assert less * 4 == size * BYTES[policy.activations]
@@ -228,7 +220,7 @@ def test_main_gradients_add_up_and_travel_in_float32():
             for name in ("bfloat16_main_grads", "bfloat16"):
                 run = start(replace(strategy, precision=name))
                 with Ledger() as ledger:
-                    run.step(run.batch(rows(0), 0), None)
+                    run.step(run.batch(rows(), 0), None)
                 sent[name] = ledger.sent_bytes("all_reduce") + ledger.sent_bytes("reduce_scatter")
                 grads = {run.sync.names[p]: states.full_grad(run.sync, p) for p in run.sync.trainable}
                 found[str(strategy), name] = grads
@@ -238,7 +230,7 @@ def test_main_gradients_add_up_and_travel_in_float32():
     def terms():
         """The gradient of each row, which is one microbatch: what every layout adds up here."""
         run, exact = start(Strategy(precision="bfloat16")), {}
-        batch = run.batch(rows(0), 0)
+        batch = run.batch(rows(), 0)
         for row in range(4):
             run.sync.zero_grad()
             part = dict(tokens=batch.tokens[row : row + 1], targets=batch.targets[row : row + 1])
@@ -347,7 +339,7 @@ def test_a_step_that_is_left_out_moves_no_bias_of_a_router():
     def rank():
         found = []
         for factor in (2.0**100, 1.0):
-            run = start(Strategy(precision="float16", loss_scale=factor), replace(CONFIG, experts=experts))
+            run = started(Strategy(precision="float16", loss_scale=factor), replace(CONFIG, experts=experts))
             (result,) = steps(run, 1)
             routers = [layer.router for layer in mixtures(run.model.layers)]
             moved = any(bool(router.bias.any()) for router in routers)
@@ -379,7 +371,7 @@ def test_small_gradients_need_the_factor():
             scaled=dict(), unscaled=dict(loss_scale=1.0, loss_scale_window=10_000)
         ).items():
             run = start(Strategy(precision="float16", **policy))
-            batch = run.batch(rows(0), 0)
+            batch = run.batch(rows(), 0)
             run.step(batch._replace(num_valid=batch.num_valid * 10_000_000), None)
             moved[name] = [bool(x.grad.any()) for x in run.model.parameters()]
         return moved

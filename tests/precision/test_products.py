@@ -26,7 +26,7 @@ from minitrain.precision.quantized_linear import LowLinear, multiply
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, small
-from tests.precision.training import distance, rows, trained
+from tests.precision.training import distance, rows, same, trained
 
 FP8 = [
     name for name, one in PRODUCTS.items() if getattr(getattr(one, "x", None), "format", None) is formats.E4M3
@@ -63,10 +63,6 @@ def error(x, blocks):
 
 def bound(a, b, error_a, error_b):
     return error_a @ b.abs().mT + a.abs() @ error_b.mT + error_a @ error_b.mT + 1e-12
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ---- one layer -------------------------------------------------------------------------------------------

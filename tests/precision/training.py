@@ -1,5 +1,7 @@
 """Trainings of a few steps that the tests of narrow numbers share, and how far two of them are apart."""
 
+from dataclasses import replace
+
 import torch
 
 from minitrain.compose.parallelize import parallelize
@@ -18,14 +20,23 @@ def rows(size=4, length=8):
     )
 
 
+def started(strategy, config, precision=None, **more):
+    """A run whose start is the same in every layout."""
+    strategy = replace(strategy, precision=precision or strategy.precision)
+    return parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3, **more)
+
+
 def trained(config, products, steps=2, *, first=0, state=None, size=4, length=8, **strategy):
     """(losses, state) of a run on this rank, the same in every layout."""
-    strategy = Strategy(**dict(precision="float64", products=products) | strategy)
-    run = parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2, eps=1e-3), seed=3)
+    run = started(Strategy(**dict(precision="float64", products=products) | strategy), config)
     if state:
         run.load_state_dict(state)
     batches = [run.batch(rows(size, length), step) for step in range(first, first + steps)]
     return [run.total(run.step(batch, 0.5).loss).item() for batch in batches], run.state_dict()
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def distance(one, other) -> float:

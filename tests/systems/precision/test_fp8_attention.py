@@ -109,11 +109,7 @@ def test_turning_helps_and_more_so_in_long_texts():
     assert 0.8 < long["both"] / long["turned"] < 1.2
 
 
-def test_half_precision_comes_back_and_bad_input_is_refused():
+def test_half_precision_comes_back():
     q = normal(1, 1, 8, 16).bfloat16()
     out = fp8_attention(q, q, q)
     assert out.dtype == torch.bfloat16 and torch.equal(out, fp8_attention(*[q.float()] * 3).bfloat16())
-    with pytest.raises(ValueError, match="fp8_attention: rows=0; use 1 or more, 128 say, or None"):
-        fp8_attention(q, q, q, rows=0)
-    with pytest.raises(ValueError, match="12 columns"):
-        fp8_attention(*[q[..., :12]] * 3, signs=random_signs(12))
