@@ -202,3 +202,12 @@ def test_wrong_meshes_are_refused_in_one_line(case):
     with pytest.raises(ValueError) as error:
         dryrun.run(wrong, ranks=6)
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def drawn():
+    return Mesh(tp=8).draw(), Mesh(tp=2, dp=4).twin("tp", "dp").group_desc
+
+
+def test_eight_columns_are_all_there_is_and_a_twin_has_both_names():
+    picture, twin = dryrun.run(drawn, rank=0, ranks=8)
+    assert "..." not in picture and twin == "mesh_tp_dp"

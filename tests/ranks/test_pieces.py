@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitrain import collectives, launch
-from minitrain.ranks.pieces import (
-    Piece,
-    overlap,
-    part_of,
-    pieces_of,
-    rectangles,
-    region_of,
-    share_out,
-    whole_piece,
-)
-from minitrain.ranks.sharding import Placement, Shard, full_tensor, local_shard, place, shard
+from minitrain.ranks.pieces import Piece, overlap, part_of, pieces_of, rectangles, share_out, whole_piece
+from minitrain.ranks.sharding import Placement, Shard, full_tensor, local_shard, place, region_of, shard
 
 
 class Group:

@@ -13,7 +13,7 @@ from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.choices import Choice, ShardingPlan, Traffic, cheapest
 from minitrain.data_parallel.zero1 import Zero1
-from minitrain.data_parallel.zero2 import Zero2
+from minitrain.data_parallel.zero2 import Zero2, grad_of
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
@@ -24,6 +24,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import next_cut
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
+from minitrain.systems.tensor_parallel.grids.optimus import norm_forward
 from minitrain.tensor_parallel import sequence, vocabulary
 from tests.parallel import small
 
@@ -211,7 +212,7 @@ def test_the_largest_and_the_least_that_a_strategy_takes():
     rows, cut, words = Strategy(dp=2, microbatches=2), Strategy(cp=2), ["full", "none"] * 2
     for make, good, bad, said in (
         (lambda n: Strategy(pp=2, microbatches=n), MOST_CELLS // 2, MOST_CELLS // 2 + 1, "2,097,154 cells"),
-        (lambda n: Strategy(microbatches=n), MOST, MOST + 1, f"up to {MOST:,}"),
+        (lambda n: Strategy(microbatches=n), MOST, MOST + 1, f"1 to {MOST:,}"),
         (lambda n: Strategy(loss_scale=n), 1.0, 0.5, "1 or more"),
         (lambda n: Strategy(dp=2, ep=2, ep_shadow=n).check(of_experts, 2), 4, 5, "at most 4"),
         (lambda n: Strategy(recompute=",".join(words[:n])).check(config, 1), 3, 4, "at most 2"),
@@ -231,3 +232,69 @@ def test_pieces_of_a_sequence_and_the_first_factor_of_a_loss():
     assert Strategy(**usp).pieces == Strategy(**usp, layout="striped").pieces == 4  # not 2 x 4
     factors = [Strategy(precision="float16", loss_scale=scale).first_loss_scale for scale in (0.0, 8.0)]
     assert factors == [65536.0, 8.0] and Strategy(loss_scale=8.0).first_loss_scale == 8.0
+
+
+def on_one_rank():
+    world, adagrad = collectives.world(), lambda params: torch.optim.Adagrad(params, lr=1.0)
+    pair = [nn.Parameter(torch.ones(size)) for size in (3, 5)]
+    reducer = GradReducer(pair, world)
+    pair[1].sum().backward()
+    with pytest.raises(ValueError, match=r"^1 parameters got no gradient \(shapes \[\(3,\)\]\)"):
+        reducer.finish()
+    reducer.close()
+    for param in pair:
+        param.grad = None
+
+    mixed = nn.ParameterList([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)])
+    zero = Zero1(mixed, world, adagrad)
+    assert [flat.shard.dtype for flat in zero.shards] == [
+        param.dtype for flat in zero.shards for param in flat.params
+    ]
+    assert set(zero.optimizer.state) == {flat.shard for flat in zero.shards}
+
+    zero, sent = Zero2(nn.ParameterList(pair), world, adagrad, bucket_bytes=1), []
+    zero.driven = True
+    for param in zero.trainable:
+        param.grad = torch.ones_like(param)
+    with collectives.observe(lambda kind, subject: sent.append(subject.shape) if kind == "issue" else None):
+        zero.on_microbatch_grads(zero.trainable)
+        zero.finish()
+    return sent
+
+
+def test_what_lacks_a_gradient_is_counted_dtypes_keep_apart_and_the_last_parameter_goes_first():
+    assert launch.run(on_one_rank, ranks=1) == [[(5,), (3,)]]
+
+
+def test_a_missing_gradient_is_zeros_of_the_gradient_s_dtype():
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    assert grad_of(param).dtype == torch.float32
+
+
+def ids_outside():
+    found = []
+    for ids in ([[2, -3]], [[2, 9]]):
+        with pytest.raises(ValueError) as caught:
+            vocabulary.owned(torch.tensor(ids), 8, 8, collectives.world(), "token %s; the vocabulary is %s")
+        found.append(str(caught.value))
+    return found
+
+
+def test_an_id_on_either_side_of_the_vocabulary_is_told():
+    assert launch.run(ids_outside, ranks=1)[0] == [
+        f"token {wrong}; the vocabulary is 8 (0..7)" for wrong in (-3, 9)
+    ]
+
+
+def normed():
+    x, generator = torch.empty(8, 512, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    x.normal_(generator=generator)
+    y, mean, scale = norm_forward(x, torch.ones(512, dtype=x.dtype), 1e-5, True, collectives.world())
+    exact = nn.functional.layer_norm(x.float(), (512,), eps=1e-5).bfloat16()
+    return y.dtype, mean.dtype, scale.dtype, (y == exact).float().mean().item()
+
+
+def test_norms_on_a_grid_are_added_up_in_float32():
+    *dtypes, equal = launch.run(normed, ranks=1)[0]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32] and equal > 0.99

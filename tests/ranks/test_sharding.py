@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minitrain import collectives, launch
+from minitrain.data_parallel import states
+from minitrain.data_parallel.zero1 import Zero1
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import (
@@ -14,6 +16,7 @@ from minitrain.ranks.sharding import (
     Shard,
     full_tensor,
     local_shard,
+    numbers,
     place,
     placement,
     shard,
@@ -167,3 +170,21 @@ def test_wrong_cuts_are_refused_in_one_line(case):
     with pytest.raises(ValueError) as error:
         dryrun.run(lambda: wrong(dist.group.WORLD), ranks=4)
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def cut_twice():
+    mesh = Mesh(dp=2, tp=2)
+    part = shard(shard(torch.arange(16.0).view(8, 2), 0, mesh.group("tp")), 0, mesh.group("dp"))
+    assert part.flatten().tolist() == numbers(part, 0, 4).tolist()  # each element is its own number
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(shard(model.weight.detach(), 0, mesh.group("tp")))
+    model.weight.placement = shard(torch.ones(4, 4), 0, mesh.group("tp")).placement
+    zero = Zero1(model, mesh.group("dp"), lambda params: torch.optim.SGD(params, lr=1.0))
+    return [
+        [collectives.axis_of(group) for group in piece.holders]
+        for piece in states.pieces(zero, mesh.group("tp"))
+    ]
+
+
+def test_a_dim_is_cut_twice_and_ranks_with_another_slice_hold_no_copy():
+    assert launch.run(cut_twice, ranks=4) == [[[]]] * 4

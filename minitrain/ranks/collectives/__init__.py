@@ -23,7 +23,7 @@ from minitrain.ranks.collectives.call_log import (
     observe,
     read_log,
 )
-from minitrain.ranks.collectives.channel import Handle, another_rank_is_gone, wait_at_most
+from minitrain.ranks.collectives.channel import Handle
 from minitrain.ranks.collectives.checked import CollectiveMismatch, set_checked
 from minitrain.ranks.collectives.functions import (
     all_gather,

@@ -27,13 +27,13 @@ def channel_of(group: ProcessGroup) -> Channel:
     channels = PROCESS.channels
     if id(group) in channels:
         return channels[id(group)]
+    if not dist.is_initialized():
+        raise ValueError(OUTSIDE)
+    if group == GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
+        raise ValueError("this rank is not a member of the group; only members may call its collectives")
     if not isinstance(group, ProcessGroup):
-        if group == GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
-            raise ValueError("this rank is not a member of the group; only members may call its collectives")
-        if group is None and not dist.is_initialized():
-            raise ValueError(OUTSIDE)
         raise ValueError(
-            f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world() for all"
+            f"group is {group!r}; pass a process group: mesh.group('dp'), or collectives.world()"
         )
     channels[id(group)] = Channel(group, backend_of(group))
     weakref.finalize(group, channels.pop, id(group))
@@ -79,11 +79,10 @@ def result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Te
     """Where the result goes: `out` if it fits, else new memory."""
     if out is None:
         return x.new_empty(shape)
-    if out.shape != tuple(shape) or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        given, needed = signature(out.shape, out.dtype), signature(shape, x.dtype)
-        raise ValueError(
-            f"{op}: out is {given} on {out.device}; it must be {needed} on {x.device}, contiguous"
-        )
+    given, needed = (out.shape, out.dtype, out.device), (tuple(shape), x.dtype, x.device)
+    if given != needed or not out.is_contiguous():
+        told = [f"{signature(*what)} on {device}" for *what, device in (given, needed)]
+        raise ValueError(f"{op}: out is {told[0]}; it must be {told[1]}, contiguous")
     return out
 
 

@@ -36,8 +36,9 @@ class Channel:
         self.rank, self.size = group.rank(), group.size()
         self.after = [(self.rank + s) % self.size for s in range(1, self.size)]  # the others, by rounds
         self.before = [(self.rank - s) % self.size for s in range(1, self.size)]
-        self.axis = axis_name(group)
-        self.name = "" if self.axis != "world" or group.group_desc == "default_pg" else group.group_name
+        what = group.group_desc
+        self.axis = "world" if what in ("default_pg", "undefined", "") else what.removeprefix("mesh_")
+        self.name = "" if self.axis != "world" or what == "default_pg" else group.group_name
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
         self._next: dict[object, int] = {}
         self.lanes = (Lane(self.axis), Lane(self.axis))
@@ -57,12 +58,6 @@ class Channel:
     def lane(self, call: Call) -> "Lane":
         """Where an asynchronous call is driven."""
         return self.lanes[call.seq % len(self.lanes)]
-
-
-def axis_name(group: ProcessGroup) -> str:
-    """The mesh axis in a group's description; the default group is "world"."""
-    description = group.group_desc
-    return "world" if description in ("default_pg", "undefined", "") else description.removeprefix("mesh_")
 
 
 class Lane:
@@ -114,22 +109,9 @@ def check_patience(started: float) -> None:
         raise RuntimeError("another rank is gone, and gloo does not end this wait")
 
 
-def wait_at_most(seconds: float) -> None:
-    """From now on no call here waits longer once `another_rank_is_gone`.
-
-    gloo forgets a message of which a part has been written, or read, when its peer dies: its wait never ends,
-    and nothing ends it from outside. So calls wait on a thread of their own, `apart`, and who called them
-    waits for that thread. (Not a call of torch.distributed.)
-    """
-    PROCESS.patience_s = seconds
-
-
-def another_rank_is_gone() -> None:
-    PROCESS.lost_since = time.monotonic()
-
-
 def apart(work: Callable[[], None]) -> None:
-    """work(), which waits in gloo."""
+    """work(), which waits in gloo. That forgets a message of which a part has been written, or read, when its
+    peer dies, and nothing ends the wait from outside: where there is patience, a thread of its own waits."""
     if PROCESS.patience_s is None:
         return work()
     if not hasattr(PROCESS.thread, "lane"):

@@ -4,8 +4,8 @@ run).
 First  start               launch.run(fn, ranks=4): the reader's function on N ranks
        dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
        shapes              its tensors, quickly
-then   local, ranks        both sides of a launch on this machine
-       helper, forks       the process between them, which has loaded what ranks are forked with
+then   local               the caller's side of a launch on this machine
+       ranks               the other: a helper that has loaded what ranks are forked with, and a rank
        job                 ranks that torchrun has started
        report              who is to blame, in one sentence
        pickled             what travels between them: anything, tensors of all dtypes

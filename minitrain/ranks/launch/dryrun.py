@@ -63,8 +63,9 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        mode = shapes.ShapesMode()
-        args = _without_data(args, mode)
+        mode, memo = shapes.ShapesMode(), {}
+        with FakeCopyMode(mode):  # fake copies; what arguments share, the copies share
+            args = tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
         with mode:
             return fn(*args)
     except Exception as error:
@@ -75,13 +76,6 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     finally:
         dist.destroy_process_group()
         sys.excepthook = on_crash
-
-
-def _without_data(args: tuple, mode: shapes.ShapesMode) -> tuple:
-    """Tensors and modules among the arguments as fake copies; what they share, the copies share."""
-    memo: dict = {}
-    with FakeCopyMode(mode):
-        return tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

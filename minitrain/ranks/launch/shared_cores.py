@@ -9,12 +9,8 @@ requests, which need no privilege and change no result:
     ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's turn is 1.4 to 2.8 ms
 
 Medians, 4 ranks on 2 cores: the first takes an all-reduce of 16 KB from 1 ms of processor time to 0.15, for a
-loop that finds the lock of a connection taken tries again without pause, and if it has just preempted the
-holder it burns its whole turn. The second makes a pipeline's step 5 to 10 % shorter, and changes little where
-ranks mostly wait for each other. It needs the first: loops as gloo makes them interrupt long turns all the
-more (torch's own 1F1B takes 1.10 times as long with them).
-
-Linux only; turns of a length of one's own since 6.12 (an older kernel hears only the rest). Nothing is asked
+loop that finds the lock of a connection taken tries again without pause. The second makes a pipeline's step 5
+to 10 % shorter; it needs the first. Linux only; turns of a length of one's own since 6.12. Nothing is asked
 of ranks on NCCL.
 """
 
@@ -52,13 +48,12 @@ def leave_rank() -> None:
 
 
 def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
-    """How Linux runs a thread: SCHED_OTHER or SCHED_BATCH, how long at a time (0: as the kernel likes)."""
+    """How Linux runs a thread, how long at a time (0: as the kernel likes). A sandbox may forbid it."""
     if SCHED_SETATTR is None:
         return
     with suppress(ProcessLookupError):  # the thread has ended
         nice = os.getpriority(os.PRIO_PROCESS, thread)
         attr = SCHED_ATTR.pack(SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)
-        # A sandbox may forbid it: slower, not wrong.
         ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, attr, 0)
 
 

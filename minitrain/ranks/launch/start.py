@@ -15,10 +15,8 @@ an interrupt, every process is killed before `run` returns. Under torchrun (RANK
 MASTER_PORT are set) `run` starts nothing: see `job.py`.
 """
 
-import inspect
 import math
 import os
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -41,12 +39,12 @@ def run(
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
-    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other, both 10 days at
-    most. `checked` compares every collective across ranks before it runs (None: yes, unless
-    MINITRAIN_CHECKED=0). `echo` shows what ranks print, as "[rank 3] text" in rank order: rank 0 as it runs,
-    the others at the end. A rank has the environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE), one torch thread, and all seeds at 0. When fn has returned everywhere the ranks are
-    killed, not asked to leave: what must be closed is closed in fn, with `with`.
+    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. `checked` compares
+    every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
+    ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
+    environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
+    all seeds at 0. When fn has returned everywhere the ranks are killed, not asked to leave: what must be
+    closed is closed in fn, with `with`.
 
     `grace_s`: after the first failure the other ranks have that long to see it and come to an end by
     themselves, to save what they have say: a collective in which one waits for a rank that is gone fails
@@ -58,41 +56,22 @@ def run(
             "run was called inside a rank; a rank cannot start ranks: call run from the outside, or use "
             "dist.new_group for fewer ranks than there are"
         )
+    if not callable(fn):
+        raise ValueError(
+            f"fn={fn!r} is not a function; write run(fn) with the function itself, not run(fn())"
+        )
     times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
     require_positive_ints(ranks=ranks)
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
-    _check_call(fn, args)
-    ranks, checked = int(ranks), os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
+    checked = os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
     timeout_s, start_timeout_s = min(timeout_s, LONGEST_S), min(start_timeout_s, LONGEST_S)
     if job.here():
         return job.Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
-    if ranks > 64 * (os.cpu_count() or 1):
-        warnings.warn(
-            f"{ranks} ranks on {os.cpu_count()} cores will mostly wait; minitrain.ranks.launch.dryrun "
-            "runs one rank of a world of any size",
-            stacklevel=2,
-        )
     call = pickled.call(fn, args)
-    return local.run_local(call, ranks, timeout_s, start_timeout_s, checked, echo, grace_s)
+    return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, grace_s)
 
 
 def device() -> torch.device:
     """This rank's: a GPU of its own if there are enough, a shared one if there are fewer, else the CPU."""
     gpus = torch.cuda.device_count()
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
-
-
-def _check_call(fn, args: tuple) -> None:
-    if not callable(fn):
-        raise ValueError(
-            f"fn = {fn!r} is not a function; write run(fn) with the function itself, not run(fn())"
-        )
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:  # some built-in functions have none
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        called = f"{getattr(fn, '__name__', fn)}{signature}"
-        raise ValueError(f"{called} cannot be called with the {len(args)} arguments given: {error}") from None

@@ -2,8 +2,7 @@
 
 First  ledger              Ledger: open it around what is to be counted
 then   watch               sees every operator
-       operators           what one operator costs
-       contractions        and those of products and attention: FLOPs and shape
+       operators           what one operator costs; FLOPs and shapes of products and attention
        memory_meter        every block of memory from birth to death
 
 This folder is one module to its users: `from minitrain.ranks.ledger import Ledger`.

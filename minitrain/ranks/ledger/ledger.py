@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Event, Issue, Wait
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
@@ -35,22 +36,17 @@ from minitrain.ranks.tables import aligned
 class Ledger:
     """One run's account, to be read while it is open or after. Bytes are bytes of this rank.
 
-    With `limit_bytes` or `host_limit_bytes` the operator, buffer or copy that lets more be alive on the
-    device, or on the host, raises MemoryError: what does not fit fails on a CPU too."""
+    With `limit_bytes` the operator, buffer or copy that lets more be alive on the device raises MemoryError:
+    what does not fit fails on a CPU too."""
 
-    def __init__(
-        self, *, causal: str = "triangle", limit_bytes: int | None = None, host_limit_bytes: int | None = None
-    ) -> None:
-        if causal not in ("triangle", "square"):
-            allowed = "'triangle' (what a mask leaves) or 'square' (as in papers)"
-            raise ValueError(f"causal = {causal!r}; use {allowed}")
+    def __init__(self, *, causal: str = "triangle", limit_bytes: int | None = None) -> None:
+        require_one_of(("triangle", "square"), causal=causal)
         self.causal = causal
         self._events: list[Compute | _Issued | Wait | Copy] = []
         self._calls: list[_Issued] = []
         # id of a call or transfer -> what was written down of it, until it has been waited for
         self._pending: dict[int, _Issued | Copy] = {}
-        self._memory = MemoryMeter(lambda: len(self._events), (limit_bytes, host_limit_bytes))
-        self._limited = limit_bytes is not None or host_limit_bytes is not None
+        self._memory = MemoryMeter(lambda: len(self._events), limit_bytes)
         self._copies: list[Copy] = []
         self._phase = ""
         self._open: ExitStack | None = None
@@ -58,8 +54,7 @@ class Ledger:
 
     def __enter__(self) -> "Ledger":
         if self._used:
-            cure = "make a new one: `with Ledger() as ledger`"
-            raise ValueError(f"this Ledger has accounted for a run already; {cure}")
+            raise ValueError("this Ledger has accounted for a run already; make a new one")
         self._used = True
         self._open = ExitStack()
         self._open.callback(self._memory.close)
@@ -170,8 +165,8 @@ class Ledger:
 
     def copied_bytes(self, direction: str | None = None) -> int:
         """Bytes copied between memories: "to_host", "to_device", "to_disk", "from_disk", or all."""
-        if direction not in (None, *DIRECTIONS):
-            raise ValueError(f"direction={direction!r}; use {', '.join(DIRECTIONS)}")
+        if direction is not None:
+            require_one_of(DIRECTIONS, direction=direction)
         return sum(copy.bytes for copy in self._copies if direction in (None, copy.direction))
 
     def memory_trace(self) -> list[tuple[str, int, int]]:
@@ -235,8 +230,7 @@ class Ledger:
             self._begun(subject, _Issued(subject, self._next_id, self._phase, _members(subject)), self._calls)
         elif id(subject) in self._pending:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
-        if self._limited:
-            self._memory.check_limits()
+        self._memory.check_limit()
 
     def _begun(self, subject, event, alike: list) -> None:
         self._pending[id(subject)] = event

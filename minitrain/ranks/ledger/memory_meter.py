@@ -34,7 +34,6 @@ from minitrain.ranks.torch_private import grad_hooks, storage_id
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 GATHERED = "gathered parameters"  # buffers of their own in a timeline that asks for it
-POOLS = ("device", "host")
 PRECEDENCE = ("parameters", "gradients", "optimizer state", "checkpoint", "buffers", "activations")
 
 
@@ -47,7 +46,7 @@ class _Block(weakref.ref):
 class MemoryMeter:
     """`now()` is the index of the event during which something happens."""
 
-    def __init__(self, now: Callable[[], int], limits: tuple[int | None, int | None] = (None, None)) -> None:
+    def __init__(self, now: Callable[[], int], limit_bytes: int | None = None) -> None:
         self._now = now
         self._alive: dict[int, _Block] = {}  # address of the storage -> its block
         self._kinds: list[str] = []  # block number -> kind
@@ -55,7 +54,7 @@ class MemoryMeter:
         self._changes = array("q")  # event, block number, bytes (deaths: negative), event, ...
         self._host: set[int] = set()  # numbers of the host's blocks
         self._gathered: set[int] = set()  # of those where parameters are whole for a while
-        self._limits = limits  # device, host: most bytes, or None
+        self.limit_bytes = limit_bytes  # of the device
         # As far as changes were looked at: bytes of the blocks that live, and of the device and the host.
         self._sizes: dict[int, int] = {}
         self._live, self._seen, self._seen_older = [0, 0], 0, 0
@@ -212,14 +211,11 @@ class MemoryMeter:
             if after:
                 yield "alloc", number, after
 
-    def check_limits(self) -> None:
-        """MemoryError where more is alive than the device, or the host, is said to have."""
-        self._look()
-        for host, (limit, live) in enumerate(zip(self._limits, self._live)):
-            if limit is not None and live > limit:
-                kinds = self.by_kind(host=bool(host))
-                what = ", ".join(f"{kind} {size:,}" for kind, size in kinds.items() if size)
-                raise MemoryError(f"{live:,} bytes on the {POOLS[host]}, which has {limit:,}: {what}")
+    def check_limit(self) -> None:
+        """MemoryError where more is alive than the device is said to have."""
+        if self.limit_bytes is not None and (live := self.live_bytes()) > self.limit_bytes:
+            what = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind().items() if size)
+            raise MemoryError(f"{live:,} bytes on the device, which has {self.limit_bytes:,}: {what}")
 
     def timeline(self, gathered: bool = False) -> Iterator[tuple[int, dict[str, int]]]:
         """(event, live bytes by kind at its fullest moment): every event with a birth or a death. `gathered`

@@ -22,7 +22,8 @@ class Watch(DispatchMode):
         # Equal events are one object: thousands would keep the garbage collector busy.
         self._event = cache(Compute)
         self._below = None  # the mode of a dry run, if nothing is between
-        self._known: dict[tuple, tuple] = {}  # key of a call -> how to make its results, operator, event
+        # Key of a call -> how its results are made, operator, fields of its event, and that by phase.
+        self._known: dict[tuple, tuple] = {}
 
     def __enter__(self):
         top = next(reversed(dispatch_modes()), None)
@@ -46,20 +47,33 @@ class Watch(DispatchMode):
         result = func(*args, **kwargs)
         if not operator.bookkeeping:
             fields = self._account(operator, args, kwargs, result)
-            recipe = None if key is None else self._below.recipes.get(key)
+            recipe = key and self._below.recipes.get(key)
             plain = not tensors(tuple(kwargs.values())) and not (operator.allocates and operator.mutates)
-            if recipe is not None and plain:
-                self._known[key] = recipe, operator, fields
-            self._write_down(operator, fields)
+            if recipe and plain:
+                self._known[key] = recipe, operator, fields, {}
+            self._write_down(operator, fields, {})
         return result
 
-    def _write_down(self, operator: Operator, fields: tuple | None) -> None:
+    def _again(self, recipe, operator: Operator, fields: tuple | None, events: dict, args: tuple):
+        result = self._below.make(recipe, args)
+        if not operator.allocates:
+            for tensor in tensors(args):
+                self._memory.read(tensor)
+        if operator.allocates or not operator.views:
+            for tensor in tensors(result):
+                self._memory.write(tensor)
+        self._write_down(operator, fields, events)
+        return result
+
+    def _write_down(self, operator: Operator, fields: tuple | None, events: dict) -> None:
         if fields:
-            name, flops, moved, dtype, shape, written = fields
-            event = self._event(name, flops, moved, self._ledger._phase, dtype, shape, written)
-            self._ledger._events.append(event)
-        if self._ledger._limited and not operator.allocates:  # it may yet turn out to be the host's
-            self._memory.check_limits()
+            phase = self._ledger._phase
+            if phase not in events:
+                name, flops, moved, dtype, shape, written = fields
+                events[phase] = self._event(name, flops, moved, phase, dtype, shape, written)
+            self._ledger._events.append(events[phase])
+        if self._memory.limit_bytes is not None and not operator.allocates:  # it may yet be the host's
+            self._memory.check_limit()
 
     def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> tuple | None:
         """Blocks that are read and born; what there is to write down, but for the phase."""
@@ -92,14 +106,3 @@ class Watch(DispatchMode):
         dtype = next((FLOATS[tensor.dtype] for tensor in of_codes + outputs if tensor.dtype in FLOATS), "")
         shape = operator.shape(*args, **kwargs) if operator.shape else ()
         return operator.name, flops, sum(read) + written, dtype, shape, written
-
-    def _again(self, recipe, operator: Operator, fields: tuple | None, args: tuple):
-        result = self._below.make(recipe, args)
-        if not operator.allocates:
-            for tensor in tensors(args):
-                self._memory.read(tensor)
-        if operator.allocates or not operator.views:
-            for tensor in tensors(result):
-                self._memory.write(tensor)
-        self._write_down(operator, fields)
-        return result

@@ -325,3 +325,25 @@ def test_calls_of_groups_of_the_same_members_keep_apart():
         return [handle.wait().item() for handle in handles[:: 1 if group.rank() else -1]]
 
     assert launch.run(rank, ranks=2, checked=True) == [[6.0, 4.0, 2.0, 0.0], [0.0, 2.0, 4.0, 6.0]]
+
+
+def one_error_in_each_lane():
+    def fail():
+        raise RuntimeError("lost")
+
+    for lane in collectives.channel_of(collectives.world()).lanes:
+        lane.submit(fail)
+    found = []
+    for _ in range(3):
+        try:
+            collectives.settle()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_every_lane_s_error_is_told():
+    assert (
+        launch.run(one_error_in_each_lane, ranks=1)[0]
+        == ["lost; nobody waited for this asynchronous call"] * 2
+    )

@@ -15,6 +15,7 @@ from minitrain import collectives, launch
 from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.call_log import SLOT_BYTES, SLOTS, Call
 from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.process import Process
 
@@ -249,19 +250,19 @@ def test_the_log_keeps_the_last_calls_and_survives_what_does_not_fit(tmp_path):
     assert collectives.read_log(path) == []
 
 
-def test_a_call_that_ends_late_leaves_the_slot_of_a_later_one_and_tabs_are_blanks(tmp_path, monkeypatch):
+def test_a_call_that_ends_late_marks_its_own_slot_or_none_and_tabs_are_blanks(tmp_path, monkeypatch):
     path = tmp_path / "log"
     monkeypatch.setattr(call_log, "PROCESS", Process())
     call_log.log_to(path)
     same = "barrier", "world", (0, 1), "0,1", 4, (1,), torch.float32, "train.py:1"
-    calls = [call_log.issued(Call(seq, *same, name="a\tname")) for seq in range(SLOTS + 1)]
-    for call in calls[:2]:  # the slot of the first is the last one's by now
-        call_log.finished(call)
+    calls = [call_log.issued(Call(seq, *same, name="a\tname", group="group 7")) for seq in range(SLOTS)]
+    call_log.finished(calls[0])  # the oldest there is
+    assert [call.seq for call in collectives.read_log(path) if call.done] == [0]
+    call_log.issued(Call(SLOTS, *same))
+    call_log.finished(calls[0])  # its slot is the last one's by now
     found = collectives.read_log(path)
-    assert [call.seq for call in found] == [*range(1, SLOTS + 1)] and {call.name for call in found} == {
-        "a name"
-    }
-    assert [call.seq for call in found if call.done] == [1]
+    assert [call.seq for call in found] == [*range(1, SLOTS + 1)] and not any(call.done for call in found)
+    assert (found[0].name, found[0].group) == ("a name", "group 7")
 
 
 def test_nobody_observes_after_the_with_block():
@@ -343,3 +344,31 @@ def test_a_handle_that_was_waited_for_keeps_its_result_and_nothing_else():
 
     for found in [*launch.run(rank, ranks=4), dryrun.run(kept_by_handles, rank=1, ranks=4)]:
         assert set(found.values()) == {(True, 0, True, False)} and len(found) == 6, found
+
+
+@pytest.mark.parametrize(
+    "ranks, text", [((0, 1, 2), "0-2"), ((0, 1), "0,1"), ((0, 2, 5), "0,2,5"), ((1, 3, 5, 7), "1,3,5,7")]
+)
+def test_only_neighbours_are_a_span(ranks, text):
+    assert call_log.span(ranks) == text
+
+
+def test_a_site_holds_inside_its_block_only():
+    with call_log.standing_at("model.py:7"):
+        assert call_log.call_site() == "model.py:7"
+    assert call_log.call_site().startswith("test_collectives_log.py:")
+
+
+def peer_and_bytes():
+    mesh, seen = Mesh(dp=2, tp=2), []
+    with (
+        collectives.observe(lambda kind, subject: seen.append(subject) if kind == "issue" else None),
+        Ledger() as ledger,
+    ):
+        collectives.send(torch.ones(4), 0, mesh.group("tp"))
+        collectives.all_to_all(torch.ones(4), mesh.group("tp"), send_sizes=[1, 3], receive_sizes=[2, 3])
+    return seen[0].peer, ledger.sent_bytes("all_to_all")
+
+
+def test_a_peer_is_a_global_rank_and_the_plan_leaves_out_the_own_piece():
+    assert dryrun.run(peer_and_bytes, rank=3, ranks=4) == (2, 1 * 4)

@@ -7,7 +7,6 @@ import pickle
 import signal
 import sys
 import types
-import warnings
 
 import pytest
 import torch
@@ -279,24 +278,10 @@ def test_of_all_threads_the_one_that_runs_fn_is_told():
 # ---- start -----------------------------------------------------------------------------------------------
 
 
-def test_a_warning_points_at_the_callers_line(monkeypatch):
-    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: rest)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        launch.run(dist.get_rank, ranks=65)
-        assert launch.run(dist.get_rank, ranks=64, timeout_s=float("inf"), start_timeout_s=7, echo=False, grace_s=3) == (
-            start.LONGEST_S, 7, True, False, 3
-        )  # fmt: skip
-    (warning,) = heard
-    assert warning.filename == __file__ and str(warning.message).startswith(
-        "65 ranks on 1 cores will mostly wait"
-    )
-
-
-def test_a_function_without_a_signature_is_taken_as_it_is(monkeypatch):
-    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: pickle.loads(call))
-    assert launch.run(dict, [(1, 2)]) == (dict, ([(1, 2)],))
+def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):
+    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: (pickle.loads(call), rest))
+    call, rest = launch.run(dict, [(1, 2)], timeout_s=float("inf"), start_timeout_s=7, echo=False, grace_s=3)
+    assert call == (dict, ([(1, 2)],)) and rest == (start.LONGEST_S, 7, True, False, 3)
     monkeypatch.setenv("MINITRAIN_INSIDE", "1")
     with pytest.raises(ValueError, match="^run was called inside a rank"):
         launch.run(dict)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.course import loopback
-from minitrain.ranks.launch import forks, helper, job, pickled, ranks
+from minitrain.ranks.launch import job, local, pickled, ranks
 from minitrain.ranks.process import PROCESS
 from tests.ranks.launch.test_launch_caller import LOST, MINE
 
@@ -35,7 +35,7 @@ def a_group(order="", events=None):
     there, here = socket.socketpair()
     there.sendall(f"{order}\n".encode())
     read, write = os.pipe() if events is None else events
-    return there, read, forks.RankGroup(write, here.detach())
+    return there, read, ranks.RankGroup(write, here.detach())
 
 
 def sleeping(*, group=True, child=False) -> int:
@@ -72,14 +72,14 @@ def ends(pid: int) -> bool:
 
 
 def what_an_end_ends(folder):
-    forks.ctypes.CDLL(None).prctl(forks.PR_SET_CHILD_SUBREAPER, 1)
+    ranks.ctypes.CDLL(None).prctl(ranks.PR_SET_CHILD_SUBREAPER, 1)
     os.mkdir(f"{folder}/directory")
     there, said, group = a_group(f"{folder}/directory")
     first, late = sleeping(child=True), sleeping(group=False)
     left = sleeping()  # a child of a rank that has died: ours by now
-    (grandchild,) = forks.children(first)
-    known = forks.descendants(first), forks.descendants(late)
-    deep = grandchild in forks.descendants(os.getpid()) and grandchild not in forks.children(os.getpid())
+    (grandchild,) = ranks.children(first)
+    known = ranks.descendants(first), ranks.descendants(late)
+    deep = grandchild in ranks.descendants(os.getpid()) and grandchild not in ranks.children(os.getpid())
     group.pids = {first: 0, late: 1}
     group.end(alone=False)
     gone = (
@@ -139,7 +139,7 @@ def test_a_rank_is_what_its_caller_is_now(monkeypatch, tmp_path):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(sys, "argv", ["program", "--flag"])
     monkeypatch.setitem(linecache.cache, "<a cell>", (4, None, ["text\n"], "<a cell>"))
-    helper.Helper.find()
+    local.Helper.find()
 
     def look():
         modes = [oct(os.fstat(file).st_mode & 0o777) for file in (1, 2)]

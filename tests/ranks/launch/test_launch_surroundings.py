@@ -68,7 +68,7 @@ def test_nothing_is_left_of_a_caller_that_is_killed_while_the_helper_imports(mom
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
             import sys, time
-            if any("minitrain.ranks.launch.forks" in word for word in sys.orig_argv):
+            if any("minitrain.ranks.launch.ranks import serve" in word for word in sys.orig_argv):
                 time.sleep(1.5)
         """)
     )

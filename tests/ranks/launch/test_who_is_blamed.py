@@ -252,18 +252,3 @@ def test_groups_whose_names_are_cut_stay_apart():
     names = call_log.span(ours), call_log.span(theirs)
     assert names[0] != names[1] and all(len(name) == 80 for name in names)
     assert blamed(STANDS, waits(1, "dp", names[0])) == (0,), "it may be one of those that are not listed"
-
-
-def test_the_log_keeps_a_call_with_long_names_apart_from_another(tmp_path):
-    """In a launch of its own: who logs does so to the end."""
-
-    def rank():
-        group = collectives.world()
-        call_log.log_to(tmp_path / "calls")
-        for name in (f"{LONG}.weight", f"{LONG}.bias", "\N{SNOWFLAKE}" * 60, "short"):
-            collectives.all_reduce(torch.ones(1, 1, 1, 1, 4), group, name=name)
-        return [(logged.name, logged.seq, logged.site) for logged in call_log.read_log(tmp_path / "calls")]
-
-    (((weight, *_), (bias, *_), (snow, seq, site), (short, *_)),) = launch.run(rank, ranks=1)
-    assert weight != bias and weight[:30] == bias[:30] == LONG[:30] and short == "short"
-    assert snow.startswith("\N{SNOWFLAKE}" * 9) and seq == 2 and site == line_of(rank, 4)
