@@ -283,7 +283,7 @@ def test_dapple_planner():
     """The chosen cut, replication and placement equal trying everything, by formulas of this test's own; and
     simulated, the plan is within 5% of its prediction and of the fastest plan there is.
     """
-    same, kinds = 0, set()
+    kinds = set()
     for seed in range(6):
         draw = random.Random(seed)
         model, m = small_model(draw, 4), draw.choice([2, 4, 8])
@@ -301,11 +301,8 @@ def test_dapple_planner():
         assert Fraction(95, 100) * step <= plan.time <= step
         near = [stages for stages in times if times[stages] <= step]  # no other is faster
         assert Fraction(95, 100) * step <= min(simulated_step(every[stages], m) for stages in near)
-        tried_by_paper = stage_cuts.plan_dapple(model, cluster, m, stage_cuts.paper_placements)
-        assert tried_by_paper.time >= plan.time
-        same += tried_by_paper.time == plan.time
         kinds.add(len(plan.stages))
-    assert same >= 5 and len(kinds) > 1, (same, kinds)  # the paper's three placements nearly always suffice
+    assert len(kinds) > 1, kinds
 
 
 def test_of_equally_fast_plans_the_fewest_stages():
@@ -325,16 +322,6 @@ def test_of_equally_fast_plans_the_fewest_stages():
     model = stage_cuts.Model([1, 0, 1, 1], [1, 0, 0, 0], [0, 2, 2, 1], [0, 0, 0, 0])
     plan = stage_cuts.plan_dapple(model, stage_cuts.Cluster((3,), 1, 1), 2)
     assert plan == (5, ((range(1), (2,)), (range(1, 4), (1,))))
-
-
-def test_placements_that_the_paper_tries():
-    """Of each number of devices: from fresh machines first, from those in use first, or spread evenly."""
-    in_use = [{(0, 1), (1, 0)}, {(0, 2), (1, 1)}, {(1, 2)}]  # one of machine 0 is taken
-    fresh = [{(1, 0), (0, 1)}, {(2, 0), (1, 1)}, {(2, 1), (1, 2)}, {(2, 2)}, {(2, 3)}]
-    for free, machines, wanted in (((1, 2), (2, 2), in_use), ((2, 3), (2, 3), fresh)):
-        assert list(stage_cuts.paper_placements(free, machines)) == [
-            one for some in wanted for one in sorted(some)
-        ]
 
 
 # ---- AutoPipe --------------------------------------------------------------------------------------------

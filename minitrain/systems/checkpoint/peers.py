@@ -9,7 +9,7 @@
     network   | chunk 0 | chunk 1 |  all-reduce of gradients  | chunk 2 |  ..        every rank in one rhythm
     compute   | forward | forward |  backward                 | forward |  ..
 
-The step knows where its network is idle and how long (checkpoint_placement.py fits chunks into spans).
+The step knows where its network is idle and how long.
 When the last chunk of the longest share has arrived, each rank commits; until then the step before counts.
 Sends (m - 1) shares per rank and save, m copies in all. Memory: m shares (in_memory.py: of 2 steps), and the
 chunks on their way. Any m - 1 machines may be lost at once; after more, Lost says whose share is nowhere.

@@ -17,19 +17,12 @@ Differs: SCR may have more levels; CheckFreq also chooses between snapshots on t
 lag until a save counts is left to the simulator.
 """
 
-from collections import deque
 from collections.abc import Callable
 from math import ceil, expm1, floor, inf, log1p, sqrt
-from statistics import median
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_fractions, require_nonnegative, require_positive
 from minitrain.systems.simulate.failures import Level
 
 
@@ -92,14 +85,11 @@ def two_levels(memory_save_s: float, disk_save_s: float, mtbf_s: float, survives
     return TwoLevels(sqrt(2 * mtbf_s * saves_s / undone), every)
 
 
-def two_levels_expected_s(
-    plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float
-) -> float:
-    """E: of `every` intervals with their saves, from one on disk to the next.
+def two_levels_waste(plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float) -> float:
+    """The expected share of time that is not useful, from one save on disk to the next.
 
     Seen from the disk: failures M/q apart, and 1/g the chance that a segment ends before one of them, however
-    often it restarts from memory.
-    """
+    often it restarts from memory."""
     undone = 1 - survives
     again = undone / (1 + survives * expm1(-memory.restart_s / mtbf_s))
 
@@ -107,12 +97,8 @@ def two_levels_expected_s(
         return log1p(again * _expm1((plan.interval_s + save_s) / mtbf_s))
 
     total = (plan.every - 1) * growth(memory.stall_s) + growth(disk.stall_s)
-    return mtbf_s * (1 / undone + _expm1(disk.restart_s / mtbf_s)) * _expm1(total)
-
-
-def two_levels_waste(plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float) -> float:
-    """The expected share of time that is not useful."""
-    return 1 - plan.every * plan.interval_s / two_levels_expected_s(plan, memory, disk, mtbf_s, survives)
+    expected = mtbf_s * (1 / undone + _expm1(disk.restart_s / mtbf_s)) * _expm1(total)
+    return 1 - plan.every * plan.interval_s / expected
 
 
 def best_two_levels(memory: Level, disk: Level, mtbf_s: float, survives: float) -> TwoLevels:
@@ -154,23 +140,6 @@ def checkfreq_steps(
     stall_s = max(0, snapshot_s - (step_s - update_s))
     for_one = ceil(divided(snapshot_s + persist_s - stall_s, step_s))
     return max(1, for_one, ceil(divided(stall_s, budget * step_s)))
-
-
-class CheckFreq:
-    """`every` steps a save, for the median of the last `window` steps; `observe` each step's time."""
-
-    def __init__(self, step_s: float, *costs: float, window: int = 5) -> None:
-        """`costs` as for `checkfreq_steps`: update_s, snapshot_s, persist_s and, if given, budget."""
-        require_positive_ints(window=window)
-        self.costs, self.every = costs, checkfreq_steps(step_s, *costs)
-        self._steps_s: deque[float] = deque(maxlen=window)
-
-    def observe(self, step_s: float) -> int:
-        """A step without a save took so long: `every`, which changes when most of the window say so."""
-        self._steps_s.append(step_s)
-        if len(self._steps_s) == self._steps_s.maxlen:
-            self.every = checkfreq_steps(median(self._steps_s), *self.costs)
-        return self.every
 
 
 def _expm1(x: float) -> float:

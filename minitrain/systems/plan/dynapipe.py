@@ -16,8 +16,8 @@ Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs
 longest time, an approximation, and balances replicas too.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -127,25 +127,48 @@ def _programs(schedule: Schedule, order: Sequence, receive_late: bool) -> Progra
     return tuple(map(tuple, programs))
 
 
-def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
-    """Plays programs where every send waits for its receive and both block; ValueError if they get stuck."""
-    left, moved = [deque(program) for program in programs], True
+Call = tuple[Action, ...]  # messages, by the action that makes them
+
+
+def blocking(
+    programs: Sequence[Sequence[Action | Call]], seconds: Mapping[str, Number], message: Number = 0
+) -> tuple[list[dict[Action, Number]], list[int]]:
+    """Plays programs of actions and calls; a call ends when both sides of each message have come to it and
+    the messages have passed, one after the other in each direction of a link. `seconds` by kind of action.
+
+    Returns when each rank has done each action, and how many entries are left where ranks wait for ever."""
+    came: dict[Action, dict[int, Number]] = defaultdict(dict)  # when each side came to a message
+    passed: dict[Action, Number] = {}
+    free: dict[tuple[int, str], Number] = {}  # link (source, direction) -> end of its last message
+    done: list[dict[Action, Number]] = [{} for _ in programs]
+    now, left, moved = [0] * len(done), [deque(program) for program in programs], True
+
+    def ends(call: Call, rank: int) -> bool:
+        for what in call:
+            came[what].setdefault(rank, now[rank])
+            if len(came[what]) == 2 and what not in passed:
+                link = what.stage, what.kind
+                passed[what] = free[link] = max(*came[what].values(), free.get(link, 0)) + message
+        return all(what in passed for what in call)
+
     while moved:
         moved = False
-        for rank, steps in enumerate(left):
-            step = steps[0] if steps else None
-            if isinstance(step, Send):
-                there = left[step.to][0] if left[step.to] else None
-                if not isinstance(there, Receive) or there.source != rank:
-                    continue
-                if there.what != step.what:
-                    clash = f"rank {rank} sends {step.what} where rank {step.to} receives {there.what}"
-                    raise ValueError(f"{clash}; give both the same order")
-                left[step.to].popleft()
-            if step is not None and not isinstance(step, Receive):
-                steps.popleft()
-                moved = True
-    heads = [(rank, steps[0]) for rank, steps in enumerate(left) if steps]
+        for rank, entries in enumerate(left):
+            while entries and (isinstance(entries[0], Action) or ends(entries[0], rank)):
+                entry, moved = entries.popleft(), True
+                if isinstance(entry, Action):
+                    now[rank] += seconds.get(entry.kind, 0)
+                    done[rank][entry] = now[rank]
+                else:
+                    now[rank] = max(now[rank], *(passed[what] for what in entry))
+    return done, list(map(len, left))
+
+
+def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
+    """Plays programs where every send waits for its receive and both block; ValueError if they get stuck."""
+    messages = [[step for step in steps if isinstance(step, Send | Receive)] for steps in programs]
+    _, left = blocking([[(step.what,) for step in steps] for steps in messages], {})
+    heads = [(rank, steps[-n]) for rank, (steps, n) in enumerate(zip(messages, left)) if n]
     if heads:
         stuck = [f"rank {rank} at {type(s).__name__}({s[0]}) with rank {s[1]}" for rank, s in heads[:4]]
         raise ValueError(f"stuck: {', '.join(stuck)}; post messages in one order on all ranks")

@@ -348,17 +348,6 @@ def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
         copies[max(growing, key=lambda e: (Fraction(loads[e]) / copies[e], -e))] += 1
 
 
-def settled(placement: Holders, guess, loads, popular: int, ranks: int, slots: int) -> Holders:
-    """The placement for the loads that the router found, of a layer that was placed by the guess."""
-    if _heaviest(guess, popular) == _heaviest(loads, popular):
-        return placement
-    return placed(loads, ranks, slots)
-
-
-def _heaviest(loads: Sequence, number: int) -> set[int]:
-    return {*sorted(range(len(loads)), key=lambda e: (-loads[e], e))[:number]}
-
-
 Grid = NamedTuple("Grid", [(axis, int) for axis in ("dp", "ep", "tp")])
 
 
@@ -417,19 +406,3 @@ def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: MoELayer, b
     require_positive_ints(bytes_per_element=bytes_per_element)
     changed = sum(old != new for old, new in zip(before, after, strict=True))
     return grid.dp * changed * layer.expert_weights * bytes_per_element
-
-
-def switch_s(grid: Grid, before: Holders, after: Holders, costs: Costs, states: int = 7) -> float:
-    """Of the rank that gets most; an expert moves as `states` times its weights (see expert_placement)."""
-    arriving = Counter(new for old, new in zip(before, after, strict=True) if old != new)
-    return max(arriving.values(), default=0) * states * costs.carry / grid.tp
-
-
-def chosen(grid, pool, current: Holders, loads, layer: MoELayer, costs: Costs, steps, states=7) -> Holders:
-    """The plan with the least time over so many steps; of equal ones the present."""
-
-    def total(plan: Holders) -> float:
-        on_the_way = switch_s(grid, current, plan, costs, states)
-        return steps * step_s(grid, plan, loads, layer, costs) + on_the_way
-
-    return min([current, *pool], key=total)

@@ -45,11 +45,6 @@ def mlp(tokens: int, width: int, inner: int) -> Layer:
     return Layer(tokens, ((width, inner), (inner, width)))
 
 
-def transformer_layer(tokens: int, width: int) -> Layer:
-    """Q, K and V in one, the projection, an MLP of 4 · width; scores and softmax send nothing."""
-    return Layer(tokens, ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)))
-
-
 @dataclass(frozen=True)
 class Grid:
     """A kind, its side (p, q or l) and, in 2.5-D only, its depth d."""
@@ -262,13 +257,3 @@ def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes
             memory = weight_bytes * price.weights + element_bytes * (price.activations + price.working)
             rows.append(Row(grid, price, memory, seconds(price, links, element_bytes)))
     return sorted(rows, key=lambda row: (row.seconds, row.memory_bytes))
-
-
-def cheapest(layer: Layer, ranks: int, links: Links, memory_bytes=math.inf, **bytes_each: int) -> Row:
-    """The fastest grid that fits into `memory_bytes` a rank; ValueError if there is none."""
-    rows = table(layer, ranks, links, **bytes_each)
-    least = min(rows, key=lambda row: row.memory_bytes)
-    if least.memory_bytes > memory_bytes:
-        found = f"the least is {least.memory_bytes:,.0f} of {least.grid}: take more ranks or fewer tokens"
-        raise ValueError(f"no grid of {ranks} ranks fits in {memory_bytes:,.0f} bytes; {found}")
-    return next(row for row in rows if row.memory_bytes <= memory_bytes)

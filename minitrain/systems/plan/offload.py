@@ -19,14 +19,13 @@ STRONGHOLD's link is a resource, one window for all phases; Mobius is searched e
 on the device.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from minitrain.plan.accounting.memory_formulas import model_state_bytes
-from minitrain.plan.simulate.links import Number, Task, divided
+from minitrain.plan.simulate.links import Number, Task, divided, play
 from minitrain.ranks.checks import (
     require_fractions,
     require_ints,
@@ -62,17 +61,19 @@ class ElixirPlan(NamedTuple):
     offloaded: int  # chunks whose shard and states are on the host
 
 
-def packed(modules: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
-    """The chunk of every tensor: in order, whole, and a new chunk for what no longer fits."""
-    used, number, places = 0, 0, []
+def packed(modules: Sequence[Sequence[int]], chunk: int) -> tuple[int, int]:
+    """(chunks, the most that one module needs): tensors lie in order, whole; what no longer fits begins a new
+    chunk."""
+    used, number, most = 0, 0, 0
     for module in modules:
-        places.append([])
+        places = set()
         for size in module:
             if used + size > chunk:
                 used, number = 0, number + 1
             used += size
-            places[-1].append(number)
-    return places
+            places.add(number)
+        most = max(most, len(places))
+    return number + 1, most
 
 
 def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offloaded: int) -> ElixirPlan:
@@ -80,8 +81,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
 
     What is cached beyond what one module needs saves the last chunks their second gather. An offloaded shard
     crosses PCIe for each gather, its gradient once; the host updates it."""
-    places = packed(profile.modules, chunk)
-    count, least = places[-1][-1] + 1, max(len(set(module)) for module in places)
+    count, least = packed(profile.modules, chunk)
     kept, shard = cached - least, divided(chunk, rates.ranks)
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
     moved = (3 * count - kept) * 2 * (chunk - shard)
@@ -99,8 +99,7 @@ def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -
     require_nonnegative(device_update_faster_by=rates.device_update - rates.host_update)
     found = []
     for chunk in chunks:
-        places = packed(profile.modules, chunk)
-        count, least = places[-1][-1] + 1, max(len(set(module)) for module in places)
+        count, least = packed(profile.modules, chunk)
         share = 14 * divided(chunk, rates.ranks)
         for cached in range(least, count + 1):
             over = profile.activation_bytes + cached * 2 * chunk + count * share - cap
@@ -128,10 +127,7 @@ class Server(NamedTuple):
     host_bytes: Number = 0  # activations that may stay in the host's memory
 
 
-Phases = dict[str, dict[str, Number]]
-
-
-def fuyou_phases(work: Work, server: Server, share: Number) -> Phases:
+def fuyou_phases(work: Work, server: Server, share: Number) -> dict[str, dict[str, Number]]:
     """{phase: {what: seconds that it is busy}} if this share of the activations is swapped."""
     require_fractions(share=share)
     weights, states, swapped = 2 * work.parameters, 12 * work.parameters, share * work.activation_bytes
@@ -175,16 +171,12 @@ def fuyou_share(work: Work, server: Server) -> Number:
     shares = {0, bend, 1}
     for low, high in pairwise(sorted(shares)):
         ends = fuyou_phases(work, server, low), fuyou_phases(work, server, high)
-        for phase in ends[0]:
-            shares |= {*_crossings(low, high, ends[0][phase], ends[1][phase])}
+        for first, last in zip(*(phases.values() for phases in ends)):
+            for a, b in combinations(first, 2):
+                before, after = first[a] - first[b], last[a] - last[b]
+                if before * after < 0:
+                    shares.add(low + (high - low) * divided(before, before - after))
     return min(sorted(shares), key=lambda share: fuyou_s(work, server, share))
-
-
-def _crossings(low: Number, high: Number, first: Mapping, last: Mapping) -> Iterator[Number]:
-    for a, b in combinations(first, 2):
-        before, after = first[a] - first[b], last[a] - last[b]
-        if before * after < 0:
-            yield low + (high - low) * divided(before, before - after)
 
 
 TIB = 2**40
@@ -265,62 +257,30 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
     return read / links["slow"] + sent / links["network"]
 
 
-Time = int | float | Fraction
-
-
-def stalls(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link=True) -> list[Time]:
-    """How long each layer waits. The first `window` are here at the start."""
+def stalls(compute: Sequence[Number], transfer: Sequence[Number], window: int, one_link=True) -> list[Number]:
+    """How long each layer waits. The first `window` are here at the start; the transfer of a later one begins
+    with the layer whose place it gets."""
     require_nonnegative(compute=compute, transfer=transfer)
     require_ints(len(compute), len(compute), transfers=len(transfer))
     require_positive_ints(len(compute), window=window)
-    starts: list[Time] = []
-    waits: list[Time] = []
-    now: Time = 0
-    free: Time = 0  # when the link is
+    starts, waits = [], []
+    now = free = 0  # free: when the link is
     for i, duration in enumerate(compute):
         arrived = now
         if i >= window and transfer[i]:
             begin = starts[i - window]
-            arrived = (max(begin, free) if one_link else begin) + transfer[i]
-            free = arrived
+            arrived = free = (max(begin, free) if one_link else begin) + transfer[i]
         waits.append(max(0, arrived - now))
         starts.append(now + waits[i])
         now = starts[i] + duration
     return waits
 
 
-def smallest_window(compute: Sequence[Time], transfer: Sequence[Time], one_link: bool = True) -> int:
+def smallest_window(compute: Sequence[Number], transfer: Sequence[Number], one_link: bool = True) -> int:
     """The smallest window without a stall; all layers always do."""
     require_nonempty(compute=compute, transfer=transfer)
-    require_ints(len(compute), len(compute), transfers=len(transfer))
-    layers = len(compute)
-    return next(window for window in range(1, layers + 1) if hides(compute, transfer, window, one_link))
-
-
-def hides(compute: Sequence[Time], transfer: Sequence[Time], window: int, one_link: bool = True) -> bool:
-    """Whether a window hides every transfer, without playing it.
-
-    Own links: sum of compute[i .. i+m-1] >= transfer[i+m] for all i. One link: the transfers i+m .. j+m, one
-    after the other, begin with layer i and are needed when layer j+m begins."""
-    for last in range(window, len(compute)):
-        if not transfer[last]:
-            continue
-        needed, room = 0, sum(compute[last - window : last])
-        for first in range(last, window - 1, -1) if one_link else (last,):
-            needed += transfer[first]
-            if first < last:
-                room += compute[first - window]
-            if needed > room:
-                return False
-    return True
-
-
-def there_and_back(forward, backward, copies: Sequence[Time], window: int) -> tuple:
-    """(compute, transfer) of a training step in order of use: layers 1 .. L, then L .. 1. The first `window`
-    are left from the step before, the last are still here when backward begins."""
-    layers = len(forward)
-    back = [0 if layers - i <= window else copies[i] for i in range(layers)][::-1]
-    return [*forward, *backward[::-1]], [*copies, *back]
+    windows = range(1, len(compute) + 1)
+    return next(window for window in windows if not any(stalls(compute, transfer, window, one_link)))
 
 
 class StageLayer(NamedTuple):
@@ -332,7 +292,6 @@ class StageLayer(NamedTuple):
 class MobiusPlan(NamedTuple):
     seconds: Number
     cut: tuple[range, ...]  # layers of each stage
-    tried: int  # cuts that were timed to the end
 
 
 def crossed(roots: Sequence[int]) -> list[int]:
@@ -356,112 +315,48 @@ def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch
     require_positive_ints(m=m)
     made, n, last = [], len(order), len(stages) - 1
 
-    def device(s: int) -> int:
-        return order[s % n]
-
-    def load(way: str, s: int, after: tuple[str, ...]) -> Task:
-        d = device(s)
-        return Task(f"load {way}{s}", f"loads {d}", stages[s].bytes, (f"down {roots[d]}",), after)
-
-    def when(way: str, s: int) -> tuple[str]:
-        return (f"begin {way}{s}" if prefetch else f"{way}{s}.{m - 1}",)
-
-    for s, stage in enumerate(stages):
-        made.append(load("F", s, when("F", s - n) if s >= n else ()))
-        made.append(Task(f"begin F{s}", f"device {device(s)}", 0, after=(f"load F{s}", *_first("F", s - 1))))
-        for j in range(m):
-            after = (f"F{s - 1}.{j}",) if s else ()
-            made.append(Task(f"F{s}.{j}", f"device {device(s)}", stage.forward_s, after=after))
-    for s in range(last, -1, -1):
-        d, needs = device(s), _first("B", s + 1) if s < last else (f"F{last}.{m - 1}",)
-        if s <= last - n:
-            made.append(load("B", s, when("B", s + n)))
-            needs = (*needs, f"load B{s}")
-        made.append(Task(f"begin B{s}", f"device {d}", 0, after=needs))
-        for j in range(m):
-            after = (f"B{s + 1}.{j}",) if s < last else ()
-            made.append(Task(f"B{s}.{j}", f"device {d}", stages[s].backward_s, after=after))
-        after = (f"B{s}.{m - 1}",)
-        made.append(Task(f"store {s}", f"stores {d}", stages[s].bytes, (f"up {roots[d]}",), after))
-    return made
-
-
-def _first(way: str, s: int) -> tuple[str, ...]:
-    return (f"{way}{s}.0",) if s >= 0 else ()
-
-
-class _Times:
-    """When devices are free, and what is loaded, as stages are added one behind the other."""
-
-    def __init__(self, devices: int, m: int, bytes_per_s: Number, prefetch: bool = True):
-        self.devices, self.prefetch, self.bytes_per_s = devices, prefetch, bytes_per_s
-        self.free, self.loaded, self.began = [0] * devices, [0] * devices, [0] * devices
-        self.before: list[Number] = [0] * m  # when the stage before has ended each microbatch
-
-    def copy_s(self, stage: StageLayer) -> Number:
-        return divided(stage.bytes, self.bytes_per_s)
-
-    def add(self, s: int, stage: StageLayer, seconds: Number, *, load: bool) -> None:
-        d = s % self.devices
+    def add(kind: str, s: int, seconds: Number, before: int | None, room: int | None, load: bool) -> None:
+        """All microbatches of a stage behind the stage `before`, its load behind the stage whose `room` it
+        gets."""
+        d = order[s % n]
+        needs = () if before is None else (f"{kind}{before}.0",)
         if load:
-            room_at = self.began[d] if self.prefetch else self.free[d]
-            self.loaded[d] = max(self.loaded[d], room_at) + self.copy_s(stage)
-        begin = self.began[d] = max(self.before[0], self.free[d], self.loaded[d])
-        ends = []
-        for ready in self.before:
-            begin = max(begin, ready) + seconds
-            ends.append(begin)
-        self.before, self.free[d] = ends, ends[-1]
+            wait = () if room is None else (f"begin {kind}{room}" if prefetch else f"{kind}{room}.{m - 1}",)
+            link = (f"down {roots[d]}",)
+            made.append(Task(f"load {kind}{s}", f"loads {d}", stages[s].bytes, link, wait))
+            needs = (*needs, f"load {kind}{s}")
+        made.append(Task(f"begin {kind}{s}", f"device {d}", 0, after=needs))
+        for j in range(m):
+            after = () if before is None else (f"{kind}{before}.{j}",)
+            made.append(Task(f"{kind}{s}.{j}", f"device {d}", seconds, after=after))
 
-
-def makespan(
-    stages: Sequence[StageLayer], devices: int, m: int, bytes_per_s: Number, *, prefetch=True
-) -> Number:
-    """Seconds of a step if every copy has its link to itself, stage by stage: a recursion, no simulation."""
-    times, stored = _Times(devices, m, bytes_per_s, prefetch), [0] * devices
     for s, stage in enumerate(stages):
-        times.add(s, stage, stage.forward_s, load=True)
-    for s, stage in reversed([*enumerate(stages)]):
-        times.add(s, stage, stage.backward_s, load=s < len(stages) - devices)
-        stored[s % devices] = max(stored[s % devices], times.before[-1]) + times.copy_s(stage)
-    return max(stored)
+        add("F", s, stage.forward_s, s - 1 if s else None, s - n if s >= n else None, True)
+    for s, stage in reversed([*enumerate(stages)]):  # the last stages are still here
+        add("B", s, stage.backward_s, s + 1 if s < last else None, s + n, s <= last - n)
+        d, after = order[s % n], (f"B{s}.{m - 1}",)
+        made.append(Task(f"store {s}", f"stores {d}", stage.bytes, (f"up {roots[d]}",), after))
+    return made
 
 
 def plan_mobius(
     layers: Sequence[StageLayer], devices: int, m: int, room: Number, bytes_per_s: Number
 ) -> MobiusPlan:
-    """The fastest cut into stages: exact, for what is not tried is not faster.
-
-    A step takes at least the forward of the stages so far, one microbatch through all others, one back
-    through all, the other m - 1 back through the slowest stage so far, and the first stage's gradients' copy.
-    """
-    best, tried = None, 0
-    waiting = [(0,)]  # ends of the stages so far
-    while waiting:
-        ends = waiting.pop()
-        stages = [StageLayer(*map(sum, zip(*layers[a:b]))) for a, b in pairwise(ends)]
-        pairs = zip(stages, stages[devices:])
-        if any(stage.bytes > room for stage in stages) or any(a.bytes + b.bytes > room for a, b in pairs):
-            continue
-        if best and stages and _least(stages, layers[ends[-1] :], devices, m, bytes_per_s) >= best[0]:
-            continue
-        if ends[-1] < len(layers):
-            waiting += [(*ends, end) for end in range(len(layers), ends[-1], -1)]
-        else:
-            tried += 1
-            seconds = makespan(stages, devices, m, bytes_per_s)
-            if not best or seconds < best[0]:
-                best = seconds, tuple(range(a, b) for a, b in pairwise(ends))
-    if not best:
+    """The fastest of all cuts into stages, if every copy has its link to itself."""
+    rates = {f"{way} {d}": bytes_per_s for way in ("down", "up") for d in range(devices)}
+    best = None
+    for count in range(len(layers)):
+        for inner in combinations(range(1, len(layers)), count):
+            cut = tuple(range(a, b) for a, b in pairwise([0, *inner, len(layers)]))
+            stages = [StageLayer(*map(sum, zip(*layers[run.start : run.stop]))) for run in cut]
+            pairs = zip(stages, stages[devices:])  # a stage and the next on its device
+            if all(stage.bytes <= room for stage in stages) and all(
+                a.bytes + b.bytes <= room for a, b in pairs
+            ):
+                seconds = play(mobius_tasks(stages, m, range(devices), range(devices)), rates).end_s
+                if best is None or seconds < best.seconds:
+                    best = MobiusPlan(seconds, cut)
+    if best is None:
         few = f"{len(layers)} layers on {devices} devices with {room} bytes each"
         raise ValueError(f"Mobius: no cut of {few} fits; use more room or smaller layers")
-    return MobiusPlan(*best, tried)
-
-
-def _least(stages, others: Sequence[StageLayer], devices: int, m: int, bytes_per_s: Number) -> Number:
-    times = _Times(devices, m, bytes_per_s)
-    for s, stage in enumerate(stages):
-        times.add(s, stage, stage.forward_s, load=True)
-    through = sum(layer.forward_s + layer.backward_s for layer in others)
-    back = sum(stage.backward_s for stage in stages) + (m - 1) * max(stage.backward_s for stage in stages)
-    return times.before[-1] + through + back + times.copy_s(stages[0])
+    return best

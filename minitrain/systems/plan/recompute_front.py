@@ -1,25 +1,20 @@
-"""What a layer should keep: bytes against time (Yuan), behind messages (Lynx), split into parts (TSPLIT).
+"""What a layer should keep: bytes against time (Yuan), or behind messages (Lynx).
 
-    front(units), over_layers(front, 12)               [Choice(bytes, time, kept)]; for 12 layers, each its
-    own
+    front(units)                                       [Choice(bytes, time, kept), ..]
     offloaded(actions, size, rate)                     a stage whose activations wait on the host
     optimal(*backward_of(layer, windows, 8), room=60)  Lynx's OPT; repeated(layer, windows, 8, room=60): HEU
-    split(operators, budget=200).choices               TSPLIT: [SplitChoice(parts=2, again=True), ..]
 
 Yuan: a result of a unit that is not kept is computed again from what is kept. Decided from the last unit to
 the first; of two plans that must still be able to compute the same, one that is larger and slower is dropped.
 Lynx: a result is kept, or computed again in a window in which the rank waits for messages, or on demand
     exposed = Σ times of those on demand + Σ_windows max(0, Σ times in it - w)
-TSPLIT: operators run one after the other, cut into k parts of needs·ceil(rows/k)/rows bytes
-    sum of kept_i, i < j, not again  +  needs_j·ceil(rows_j/k_j)/rows_j  (+ kept_j if not again)  <=  budget
-    cost = sum of seconds_i (those made again) + launch_i·(k_i - 1)·(1 + again)        as little as can be
-
-Yuan et al. 2024, USENIX ATC '24, sections 3 and 4; Chen et al. 2024 (Lynx), arXiv:2406.08756; Nie et al. 2022
-(TSPLIT), ICDE'22. Differs: figures are a model's, not a profile's; Lynx's integer programs are dynamic
-programs, and an early result is held for free until it is used; TSPLIT's greedy planner is exact here.
+Yuan et al. 2024, USENIX ATC '24, sections 3 and 4; Chen et al. 2024 (Lynx), arXiv:2406.08756. Differs:
+figures are a model's, not a profile's; Lynx's integer programs are dynamic programs, and an early result is
+held for free until it is used.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, undominated
@@ -68,23 +63,6 @@ def front(units: Sequence[Unit]) -> list[Choice]:
                 found.setdefault(others | set(unit.inputs), []).append(more)
         unbeaten = {wanted: undominated(plans) for wanted, plans in found.items()}
     return [Choice(*costs, *plan) for costs, plan in unbeaten[frozenset()]]
-
-
-def over_layers(choices: Sequence[Choice], layers: int) -> list[tuple[Number, Number, str]]:
-    """(bytes, time, words) of so many equal layers, each of which chooses: what no other beats."""
-    unbeaten = [((0, 0), (0,) * len(choices))]
-    for _ in range(layers):
-        unbeaten = undominated(
-            ((size + one.bytes, time + one.time), (*counts[:i], counts[i] + 1, *counts[i + 1 :]))
-            for (size, time), counts in unbeaten
-            for i, one in enumerate(choices)
-        )
-    return [(*costs, policies(choices, counts)) for costs, counts in unbeaten]
-
-
-def policies(choices: Sequence[Choice], counts: Sequence[int]) -> str:
-    parts = [(choice.policy, times) for choice, times in zip(choices, counts) if times]
-    return ",".join(word if times == 1 else f"{word}*{times}" for word, times in parts)
 
 
 class Offload(NamedTuple):
@@ -157,68 +135,33 @@ def places_for(task: RecomputeTask, places: Sequence[int | str]) -> list[int | s
 def optimal(tasks: Sequence[RecomputeTask], windows: Sequence[Number], room: Number) -> Placement:
     """The places with the least exposed time, kept results within `room` bytes. Exact. OPT."""
     check_tasks(tasks, windows, room)
-    found = [((0, 0), ())]
-    for run in _independent(tasks):
-        offset = run.start
-        own = [tasks[i]._replace(after=None if (j := tasks[i].after) is None else j - offset) for i in run]
-        choices = _unbeaten(own, windows, room)
-        both = (
-            ((shown + more, kept + size), (before, places))
-            for (shown, kept), before in found
-            for (more, size), places in choices
-            if kept + size <= room
-        )
-        found = undominated(both)
-    (shown, _), way = found[0]
-    places = ()
-    while way:
-        way, last = way
-        places = (*last, *places)
-    return Placement(shown, places)
-
-
-def _independent(tasks: Sequence[RecomputeTask]) -> list[range]:
-    """Runs of tasks that share no window with others and read none of their results."""
-    last: dict = {}  # window, or (a task,) -> the last task that has to do with it
-    for number, task in enumerate(tasks):
-        ends = [*range(task.first, task.last + 1), (number,)] + [(task.after,)] * (task.after is not None)
-        last |= dict.fromkeys(ends, number)
-    runs, start, end = [], 0, 0
-    for number, task in enumerate(tasks):
-        end = max(end, *(last[place] for place in [*range(task.first, task.last + 1), (number,)]), number)
-        if end == number:
-            runs.append(range(start, number + 1))
-            start = number + 1
-    return runs
-
-
-def _unbeaten(
-    tasks: Sequence[RecomputeTask], windows: Sequence[Number], room: Number
-) -> list[tuple[tuple, tuple]]:
-    """(exposed, kept bytes) and places of every plan that no other beats."""
     last_reader = {task.after: number for number, task in enumerate(tasks) if task.after is not None}
-    groups = {(): [((0, 0, *(0,) * len(windows)), ())]}  # open ends -> (exposed, kept bytes, loads), places
+    groups = {(): [((0, 0), ())]}  # still read -> (exposed, kept bytes, loads), places
     for number, task in enumerate(tasks):
         found: dict[tuple, list] = {}
-        future = {w for later in tasks[number + 1 :] for w in range(later.first, later.last + 1)}
+        used, future = (
+            {w for task in some for w in range(task.first, task.last + 1)}
+            for some in (tasks[: number + 1], tasks[number + 1 :])
+        )
         for (shown, kept, *loads), places in (plan for plans in groups.values() for plan in plans):
             for place in places_for(task, places):
-                more, size, now = shown, kept, list(loads)
+                more, size, now = shown, kept, dict(loads)
                 if place == KEPT:
                     size += task.bytes
                 elif place == ON_DEMAND:
                     more += task.time
                 else:
-                    now[place] += task.time
-                    more += max(0, now[place] - windows[place])
-                    now[place] = min(now[place], windows[place])
+                    load = now.get(place, 0) + task.time
+                    more += max(0, load - windows[place])
+                    now[place] = min(load, windows[place])
                 if size <= room:
-                    now = [load if w in future else 0 for w, load in enumerate(now)]
                     after = (*places, place)
                     ends = tuple(after[i] for i, last in last_reader.items() if i <= number < last)
-                    found.setdefault(ends, []).append(((more, size, *now), after))
+                    filled = ((w, now.get(w, 0)) for w in sorted(future & used))
+                    found.setdefault(ends, []).append(((more, size, *filled), after))
         groups = {ends: undominated(plans) for ends, plans in found.items()}
-    return [(costs[:2], places) for plans in groups.values() for costs, places in plans]
+    (shown, *_), places = min((plan for plans in groups.values() for plan in plans), key=itemgetter(0))
+    return Placement(shown, places)
 
 
 def backward_of(layer: Sequence[RecomputeTask], windows: Sequence[Number], layers: int) -> tuple[list, list]:
@@ -259,58 +202,3 @@ def check_tasks(tasks: Sequence[RecomputeTask], windows: Sequence[Number], room:
             raise ValueError(f"Lynx: task {number} may use windows {task.first} to {task.last}; {rule}")
         if task.after is not None and not 0 <= task.after < number:
             raise ValueError(f"Lynx: task {number} reads task {task.after}; it may read earlier ones only")
-
-
-class SplitOperator(NamedTuple):
-    """One operator, or a few that are split together."""
-
-    name: str
-    seconds: float  # to make its intermediates again
-    saved: int  # bytes of them, if they stay
-    needs: int  # bytes while it works, all rows at once, that are not kept: of its part
-    rows: int
-    launch: float = 0.0  # seconds that each further part costs
-
-
-class SplitChoice(NamedTuple):
-    parts: int
-    again: bool
-
-
-class SplitPlan(NamedTuple):
-    seconds: float  # more than unsplit and all kept
-    saved: int
-    choices: tuple[SplitChoice, ...]
-
-
-def split(works: Sequence[SplitOperator], budget: int) -> SplitPlan:
-    """The cheapest choice for each; ValueError names the operator that does not fit even row by row."""
-    front = [((0, 0.0), ())]
-    for work in works:
-        grown = []
-        for (before, seconds), choices in front:
-            for again in (False, True):
-                kept = before + (0 if again else work.saved)
-                if parts := fewest_parts(work, budget - kept):
-                    choice = SplitChoice(parts, again)
-                    grown.append(((kept, seconds + split_cost(work, choice)), (*choices, choice)))
-        if not grown:
-            least = front[0][0][0] + part_bytes(work, work.rows)
-            raise ValueError(f"{work.name} needs {least} bytes by single rows; budget is {budget}, raise it")
-        front = undominated(grown)
-    return min(SplitPlan(seconds, kept, choices) for (kept, seconds), choices in front)
-
-
-def fewest_parts(work: SplitOperator, room: int) -> int:
-    """The least number of parts of which each fits into so many bytes; 0: not even single rows do."""
-    return next((k for k in range(1, work.rows + 1) if part_bytes(work, k) <= room), 0)
-
-
-def part_bytes(work: SplitOperator, parts: int) -> int:
-    """What the largest part needs."""
-    return -(-work.needs * -(-work.rows // parts) // work.rows)
-
-
-def split_cost(work: SplitOperator, choice: SplitChoice) -> float:
-    """Seconds more than unsplit and kept."""
-    return work.seconds * choice.again + work.launch * (choice.parts - 1) * (1 + choice.again)

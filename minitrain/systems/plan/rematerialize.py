@@ -1,4 +1,4 @@
-"""Which results to hold and which to compute again: any graph, a chain within bytes, a chain by binomials.
+"""Which results to hold and which to compute again: any graph within bytes, a chain by binomials.
 
 Checkmate     checkmate([Node(1, 4), Node(1, 4, (0,)), Node(1, 1, (0, 1))], budget=9), by HiGHS; stage t
               computes node t for the first time, before it any earlier nodes again: R[t, i]. S[t, i]: held
@@ -7,28 +7,22 @@ Checkmate     checkmate([Node(1, 4), Node(1, 4, (0,)), Node(1, 1, (0, 1))], budg
     U[t,0] = Σ S[t,i]·bytes_i + R[t,0]·bytes_0            U[t,k] + R[t,k]·scratch_k <= budget
     U[t,k+1] = U[t,k] - Σ free[t,i,k]·bytes_i + R[t,k+1]·bytes_(k+1)      i: node k and its inputs
     free[t,i,k] <= R[t,k],  1 - S[t+1,i],  1 - R[t,j] for every j > k that reads i
-rotor         cheapest_chain(costs, layers, budget): a plan for systems/memory/chain.py, graphs included.
-              States are (x held, graphs held, gradients to come); an x is dropped only for want of room. Some
-              10 layers
 revolve       with c inputs held, x_0 among them, the fewest forwards without a graph of a chain of n layers
     t(n, c) = r·n - C(c + r, r - 1)       r: the smallest with n <= C(c + r, c)
     t(n, c) = min over k of k + t(n - k, c - 1) + t(k, c)        t(1, c) = 0     t(n, 1) = n(n-1)/2
 
-Jain et al. 2020 (Checkmate), arXiv:1910.02653, section 4; Beaumont et al. 2019 (rotor), arXiv:1911.13214;
-Griewank and Walther 2000 (revolve), ACM TOMS 26(1), section 2. Differs: nodes may need scratch memory; `free`
-is bounded, not an equation with hazards; rotor holds until it uses; revolve's last graph is made forward.
+Jain et al. 2020 (Checkmate), arXiv:1910.02653, section 4; Griewank and Walther 2000 (revolve), ACM TOMS
+26(1), section 2. Differs: nodes may need scratch memory; `free` is bounded, not an equation with hazards;
+revolve's last graph is made forward.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from heapq import heappop, heappush
-from itertools import accumulate, count
+from collections.abc import Iterable, Sequence
 from math import comb, inf
 from typing import NamedTuple
 
-from minitrain.pipeline.partition import Number, check_costs
+from minitrain.pipeline.partition import Number
 from minitrain.ranks.checks import require_ints, require_nonnegative
-from minitrain.systems.memory.chain_plan import Action, LayerBytes, advance, check_layers
+from minitrain.systems.memory.chain_plan import Action, advance, check_layers
 
 
 class Node(NamedTuple):
@@ -175,88 +169,6 @@ def checkmate_chain(costs: Sequence[Number], sizes: Sequence[Number], budget: Nu
     return checkmate(nodes, budget)
 
 
-class _State(NamedTuple):
-    held: int  # a bit for each x, x_0 always
-    taped: int  # a bit for each layer with a graph
-    left: int  # B of this and later layers is done
-
-
-def cheapest_chain(
-    costs: Sequence[Number], layers: Sequence[LayerBytes], budget: Number
-) -> tuple[Action, ...]:
-    """The plan whose forwards cost least, F and T alike; `budget` as `peak_bytes` counts, gradients of
-    parameters (`left`) included. ValueError: no plan fits."""
-    n, tie = len(layers), count()
-    sizes = [0, *(layer.output for layer in layers[:-1])]  # of x_0, which is the caller's, and the others
-    waiting, done = [(0, 2 * n, next(tie), _State(1, 0, n), None)], {}
-    while waiting:
-        cost, _, _, state, way = heappop(waiting)
-        if state.left == 0:
-            return tuple(action for steps in _in_order(way) for action in steps)
-        cheaper = done.setdefault(state[1:], [])  # what was held with the same graphs, at no higher cost
-        if any(not state.held & ~more for more in cheaper):
-            continue
-        cheaper.append(state.held)
-        occupied = _occupied(state, layers, sizes)
-        for action, most, after in _moves(state, layers):
-            pinned = state.taped | 1 | 1 << action.layer
-            for drop in drop_sets(sizes, state.held & ~pinned, occupied + most - budget):
-                then = after._replace(held=after.held & ~drop)
-                more = cost + costs[action.layer] * (action.kind != "B")
-                steps = (way, [*(Action("D", i) for i in members(drop)), action])
-                heappush(waiting, (more, 2 * then.left - then.taped.bit_count(), next(tie), then, steps))
-    raise ValueError(f"cheapest_chain: no plan of {n} layers fits {budget} bytes; use a larger budget")
-
-
-def _moves(state: _State, layers: Sequence[LayerBytes]) -> Iterator[tuple[Action, Number, _State]]:
-    """(action, the most that it takes beside what is held, the state behind it)."""
-    held, taped, left = state
-    if taped >> left - 1 & 1:  # the gradient is there
-        rest = held & ~(1 << left - 1), taped & ~(1 << left - 1), left - 1
-        yield Action("B", left - 1), layers[left - 1].backward, _State(*rest)
-    for i in range(left):
-        if not held >> i & 1 or taped >> i & 1:
-            continue
-        more = held | 1 << i + 1 if i + 1 < left and i + 1 < len(layers) else held
-        yield Action("T", i), layers[i].taping, _State(more, taped | 1 << i, left)
-        if more != held:
-            yield Action("F", i), layers[i].forward, _State(more, taped, left)
-
-
-def _occupied(state: _State, layers: Sequence[LayerBytes], sizes: Sequence[Number]) -> Number:
-    """What is held: x and graphs, the output, one gradient, those of parameters."""
-    n, behind = len(layers), layers[state.left :]
-    total = sum(sizes[i] for i in members(state.held)) + sum(layers[i].tape for i in members(state.taped))
-    total += sum(layer.left for layer in behind) + (behind[0].gradient if behind else 0)
-    return total + layers[-1].output * bool(behind or state.taped >> n - 1 & 1)
-
-
-def _in_order(way: tuple) -> list[list[Action]]:
-    return [*_in_order(way[0]), way[1]] if way else []
-
-
-def members(bits: int) -> Iterator[int]:
-    while bits:
-        yield (bits & -bits).bit_length() - 1
-        bits &= bits - 1
-
-
-def drop_sets(sizes: Sequence[Number], candidates: int, over: Number) -> Iterator[int]:
-    """Sets out of `candidates` (a bit for each) of at least `over` bytes in which each is necessary."""
-    if over <= 0:
-        yield 0
-        return
-    largest_first = sorted(members(candidates), key=lambda i: -sizes[i])
-    open_sets = [(0, 0, over)]  # (set, first member that may come, what is still missing)
-    while open_sets:
-        chosen, first, missing = open_sets.pop()
-        for place, i in enumerate(largest_first[first:], first + 1):
-            if sizes[i] >= missing:  # the smallest comes last: without any other it would not do
-                yield chosen | 1 << i
-            elif sizes[i]:
-                open_sets.append((chosen | 1 << i, place, missing - sizes[i]))
-
-
 def repetitions(layers: int, checkpoints: int) -> int:
     """r: the most often that a layer runs without a graph."""
     check_checkpoints(layers, checkpoints)
@@ -270,33 +182,6 @@ def fewest_forwards(layers: int, checkpoints: int) -> int:
     """t(n, c), by the formula."""
     r = repetitions(layers, checkpoints)
     return r * layers - comb(checkpoints + r, r - 1) if r else 0
-
-
-def fewest_of_costs(costs: Sequence[Number], checkpoints: int) -> tuple[Number, tuple[Action, ...]]:
-    """(the least cost of forwards without a graph, the plan) for layers of these costs. O(n³·c) steps."""
-    check_costs("revolve", costs=costs)
-    check_checkpoints(len(costs), checkpoints)
-    before = [0, *accumulate(costs)]
-
-    @cache
-    def best(start: int, end: int, checkpoints: int) -> tuple[Number, int]:
-        """With x_start one of the checkpoints: (cost, the next x to be one; start: none)."""
-        if end - start <= 1:
-            return 0, start
-        if checkpoints == 1:
-            return sum(before[i] - before[start] for i in range(start + 1, end)), start
-        return min(
-            (before[k] - before[start] + best(k, end, checkpoints - 1)[0] + best(start, k, checkpoints)[0], k)
-            for k in range(start + 1, end)
-        )
-
-    def plan(start: int, end: int, checkpoints: int) -> list[Action]:
-        if end - start <= 1 or checkpoints == 1:
-            return [action for i in reversed(range(start, end)) for action in one_step(start, i)]
-        k = best(start, end, checkpoints)[1]
-        return [*advance(start, k), *plan(k, end, checkpoints - 1), *plan(start, k, checkpoints)]
-
-    return best(0, len(costs), checkpoints)[0], tuple(plan(0, len(costs), checkpoints))
 
 
 def revolve(layers: int, checkpoints: int) -> tuple[Action, ...]:

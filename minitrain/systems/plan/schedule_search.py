@@ -7,22 +7,21 @@
 
 `place[s]` is the rank of stage s. `limit` is how many activations of a stage a rank may hold, one number for
 all ranks, or one for each. `split=True` has I and W for B.
-`shortest` asks for ever longer times, from a bound that no schedule beats, whether a schedule ends by then.
-States grow fast: p=3, m=4 is what it is for.
+`shortest` tries every order; of partial ones that did the same those stay that no other beats on all ranks.
+They grow fast: p=3, m=4 is what it is for.
 In a pattern microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the
-period, must not overlap. `completed` searches in every order what comes before the first whole window and
-behind the last; of partial orders that did the same those stay that no other beats on all ranks.
+period, must not overlap. `completed` searches likewise what comes before the first whole window and behind
+the last.
 
 Qi et al. 2023, arXiv:2401.10241, section 2: zero bubble with one stage per rank needs 2p-1 microbatches. Lin
-et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: depth-first and dominance in place of a
-solver; patterns of one microbatch (one of several could be shorter).
+et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: dominance in place of a solver; patterns of
+one microbatch (one of several could be shorter).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, product
-from math import gcd, lcm
+from math import gcd, inf, lcm
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import undominated
@@ -83,115 +82,105 @@ def largest_divisor(kinds: list[Kind]) -> Fraction:
 class Shortest(NamedTuple):
     schedule: Schedule
     time: Time
-    states: int  # how many were looked at, over all times that were tried
 
 
-def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=2_000_000) -> Shortest:
-    """The schedule of the smallest makespan, or span; refuses a search of more than `most` states."""
+def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=500_000) -> Shortest:
+    """The schedule of the smallest makespan, or longest span of a rank from its first action on.
+
+    Asks for ever longer times, from the work of the busiest rank, whether a schedule ends by then."""
     kinds, limits = prepared(place, m, costs, limit, split)
-    search = Search(kinds, m, limits, span, most)
-    time = search.bound()
-    while (found := search.within(time)) is None:
-        time += largest_divisor(kinds)
-    lists = [[] for _ in limits]
-    for rank, k, microbatch in found:
-        lists[rank].append(Action(kinds[k].letter, kinds[k].stage, microbatch))
+    search, ranks, step = Search(kinds, limits, most), range(len(limits)), largest_divisor(kinds)
+    time = m * max(sum(kind.time for kind in kinds if kind.rank == rank) for rank in ranks)
+    found = None
+    while not found:
+        late = range(int(time / step)) if span else [0]  # a rank may begin later than it could
+        begins = product(*([0] if rank == place[0] else [step * i for i in late] for rank in ranks))
+        begun = [Partial(begin, begin, ((),) * len(kinds), ()) for begin in begins]
+        found = search.between(begun, [0] * len(kinds), [m] * len(kinds), time)
+        time += 0 if found else step
     name = f"shortest{' span' if span else ''} for place {list(place)}, m={m}, limit {limits}"
-    return Shortest(check(Schedule(name, tuple(map(tuple, lists)), len(place), m)), time, search.states)
+    return Shortest(scheduled(kinds, found[0], len(limits), name), time)
 
 
-@dataclass
-class Search:
-    kinds: list[Kind]
-    m: int
-    limits: list[int]
-    span: bool
+class Partial(NamedTuple):
+    """A schedule that is begun: when each rank began and is free, when what each kind needs came, what was
+    done."""
+
+    begun: tuple[Time, ...]
+    free: tuple[Time, ...]
+    waiting: tuple[tuple[Time, ...], ...]
+    done: tuple[int, ...]
+
+
+def unbeaten(some: list[Partial]) -> list[Partial]:
+    """Those than which no other is as early on all ranks and in all that is waiting, and began as late."""
+    each = (((*one.free, *chain(*one.waiting), *(-time for time in one.begun)), one) for one in some)
+    return [one for _, one in undominated(each)]
+
+
+class Search(NamedTuple):
+    kinds: Sequence[Kind]
+    limits: Sequence[int]
     most: int
-    states: int = 0
 
-    def __post_init__(self):
-        kinds, self.p = self.kinds, len(self.limits)
-        self.of_rank = [[k for k, kind in enumerate(kinds) if kind.rank == rank] for rank in range(self.p)]
-        self.frees = "W" if any(kind.letter == "W" for kind in kinds) else "B"
-        self.tail = [0] * len(kinds)  # from the start of an action to the end of all that follows from it
-        for k in reversed(range(len(kinds))):
-            behind = (self.tail[j] for j, kind in enumerate(kinds) if kind.before == k)
-            self.tail[k] = kinds[k].time + max(behind, default=0)
+    def between(self, partial: list[Partial], counts: list[int], goal: list[int], time=inf) -> list[Partial]:
+        """From some counts of each kind to others: all that no other beats, of every order of the actions in
+        which no rank works longer than this."""
+        front, tried = {tuple(counts): partial}, 0
+        for _ in range(sum(goal) - sum(counts)):
+            after = {}
+            for at, some in front.items():
+                for k, kind in enumerate(self.kinds):
+                    ready = kind.before is None or at[k] < at[kind.before]
+                    if ready and at[k] < goal[k] and self.room(k, at):
+                        more = (*at[:k], at[k] + 1, *at[k + 1 :])
+                        after.setdefault(more, []).extend(self.step(one, k) for one in some)
+            front = {at: unbeaten(self.in_time(some, at, goal, time)) for at, some in after.items()}
+            tried += sum(map(len, front.values()))
+            if tried > self.most:
+                raise ValueError(
+                    f"more than {self.most} partial orders; use fewer stages, or a larger `most`"
+                )
+        return front.get(tuple(goal), [])
 
-    def bound(self) -> Time:
-        """The busiest rank; and if the clock starts for all at once, the way to it and from it to the end."""
-        work = [self.m * sum(self.kinds[k].time for k in own) for own in self.of_rank]
-        if self.span:
-            return max(work)
-        to = [sum(kind.time for kind in self.kinds[: min(own)]) for own in self.of_rank]
-        after = [min(self.tail[k] - self.kinds[k].time for k in own) for own in self.of_rank]
-        return max(map(sum, zip(to, work, after)))
+    def in_time(
+        self, some: list[Partial], counts: Sequence[int], goal: list[int], time: Time
+    ) -> list[Partial]:
+        left = [0] * len(self.limits)
+        for kind, count, end in zip(self.kinds, counts, goal):
+            left[kind.rank] += (end - count) * kind.time
+        ends = ((one, zip(one.begun, one.free, left)) for one in some)
+        return [one for one, ranks in ends if all(free + more - begun <= time for begun, free, more in ranks)]
 
-    def within(self, time: Time) -> list[tuple[int, int, int]] | None:
-        """(rank, kind, microbatch) by their starts, of a schedule that ends by `time`, if there is one."""
-        self.time, self.failed = time, set()
-        deadlines = (None if self.span else time,) * self.p
-        return self.go_on(0, (0,) * len(self.kinds), (None,) * self.p, deadlines)
+    def room(self, k: int, counts: Sequence[int]) -> bool:
+        """May the next action of kind k start on its rank? A forward needs a place for what it keeps."""
+        rank = self.kinds[k].rank
+        own = [(kind.letter, count) for kind, count in zip(self.kinds, counts) if kind.rank == rank]
+        frees = "W" if any(letter == "W" for letter, _ in own) else "B"
+        held = sum(count * ((letter == "F") - (letter == frees)) for letter, count in own)
+        return self.kinds[k].letter != "F" or held < self.limits[rank]
 
-    def go_on(self, now: Time, started: tuple, running: tuple, deadlines: tuple) -> list | None:
-        """The same from this moment on.
+    def step(self, one: Partial, k: int) -> Partial:
+        kind = self.kinds[k]
+        free, waiting = list(one.free), list(one.waiting)
+        if kind.before is not None:
+            free[kind.rank], waiting[k] = max(free[kind.rank], waiting[k][0]), waiting[k][1:]
+        free[kind.rank] += kind.time
+        for j, other in enumerate(self.kinds):
+            if other.before == k:
+                waiting[j] = (*waiting[j], free[kind.rank])
+            if other.rank == kind.rank:  # what came earlier waits for the rank, too
+                waiting[j] = tuple(max(came, free[kind.rank]) for came in waiting[j])
+        return Partial(one.begun, tuple(free), tuple(waiting), (*one.done, k))
 
-        `started[kind]` counts microbatches, `running[rank]` is (kind, end), `deadlines[rank]` when the rank
-        must be done (None: it has not begun)."""
-        if all(count == self.m for count in started):
-            return []
-        jobs_left = tuple(job and (job[0], job[1] - now) for job in running)
-        state = started, jobs_left, tuple(end and end - now for end in deadlines)
-        if state in self.failed or self.too_late(now, started, running, deadlines):
-            return None
-        self.states += 1
-        if self.states > self.most:
-            case = f"more than {self.most} states for {self.p} ranks, {self.m} microbatches"
-            raise ValueError(f"shortest: {case}; use fewer, or a larger `most`")
-        done = list(started)
-        for k, _ in filter(None, running):
-            done[k] -= 1
-        options = []  # of every rank: gradients first; None: it waits
-        for own, job in zip(self.of_rank, running):
-            ready = [k for k in reversed(own) if not job and self.may_start(k, done, started)]
-            options.append([*ready, None])
-        for choice in product(*options):
-            begun = [(rank, k, started[k]) for rank, k in enumerate(choice) if k is not None]
-            if not begun and not any(running):
-                continue  # all wait, for nothing
-            counts, jobs, ends = list(started), list(running), list(deadlines)
-            for rank, k, _ in begun:
-                counts[k] += 1
-                jobs[rank] = k, now + self.kinds[k].time
-                ends[rank] = now + self.time if ends[rank] is None else ends[rank]
-            then = min(job[1] for job in jobs if job)
-            still = tuple(job if job and job[1] > then else None for job in jobs)
-            rest = self.go_on(then, tuple(counts), still, tuple(ends))
-            if rest is not None:
-                return begun + rest
-        self.failed.add(state)
-        return None
 
-    def may_start(self, k: int, done: list, started: tuple) -> bool:
-        kind, count = self.kinds[k], started[k]
-        if count == self.m or kind.before is not None and done[kind.before] <= count:
-            return False
-        letters = [(self.kinds[j].letter, started[j]) for j in self.of_rank[kind.rank]]
-        held = sum(number * ((letter == "F") - (letter == self.frees)) for letter, number in letters)
-        return kind.letter != "F" or held < self.limits[kind.rank]
-
-    def too_late(self, now: Time, started: tuple, running: tuple, deadlines: tuple) -> bool:
-        """Has a rank more work than time left, or one of its microbatches a longer way to go?"""
-        for own, job, deadline in zip(self.of_rank, running, deadlines):
-            left = [k for k in own if started[k] < self.m]
-            if left and deadline is not None:  # what runs was looked at when it began
-                least = sum((self.m - started[k]) * self.kinds[k].time for k in left)
-                if not self.span:
-                    least += min(self.tail[k] - self.kinds[k].time for k in left)
-                    least = max(least, *(self.tail[k] for k in left))
-                if (job[1] if job else now) + least > deadline:
-                    return True
-        return False
+def scheduled(kinds: Sequence[Kind], one: Partial, ranks: int, name: str) -> Schedule:
+    """What was done, as lists."""
+    lists, counts = [[] for _ in range(ranks)], [0] * len(kinds)
+    for k in one.done:
+        lists[kinds[k].rank].append(Action(kinds[k].letter, kinds[k].stage, counts[k]))
+        counts[k] += 1
+    return check(Schedule(name, tuple(map(tuple, lists)), 1 + max(kind.stage for kind in kinds), counts[0]))
 
 
 class Repetend(NamedTuple):
@@ -270,94 +259,26 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
 def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -> Schedule:
     """The smallest makespan of all that repeat whole windows of the pattern, each rank within its limit.
 
-    The limit is by default what a rank holds in `unroll`. Refuses to look at more than `most` partial orders.
-    """
+    The limit is by default what a rank holds in `unroll`."""
     ranks = range(1 + max(pattern.place))
     holds = [peak(unroll(pattern, m), rank) for rank in ranks]
-    limits = per_rank(holds if limit is None else limit, len(ranks))
-    found = []
+    search = Search(pattern.kinds, per_rank(holds if limit is None else limit, len(ranks)), most)
+    found, start, nothing = [], (0,) * len(ranks), ((),) * len(pattern.kinds)
     for cut in sorted({start % pattern.period for start in pattern.starts}):
         laps = [(start - cut) // pattern.period for start in pattern.starts]
         late = [lap - min(laps) for lap in laps]  # in window j kind k is at microbatch j - late[k]
         window = sorted(range(len(late)), key=lambda k: (pattern.starts[k] - cut) % pattern.period)
         whole = range(max(late), m)
-        before = [whole.start - lag if whole else m for lag in late]
-        ends = Ends(pattern.kinds, limits, most)
-        partial = ends.search([Partial((0,) * len(ranks), ((),) * len(late), ())], [0] * len(late), before)
-        counts = list(before)
+        counts = [whole.start - lag if whole else m for lag in late]
+        partial = search.between([Partial(start, start, nothing, ())], [0] * len(late), counts)
         for _ in whole:
             for k in window:
-                partial = [ends.step(one, k) for one in partial] if ends.room(k, counts) else []
+                partial = [search.step(one, k) for one in partial] if search.room(k, counts) else []
                 counts[k] += 1
             partial = unbeaten(partial)
-        found += ends.search(partial, counts, [m] * len(late))
+        found += search.between(partial, counts, [m] * len(late))
     if not found:
         told = f"completed: limit={limit}, and ranks that repeat the pattern hold {holds}"
         raise ValueError(f"{told}; search a pattern for that limit")
-    best = min(found, key=lambda one: max(one.free))
-    lists, counts = [[] for _ in ranks], [0] * len(pattern.kinds)
-    for k in best.done:
-        kind = pattern.kinds[k]
-        lists[kind.rank].append(Action(kind.letter, kind.stage, counts[k]))
-        counts[k] += 1
     name = f"pattern of period {pattern.period}, completed for m={m}"
-    return check(Schedule(name, tuple(map(tuple, lists)), len(pattern.place), m))
-
-
-class Partial(NamedTuple):
-    """A schedule that is begun: when each rank is free, when what each kind needs came, what was done."""
-
-    free: tuple[Time, ...]
-    waiting: tuple[tuple[Time, ...], ...]
-    done: tuple[int, ...]
-
-
-def unbeaten(some: list[Partial]) -> list[Partial]:
-    """Those than which no other is as early on all ranks and in all that is waiting."""
-    return [one for _, one in undominated(((*one.free, *chain(*one.waiting)), one) for one in some)]
-
-
-class Ends(NamedTuple):
-    """Both ends of a schedule are searched alike, from some counts of each kind to others."""
-
-    kinds: Sequence[Kind]
-    limits: Sequence[int]
-    most: int
-
-    def search(self, partial: list[Partial], counts: list[int], goal: list[int]) -> list[Partial]:
-        """All that no other beats, of every order of the actions between."""
-        front, tried = {tuple(counts): partial}, 0
-        for _ in range(sum(goal) - sum(counts)):
-            after = {}
-            for at, some in front.items():
-                for k, kind in enumerate(self.kinds):
-                    ready = kind.before is None or at[k] < at[kind.before]
-                    if ready and at[k] < goal[k] and self.room(k, at):
-                        more = (*at[:k], at[k] + 1, *at[k + 1 :])
-                        after.setdefault(more, []).extend(self.step(one, k) for one in some)
-            front = {at: unbeaten(some) for at, some in after.items()}
-            tried += sum(map(len, front.values()))
-            if tried > self.most:
-                case = f"completed: more than {self.most} partial orders"
-                raise ValueError(f"{case}; use fewer stages, or a larger `most`")
-        return front.get(tuple(goal), [])
-
-    def room(self, k: int, counts: Sequence[int]) -> bool:
-        """May the next action of kind k start on its rank? A forward needs a place for what it keeps."""
-        rank = self.kinds[k].rank
-        own = [(kind.letter, count) for kind, count in zip(self.kinds, counts) if kind.rank == rank]
-        frees = "W" if any(letter == "W" for letter, _ in own) else "B"
-        held = sum(count * ((letter == "F") - (letter == frees)) for letter, count in own)
-        return self.kinds[k].letter != "F" or held < self.limits[rank]
-
-    def step(self, one: Partial, k: int) -> Partial:
-        kind = self.kinds[k]
-        free, waiting = list(one.free), list(one.waiting)
-        start = free[kind.rank]
-        if kind.before is not None:
-            start, waiting[k] = max(start, waiting[k][0]), waiting[k][1:]
-        free[kind.rank] = start + kind.time
-        for j, other in enumerate(self.kinds):
-            if other.before == k:
-                waiting[j] = (*waiting[j], free[kind.rank])
-        return Partial(tuple(free), tuple(waiting), (*one.done, k))
+    return scheduled(pattern.kinds, min(found, key=lambda one: max(one.free)), len(ranks), name)

@@ -134,70 +134,44 @@ def link_stage(model: Model, layer: int, source: Devices, to: Devices, cluster: 
     return Stage(time, time)
 
 
-def stages_of(planned: Sequence[tuple[range, Devices]], model: Model, cluster: Cluster) -> list[Stage]:
-    """Stages and links in turn, as `latency` and a 1F1B schedule of 2p-1 stages take them."""
-    stages = []
-    for i, (layers, devices) in enumerate(planned):
-        if i:
-            stages.append(link_stage(model, layers.start, planned[i - 1][1], devices, cluster))
-        stages.append(compute_stage(model, layers, devices, cluster))
-    return stages
-
-
-def all_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
-    """Every number of devices from every machine, at least one in all."""
-    return (devices for devices in product(*(range(count + 1) for count in free)) if any(devices))
-
-
-def paper_placements(free: Devices, machines: Devices) -> Iterator[Devices]:
-    """For each number of devices: fresh machines first, machines in use first, or spread evenly."""
-    for n in range(1, sum(free) + 1):
-        found = set()
-        for used_first in (False, True):
-            left, devices = n, [0] * len(free)
-            for i in sorted(range(len(free)), key=lambda i: (free[i] < machines[i]) != used_first):
-                devices[i] = min(free[i], left)
-                left -= devices[i]
-            found.add(tuple(devices))
-        spread = [0] * len(free)
-        for _ in range(n):
-            open_machines = [i for i in range(len(free)) if spread[i] < free[i]]
-            spread[max(open_machines, key=lambda i: (-spread[i], free[i]))] += 1
-        yield from sorted(found | {tuple(spread)})
-
-
-def plan_dapple(model: Model, cluster: Cluster, m: int, placements: Callable = all_placements) -> DapplePlan:
+def plan_dapple(model: Model, cluster: Cluster, m: int) -> DapplePlan:
     """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
-    with fewest stages.
-
-    Stages go in front of stages, keeping all that no other beats in every number of `Ahead`: the latency
-    never falls if one rises, so this equals trying everything. `paper_placements` tries fewer, for clusters
-    where all are too many."""
+    with fewest stages."""
     require_positive_ints(m=m)
-    # (layers left, devices left, devices of the stage behind, stages and links behind) -> (Ahead, stages)
-    frontier = {(len(model.forward), cluster.machines, (), 0): [(Ahead(), ())]}
-    whole = []
-    for end in range(len(model.forward), 0, -1):
-        for key in [key for key in frontier if key[0] == end]:
-            _, free, behind, number = key
-            unbeaten = undominated(frontier.pop(key))
-            for start, devices in product(range(end), list(placements(free, cluster.machines))):
-                left = tuple(a - b for a, b in zip(free, devices))
-                if start and not any(left):
-                    continue
+
+    def choices(end: int, state: tuple[int, Devices, Devices]) -> Iterator[tuple]:
+        """`state`: stages and links behind, devices left, devices of the stage behind."""
+        number, free, behind = state
+        for start, *devices in product(range(end), *(range(count + 1) for count in free)):
+            devices = tuple(devices)
+            left = tuple(a - b for a, b in zip(free, devices))
+            if any(devices) and (any(left) or not start):
                 added = [link_stage(model, end, devices, behind, cluster)] if behind else []
                 added.append(compute_stage(model, range(start, end), devices, cluster))
-                found = []
-                for ahead, stages in unbeaten:
-                    for stages_behind, stage in enumerate(added, number):
-                        ahead = in_front(stage, ahead, stages_behind, m)
-                    found.append((ahead, ((range(start, end), devices), *stages)))
-                if start:
-                    frontier.setdefault((start, left, devices, number + len(added)), []).extend(found)
-                else:
-                    whole += found
+                yield start, (number + len(added), left, devices), added, (range(start, end), devices)
+
+    whole = in_front_of_all(len(model.forward), (0, cluster.machines, ()), choices, m)
     ahead, stages = min(whole, key=lambda found: (found[0].all, len(found[1])))
     return DapplePlan(ahead.all, stages)
+
+
+def in_front_of_all(layers: int, state: tuple, choices: Callable, m: int) -> list[tuple[Ahead, tuple]]:
+    """(Ahead, plan) of all layers: from the last on, stages go in front of stages.
+
+    `choices(end, state)`: (start, the state then, stages added, what the plan says of them) for layers up to
+    `end`; a state begins with the number of stages behind. Kept is all that no other beats in every number of
+    `Ahead`: the latency never falls if one rises, so this equals trying everything."""
+    frontier, whole = {(layers, state): [(Ahead(), ())]}, []
+    for end in range(layers, 0, -1):
+        for key in [key for key in frontier if key[0] == end]:
+            unbeaten = undominated(frontier.pop(key))
+            for start, then, added, said in choices(*key):
+                found = frontier.setdefault((start, then), []) if start else whole
+                for ahead, plan in unbeaten:
+                    for number, stage in enumerate(added, key[1][0]):
+                        ahead = in_front(stage, ahead, number, m)
+                    found.append((ahead, (said, *plan)))
+    return whole
 
 
 class AutoPipePlan(NamedTuple):

@@ -18,7 +18,7 @@ layer has two numbers; MPress is an exact search in which each swap has its link
 run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from operator import add
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from minitrain.pipeline.partition import Number, divided, least_largest, undomin
 from minitrain.pipeline.schedule import Schedule, in_flight, parts
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.checks import require_ints, require_positive_ints
-from minitrain.systems.plan.stage_cuts import Ahead, Stage, in_front
+from minitrain.systems.plan.stage_cuts import Stage, in_front_of_all
 
 Flags = tuple[bool, ...]  # is each unit of a layer kept?
 
@@ -107,20 +107,19 @@ def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
     count = len(model.layers)
     require_positive_ints(count, p=p)
     require_positive_ints(m=m)
-    suffixes: dict[int, list] = {count: [(Ahead(), ())]}  # layers left -> unbeaten stages behind
-    for behind in range(p):
-        stage, longer = p - 1 - behind, {}
-        for end, unbeaten in suffixes.items():
-            for start in range(stage, end) if stage else [0]:
-                best = knapsack(model, range(start, end), min(p - stage, m), cap)
-                if best is not None:
-                    times = stage_of(model, best)
-                    found = [(in_front(times, ahead, behind, m), (best, *rest)) for ahead, rest in unbeaten]
-                    longer.setdefault(start, []).extend(found)
-        suffixes = {start: undominated(found) for start, found in longer.items()}
-    if not suffixes.get(0):
+
+    def choices(end: int, state: tuple[int]) -> Iterator[tuple]:
+        (behind,) = state
+        stage = p - 1 - behind
+        for start in range(stage, end) if stage else [0]:
+            best = knapsack(model, range(start, end), min(p - stage, m), cap)
+            if best is not None:
+                yield start, (behind + 1,), [stage_of(model, best)], best
+
+    found = in_front_of_all(count, (0,), choices, m)
+    if not found:
         raise ValueError(f"AdaPipe: no cut into {p} stages fits {cap} bytes; use more stages or a larger cap")
-    ahead, stages = min(suffixes[0], key=lambda found: found[0].all)
+    ahead, stages = min(found, key=lambda found: found[0].all)
     return AdaPipePlan(ahead.all, stages)
 
 

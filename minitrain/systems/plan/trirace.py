@@ -16,7 +16,6 @@ Differs: a model with equal stages, on links that are never full; messages go in
 made, theirs by critical path.
 """
 
-from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -24,14 +23,7 @@ from minitrain.pipeline.schedule import Action, B, F, Schedule, check
 from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Time, simulate
 from minitrain.ranks.checks import require_nonnegative, require_positive_ints
-
-
-class Call(NamedTuple):
-    """What a rank does next: `work`, or a call that ends when its messages (by their action) have passed."""
-
-    work: Action | None = None
-    sends: tuple[Action, ...] = ()
-    receives: tuple[Action, ...] = ()
+from minitrain.systems.plan.dynapipe import Call, blocking
 
 
 def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
@@ -41,63 +33,20 @@ def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
     return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
 
 
-def needed_messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    return tuple(before for before in schedule.needs[action] if before.stage != action.stage)
-
-
-def paired_calls(schedule: Schedule, rank: int) -> list[Call]:
+def paired_calls(schedule: Schedule, rank: int) -> list[Action | Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
     entries, last = schedule.ranks[rank], schedule.stages - 1
-    calls = [Call(receives=needed_messages(schedule, entries[0]))]
+
+    def needed(action: Action) -> Call:
+        return tuple(before for before in schedule.needs[action] if before.stage != action.stage)
+
+    calls = [needed(entries[0])]
     for here, after in zip(entries, (*entries[1:], None)):
         sends = (here,) if (rank < last if here.kind == "F" else rank > 0) else ()
-        receives = needed_messages(schedule, after) if after else ()
-        calls.append(Call(work=here))
-        if after and here.kind != after.kind:
-            calls.append(Call(sends=sends, receives=receives))  # both with the same neighbour
-        else:
-            calls += [Call(sends=sends), Call(receives=receives)]
-    return [call for call in calls if call != Call()]
-
-
-def paired_end_times(schedule: Schedule, forward: Time, backward: Time, message: Time) -> list[dict]:
-    """When each rank has done each action. A call ends when both sides of each of its messages have come to
-    it and the messages have passed, one after the other in each direction of a link."""
-    ready: dict[Action, Time] = {}  # message -> when the sender has it and waits
-    wanted: dict[Action, Time] = {}  # message -> when the receiver waits for it
-    arrived: dict[Action, Time] = {}
-    free: dict[tuple[int, str], Time] = {}  # link (source, direction) -> end of its last message
-    done: list[dict[Action, Time]] = [{} for _ in schedule.ranks]
-    now: list[Time] = [0] * len(done)
-    todo = [deque(paired_calls(schedule, rank)) for rank in range(len(done))]
-
-    def ends(call: Call, rank: int) -> bool:
-        messages = *call.sends, *call.receives
-        for what in call.sends:
-            ready.setdefault(what, now[rank])
-        for what in call.receives:
-            wanted.setdefault(what, now[rank])
-        for what in messages:
-            if what in ready and what in wanted and what not in arrived:
-                start = max(ready[what], wanted[what], free.get((what.stage, what.kind), 0))
-                arrived[what] = free[what.stage, what.kind] = start + message
-        if not all(what in arrived for what in messages):
-            return False
-        now[rank] = max([now[rank], *(arrived[what] for what in messages)])
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, calls in enumerate(todo):
-            while calls and ends(calls[0], rank):
-                moved = True
-                if work := calls.popleft().work:
-                    now[rank] += forward if work.kind == "F" else backward
-                    done[rank][work] = now[rank]
-    if any(todo):
-        raise ValueError(f"{schedule.name}: ranks wait in calls for one another; send one-way")
-    return done
+        receives = needed(after) if after else ()
+        both = after and here.kind != after.kind  # with the same neighbour
+        calls += [here, *([sends + receives] if both else [sends, receives])]
+    return [call for call in calls if call]
 
 
 def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, ahead: int = 1) -> Time:
@@ -107,7 +56,11 @@ def period(p: int, forward: Time, backward: Time, message: Time, paired: bool, a
     m = 12 * p * ahead
     schedule = one_f_one_b_ahead(p, m, ahead)
     if paired:
-        done = paired_end_times(schedule, forward, backward, message)[0]
+        calls = [paired_calls(schedule, rank) for rank in range(p)]
+        ends, left = blocking(calls, {"F": forward, "B": backward}, message)
+        if any(left):
+            raise ValueError(f"{schedule.name}: ranks wait in calls for one another; send one-way")
+        done = ends[0]
     else:
         spans = simulate(schedule, Costs(F=forward, B=backward, send=message)).spans[0]
         done = {span.entry: span.end for span in spans}

@@ -31,7 +31,6 @@ from minitrain.systems.memory.chain_plan import (
     show,
     sqrt,
 )
-from minitrain.systems.plan.rematerialize import cheapest_chain as cheapest
 from minitrain.systems.plan.rematerialize import revolve
 from tests.parallel import Problem, rows_of_problem, small
 
@@ -206,21 +205,17 @@ def test_the_peak_is_as_planned_to_the_byte(plan):
     assert allocated(sines(), plan) == peak_bytes(plan, SPEC)
 
 
-def test_a_planners_plan_holds_its_budget_and_its_forwards():
-    """Layers of other sizes each; FLOPs of the forwards are those of the plan."""
+def test_forwards_are_as_many_flops_as_planned():
+    """Layers of other sizes each; the chain's input has no gradient."""
     costs = [2 * ROWS * a * b for a, b in zip(WIDTHS, WIDTHS[1:])]
-    layers, spent = sines(), []
-    free = [spec._replace(left=0) for spec in SPEC]
-    for budget in (90_112, 88_064, 81_920, 73_728):
-        plan = cheapest(costs, free, budget)
-        assert peak_bytes(plan, free) <= budget
-        assert allocated(layers, plan) == peak_bytes(plan, SPEC)
+    layers, spent = sines(), set()
+    for plan in plans(N):
         with Ledger() as ledger:
             chain(layers, plan)(torch.randn(ROWS, 8, dtype=torch.float64)).sum().backward()
-        backward = 2 * sum(costs) - costs[0]  # the chain's input has no gradient
-        spent.append(sum(costs[a.layer] for a in plan if a.kind in "FT"))
-        assert ledger.flops == spent[-1] + backward
-    assert spent == sorted(spent) and spent[0] < spent[-1]
+        forward = sum(costs[a.layer] for a in plan if a.kind in "FT")
+        assert ledger.flops == forward + 2 * sum(costs) - costs[0]
+        spent.add(forward)
+    assert len(spent) > 3
 
 
 def test_equal_layers_hold_sqrt_n():

@@ -8,7 +8,7 @@ from math import ceil, sqrt
 import pytest
 
 from minitrain.systems.plan import checkpoint_interval as plan
-from minitrain.systems.plan.checkpoint_interval import CheckFreq, TwoLevels
+from minitrain.systems.plan.checkpoint_interval import TwoLevels
 from minitrain.systems.simulate import checkpoint_pipeline as pipeline
 from minitrain.systems.simulate.checkpoint_pipeline import State, Work
 from minitrain.systems.simulate.failures import Level, failing, simulate
@@ -227,19 +227,6 @@ def test_checkfreq_default_budget():
     assert plan.checkfreq_steps(1.0, 0.1, 2.3, 5.0) == 40, "1.4 s of stall are 3.5 % of 40 s"
     assert plan.checkfreq_steps(1.0, 0.1, 0.9, 5.0) == 6, "no stall: the write decides"
     assert plan.checkfreq_steps(10.0, 0.1, 0.9, 5.0) == 1
-
-
-def test_checkfreq_adapts_to_the_step():
-    tuner = CheckFreq(1.0, 0.1, 2.3, 5.0)
-    assert tuner.every == 40
-    assert [tuner.observe(s) for s in (1.0, 1.0, 30.0, 1.0, 1.0, 1.0)] == [40] * 6, (
-        "one slow step is no change"
-    )
-    seen = [tuner.observe(2.0) for _ in range(5)]
-    assert seen[:2] == [40, 40] and seen[2:] == [plan.checkfreq_steps(2.0, 0.1, 2.3, 5.0)] * 3
-    assert seen[-1] == 6
-    assert [tuner.observe(1.0) for _ in range(5)][-1] == 40, "and back"
-    assert CheckFreq(1.0, 0.1, 2.3, 5.0).observe(30.0) == 40, "nor is a slow first one"
 
 
 def test_snapshot_stall_interval_is_the_time_to_persist():

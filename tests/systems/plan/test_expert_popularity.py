@@ -126,22 +126,6 @@ def test_longer_paths_see_further():
     assert guesses == [[Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]] * 2 + [[0, 1, 0]]
 
 
-def test_a_placement_stays_while_the_popular_are_those_of_the_guess():
-    guess, ranks, slots = [50, 30, 10, 10], 2, 3
-    placement = plan.placed(guess, ranks, slots)
-    assert plan.settled(placement, guess, [31, 49, 15, 5], 2, ranks, slots) is placement
-    loads = [50, 20, 30, 0]
-    assert (
-        plan.settled(placement, guess, loads, 2, ranks, slots)
-        == plan.placed(loads, ranks, slots)
-        != placement
-    )
-    assert plan.settled(placement, guess, loads, 1, ranks, slots) is placement, "one popular expert: the same"
-
-
 def test_of_equally_popular_experts_the_first():
     """Expert 0 has a second replica, and 1 and 2 have as many rows: the next is for 1."""
     assert plan.placed([3, 2, 2], 3, 2) == ((1, 2), (1, 2), (0,))
-    placement = plan.placed([2, 1, 0], 2, 2)
-    assert plan.settled(placement, [2, 1, 0], [1, 1, 0], 1, 2, 2) is placement, "0 is the popular one of both"
-    assert plan.settled(placement, [1, 2, 0], [1, 1, 0], 1, 2, 2) == plan.placed([1, 1, 0], 2, 2)

@@ -82,7 +82,7 @@ def test_more_memory_is_never_slower_and_offloading_everything_is_the_last_resor
 
 
 def test_tensors_are_packed_whole_and_in_order():
-    assert offload.packed([[4, 3], [2, 5], [1]], 9) == [[0, 0], [0, 1], [1]]
+    assert offload.packed([[4, 3], [2, 5], [1]], 9) == (2, 2)
 
 
 # ---- Fuyou -------------------------------------------------------------------------------------------------

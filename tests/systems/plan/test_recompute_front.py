@@ -2,10 +2,10 @@
 
 import random
 from fractions import Fraction
-from itertools import combinations_with_replacement, product
+from itertools import product
 
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
-from minitrain.systems.plan.recompute_front import Choice, Unit, front, offloaded, over_layers
+from minitrain.systems.plan.recompute_front import Choice, Unit, front, offloaded
 
 # a pre-norm block with 8 heads of a sequence of 2h tokens: times and bytes in units of its input
 BLOCK = [
@@ -91,25 +91,6 @@ def test_the_ends_of_the_front_and_its_words():
     assert (found[0].bytes, found[0].time) == (0, 27) and found[-1].time == 0
     assert Choice(5, 2, ("core", "up"), ("act",)).policy == "keep:core+up"
     assert len(found) < 2**7 and all(a.time > b.time for a, b in zip(found, found[1:]))
-
-
-def test_layers_choose_apart():
-    """All multisets of choices for 3 layers, dominated ones removed."""
-    choices = front(BLOCK)[::3]
-    sums = {
-        (sum(c.bytes for c in some), sum(c.time for c in some))
-        for some in combinations_with_replacement(choices, 3)
-    }
-    best = {p for p in sums if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in sums)}
-    found = over_layers(choices, 3)
-    assert {point[:2] for point in found} == best
-    assert found[0][2] == "full*3"
-    assert over_layers(choices, 1)[0][2] == "full", "once needs no number"
-    by_word = {choice.policy: choice for choice in choices}
-    for size, time, words in found:
-        parts = [word.partition("*") for word in words.split(",")]
-        assert sum(by_word[word].bytes * int(times or 1) for word, _, times in parts) == size
-        assert sum(by_word[word].time * int(times or 1) for word, _, times in parts) == time
 
 
 def test_a_stage_waits_for_what_does_not_cross_in_time():

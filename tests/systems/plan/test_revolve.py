@@ -1,4 +1,4 @@
-"""revolve: its formula, its recursion and its plans against each other and against a search of all plans."""
+"""revolve: its formula and its plans against each other and against a search of all plans."""
 
 from heapq import heappop, heappush
 from math import comb
@@ -7,14 +7,12 @@ import pytest
 
 from minitrain.systems.memory.chain_plan import check, forwards, recomputed, show, walk
 from minitrain.systems.plan.rematerialize import fewest_forwards, repetitions, revolve
-from minitrain.systems.plan.rematerialize import fewest_of_costs as fewest
 
 
-def searched(costs, held):
-    """The least cost by searching states (held x, place of the running x, gradients still to come): no rule
+def searched(n, held):
+    """The fewest forwards by searching states (held x, place of the running x, gradients still to come): no rule
     about how plans look is assumed but that an x is held or on its way.
     """
-    n = len(costs)
     waiting, seen, tie = [(0, 0, frozenset({0}), 0, n)], set(), 0
     while waiting:
         cost, _, kept, now, left = heappop(waiting)
@@ -28,7 +26,7 @@ def searched(costs, held):
         if now == left - 1:
             moves.append((0, kept, now, left - 1))  # T and B
         if now < left - 1:
-            moves.append((costs[now], kept, now + 1, left))
+            moves.append((1, kept, now + 1, left))
         if len(kept) < held:
             moves.append((0, kept | {now}, now, left))
         for more, *state in moves:
@@ -39,21 +37,19 @@ def searched(costs, held):
 @pytest.mark.parametrize("held", [1, 2, 3, 4])
 def test_equal_to_a_search_of_all_plans(held):
     for n in range(1, 9):
-        assert fewest_forwards(n, held) == fewest([1] * n, held)[0] == searched([1] * n, held)
-    costs = [3, 1, 4, 1, 5, 9, 2]
-    assert fewest(costs, held)[0] == searched(costs, held)
+        assert fewest_forwards(n, held) == searched(n, held)
 
 
-def test_formula_recursion_and_plans_agree():
+def test_formula_and_plans_agree():
     for n in range(1, 40):
         for held in range(1, 9):
             r = repetitions(n, held)
             assert comb(held + r, held) >= n and (r == 0 or comb(held + r - 1, held) < n)
-            for plan in (revolve(n, held), fewest([1] * n, held)[1]):
-                check(plan, n)
-                runs = [sum(action == ("F", i) for action in plan) for i in range(n)]
-                assert sum(runs) == recomputed(plan, n) == fewest_forwards(n, held) and max(runs) == r
-                assert all(forwards(plan)[i] == runs[i] + 1 for i in range(n))  # and one with a graph
+            plan = revolve(n, held)
+            check(plan, n)
+            runs = [sum(action == ("F", i) for action in plan) for i in range(n)]
+            assert sum(runs) == recomputed(plan, n) == fewest_forwards(n, held) and max(runs) == r
+            assert all(forwards(plan)[i] == runs[i] + 1 for i in range(n))  # and one with a graph
 
 
 def test_no_more_than_c_inputs_are_held():

@@ -165,18 +165,6 @@ def tree_shardings(shardings: Sequence[str], levels: int, mixed: bool = False) -
     return paths
 
 
-def candidates(devices: int, mixed: bool = False) -> list[tuple]:
-    """(pipeline degree, shardings) on a power of two of devices."""
-    depth = devices.bit_length() - 1
-    if devices != 1 << depth:
-        raise ValueError(f"{devices} devices; the tree halves them: use a power of two")
-    return [
-        (1 << pp, shardings)
-        for pp in range(depth + 1)
-        for shardings in tree_shardings(("dp", "sdp", "tp"), depth - pp, mixed)
-    ]
-
-
 def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Families:
     shardings = lambda levels: tree_shardings(problem.shardings, len(levels))
     return lambda levels: [[Option(one, a) for one in shardings(levels) for a in again]]

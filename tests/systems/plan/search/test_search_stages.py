@@ -237,12 +237,10 @@ def test_galvatron():
     """22 candidates for 8 GPUs, of 34 before dp and sdp may not mix; on 4 layers the best of all plans that the
     tree allows, within memory.
     """
-    found = staged.candidates(8)
-    assert len(found) == len(set(found)) == 22 and len(staged.candidates(8, mixed=True)) == 34
-    assert [sum(pp == degree for pp, _ in found) for degree in (1, 2, 4, 8)] == [11, 7, 3, 1]
-    assert (1, ("dp", "tp", "dp")) not in found and (1, ("dp", "sdp", "tp")) not in found
-    with pytest.raises(ValueError, match="power of two"):
-        staged.candidates(6)
+    kinds = ("dp", "sdp", "tp")
+    sizes = [[len(staged.tree_shardings(kinds, 3 - pp, mixed)) for pp in range(4)] for mixed in (False, True)]
+    assert sizes[0] == [11, 7, 3, 1] and [*map(sum, sizes)] == [22, 34]
+    assert not {("dp", "tp", "dp"), ("dp", "sdp", "tp")} & {*staged.tree_shardings(kinds, 3)}
     for seed in range(3):
         problem = blocks(seed, levels=2 + (seed == 0))
         for case in [problem, *capped(staged.galvatron, problem)]:
