@@ -31,7 +31,7 @@ from minitrain.precision import formats
 from minitrain.precision.formats import E4M3, Format, format_of
 from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import check_mode, codes_of, decode, readable, round_, rounded
-from minitrain.ranks.checks import require_one_of, require_positive_ints
+from minitrain.ranks.checks import require_one_of
 
 SCALES = {"float32": 32, "e8m0": 8, "e4m3": 8}  # bits
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -163,16 +163,12 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def to_bytes(q: Quantized) -> Tensor:
-    """Each row as one message, uint8 [.., codes then scales]: one collective instead of two."""
-    if len(q.blocks.tile) != 1 or q.tensor_scale is not None:
-        found = f"tile={q.blocks.tile}, {q.blocks.scale} scales"
-        raise ValueError(f"to_bytes: {found} are not of a row alone; use a tile of one dim, not nvfp4")
+    """Rows in tiles of one dim as messages, uint8 [.., codes then scales]: one collective for both."""
     return torch.cat((q.codes.view(torch.uint8), q.scales.view(torch.uint8)), -1)
 
 
 def from_bytes(message: Tensor, length: int, blocks: Blocks) -> Quantized:
     """The inverse of `to_bytes`, for rows of `length` numbers, 1 or more."""
-    require_positive_ints(length=length)
     size = packed_bytes(length, blocks.format.bits)
     codes, scales = message.split([size, message.shape[-1] - size], -1)
     scales = scales.clone(memory_format=torch.contiguous_format)  # floats begin at multiples of 4

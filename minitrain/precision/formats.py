@@ -39,21 +39,12 @@ class Format:
     signed: bool = True
     table: tuple[float, ...] = ()
 
-    @property
-    def bits(self) -> int:
-        return self.signed + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def integer(self) -> bool:
-        return self.exponent_bits == 0 and not self.table
-
-    @property
-    def has_infinity(self) -> bool:
-        return self.specials == "ieee"
-
-    @property
-    def has_nan(self) -> bool:
-        return self.specials != "none"
+    bits = property(lambda f: f.signed + f.exponent_bits + f.mantissa_bits)
+    integer = property(lambda f: f.exponent_bits == 0 and not f.table)
+    has_infinity = property(lambda f: f.specials == "ieee")
+    has_nan = property(lambda f: f.specials != "none")
+    smallest_normal = property(lambda f: 2.0**f.min_exponent)
+    eps = property(lambda f: 2.0**-f.mantissa_bits)  # from 1 to the next larger number
 
     @property
     def min_exponent(self) -> int:
@@ -76,18 +67,9 @@ class Format:
         return max(self.table) if self.table else self.value(self.max_code)
 
     @property
-    def smallest_normal(self) -> float:
-        return 2.0**self.min_exponent
-
-    @property
     def smallest_subnormal(self) -> float:
         """The smallest number above zero."""
         return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
-
-    @property
-    def eps(self) -> float:
-        """From 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
 
     def value(self, code: int) -> float:
         """What one code means: the definition, which `rounding` agrees with on whole tensors."""

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minitrain.ranks.checks import require_ints
-
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """codes [.., n], of which the lowest `bits` count."""
-    require_ints(1, 8, bits=bits)
     count, size, word = _words(bits)
     groups = _grouped(codes, count).bitwise_and((1 << bits) - 1)
     words = groups[..., 0].to(word)
@@ -29,7 +26,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     """[.., length] codes, of what `pack` gave."""
-    require_ints(1, 8, bits=bits)
     count, size, word = _words(bits)
     words = pad(_grouped(packed, size), (0, word.itemsize - size)).contiguous().view(word)
     codes = [(words >> place * bits).bitwise_and_((1 << bits) - 1).to(torch.uint8) for place in range(count)]
@@ -43,7 +39,6 @@ def _words(bits: int) -> tuple[int, int, torch.dtype]:
 
 def packed_bytes(length: int, bits: int) -> int:
     """Of a row of `length` codes."""
-    require_ints(length=length, bits=bits)
     return -(-length * bits // 8)
 
 

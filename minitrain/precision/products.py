@@ -55,21 +55,21 @@ class Products:
 
     def enter(self, x: Tensor, scales: Scales) -> Quantized:
         """x [.., K] -> what is multiplied, kept, and sent."""
-        return self.quantized("x", x, self.x, "MK", scales)
+        return scales.quantized("x", x, self.x, "MK", self.cast)
 
     def enter_grad(self, dy: Tensor, scales: Scales) -> Quantized:
-        return self.quantized("dy", dy, self.dy, "MN", scales)
+        return scales.quantized("dy", dy, self.dy, "MN", self.cast)
 
     def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]."""
-        return product(x, self.quantized("weight", weight, self.weight, "NK", scales), weight.dtype)
+        return product(x, scales.quantized("weight", weight, self.weight, "NK", self.cast), weight.dtype)
 
     def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         """Of dy [.., N]."""
         along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         dx = dweight = None
         if wanted[0]:
-            transposed = self.quantized("weight", weight.mT, self.weight, "KN", scales)
+            transposed = scales.quantized("weight", weight.mT, self.weight, "KN", self.cast)
             dx = product(along_n, transposed, weight.dtype)
         if wanted[1]:
             exact = torch.promote_types(weight.dtype, torch.float32)
@@ -84,10 +84,7 @@ class Products:
         if not blocks.tile and isinstance(x, Quantized):
             codes = x.codes.flatten(0, -2).mT.contiguous()
             return replace(x, codes=codes, shape=codes.shape) if x.blocks.format.bits == 8 else values
-        return self.quantized("", values, blocks, rows + "T", scales)
-
-    def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str, scales: Scales) -> Quantized:
-        return scales.quantized(role, x, blocks, dims, self.cast)
+        return scales.quantized("", values, blocks, rows + "T", self.cast)
 
 
 class Scales(nn.Module):

@@ -32,9 +32,6 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
             if names.setdefault(name, term) != term:
                 said = f"{name} has the dims {names[name]!r}, and in {op.name} {term!r}"
                 raise ValueError(f"{said}; a layout is by name, so give a dim one name everywhere")
-    for letter, axis in layout.items():
-        require_one_of(dict.fromkeys("".join(names.values())), letter=letter)
-        require_one_of(axes, axis=axis)
     for name, term in names.items():
         for axis in axes:
             if len(both := [letter for letter in term if layout.get(letter) == axis]) > 1:
@@ -131,10 +128,6 @@ def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> 
     the terms are added once, at the end, and only if somebody asks for more than P. Yuan et al. 2021,
     arXiv:2110.15032, section 3. Differs: what the computation itself costs is not weighed.
     """
-    for name, spec in given.items():
-        require_one_of(graph.shapes, tensor=name)
-        if len(spec) != len(axes):
-            raise ValueError(f"{name}: {len(spec)} letters; give one for each axis of {', '.join(axes)}")
     specs = {name: given.get(name, (BROADCAST,) * len(axes)) for name in graph.inputs}
     chosen = {}
     for op in graph.ops:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_nonempty
 from minitrain.systems.annotate.graph import Graph, Op
 from minitrain.systems.annotate.signature import (
     BROADCAST,
@@ -127,7 +126,6 @@ def cheapest(graph: Graph, op: Op, places: Sequence[Place | None], ranks: int, c
     """Along one axis the signature whose operands and result cost least to box, then that which leaves most
     of them as they are, then the first. `places`: where the operands are and the result is to be; None will
     be as the signature has it. A slice is not made a term of a sum: free, it only puts off a cost."""
-    require_nonempty(places=places)
 
     def cost(one: Signature) -> tuple:
         boxes = [*zip(op.inputs, places, one.inputs), (op.name, one.output, places[-1])]

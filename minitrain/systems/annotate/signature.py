@@ -25,7 +25,6 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_one_of, require_positive_ints
 from minitrain.systems.annotate.graph import LINEAR, Op
 
 
@@ -69,9 +68,7 @@ def signatures(op: Op) -> list[Signature]:
 
 
 def cut_along(op: Op, letter: str | None) -> Signature:
-    every = {one.letter: one for one in signatures(op)}
-    require_one_of(every, letter=letter)
-    return every[letter]
+    return next(one for one in signatures(op) if one.letter == letter)
 
 
 def _at(term: str, letter: str, otherwise: Place) -> Place:
@@ -80,13 +77,9 @@ def _at(term: str, letter: str, otherwise: Place) -> Place:
 
 def local_shape(shape: tuple[int, ...], spec: Spec, axes: dict[str, int], what: str) -> tuple[int, ...]:
     """What one rank has of a tensor; ValueError where a dim does not divide."""
-    if shape:
-        require_ints(shape=shape)
     local = list(shape)
     for place, (axis, ranks) in zip(spec, axes.items()):
         if isinstance(place, Split):
-            if not 0 <= place.dim < len(shape):
-                raise ValueError(f"{what} {list(shape)} has no dim {place.dim} to cut over {axis}")
             if local[place.dim] % ranks:
                 size = f"{local[place.dim]} along dim {place.dim} of {list(shape)}"
                 cure = "choose another size, or leave this dim whole"
@@ -129,8 +122,6 @@ def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> 
     P                     reduce-scatter            all-reduce              nothing
                           (p-1) · T                 2 (p-1) · T
     """
-    require_positive_ints(ranks=ranks)
-    require_nonnegative(elements=elements)
     factor = {
         None: 0,
         "all_to_all": Fraction(ranks - 1, ranks),
@@ -164,9 +155,6 @@ def moves(source: Spec, target: Spec) -> list[Move]:
 
 def sent_along(path: list[Move], source: Spec, elements: int, ranks: tuple[int, ...]) -> list[Fraction]:
     """Elements that each move sends, over all groups of its axis together."""
-    require_positive_ints(ranks=ranks)
-    if len(source) != len(ranks):
-        raise ValueError(f"places {source} on ranks {ranks}: give a place for each axis of the mesh")
     now, totals = list(source), []
     for axis, before, after in path:
         others = [place for place in enumerate(now) if place[0] != axis]

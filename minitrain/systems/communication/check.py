@@ -49,10 +49,6 @@ def _owner(schedule: Schedule, chunk: int) -> int:
 
 def replay(schedule: Schedule, start: Holdings) -> Iterator[Holdings]:
     """The holdings before the first step and after each; transfers read those before their step."""
-    if [len(row) for row in start] != [schedule.chunks] * schedule.ranks:
-        raise ValueError(
-            f"start of {len(start)} ranks: give {schedule.ranks} lists of {schedule.chunks} chunks"
-        )
     before = start
     yield before
     for index, step in enumerate(schedule.steps):

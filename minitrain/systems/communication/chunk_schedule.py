@@ -23,7 +23,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 class Transfer(NamedTuple):
@@ -79,11 +79,7 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
     """The schedule as part of a larger one, `of` = (ranks, chunks): rank i becomes ranks[i].
 
     Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones."""
-    block, rest = divmod(len(chunks), schedule.chunks)
-    if rest or len(set(ranks)) != schedule.ranks:
-        size = f"{schedule.ranks} ranks with {schedule.chunks} chunks"
-        room = f"{len(set(ranks))} ranks with {len(chunks)} chunks"
-        raise ValueError(f"{size} cannot be placed on {room}; give a rank for each, a multiple of the chunks")
+    block = len(chunks) // schedule.chunks
 
     def moved(transfer: Transfer) -> Transfer:
         first, last = (chunks.start + block * end for end in (transfer.chunks.start, transfer.chunks.stop))
@@ -94,7 +90,6 @@ def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[
 
 def span(chunks: range, schedule: Schedule, numel: int) -> tuple[int, int]:
     """Where `chunks` begin and end in a flat tensor of any size, cut as by `tensor_split`."""
-    require_ints(numel=numel)
     size, longer = divmod(numel, schedule.chunks)
     return chunks.start * size + min(chunks.start, longer), chunks.stop * size + min(chunks.stop, longer)
 

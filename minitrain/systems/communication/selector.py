@@ -21,7 +21,7 @@ Differs: in NCCL's table a tree attains 0.92 of the bandwidth, here all of it.
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_nonnegative, require_one_of, require_positive_ints
+from minitrain.ranks.checks import require_one_of, require_positive_ints
 
 AS_NCCL = ("ring", "double tree")
 POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")
@@ -59,21 +59,18 @@ def steps(algorithm: str, n: int, pieces: int = 1) -> int:
 def time_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
     _check(algorithm, n, pieces)
-    require_nonnegative(size_bytes=size_bytes)
     messages, at_port = _costs(n, pieces)[algorithm]
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
 def best_pieces(n: int, size_bytes: float, network: Network) -> int:
     """The k with the least time for the double tree: an integer beside the root of the derivative."""
-    require_positive_ints(n=n)
     ideal = sqrt(max(0, _height(n) - 1) * size_bytes / (network.alpha_s * network.bytes_per_s))
     return min(_beside(ideal), key=lambda pieces: time_s("double tree", n, size_bytes, network, pieces))
 
 
 def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] = AS_NCCL) -> Choice:
     """The fastest of `among`; at equal times the earlier one."""
-    require_positive_ints(n=n)
 
     def priced(algorithm: str) -> Choice:
         pieces = best_pieces(n, size_bytes, network) if algorithm == "double tree" else 1
@@ -84,7 +81,6 @@ def choose(n: int, size_bytes: float, network: Network, among: tuple[str, ...] =
 
 def crossover_bytes(n: int, network: Network) -> float:
     """S*: below it the double tree is faster than the ring. 0 for n <= 3, where the ring is never slower."""
-    require_positive_ints(n=n)
     if n == 1:
         return 0.0
     height = _height(n)

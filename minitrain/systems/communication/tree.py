@@ -75,7 +75,6 @@ def depths(tree: Tree) -> list[int]:
 
 def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
     """Towards the root, a piece per step: a rank starts when its slowest child's first piece has arrived."""
-    require_positive_ints(pieces=pieces)
     level, n = depths(tree), len(tree)
     start = [0] * n  # [rank] -> the step of its first message: its height above the leaves
     for rank in sorted(range(n), key=level.__getitem__, reverse=True):

@@ -105,7 +105,6 @@ def over_width(x: Tensor, scales: Scales) -> Tensor:
 
 def pack_signs(few: Tensor) -> Tensor:
     """[.., n] of -1 and 1 -> [.., ceil(n/8)] uint8."""
-    check_values("pack_signs", few, (-1, 1))
     return pack((few > 0).to(torch.uint8), 1)
 
 
@@ -116,7 +115,6 @@ def unpack_signs(packed: Tensor, length: int) -> Tensor:
 
 def pack_trits(few: Tensor) -> Tensor:
     """[.., n] of -1, 0 and 1 -> [.., ceil(n/5)] uint8, the first trit in the lowest place."""
-    check_values("pack_trits", few, (-1, 0, 1))
     digits = torch.nn.functional.pad(few.to(torch.int16) + 1, (0, -few.shape[-1] % len(PLACES)))
     places = torch.tensor(PLACES, dtype=torch.int16, device=few.device)
     return (digits.unflatten(-1, (-1, len(PLACES))) * places).sum(-1).to(torch.uint8)
@@ -124,17 +122,8 @@ def pack_trits(few: Tensor) -> Tensor:
 
 def unpack_trits(packed: Tensor, length: int) -> Tensor:
     """-> [.., length] int8 of -1, 0 and 1."""
-    if (found := packed.shape[-1]) != -(-length // len(PLACES)):
-        cure = "use the length that was packed"
-        raise ValueError(f"unpack_trits: {found} bytes per row for {length} trits; {cure}")
     places = torch.tensor(PLACES, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) // places % 3).flatten(-2)[..., :length].to(torch.int8) - 1
-
-
-def check_values(what: str, few: Tensor, values: tuple[int, ...]) -> None:
-    wrong = few[~torch.isin(few, torch.tensor(values, dtype=few.dtype, device=few.device))]
-    if len(wrong):
-        raise ValueError(f"{what}: found {wrong[0].item():g}; use {', '.join(map(str, values))} only")
 
 
 def add_subtract_skip(codes: Tensor, few: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
 from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import decode, encode, round_to, rounded
-from minitrain.ranks.checks import require_positive_ints
 
 CHUNK = 64
 MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory
@@ -82,7 +81,6 @@ PRODUCTS = {
 
 def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Tensor:
     """a [M, K], b [N, K] -> a · bᵀ [M, N] float64, filled up with zeros to whole chunks."""
-    require_positive_ints(chunk=chunk)
     missing = -a.shape[-1] % chunk if a.shape[-1] else chunk
     a, b = (pad(x, (0, missing)) for x in (a, b))
     rows = a.split(max(1, MOST_PRODUCTS // max(b.numel(), 1)))
@@ -95,9 +93,6 @@ def sgd_by_chance_(
 ) -> None:
     """weight and velocity after a step, in place, their numbers those of `format` in float32: three
     multiplications with an addition, each rounded by chance."""
-    if not weight.shape == grad.shape == velocity.shape:
-        found = ", ".join(str(list(x.shape)) for x in (weight, grad, velocity))
-        raise ValueError(f"sgd_by_chance_: weight, grad and velocity are {found}; give them one shape")
 
     def by_chance(x: Tensor) -> Tensor:
         return round_to(x, format, "stochastic", generator=generator)

@@ -34,8 +34,6 @@ TILE = 128  # tokens of a tile where one scale is for the tensor
 @torch.no_grad()
 def fp8_attention(q, k, v, *, causal=True, rows: int | None = None, signs: Tensor | None = None) -> Tensor:
     """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`, as an attention core."""
-    if rows is not None and rows < 1:
-        raise ValueError(f"fp8_attention: rows={rows}; use 1 or more, 128 say, or None for one scale")
     if signs is not None:
         q, k = turned(q, signs), turned(k, signs)
     blocks, out = Blocks(E4M3, (rows, 0) if rows else ()), torch.empty_like(q)

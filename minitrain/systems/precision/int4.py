@@ -28,7 +28,7 @@ from minitrain.precision.blocks import Blocks, Quantized, quantize
 from minitrain.precision.products import Grads, Scales, amax_of, usable
 from minitrain.precision.rounding import rounded
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.attention import flash_3
 
 FOUR, EIGHT = Blocks(formats.INT4), Blocks(formats.INT8)  # one scale for a tensor
@@ -157,7 +157,6 @@ def sampled(parts: Tensor, sizes: Tensor, seed: Tensor, dtype: torch.dtype = tor
 def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     """Probabilities in proportion to the sizes, at most 1, that add up to `budget` (or all that are not 0 are
     kept): of all that do, the variance of the sum of what is kept is least."""
-    require_ints(budget=budget)
     if not sizes.numel():
         return sizes
     falling = sizes.flatten().sort(descending=True).values

@@ -14,7 +14,6 @@ scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quive
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
@@ -27,21 +26,23 @@ class LRU:
     """A cache of `capacity` samples that throws out the one not read for longest."""
 
     def __init__(self, capacity: int):
-        require_ints(capacity=capacity)
         self.capacity = capacity
-        self._samples: OrderedDict[int, None] = OrderedDict()
+        self.samples: dict[int, None] = {}  # in the order of their last reads
 
     def __contains__(self, sample: int) -> bool:
-        return sample in self._samples
+        return sample in self.samples
 
     def read(self, sample: int) -> bool:
         """Whether the sample was there. Now it is."""
-        hit = sample in self._samples
-        self._samples[sample] = None
-        self._samples.move_to_end(sample)
-        if len(self._samples) > self.capacity:
-            self._samples.popitem(last=False)
+        hit = sample in self.samples
+        self.samples.pop(sample, None)
+        self.samples[sample] = None
+        if len(self.samples) > self.capacity:
+            del self.samples[self.leaves()]
         return hit
+
+    def leaves(self) -> int:
+        return next(iter(self.samples))
 
 
 def read_epoch(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
@@ -97,7 +98,6 @@ def autoscale(stall_with: Callable, most: int, threshold: Time) -> Iterator[int]
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""
-    require_ints(most=most)
     while True:
         yield most
         if stall_with(most) >= threshold:

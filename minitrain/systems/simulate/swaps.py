@@ -21,7 +21,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Task, divided
-from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
+from minitrain.systems.simulate.storage import LRU
 
 
 def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int]] | None:
@@ -43,7 +44,6 @@ def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], l
     """Forwards that swap out, device d what is in sets[d], all over the link "up".
 
     Layer l + 2 needs the memory of layer l's tensor, if that is to go."""
-    require_nonnegative(layer_s=layer_s)
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):
@@ -137,7 +137,6 @@ def resident(free: Sequence[Number], layer_bytes: Number, layers: int, *, dynami
     """How many layers stay on the device in each step, given its free bytes: all, or what leaves room for two
     others, one that computes and one on its way."""
     fitting = [layers if room >= layers * layer_bytes else int(room // layer_bytes) - 2 for room in free]
-    require_ints(layers_with_room=fitting)  # beside the layer that computes and the next
     return fitting if dynamic else [min(fitting)] * len(free)
 
 
@@ -146,8 +145,6 @@ def offloading(residents: Sequence[int], layers: int, layer_s: Number, layer_byt
 
     A layer that stays is fetched in the first step for which there is room, and dropped where there is none.
     """
-    require_positive_ints(layers=layers)
-    require_nonnegative(layer_s=layer_s, layer_bytes=layer_bytes)
     tasks: list[Task] = []
     for t, number in enumerate(residents):
         before = residents[t - 1] if t else 0
@@ -189,32 +186,28 @@ def prefetching(layers: Sequence[TierLayer], depth: int, *, known: bool = True) 
     return tasks
 
 
-class DecayingLFU:
+class DecayingLFU(LRU):
     """A cache of `capacity` experts; the one with the smallest count leaves, and counts fade.
 
     After every `every` reads all counts are multiplied by `decay`: 1 never forgets, 0 remembers no more than
     the reads since. Of equal counts, the one that was not read for longest leaves."""
 
     def __init__(self, capacity: int, decay: float = 0.5, every: int = 100):
-        require_positive_ints(capacity=capacity, every=every)
-        require_fractions(decay=decay)
-        self.capacity, self.decay, self.every = capacity, decay, every
+        super().__init__(capacity)
+        self.decay, self.every, self.reads = decay, every, 0
         self.counts: Counter = Counter()  # of all experts, here or not
-        self.read_at: dict[int, int] = {}  # of those here
-        self.reads = 0
 
-    def read(self, expert: int) -> bool:
-        """Whether the expert was there. Now it is, if it is not the one that counts least."""
-        hit = expert in self.read_at
-        self.counts[expert] += 1
+    def read(self, sample: int) -> bool:
+        self.counts[sample] += 1
         self.reads += 1
-        self.read_at[expert] = self.reads
-        if len(self.read_at) > self.capacity:
-            del self.read_at[min(self.read_at, key=lambda e: (self.counts[e], self.read_at[e]))]
+        hit = super().read(sample)
         if self.reads % self.every == 0:
-            for e in self.counts:
-                self.counts[e] *= self.decay
+            for expert in self.counts:
+                self.counts[expert] *= self.decay
         return hit
+
+    def leaves(self) -> int:
+        return min(self.samples, key=self.counts.__getitem__)
 
 
 class Sizes(NamedTuple):

@@ -81,8 +81,6 @@ def test_a_step_function_passes_no_gradient():
     values = {"x": torch.tensor([[-1.0, 0.0, 2.0]]).repeat(4, 2), "d_y": torch.ones(4, 6)}
     assert evaluate(full, values)["on"][0].tolist() == [0, 0, 1] * 2, "0 has no gradient, as relu's"
     assert gradients == {"x": "d_x"} and full.ops[-1].inputs == ("d_y", "on") and len(full.ops) == 3
-    with pytest.raises(ValueError, match="gradient of 'on' by 'x': it does not depend on that"):
-        with_gradients(Graph({"x": (4, 6)}, (on,)), "on", ["x"])
 
 
 # ---- signatures
@@ -344,22 +342,17 @@ def test_what_was_boxed_once_is_there_for_the_next_operator():
 
 
 @pytest.mark.parametrize(
-    "words, call",
+    "words, placed",
     {
-        "say their sizes in `copies`": lambda: Op("y", "product", "a->ab", ("x",)),
-        "the result alone has []; say their": lambda: Op("y", "product", "ab->a", ("x",), (("b", 2),)),
-        "begin with a result that none uses": lambda: with_gradients(mlp(4, 4, 4), "h", ["x"]),
-        "4 along dim 1 of [8, 4] is not a multiple of the 3 ranks of x": lambda: propagate(
-            mlp(8, 4, 8), {"x": 3}, {"x": {"x": S(1)}}
-        ),
-        "w1 is an input, and no sum over x": lambda: propagate(mlp(8, 4, 8), {"x": 2}, {"w1": {"x": P}}),
+        "4 along dim 1 of [8, 4] is not a multiple of the 3 ranks of x": {"x": {"x": S(1)}},
+        "has no dim 2 to cut over x": {"w1": {"x": S(2)}},
+        "w1 is an input, and no sum over x": {"w1": {"x": P}},
     }.items(),
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_one_line(words, call):
+def test_what_cannot_be_placed_is_refused(words, placed):
     with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value) and "\n" not in str(error.value)
+        propagate(mlp(8, 4, 8), {"x": 3}, placed)
+    assert words in str(error.value)
 
 
 def test_a_placed_graph_checks_what_its_operators_ask_for():

@@ -115,10 +115,10 @@ def test_fading_counts_follow_popularity_that_moves():
 def test_the_cache_by_hand():
     cache = DecayingLFU(2, decay=0.5, every=100)
     assert [cache.read(e) for e in (0, 0, 1, 2, 2, 0, 1)] == [False, True, False, False, True, True, False]
-    assert sorted(cache.read_at) == [0, 1], "of 1 and 2, with two reads each, 2 was read longer ago"
+    assert sorted(cache.samples) == [0, 1], "of 1 and 2, with two reads each, 2 was read longer ago"
     cache = DecayingLFU(2)
     assert [cache.read(e) for e in (0, 1, 1, 0, 2, 2)] == [False, False, True, True, False, False]
-    assert sorted(cache.read_at) == [0, 2], "1 came after 0, and was read longer ago"
+    assert sorted(cache.samples) == [0, 2], "1 came after 0, and was read longer ago"
     forgetting = DecayingLFU(1, decay=0, every=2)
     assert [forgetting.read(e) for e in (0, 0, 1, 1)] == [False, True, False, True]
     keeping = DecayingLFU(1, decay=1, every=2)
