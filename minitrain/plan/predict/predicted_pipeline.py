@@ -44,7 +44,6 @@ class Layout:
     again: bool  # R before B
     stages: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[tuple[int, ...], ...] = ()
-    ahead: tuple[int, ...] = ()  # of LAYERS, in stages before all of the last rank's; (): stages stand on two
 
     def build(self) -> Schedule:
         sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.again)
@@ -81,11 +80,8 @@ def _stages(layout: Layout, config: GPTConfig) -> dict:
         blocks = [number for number in layers if 0 < number < last]
         dense = sum(config.experts is not None and not config.experts_in(number) for number in blocks)
         stages.append((int(0 in layers), len(blocks) - dense, dense, int(last in layers)))
-    own = [schedule.stages_of(rank) for rank in range(layout.p)]
-    ranks = tuple(tuple(map(sum, zip(*(stages[stage] for stage in each)))) for each in own)
-    once = sum(map(len, own)) == len(stages)
-    ahead = tuple(map(sum, zip((0,) * len(LAYERS), *stages[: min(own[-1])]))) if once else ()
-    return dict(stages=tuple(stages), ranks=ranks, ahead=ahead)
+    own = ([stages[stage] for stage in schedule.stages_of(rank)] for rank in range(layout.p))
+    return dict(stages=tuple(stages), ranks=tuple(tuple(map(sum, zip(*each))) for each in own))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -116,33 +112,16 @@ class Costs:
     def vector(self) -> tuple[float, ...]:
         return (*self.passes, self.message_s)
 
-    def of(self, kind: str) -> tuple[float, ...]:
-        """By LAYERS."""
-        first = KINDS.index(kind) * len(LAYERS)
-        return self.passes[first : first + len(LAYERS)]
-
     def rounded(self) -> Costs:
         """In units of a block forward and back, to an eighth of a doubling."""
-        unit = sum(self.of(kind)[LAYERS.index("block")] for kind in "FB") or 1.0
+        block = LAYERS.index("block")
+        unit = sum(self.passes[KINDS.index(kind) * len(LAYERS) + block] for kind in "FB") or 1.0
         about = [2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0 for time in self.vector]
         return Costs(tuple(about[:-1]), about[-1], self.blocking)
 
 
 def makespan(layout: Layout, costs: Costs) -> float:
-    path = sum(map(mul, longest(layout, costs.rounded()), costs.vector))
-    return max(path, least(layout, costs))
-
-
-def least(layout: Layout, costs: Costs) -> float:
-    """No schedule ends before: the last rank begins when a forward has come through all stages ahead of it,
-    and is busy for all microbatches. Where it ends with a whole backward, that goes on through them."""
-    if not layout.ahead:
-        return 0.0
-    forward, backward, inputs, weights = (costs.of(kind) for kind in "FBIW")
-    whole = not splits(layout.schedule)
-    around = [(f + b * whole) / layout.slices for f, b in zip(forward, backward)]
-    both = [f + (b if whole else i + w) for f, b, i, w in zip(forward, backward, inputs, weights)]
-    return sum(map(mul, layout.ahead, around)) + layout.microbatches * sum(map(mul, layout.ranks[-1], both))
+    return sum(map(mul, longest(layout, costs.rounded()), costs.vector))
 
 
 @cache
