@@ -12,7 +12,6 @@ Conversion takes one tensor of a layer at a time, in the dtype in which it was s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
@@ -36,10 +35,8 @@ def ls(folder: Folder) -> None:
             echo(f"{path.name:24} {size:>14}   not complete")
             continue
         manifest = store.manifest(int(name))
-        by = (
-            ", ".join(f"{key}={value}" for key, value in _changed(manifest["strategy"]).items()) or "one rank"
-        )
-        echo(f"{path.name:24} {size:>14}   {len(manifest['files'])} files, by {by}")
+        by = ", ".join(f"{key}={value}" for key, value in _changed(manifest["strategy"]).items())
+        echo(f"{path.name:24} {size:>14}   {len(manifest['files'])} files, by {by or 'one rank'}")
 
 
 @app.command()
@@ -51,12 +48,11 @@ def verify(folder: Folder, step: Step = None) -> None:
     for number in [_step(store, step)] if step is not None else store.steps():
         try:
             store.verify(number)
-            echo(f"{store.path(number).name}  whole")
+            said = "whole"
         except Damaged as error:
-            bad += 1
-            echo(f"{store.path(number).name}  DAMAGED  {error}")
-    if bad:
-        raise typer.Exit(1)
+            bad, said = 1, f"DAMAGED  {error}"
+        echo(f"{store.path(number).name}  {said}")
+    raise typer.Exit(bad)
 
 
 @app.command()
@@ -69,10 +65,9 @@ def show(folder: Folder, step: Step = None) -> None:
         for entry in file.entries:
             pieces.setdefault(entry.name, []).append(entry)
         file.close()
-    for name in sorted(pieces):
-        one, count = pieces[name][0], len(pieces[name])
+    for name, (one, *others) in sorted(pieces.items()):
         dtype = str(one.dtype).removeprefix("torch.")
-        lies = f"in {count} pieces" if count > 1 else ""
+        lies = f"in {1 + len(others)} pieces" if others else ""
         echo(f"{name:56} {dtype:9} {str(list(one.whole)):16} {lies}".rstrip())
     for key in ("strategy", "position", "versions"):
         if key in manifest:
@@ -110,11 +105,10 @@ def export_weights(store, step: int, folder: Path) -> int:
     manifest, files = store.open(step)
     config = config_in(manifest)
     weights = Weights(Saved(files), config)
-    settings = settings_of(config, family_of(config))
     shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.without_memory(), config)}
     (dtype, _), *_ = shapes.values()
+    settings = settings_of(config, family_of(config)) | {"dtype": str(dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
-    settings["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return write_tensors(folder / "model.safetensors", shapes, outgoing(weights, config))
 
@@ -134,15 +128,14 @@ def import_weights(folder: Path, target: Path) -> int:
     store = Store(target)
     path = store.begin(0) / file_name(0)
     written = write_file(store.disk, path, pieces, {"numbers": {}})
-    experts = asdict(config.experts) if config.experts else {}
-    identity = {**asdict(config), **experts}
-    identity.pop("experts")
+    identity = asdict(config)
+    identity |= identity.pop("experts") or {}
     store.commit(0, [written], dict(identity=identity, strategy={}, position={"step": 0}, records=[]))
     store.unlock()
     return written.size
 
 
-class Weights(Mapping):
+class Weights:
     """The parameters of a checkpoint, whole, each read when asked for; a tied head under its own name."""
 
     def __init__(self, saved, config):
@@ -165,12 +158,6 @@ class Weights(Mapping):
         import torch
 
         return {n: torch.empty(e.whole, dtype=e.dtype, device="meta") for n, e in self.entries.items()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
 
 def config_in(manifest: dict):

@@ -21,6 +21,7 @@ from typer import Argument, Option, echo
 from typer.core import TyperGroup
 
 from minitrain.cli import checkpoint_command, plan_command, replay_command, train_command
+from minitrain.cli.replay_command import among
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
 
@@ -61,7 +62,6 @@ app = typer.Typer(
     help="Learn how large models are trained on many machines, by running it.",
 )
 ROOT = notebook.CHAPTERS.parent
-MOST_LETTERS = 800  # of a complaint
 
 
 def main() -> None:
@@ -75,11 +75,8 @@ def main() -> None:
 
 
 def complain(text: str) -> None:
-    """On one line that ends, whatever was given: names of files may have line breaks, or be no text."""
-    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
-    if len(text) > MOST_LETTERS:
-        text = f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2 :]}"
-    echo(f"minitrain: {text}", err=True)
+    """On one line, whatever was given: names of files may have line breaks, or be no text."""
+    echo("minitrain: " + " ".join(text.split()).encode(errors="backslashreplace").decode(), err=True)
 
 
 def usage(error: UsageError) -> str:
@@ -96,16 +93,9 @@ def usage(error: UsageError) -> str:
 @app.callback(invoke_without_command=True)
 def options(version: Annotated[bool, Option("--version", help="versions, and end")] = False) -> None:
     if version:
-        found = [f"{name} {installed(name)}" for name in ("minitrain", "torch")]
+        found = [f"{name} {metadata.version(name)}" for name in ("minitrain", "torch")]
         echo(f"{', '.join(found)}, Python {platform.python_version()}")
         raise typer.Exit()
-
-
-def installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "is not installed"
 
 
 app.command()(train_command.train)
@@ -186,8 +176,7 @@ def list_chapters() -> None:
 @app.command("run")
 def run_chapters(
     numbers: Annotated[
-        list[str] | None,
-        Argument(help="such as 00 03; else all", autocompletion=replay_command.among(notebook.chapters())),
+        list[str] | None, Argument(help="such as 00 03; else all", autocompletion=among(notebook.chapters()))
     ] = None,
     save: Annotated[bool, Option(help="write the outputs into the notebook itself (for authors)")] = False,
     out: Annotated[Path, Option(help="folder for the executed copies")] = ROOT / "runs",
@@ -197,12 +186,7 @@ def run_chapters(
 
     home.at_home()
     paths = [notebook.chapter(number) for number in numbers or notebook.chapters()]
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out} is a file: give a folder for the executed copies")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # said now, not when the first chapter has run
-        raise ValueError(f"out={out} cannot be made ({error.strerror}): give a folder") from None
+    out.mkdir(parents=True, exist_ok=True)  # what is wrong with it is said now, not after a chapter
     started = time.perf_counter()
     for ran, path in enumerate(paths):
         with tqdm(desc=path.stem, unit="cell", leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -217,17 +201,14 @@ def run_chapters(
                 echo(f"interrupted in {path.stem}; {ran} of {len(paths)} chapters ran", err=True)
                 raise typer.Exit(130) from None
         echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
-    folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
-    where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
+    where, elapsed_s = "in place" if save else f"in {out}/", time.perf_counter() - started
     echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lab(
     context: typer.Context,
-    fresh: Annotated[
-        list[str] | None, Option(help="a chapter to copy anew, such as 03; yours is kept")
-    ] = None,
+    fresh: Annotated[list[str] | None, Option(help="a chapter to copy anew; yours is kept")] = None,
 ) -> None:
     """Open JupyterLab over copies of chapters and exercises in work/; what else is given, it gets."""
     home.at_home()
@@ -244,10 +225,7 @@ def lab(
 @app.command()
 def grade(
     chapter: Annotated[
-        str | None,
-        Argument(
-            help="such as 02; else a table of all", autocompletion=replay_command.among(notebook.exercises())
-        ),
+        str | None, Argument(help="such as 02; else all", autocompletion=among(notebook.exercises()))
     ] = None,
     file: Annotated[Path | None, Option(help="notebook; else that in work/exercises, or exercises")] = None,
     detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
@@ -272,14 +250,10 @@ def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all t
     found = search(wish)
     for row in found:
         echo(f"{row.chapter}  {row.kind:5} {row.name}")
-        echo(textwrap.fill(row.idea, 80, initial_indent=" " * 10, subsequent_indent=" " * 10))
+        echo(textwrap.indent(textwrap.fill(row.idea, 70), " " * 10))
         echo(f"{' ' * 10}{row.module}  shown {SHOWN[row.shown]} by {row.test}")
         if row.differs != "-":
-            echo(
-                textwrap.fill(
-                    row.differs, 80, initial_indent=" " * 10 + "differs: ", subsequent_indent=" " * 10
-                )
-            )
+            echo(textwrap.indent(textwrap.fill(f"differs: {row.differs}", 70), " " * 10))
     echo(f"{len(found)} system{'s' * (len(found) != 1)}" + (f"; {near(wish)}" if not found else ""))
 
 

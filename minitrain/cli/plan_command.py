@@ -12,7 +12,7 @@ from typing import Annotated
 
 from typer import Option, echo
 
-from minitrain.cli.replay_command import among, known
+from minitrain.cli.replay_command import among, known, writable
 from minitrain.model.config import GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
@@ -52,18 +52,9 @@ def plan(
     """
     require_positive_ints(top=top)
     writer = None if emit is None else known(EMIT, system=emit)
-    if out and (not writer or out.is_dir() or not out.parent.is_dir()):
-        raise ValueError(f"out={out}: give a file in a folder that is there, and a system with --emit")
-    task = Task(
-        known(presets, model=model),
-        known(MACHINES, machine=machine),
-        ranks,
-        batch,
-        length,
-        known(STACKS, stack=stack),
-        precision,
-        room,
-    )
+    writable(out=out)
+    of, on = known(presets, model=model), known(MACHINES, machine=machine)
+    task = Task(of, on, ranks, batch, length, known(STACKS, stack=stack), precision, room)
     theirs = task.run(read(compare, task).strategy) if compare else None
     from tqdm import tqdm
 
@@ -95,13 +86,12 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
     refused = ""
     for number, one in enumerate(best, start=1):
         job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
+        node = (one.run.machine.devices_per_node,) if writer is megatron else ()
         try:
-            node = (one.run.machine.devices_per_node,) if writer is megatron else ()
             written = writer.write(job, *node)
+            break
         except ValueError as error:
             refused = refused or f"1: {error}"
-            continue
-        break
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
     text, notes, in_code = (written, [], {}) if writer is training_job else written
@@ -134,19 +124,15 @@ def read(path: Path, task: Task) -> Job:
         job = training_job.read(text)
     else:
         job, _ = deepspeed.read(text, sizes | {"length": task.length})
-    found = job.strategy.ranks, job.rows, job.length
-    wanted = task.ranks, task.batch, task.length
-    if found != wanted or not same_sizes(job.model, model):
-        said = "{} ranks, {} rows of {} tokens".format
-        raise ValueError(
-            f"{path} is for {said(*found)} of {job.model.d_model} x {job.model.num_layers}, this plan for "
-            f"{said(*wanted)} of {model.d_model} x {model.num_layers}; ask for the same"
-        )
+    found = sizes_of(job.model, job.strategy.ranks, job.rows, job.length)
+    if found != (wanted := sizes_of(model, task.ranks, task.batch, task.length)):
+        raise ValueError(f"{path} is for {found}, this plan for {wanted}; ask for the same")
     return job
 
 
-def same_sizes(one: GPTConfig, other: GPTConfig) -> bool:
-    return (one.d_model, one.num_layers, one.num_heads) == (other.d_model, other.num_layers, other.num_heads)
+def sizes_of(model: GPTConfig, ranks: int, rows: int, length: int) -> str:
+    shape = f"{model.num_layers} x {model.d_model}, {model.num_heads} heads"
+    return f"{ranks} ranks, {rows} rows of {length} tokens, {shape}"
 
 
 def table(predictions: list[Prediction]) -> str:
@@ -155,11 +141,9 @@ def table(predictions: list[Prediction]) -> str:
         s = one.run.strategy
         schedule = f"{s.schedule} x {s.chunks}" if s.chunks > 1 else s.schedule if s.pp > 1 else "-"
         part, seconds = max(one.parts.items(), key=lambda item: item[1])
-        rows.append(
-            (str(number), *map(str, (s.dp, s.pp, s.cp, s.tp, s.ep, s.zero)), schedule)
-            + (str(one.run.microbatch), str(s.microbatches), s.recompute, readable(one.step_s))
-            + (f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB", f"{part} {seconds / one.step_s:.0%}")
-        )
+        sizes = number, s.dp, s.pp, s.cp, s.tp, s.ep, s.zero, schedule, one.run.microbatch, s.microbatches
+        took = readable(one.step_s), f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB"
+        rows.append((*map(str, sizes), s.recompute, *took, f"{part} {seconds / one.step_s:.0%}"))
     return aligned(rows, left=(7, 10, 14))
 
 
@@ -169,16 +153,12 @@ def memory(best: Prediction) -> str:
 
 
 def parts(best: Prediction) -> str:
-    spent = [(part, seconds) for part, seconds in best.parts.items() if seconds]
-    spent.sort(key=lambda item: -item[1])
-    rows = [(part, readable(seconds), f"{seconds / best.step_s:.1%}") for part, seconds in spent]
-    return aligned(rows)
+    spent = sorted(best.parts.items(), key=lambda item: -item[1])
+    return aligned([(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s])
 
 
 def reasons(best: Prediction, other: Prediction) -> str:
-    found = why(best, other)
-    signs = {True: "+", False: "-"}
-    said = (f"{part} {signs[seconds > 0]}{readable(abs(seconds))}" for part, seconds in found)
+    said = (f"{part} {'+' if s > 0 else '-'}{readable(abs(s))}" for part, s in why(best, other))
     return ", ".join(said) or "they are equal"
 
 

@@ -17,9 +17,6 @@ from minitrain.plan.simulate.machines import MACHINES, Machine
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints
 
-PICTURES = (".png", ".svg", ".pdf")
-DRAWN = 16  # stages: more cannot be read as a picture
-
 
 def among(*known: dict) -> Callable[[str], list[str]]:
     """What the Tab key offers: the keys that begin with what is typed."""
@@ -36,6 +33,12 @@ def known(names: dict, **given: str):
     raise ValueError(f"no {what} is called {name!r}; {said}")
 
 
+def writable(**given: Path | None) -> None:
+    ((name, path),) = given.items()
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"{name}={path}: give a file in a folder that is there")
+
+
 @options(flags(Strategy, unset=True))
 def replay(
     model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
@@ -48,7 +51,6 @@ def replay(
     memory_efficiency: Annotated[float, Option(help="likewise of the memory's bandwidth")] = 0.9,
     network_efficiency: Annotated[float, Option(help="likewise of the links'")] = 0.8,
     trace: Annotated[Path | None, Option(help="write a trace for ui.perfetto.dev here")] = None,
-    picture: Annotated[Path | None, Option(help="draw the timeline here (.png, .svg, .pdf)")] = None,
     **values,
 ) -> None:
     """What a training step of a published model takes on a described machine: dry run, then replay.
@@ -71,32 +73,22 @@ def replay(
     )
     strategy = strategy_for(chosen(Strategy, values), ranks)
     hyper = step_for(config, strategy, batch, length)
-    for name, path in dict(trace=trace, picture=picture).items():
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"{name}={path}: give a file in a folder that is there")
-    if picture and picture.suffix not in PICTURES:
-        raise ValueError(f"picture={picture}: use a name that ends in {', '.join(PICTURES)}")
+    writable(trace=trace)
     strategy.check(config, strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     from minitrain.compose.dry_steps import dry_steps
-    from minitrain.course.plot import charts
     from minitrain.plan.simulate.replay import replay as play
 
     ledgers = dry_steps(config, strategy, hyper, fused=fused_optimizer)
     dtype = rate_for(target, strategy)
     timeline = play({rank: ledger.events for rank, ledger in ledgers.items()}, target, dtype=dtype)
-    name = target.device.name
     step = f"{hyper.batch_size} x {hyper.length} tokens per step"
-    echo(f"{model} on {strategy.ranks} ranks of {name}, {step}\n{strategy}\n")
+    echo(f"{model} on {strategy.ranks} ranks of {target.device.name}, {step}\n{strategy}\n")
     echo(timeline.table())
     echo(f"\n{memory(ledgers, target)}")
     echo(utilisation(timeline, config, strategy, hyper, target))
     if trace:
         echo(f"trace in {timeline.to_chrome_trace(trace)}")
-    if picture:
-        drawn = list(ledgers)[:DRAWN]
-        charts.timeline(timeline, drawn, title=f"{model}, {strategy.ranks} x {name}").savefig(picture)
-        echo(f"picture in {picture}")
 
 
 def strategy_for(given: dict[str, Any], ranks: int | None) -> Strategy:
@@ -136,10 +128,8 @@ def memory(ledgers: dict, target: Machine) -> str:
     rank = max(ledgers, key=lambda rank: ledgers[rank].peak_bytes)
     peak, capacity = ledgers[rank].peak_bytes, target.device.memory_bytes
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in ledgers[rank].peak_by_kind.items() if size)
-    fits = (
-        "" if peak <= capacity else "\nDOES NOT FIT: cut more (zero, tp, pp) or keep less (recompute, batch)"
-    )
-    return f"peak memory {peak / 1e9:.1f} GB of {capacity / 1e9:.0f} GB on rank {rank} ({kinds}){fits}"
+    cure = "\nDOES NOT FIT: cut more (zero, tp, pp) or keep less (recompute, batch)" * (peak > capacity)
+    return f"peak memory {peak / 1e9:.1f} GB of {capacity / 1e9:.0f} GB on rank {rank} ({kinds}){cure}"
 
 
 def utilisation(timeline, config, strategy: Strategy, hyper: Hyperparameters, target: Machine) -> str:

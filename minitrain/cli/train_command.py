@@ -23,16 +23,16 @@ from minitrain.model.config import GPTConfig, presets
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.accounting.memory_formulas import zero_bytes
 from minitrain.plan.accounting.parameters import mlp_parameters, parameters
 from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 WEEK_S = 7 * 86_400
 BYTES = 256  # tokens are bytes: model/data/batches.py
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
-# By stage of ZeRO, how parameters, gradients and optimizer states are cut: N not, I over a node, G over all.
-CUT = ("NNN", "NNG", "NGG", "GGG")
 
 
 @options(
@@ -65,17 +65,16 @@ def train(
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
-    for name, value, least in (("report_every", report_every, 1), ("sample", sample, 0), ("keep", keep, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}: use at least {least}")
+    require_positive_ints(report_every=report_every, every=every, keep=keep)
+    require_ints(sample=sample)
     if plan:
         config, strategy, hyper = planned(plan, preset, values)
     else:
         strategy = Strategy(**chosen(Strategy, values))
         hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
-    save_how = "asynchronous" if async_save else "sync_sharded"
-    saving = checkpoint, every, keep, save_how, resume
-    settings = Settings(config, strategy, hyper, text, out, report_every, sample, *saving)
+    trainer = dict(report_every=report_every, save_every=every)
+    trainer |= dict(save_how="asynchronous" if async_save else "sync_sharded", out=out)
+    settings = Settings(config, strategy, hyper, text, out, sample, checkpoint, keep, resume, trainer)
     check(settings, ranks_there(strategy))
     from minitrain.ranks import launch
 
@@ -98,13 +97,11 @@ class Settings:
     hyper: Hyperparameters
     text: Path | None
     out: Path | None
-    report_every: int
     sample: int
     folder: Path | None  # of checkpoints
-    save_every: int
     keep: int
-    save_how: str
     resume: bool
+    trainer: dict[str, Any]
 
     def store(self):
         from minitrain.checkpoint.store import Store
@@ -157,13 +154,12 @@ def check(settings: Settings, ranks: int) -> None:
     config, strategy, hyper = settings.config, settings.strategy, settings.hyper
     strategy.check(config, ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
-    check_frozen(config, hyper)
+    if hyper.frozen:
+        check_frozen(config, hyper)
     train_text, _ = open_text(settings.text, hyper.length)
     check_memory(config, strategy, bool(settings.folder))
     if settings.out:
         settings.out.mkdir(parents=True, exist_ok=True)
-    if settings.save_every < 1:
-        raise ValueError(f"every={settings.save_every}: use at least 1 step from one checkpoint to the next")
     if settings.resume and not settings.folder:
         raise ValueError("--resume without a folder: add --checkpoint FOLDER")
     if settings.folder:
@@ -202,8 +198,6 @@ def open_text(path: Path | None, length: int) -> tuple:
 
 def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
     """Every pattern means something, and something is left to train."""
-    if not hyper.frozen:
-        return
     from minitrain.model.gpt import GPT
 
     names = [name for name, _ in GPT(config, device="meta").named_parameters()]
@@ -229,23 +223,16 @@ def check_memory(config: GPTConfig, strategy: Strategy, saves: bool) -> None:
 
 
 def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
-    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; `saves`: and part of a copy."""
-    sizes = strategy.policy.state_bytes  # of weights, gradients, what the optimizer keeps
-    pieces = {"N": 1, "I": strategy.sharers * strategy.cp, "G": strategy.dp * strategy.cp}
-    word = strategy.zero if strategy.hybrid else CUT[strategy.zero]
-    spread, all_of_them = expert_parameters(config), parameters(config)
-    here = 0.0
-    for size, letter in zip(sizes, word):  # ep cuts experts first, ZeRO what is left
-        beside = max(strategy.ep, pieces[letter])
-        here += size * ((all_of_them - spread) / pieces[letter] + spread / beside)
-    saved = saves * all_of_them * (sizes[0] + sizes[2]) / strategy.ranks
-    return int(here / (strategy.pp * strategy.tp) + saved)
-
-
-def expert_parameters(config: GPTConfig) -> int:
-    """Those of experts, which ep spreads over ranks."""
-    counts = (config.experts_in(block) for block in range(1, config.num_layers + 1))
-    return sum(counts) * mlp_parameters(config, matrices_only=True, width=config.expert_width)
+    """At least so many of weights, gradients, moments and masters of one rank; `saves`: and part of a copy.
+    Of experts a rank has 1 / ep, and hybrid sharding may leave as little as ZeRO-3."""
+    weight, gradient, optimizer = strategy.policy.state_bytes
+    experts = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
+    dealt = experts * mlp_parameters(config, matrices_only=True, width=config.expert_width)
+    here = parameters(config) - dealt + dealt // strategy.ep
+    stage = 3 if strategy.hybrid else strategy.zero
+    sizes = dict(weight=weight, gradient=gradient, optimizer=optimizer)
+    states = zero_bytes(here, strategy.dp * strategy.cp, stage, **sizes) / (strategy.pp * strategy.tp)
+    return int(states + saves * parameters(config) * (weight + optimizer) / strategy.ranks)
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------
@@ -262,27 +249,11 @@ def train_on_rank(settings: Settings) -> None:
 
     strategy, hyper = settings.strategy, settings.hyper
     text, held_out = open_text(settings.text, hyper.length)
-    run = parallelize(
-        settings.config,
-        strategy,
-        hyper.make_optimizer,
-        seed=hyper.seed,
-        frozen=hyper.frozen,
-        device=launch.device(),
-    )
+    more = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
+    run = parallelize(settings.config, strategy, hyper.make_optimizer, **more)
     peak_flops = measure_peak_flops(run.dtype, run.device)
-    trainer = Trainer(
-        run,
-        text,
-        hyper,
-        held_out=held_out,
-        out=settings.out,
-        report_every=settings.report_every,
-        peak_flops=peak_flops,
-        store=settings.store(),
-        save_every=settings.save_every,
-        save_how=settings.save_how,
-    )
+    more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store())
+    trainer = Trainer(run, text, hyper, **more)
     say = print if trainer.rank == 0 else lambda *_: None
     size, best = f"{parameters(settings.config):,} parameters", f"{peak_flops / 1e9:.0f} GFLOP/s"
     there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {best}"

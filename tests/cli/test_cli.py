@@ -55,21 +55,15 @@ def test_atlas_says_what_is_near():
 
 
 def test_replay_of_a_small_model(tmp_path):
-    files = ["--trace", str(tmp_path / "t.json"), "--picture", str(tmp_path / "t.png")]
-    result = invoke("replay", "tiny", "--ranks", "16", "--length", "64", *files)
+    result = invoke("replay", "tiny", "--ranks", "16", "--length", "64", "--trace", str(tmp_path / "t.json"))
     assert result.exit_code == 0, result.output
     assert "16 ranks of H100" in result.output and "MFU" in result.output
-    assert json.loads((tmp_path / "t.json").read_text()) and (tmp_path / "t.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "t.json").read_text())
 
 
-def test_a_complaint_is_one_line_that_ends(capsys):
-    """Blanks of any kind are one, what is no text is escaped, and of more than 800 letters both ends are said."""
-    for given, said in (
-        ("a\n b\t\tc ", "a b c"),
-        ("caf\udce9", "caf\\udce9"),
-        ("x" * 400 + "y" * 400, "x" * 400 + "y" * 400),
-        ("x" * 401 + "y" * 400, "x" * 400 + " ... " + "y" * 400),
-    ):
+def test_a_complaint_is_one_line(capsys):
+    """Blanks of any kind are one, what is no text is escaped."""
+    for given, said in (("a\n b\t\tc ", "a b c"), ("caf\udce9", "caf\\udce9")):
         main.complain(given)
         assert capsys.readouterr().err == f"minitrain: {said}\n"
 
@@ -206,10 +200,8 @@ def test_the_tab_key_offers_names():
         ("replay tiny --ranks 99999999999999999999999", "ranks=99999999999999999999999: use a whole number"),
         ("replay tiny --length 0", "length=0: use a whole number from 1"),
         ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),
-        ("replay tiny --picture /nowhere/a.png", "picture=/nowhere/a.png: give a file"),
-        ("replay tiny --picture a.zzz", "picture=a.zzz: use a name that ends in .png, .svg, .pdf"),
-        ("run 00 --out file", "out=file is a file: give a folder"),
-        ("run 00 --out file/below", "out=file/below cannot be made (Not a directory): give a folder"),
+        ("run 00 --out file", "File exists: 'file'"),
+        ("run 00 --out file/below", "Not a directory: 'file/below'"),
         ("replay tiny --ranks nan", "Invalid value for '--ranks'"),
         ("replay tiny --ranks nan", "'nan'; see minitrain replay --help"),
         ("checkpoint ls", "Missing argument 'folder'; see minitrain checkpoint ls --help"),
@@ -226,7 +218,7 @@ def test_the_tab_key_offers_names():
             "length=99999999999999999999: use a whole number from 1 to 1,073,741,824",
         ),
         ("train --query-latent -1", "query_latent = -1; use at least 0"),
-        ("train --keep 0", "keep=0: use at least 1"),
+        ("train --keep 0", "keep=0: use a whole number from 1"),
         ("train --norm-eps nan", "norm_eps = nan"),
         (
             "train --text three.txt",

@@ -63,16 +63,6 @@ def test_what_no_layout_can_say_is_one_line():
     assert isinstance(error, ValueError) and "fastest can be written" in str(error)
 
 
-def test_of_several_that_cannot_be_written_the_first_says_why():
-    def refuse(job):
-        raise ValueError(f"dp={job.strategy.dp} has no word")
-
-    task = dict(model=presets["tiny"], batch=8, length=64)
-    best = [SimpleNamespace(run=SimpleNamespace(strategy=Strategy(dp=dp), **task)) for dp in (4, 2, 8)]
-    with pytest.raises(ValueError, match="^none of the 3 fastest can be written. 1: dp=4 has no word$"):
-        plan_command.write(best, SimpleNamespace(write=refuse, BESIDE={}), None)
-
-
 def test_without_a_file_the_text_is_printed():
     said = plan("--emit", "minitrain")
     assert said.startswith("small on 2 x A100 SXM 80GB, 4 x 64 tokens per step, stack megatron-2023\n\n")
@@ -194,10 +184,12 @@ def test_reasons_and_parts_come_largest_first():
 
 def test_a_plan_is_for_one_set_of_sizes():
     tiny = presets["tiny"]
-    assert plan_command.same_sizes(tiny, replace(tiny, vocab_size=7))
-    for name in ("d_model", "num_layers", "num_heads"):
-        other = replace(tiny, **{name: 2 * getattr(tiny, name)})
-        assert not plan_command.same_sizes(tiny, other), name
+    said = {plan_command.sizes_of(replace(tiny, vocab_size=n), 2, 4, 64) for n in (7, 256)}
+    said |= {
+        plan_command.sizes_of(tiny, 4, 4, 64),
+        plan_command.sizes_of(replace(tiny, num_layers=9), 2, 4, 64),
+    }
+    assert len(said) == 3 and "2 ranks, 4 rows of 64 tokens" in " ".join(said)
 
 
 def test_the_first_that_can_be_written_is_and_it_is_said_how_much_slower_it_is(monkeypatch, capsys, tmp_path):

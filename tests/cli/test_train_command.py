@@ -240,8 +240,8 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--steps 0", "steps=0: use a whole number from 1"),
         ("--lr -1", "lr=-1.0, min_lr=-0.1: need 0 <= min_lr <= lr"),
         ("--warmup 2000", "warmup=2000 of steps=1000"),
-        ("--report-every 0", "report_every=0: use at least 1"),
-        ("--sample -1", "sample=-1: use at least 0"),
+        ("--report-every 0", "report_every=0: use a whole number from 1"),
+        ("--sample -1", "sample=-1: use a whole number from 0"),
         ("--dp 0", "dp=0: use a whole number from 1"),
         ("--heads 5", "num_heads 5"),
         ("--top-k 4", "top_k=4, but preset 'tiny' has no experts; add num_experts, or use another"),
@@ -273,8 +273,8 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--out text.txt", "text.txt"),
         ("--checkpoint text.txt", "text.txt"),
         ("--checkpoint saved", "saved has checkpoints up to step 7: add --resume to go on, or use another"),
-        ("--checkpoint saved --every 0", "every=0: use at least 1 step"),
-        ("--checkpoint saved --keep 0", "keep=0: use at least 1"),
+        ("--checkpoint saved --every 0", "every=0: use a whole number from 1"),
+        ("--checkpoint saved --keep 0", "keep=0: use a whole number from 1"),
         ("--resume", "--resume without a folder: add --checkpoint FOLDER"),
     ],
 )
@@ -362,35 +362,23 @@ def test_state_bytes_are_those_of_the_formulas():
     """
     config = presets["tiny"]
     count = parameters(config)
-    for stage in (0, 1, 2, 3):
-        assert train_command.state_bytes(config, Strategy(dp=4, zero=stage, precision="bfloat16")) == int(
-            zero_bytes(count, 4, stage)
-        )
-        assert train_command.state_bytes(config, Strategy(dp=2, cp=2, zero=stage)) == zero_bytes(
-            count, 4, stage, weight=4, gradient=4, optimizer=8
-        )
-        main_grads = Strategy(dp=4, zero=stage, precision="bfloat16_main_grads")
-        assert train_command.state_bytes(config, main_grads) == int(zero_bytes(count, 4, stage, gradient=4))
-    assert train_command.state_bytes(config, Strategy(precision="bfloat16_short_moments")) == 14 * count
-    assert train_command.state_bytes(config, Strategy(dp=4, node=2, zero="III")) == 8 * count
-    assert train_command.state_bytes(config, Strategy(tp=2, pp=2, precision="float64")) == 8 * count
-    assert train_command.state_bytes(config, Strategy(dp=4, zero=3), saves=True) == 7 * count
-
-
-def test_experts_are_cut_by_ep_first_and_by_zero_beyond():
-    """Of 4 data ranks in blocks of 2: a rank has half of the experts, whatever ZeRO does to the rest of them."""
-    config = presets["tiny-moe"]
-    experts = train_command.expert_parameters(config)
-    blocks = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
-    assert experts == blocks * 3 * config.d_model * config.expert_width
-    rest = parameters(config) - experts
-    bytes_of = lambda **fields: train_command.state_bytes(
-        config, Strategy(dp=4, precision="bfloat16", **fields)
+    bytes_of = lambda config=config, saves=False, **how: train_command.state_bytes(
+        config, Strategy(**how), saves
     )
-    assert bytes_of(ep=2) == 16 * (rest + experts // 2)
-    assert bytes_of(ep=2, zero=1) == int(4 * (rest + experts / 2) + 12 * (rest + experts) / 4)
-    assert bytes_of(ep=2, zero=2) == int(2 * (rest + experts / 2) + 14 * (rest + experts) / 4)
-    assert bytes_of(ep=4, zero=3) == int(16 * (rest + experts) / 4)
+    for stage in (0, 1, 2, 3):
+        short = zero_bytes(count, 4, stage, weight=4, gradient=4, optimizer=8)
+        assert bytes_of(dp=2, cp=2, zero=stage) == short
+        main_grads = dict(dp=4, zero=stage, precision="bfloat16_main_grads")
+        assert bytes_of(**main_grads) == int(zero_bytes(count, 4, stage, gradient=4))
+    assert bytes_of(precision="bfloat16_short_moments") == 14 * count
+    assert bytes_of(dp=4, node=2, zero="III") == 4 * count, "at least"
+    assert bytes_of(tp=2, pp=2, precision="float64") == 8 * count
+    assert bytes_of(dp=4, zero=3, saves=True) == 7 * count
+    moe = presets["tiny-moe"]
+    blocks = sum(moe.experts_in(block) for block in range(1, moe.num_layers + 1))
+    rest = parameters(moe) - (experts := blocks * 3 * moe.d_model * moe.expert_width)
+    assert bytes_of(moe, dp=4, ep=2) == 16 * (rest + experts // 2), "a rank has half of the experts"
+    assert bytes_of(moe, dp=4, ep=2, zero=1) == int(8 * (rest + experts / 2) + 8 * (rest + experts / 2) / 4)
 
 
 def test_what_does_not_fit_says_how_much_is_free(monkeypatch):
