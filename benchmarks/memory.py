@@ -166,7 +166,8 @@ def through_the_store(folder: str) -> float:
 
 
 def one_after_the_other(folder: str) -> float:
-    file, _ = open_unnamed(Path(folder))
+    unnamed, _ = open_unnamed(Path(folder))
+    file = unnamed.fileno()
     memory = memoryview(mmap.mmap(-1, EACH))
     memory[:] = os.urandom(EACH)
     started = time.perf_counter()
@@ -176,7 +177,7 @@ def one_after_the_other(folder: str) -> float:
     for number in range(COUNT):
         os.preadv(file, [memory], number * EACH)
     elapsed = time.perf_counter() - started
-    os.close(file)
+    unnamed.close()
     return elapsed
 
 

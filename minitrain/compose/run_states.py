@@ -164,7 +164,7 @@ class RunStates:
 def make_states(run: RunStates) -> None:
     """In a dry run: the optimizer's states as its first step makes them, without that step's work."""
     for one in run.sync.shards:
-        if states.is_updated(run.sync, one) and not run.sync.optimizer.state.get(one.shard):
+        if states.is_updated(run.sync, one) and not states.state_of(run.sync, one):
             one.shard.grad = torch.zeros_like(one.shard, dtype=one.shard.grad_dtype)
     run.sync.optimizer.step()
     run.sync.zero_grad()

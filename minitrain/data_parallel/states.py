@@ -17,7 +17,6 @@ but for `full_*`, which gather (n-1)/n of what they return, cut by cut.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -150,11 +149,12 @@ def load_pieces(sync: Sync, saved, *same: ProcessGroup) -> None:
             saved.fill(piece)
         if is_updated(sync, one):
             state = values_of(sync).written_state(one, state)
-            if state:
+            if hasattr(sync.optimizer, "set_state"):  # which has states elsewhere
+                sync.optimizer.set_state(one.shard, state)
+            elif state:
                 sync.optimizer.state[one.shard] = state
             else:
-                with suppress(KeyError):
-                    del sync.optimizer.state[one.shard]
+                sync.optimizer.state.pop(one.shard, None)
     if hasattr(sync.optimizer, "refresh"):  # it has copies of the parameters
         sync.optimizer.refresh()
     sync.publish(frozen=True)
@@ -250,8 +250,8 @@ def state_of(sync: Sync, one: Flat) -> dict[str, Any]:
     """The optimizer's own state of a shard, wherever it is."""
     if not is_updated(sync, one):
         return {}
-    on_host = hasattr(sync.optimizer, "host_state")
-    state = sync.optimizer.host_state(one.shard) if on_host else sync.optimizer.state.get(one.shard, {})
+    elsewhere = hasattr(sync.optimizer, "get_state")
+    state = sync.optimizer.get_state(one.shard) if elsewhere else sync.optimizer.state.get(one.shard, {})
     return values_of(sync).read_state(one, state)
 
 

@@ -15,13 +15,11 @@ fails in backward is lost.
     delayed     the update of step k runs beside step k + 1, which computes with the weights before it: as
                 training whose weights are one step late. The first `warmup_steps` updates are not delayed.
 
-Reading or loading states waits for a delayed update, so that training goes on alike from what was saved.
 Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840, sections 3, 4.2 and 5.2 (delayed update after 40 steps).
 Differs: any elementwise optimizer; its kernel is torch's fused one where it has one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future
 from inspect import getattr_static
 from types import FunctionType, MethodType
@@ -58,7 +56,7 @@ class HostOptimizer:
         for group in optimizer.param_groups:
             group["params"] = [self._twin(param) for param in group["params"]]
         for param, state in states.items():
-            self.state[param] = state
+            self.set_state(param, state)
 
     def _twin(self, param: nn.Parameter) -> nn.Parameter:
         twin = param
@@ -74,10 +72,6 @@ class HostOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's own: settings, and parameters on the host with their gradients."""
         return self.inner.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.inner.defaults
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -144,7 +138,11 @@ class HostOptimizer:
             self.exposed_elements += param.numel()
         twin = self.twin_of[param]
         group = next(group for group in self.inner.param_groups if any(twin is p for p in group["params"]))
-        self._pending.append((param, pools.work(_One(self.inner, group, twin).updated, twin)))
+        alone = nn.Parameter(twin.detach())  # with the gradient that it has now
+        alone.grad_dtype, alone.grad = twin.grad_dtype, twin.grad
+        vars(alone).update(vars(twin))
+        one = OptimizerOfOne(self.inner, group, alone, self.inner.state.get(twin, {}))
+        self._pending.append((param, pools.work(one.updated, twin)))
 
     def settle(self) -> bool:
         """Bring the weights of an update under way to the device; False if there is none."""
@@ -167,14 +165,18 @@ class HostOptimizer:
 
     # ---- states -------------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> MutableMapping[Tensor, dict]:
-        """By parameter of the device. What is read is a copy there, what is written goes to the host."""
-        return _States(self)
-
-    def host_state(self, param: Tensor) -> dict[str, Any]:
+    def get_state(self, param: Tensor) -> dict[str, Any]:
         """What the host has, no copy; an update under way must have been settled."""
         return self.inner.state.get(self.twin_of[param], {})
+
+    def set_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """A copy of it; {} takes it away."""
+        twin = self.twin_of[param]
+        self.inner.state.pop(twin, None)
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value = to_host(value, out=new_host(value.shape, value.dtype, kind="optimizer state")).wait()
+            self.inner.state[twin][name] = value
 
     def refresh(self) -> None:
         """Copy the parameters from the device, where they and states were written."""
@@ -183,35 +185,16 @@ class HostOptimizer:
             if twin is not param:
                 to_host(param, out=twin).wait()
 
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return self.inner.state_dict() | {"updates": self.updates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The parameters of the device have been loaded before."""
-        self.settle()
-        self.inner.load_state_dict(state)
-        for twin in self.twin_of.values():
-            self._mark(twin)
-        self.refresh()
-        self.updates = state.get("updates", 0)
+class OptimizerOfOne:
+    """`optimizer` as if it had one parameter, with the settings it has now: for another thread, or a piece.
 
+    Hooks of an optimizer's steps do not see this one."""
 
-class _One:
-    """An optimizer with one parameter, and the gradient and the settings that it has now, for another thread.
-
-    Hooks of an optimizer's steps do not see this one.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: nn.Parameter):
-        self._optimizer, self._param = optimizer, nn.Parameter(param.detach())
-        self._param.grad_dtype = param.grad_dtype
-        self._param.grad = param.grad
-        vars(self._param).update(vars(param))
-        self.param_groups = [dict(group, params=[self._param])]
-        self.state = defaultdict(dict)
-        if param in optimizer.state:
-            self.state[self._param] = optimizer.state[param]
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, state: dict):
+        self._optimizer, self._param = optimizer, param
+        self.param_groups = [dict(group, params=[param])]
+        self.state = defaultdict(dict, {param: state})
 
     def __getattr__(self, name: str) -> Any:
         """The optimizer's settings; its methods see this parameter and its state."""
@@ -224,45 +207,6 @@ class _One:
         """The state after a step."""
         type(self._optimizer).step.__wrapped__(self)
         return self.state[self._param]
-
-
-class _States(MutableMapping):
-    """The states of a HostOptimizer by the parameters of the device."""
-
-    def __init__(self, host: HostOptimizer):
-        self._host, self._states = host, host.inner.state
-
-    def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        self._host.settle()
-        state = self._states[self._host.twin_of[param]] if param in self else {}
-        if not state:
-            raise KeyError(param)
-
-        def seen(value):
-            return to_device(value, param.device).wait() if isinstance(value, Tensor) else value
-
-        return {name: seen(value) for name, value in state.items()}
-
-    def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
-        host, kept = self._host, {}
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                value = to_host(value, out=new_host(value.shape, value.dtype, kind="optimizer state")).wait()
-            kept[name] = value
-        self._states[host.twin_of[param]] = kept
-        host.updates = max(host.updates, int(state.get("step", 0)))
-
-    def __delitem__(self, param: Tensor) -> None:
-        del self._states[self._host.twin_of[param]]
-
-    def __contains__(self, param: Tensor) -> bool:
-        return self._host.twin_of.get(param) in self._states
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (param for param, twin in self._host.twin_of.items() if twin in self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
 
 
 def fused_adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -81,8 +81,10 @@ def of_states_on_the_host(folder):
     host.on_grad_final(param, torch.ones(4))
     host.step()
     host.settle()
-    seen, own = host.state[param], host.host_state(param)
-    return [seen["exp_avg"], seen["exp_avg_sq"]], [own["exp_avg"], own["exp_avg_sq"]]
+    given = {"exp_avg": numbers(4), "exp_avg_sq": numbers(4)}
+    host.set_state(param, given)
+    own = host.get_state(param)
+    return [given["exp_avg"], given["exp_avg_sq"]], [own["exp_avg"], own["exp_avg_sq"]]
 
 
 def of_states_in_files(folder):
@@ -91,9 +93,9 @@ def of_states_in_files(folder):
     with FileStore(folder, buffer_bytes=4096, buffers=6) as store:
         optimizer = FileOptimizer(AdamW(model.parameters()), store, 100)
         trained(model, optimizer)
-        first, second = (optimizer.state[model.weight]["exp_avg"] for _ in range(2))
+        first, second = (optimizer.get_state(model.weight)["exp_avg"] for _ in range(2))
         first.zero_()
-        assert optimizer.state[model.weight]["exp_avg"].count_nonzero() == second.numel()
+        assert optimizer.get_state(model.weight)["exp_avg"].count_nonzero() == second.numel()
     return [first], [second]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minitrain.ranks.random_state import drawing_from, random_state
-from minitrain.systems.memory.chain_plan import Action, check, split
+from minitrain.systems.memory.chain_plan import Action, check, walk
 
 
 def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable] = ()) -> Callable:
@@ -37,7 +37,6 @@ def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[
     out."""
     layers, replay = list(layers), tuple(replay)
     check(plan, len(layers))
-    parts = split(plan, len(layers))
 
     def run(x: Tensor, *others) -> Tensor:
         trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
@@ -48,18 +47,17 @@ def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[
         wanted = [x.requires_grad or any(trained[:i]) for i in range(len(layers))]
         # an operator whose inputs are all without gradient would be left out: tokens have none
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-        return _Chain.apply(x, anchor, _Interpreter(layers, others, wanted, replay), *parts)
+        return _Chain.apply(x, anchor, _Interpreter(layers, others, plan, wanted, replay))
 
     return run
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, interpreter, first, rest) -> Tensor:
-        ctx.interpreter, ctx.rest = interpreter, rest
-        interpreter.held[0] = x.detach()
-        interpreter.play(first)
-        return interpreter.held.pop(len(interpreter.layers))
+    def forward(ctx, x: Tensor, anchor: Tensor, interpreter) -> Tensor:
+        ctx.interpreter = interpreter
+        interpreter.x[0] = x.detach()
+        return interpreter.play()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -67,53 +65,49 @@ class _Chain(torch.autograd.Function):
         interpreter, ctx.interpreter = ctx.interpreter, None
         if interpreter is None:
             raise RuntimeError("chain: backward a second time; a plan lets everything go in the first")
-        interpreter.gradient = [dy]
-        interpreter.play(ctx.rest)
-        return interpreter.gradient.pop(), None, None, None, None
+        interpreter.gradient = dy
+        interpreter.play()
+        return interpreter.gradient, None, None
 
 
 class _Interpreter:
     """What is held between the actions of one step."""
 
-    def __init__(self, layers: Sequence[nn.Module], others: tuple, wanted: list[bool], replay: tuple):
+    def __init__(self, layers: Sequence[nn.Module], others: tuple, plan, wanted: list[bool], replay: tuple):
         self.layers, self.others, self.wanted, self.replay = layers, others, wanted, replay
-        self.held: dict[int, Tensor] = {}  # number -> x
+        self.steps = walk(plan)
+        self.x: dict[int, Tensor] = {}  # by number
         self.tapes: dict[int, tuple[Tensor, GradientEdge | None]] = {}  # layer -> its input, its graph's end
         self.first: dict[int, list[Callable]] = {}  # layer -> contexts in which it runs as it did at first
-        self.gradient: list[Tensor | None] = []  # of the x at which backward has arrived
-        self.left = len(layers) + 1  # the x with smaller numbers are still to be used
+        self.gradient: Tensor | None = None  # of the x at which backward has arrived
 
-    def play(self, plan: Sequence[Action]) -> None:
-        for action in plan:
-            getattr(self, action.kind)(action.layer)
+    def play(self) -> Tensor | None:
+        """Up to the output of the last layer; the next call goes on from there to the end."""
+        for (kind, i), held in self.steps:
+            if kind != "D":
+                getattr(self, kind)(i)
+            output = self.x.pop(len(self.layers), None)
+            self.x = {number: x for number, x in self.x.items() if number in held}
+            if output is not None:
+                return output
 
     def F(self, i: int) -> None:
         with torch.no_grad():
-            self.hold(i + 1, self.run(i, self.held[i]))
+            self.x[i + 1] = self.run(i, self.x[i])
 
     def T(self, i: int) -> None:
-        x = self.held[i].detach()
+        x = self.x[i].detach()
         x.requires_grad_(self.wanted[i])
         with torch.enable_grad():
             y = self.run(i, x)
         self.tapes[i] = x, get_gradient_edge(y) if y.requires_grad else None
-        self.hold(i + 1, y.detach())
-
-    def D(self, i: int) -> None:
-        del self.held[i]
+        self.x[i + 1] = y.detach()
 
     def B(self, i: int) -> None:
         x, end = self.tapes.pop(i)
-        dy = self.gradient.pop()
-        if end is not None and dy is not None:
-            torch.autograd.backward((end,), (dy,))
-        self.gradient.append(x.grad)
-        self.left = i
-        self.held.pop(i, None)
-
-    def hold(self, number: int, x: Tensor) -> None:
-        if number < self.left:
-            self.held[number] = x
+        if end is not None and self.gradient is not None:
+            torch.autograd.backward((end,), (self.gradient,))
+        self.gradient = x.grad
 
     def run(self, i: int, x: Tensor) -> Tensor:
         with ExitStack() as stack:

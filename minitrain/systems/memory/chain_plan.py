@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import MOST, require_ints, require_text
+from minitrain.ranks.checks import MOST, require_ints
 
 
 class Action(NamedTuple):
@@ -39,16 +39,6 @@ class LayerBytes(NamedTuple):
     gradient: int  # that of x_i; 0 if nothing in front of layer i is trained
     backward: int  # the most during B beside graph, x_i and the gradient of x_{i+1}
     left: int = 0  # gradients of the layer's parameters that B leaves
-
-
-def parse(text: str) -> tuple[Action, ...]:
-    """ "F0 T1 B1 T0 B0" -> actions."""
-    require_text(text=text)
-    return tuple(Action(word[0], int(word[1:])) for word in text.split())
-
-
-def show(plan: Iterable[Action]) -> str:
-    return " ".join(map(str, plan))
 
 
 def every(layers: int, size: int) -> tuple[Action, ...]:
@@ -82,70 +72,48 @@ def advance(start: int, end: int) -> list[Action]:
     return plan
 
 
-def split(plan: Sequence[Action], layers: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """(forward pass, backward pass)."""
-    end = plan.index(Action("T", layers - 1)) + 1
-    return tuple(plan[:end]), tuple(plan[end:])
-
-
 def forwards(plan: Iterable[Action]) -> Counter[int]:
     """How often each layer runs forward, with or without a graph."""
     return Counter(action.layer for action in plan if action.kind in "FT")
 
 
-def recomputed(plan: Sequence[Action], layers: int) -> int:
-    """How many forwards of a layer a step has beyond one each."""
-    require_ints(0, forwards(plan).total(), layers=layers)
-    return forwards(plan).total() - layers
+def walk(plan: Sequence[Action], layers: int | None = None) -> Iterator[tuple[Action, frozenset[int]]]:
+    """(action, numbers of the x that are held behind it). An x whose gradient is there is not kept again.
 
-
-def most_stored(plan: Sequence[Action]) -> int:
-    """The largest number of x held at the end of an action, those in graphs included; x_0 is one of them and
-    the output of the last layer, which is the caller's, is not."""
-    return max(len(held) for _, held in walk(plan))
-
-
-def walk(plan: Sequence[Action]) -> Iterator[tuple[Action, frozenset[int]]]:
-    """(action, numbers of the x that are held behind it). An x whose gradient is there is not kept again."""
-    last = max(action.layer for action in plan)
-    held, left = frozenset({0}), last + 1
-    for action in plan:
-        if action.kind in "FT" and action.layer + 1 < left:
-            held |= {action.layer + 1}
-        elif action.kind in "DB":
-            held -= {action.layer}
-            left = action.layer if action.kind == "B" else left
+    ValueError: the first action that cannot be carried out (with so many layers), and why."""
+    layers = layers or 1 + max(action.layer for action in plan)
+    held, taped, left = frozenset({0}), set(), layers  # left: all gradients from here on are done
+    for number, action in enumerate(plan):
+        kind, i = action
+        wrong = {
+            f"is none of F, T, D, B of layers 0 to {layers - 1}": kind not in "FTDB" or not 0 <= i < layers,
+            f"needs x_{i}, which is not held": kind in "FTD" and i not in held,
+            f"comes while the graph of layer {i} is held": kind in "TD" and i in taped,
+            "makes the output without a graph; use T for the last layer": kind == "F" and i == layers - 1,
+            f"needs the graph of layer {i}, which is not held": kind == "B" and i not in taped,
+            f"comes before B{left - 1}; gradients come from the last layer on": kind == "B" and i != left - 1,
+        }
+        if said := [words for words, true in wrong.items() if true]:
+            raise ValueError(f"plan: action {number}, {action}, {said[0]}")
+        if kind in "FT" and i + 1 < left:
+            held |= {i + 1}
+        if kind == "T":
+            taped.add(i)
+        if kind in "DB":
+            held -= {i}
+        if kind == "B":
+            taped.discard(i)
+            left = i
         yield action, held
+    if left:
+        raise ValueError(f"plan: it ends before B{left - 1}; a plan ends with B0")
 
 
 def check(plan: Sequence[Action], layers: int) -> None:
     """Can it be carried out? ValueError: the first action that cannot, and why."""
     check_layers("plan", layers)
-    held, taped, left = {0}, set(), layers  # left: all gradients from here on are done
-    for number, (kind, i) in enumerate(plan):
-        wrong = {
-            f"is none of F, T, D, B of layers 0 to {layers - 1}": kind not in tuple("FTDB")
-            or not 0 <= i < layers,
-            f"needs x_{i}, which is not held": kind in "FTD" and i not in held,
-            f"comes while the graph of layer {i} is held": kind in "TD" and i in taped,
-            "makes the output without a graph; use T for the last layer": kind == "F" and i == layers - 1,
-            f"comes after the gradient of x_{i}": kind == "T" and i >= left,
-            f"needs the graph of layer {i}, which is not held": kind == "B" and i not in taped,
-            f"comes before B{left - 1}; gradients come from the last layer on": kind == "B" and i != left - 1,
-        }
-        if said := [words for words, true in wrong.items() if true]:
-            raise ValueError(f"plan: action {number}, {kind}{i}, {said[0]}")
-        if kind in "FT" and i + 1 < layers:
-            held.add(i + 1)
-        if kind == "T":
-            taped.add(i)
-        if kind in "DB":
-            held.discard(i)
-        if kind == "B":
-            taped.discard(i)
-            left = i
-    if left:
-        raise ValueError(f"plan: it ends before B{left - 1}; a plan ends with B0")
+    for _ in walk(plan, layers):
+        """Every action is looked at."""
 
 
 def peak_bytes(plan: Sequence[Action], layers: Sequence[LayerBytes]) -> int:

@@ -135,18 +135,15 @@ class ChunkedTraining:
             if len(self._here) == self.room:
                 idle = [chunk for chunk in self._here if chunk not in needed]
                 self._evict(farthest(idle, self._uses[self._use :]))
-            self._load(number)
+            self._move(number, to_device(self._blocks[number], self.device).wait())
+            self._here.append(number)
+            self.loads += 1
 
     def _leave(self, layer: int) -> None:
         """Gradients go where the parameters were."""
         for param in self.layers[layer].parameters():
             param.data.copy_(param.grad)
             param.grad = None
-
-    def _load(self, number: int) -> None:
-        self._move(number, to_device(self._blocks[number], self.device).wait())
-        self._here.append(number)
-        self.loads += 1
 
     def _evict(self, number: int) -> None:
         block = self._blocks[number]

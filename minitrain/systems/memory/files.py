@@ -18,16 +18,18 @@ threads that call preadv and pwrite, which wait without Python's lock; a checksu
 
 import contextlib
 import errno
+import fcntl
 import math
 import mmap
 import os
-import threading
 import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
@@ -66,32 +68,28 @@ class FileStore:
     """Tensors by name in one file of `folder`; for one thread at a time."""
 
     def __init__(
-        self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4, direct: bool = True
+        self, folder: str | Path, rank: int = 0, *, buffer_bytes=4 << 20, buffers: int = 6, threads: int = 4
     ):
         require_positive_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
         self.place = f"{folder} (rank {rank})"
         self.buffer_bytes, self.buffers = _padded(buffer_bytes), buffers
         self.read_bytes = self.written_bytes = 0
-        self._file, self.direct = open_unnamed(Path(folder), direct)
-        self._close = weakref.finalize(self, os.close, self._file)
+        file, self.direct = open_unnamed(Path(folder))
+        self._file, self._close = file.fileno(), weakref.finalize(self, file.close)
         self._records: dict[str, _Record] = {}
         self._end = 0  # of the file
         self._free: list[_Buffer] = []
         self._made = 0  # buffers so far
         self._out: dict[str, _Buffer] = {}  # read, and not yet written or released
         self._reads: dict[str, tuple[_Buffer, Transfer]] = {}
-        self._writes: dict[str, tuple[_Buffer, Transfer, Future]] = {}  # the oldest first
+        self._writes: dict[str, tuple[_Buffer, Transfer]] = {}  # the oldest first
         self._workers = ThreadPoolExecutor(threads, f"files of rank {rank}")
-        self._count = threading.Lock()
 
     def __enter__(self) -> "FileStore":
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._records
 
     @property
     def bytes(self) -> int:
@@ -119,8 +117,7 @@ class FileStore:
         self._out.pop(name, None)
         written = self._workers.submit(self._written, record, buffer)
         finish, place = partial(self._finish, name, buffer, written), buffer.view(record)
-        transfer = Transfer("to_disk", record.bytes, place, finish)  # which does not keep `tensor` alive
-        self._writes[name] = buffer, transfer, written
+        self._writes[name] = buffer, Transfer("to_disk", record.bytes, place, finish)
 
     def read(self, name: str) -> Tensor:
         """The tensor, in a buffer, until it is written or released."""
@@ -134,6 +131,7 @@ class FileStore:
             self._free.append(buffer)
             raise
         self._out[name] = buffer
+        self.read_bytes += tensor.nbytes
         return tensor
 
     def release(self, name: str) -> None:
@@ -145,10 +143,12 @@ class FileStore:
     def prefetch(self, *names: str) -> None:
         """Start to read what comes next, as far as there are buffers; waits for older writes."""
         for name in names:
-            self._known(name)
+            if name not in self._records:
+                raise ValueError(f"{name!r} is not in {self.place}: write it first")
+            if name in self._out:
+                raise ValueError(f"{name!r} is out of {self.place} already: write or release it first")
             if name in self._reads:
                 continue
-            self._try_again()
             if name in self._writes:
                 self._settle(name)
             if (buffer := self._buffer()) is None:
@@ -190,20 +190,12 @@ class FileStore:
         self._end += _padded(tensor.nbytes)
         return record
 
-    def _known(self, name: str) -> None:
-        if name not in self._records:
-            raise ValueError(f"{name!r} is not in {self.place}: write it first")
-        if name in self._out:
-            raise ValueError(f"{name!r} is out of {self.place} already: write or release it first")
-
     def _written(self, record: _Record, buffer: _Buffer) -> None:
         checksum, start, blocks = zlib.crc32(buffer.memory[: record.bytes]), 0, _padded(record.bytes)
         while start < blocks:  # a disk that is nearly full takes a part: go on at a whole block
             put = os.pwrite(self._file, buffer.memory[start:blocks], record.offset + start)
             start += put // BLOCK * BLOCK
         record.checksum = checksum
-        with self._count:
-            self.written_bytes += record.bytes
 
     def _read(self, name: str, buffer: _Buffer) -> None:
         record, start = self._records[name], 0
@@ -216,13 +208,11 @@ class FileStore:
             start += got
         if zlib.crc32(buffer.memory[: record.bytes]) != record.checksum:
             raise OSError(errno.EIO, f"{name!r} in {self.place} is not what was written (checksum): {LOST}")
-        with self._count:
-            self.read_bytes += record.bytes
 
     def _settle(self, *names: str) -> None:
         """Wait for these writes; their buffers are free."""
         for name in names:
-            self._writes[name][1].wait()
+            self.written_bytes += self._writes[name][1].wait().nbytes
             self._free.append(self._writes.pop(name)[0])
 
     def _finish(self, name: str, buffer: _Buffer, written: Future) -> None:
@@ -236,42 +226,22 @@ class FileStore:
                 cure = "make room and go on: nothing is lost"
                 raise OSError(error.errno, f"{where}: {os.strerror(error.errno)}; {cure}") from None
 
-    def _try_again(self) -> None:
-        """An error of long ago is told before anything new is begun."""
-        futures = {name: written for name, (_, _, written) in self._writes.items()}
-        self._settle(*(name for name, written in futures.items() if written.done() and written.exception()))
 
-
-def open_unnamed(folder: Path, direct: bool = True) -> tuple[int, bool]:
+def open_unnamed(folder: Path) -> tuple[FileIO, bool]:
     """A new file without a name, and whether it bypasses the page cache: O_DIRECT moves whole blocks between
     aligned memory and the disk. ValueError: what is wrong with the folder."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: make it first, on the disk that is to hold the states")
     try:
-        if direct and hasattr(os, "O_DIRECT"):
-            try:
-                return _unnamed(folder, os.O_DIRECT), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        return _unnamed(folder, 0), False
+        file = TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         raise ValueError(f"{folder}: {os.strerror(error.errno)}; choose another folder") from None
-
-
-def _unnamed(folder: Path, flags: int) -> int:
-    path = folder / f".minitrain-{os.getpid()}-{os.urandom(4).hex()}"
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
-    finally:
-        path.unlink(missing_ok=True)  # some make a file and then refuse the flag
-    try:
-        if flags:
-            os.pwrite(file, mmap.mmap(-1, BLOCK), 0)  # some refuse it only now
-    except OSError:
-        os.close(file)
-        raise
-    return file
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwrite(file.fileno(), mmap.mmap(-1, BLOCK), 0)  # some refuse it only now
+    except (OSError, AttributeError):  # or the system has no such flag
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return file, False
+    return file, True
 
 
 def _padded(size: int) -> int:

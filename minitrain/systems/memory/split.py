@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from minitrain.memory.pools import new_host, to_device, to_host
 from minitrain.ranks.torch_private import storage_id
+from minitrain.systems.memory.window import sent_home
 
 
 def split(run: Callable[[Tensor], Tensor], x: Tensor, parts: int, each: Callable | None = None) -> Tensor:
@@ -67,8 +68,8 @@ class TiledLinear(nn.Module):
         if tiles < 1 or len(weight) % tiles:
             raise ValueError(f"tiles={tiles}: use a divisor of the {len(weight)} rows")
         self.tiles = tiles
-        self.weight = nn.Parameter(_host_copy(weight))
-        self.bias = None if bias is None else nn.Parameter(_host_copy(bias))
+        self.weight = nn.Parameter(sent_home([weight]).view(weight.shape))
+        self.bias = None if bias is None else nn.Parameter(sent_home([bias]))
 
     def forward(self, x: Tensor) -> Tensor:
         return _Tiled.apply(x, self.weight, self.bias, self.tiles)
@@ -103,8 +104,3 @@ class _Tiled(torch.autograd.Function):
             if dbias is not None:
                 to_host(dtile.sum(0), out=dbias.chunk(ctx.tiles)[number]).wait()
         return dx, dweight, dbias, None
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    home = new_host(tensor.shape, tensor.dtype, tensor.is_cuda, "parameters")
-    return to_host(tensor.detach(), out=home).wait()

@@ -19,42 +19,14 @@ be clipped), not layer by layer beside backward; the last layer is not run twice
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from minitrain.data_parallel.buckets import views
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
 from minitrain.memory.prefetch import Prefetch
-
-
-class Stash:
-    """An input of a layer until its backward: here it stays where it is."""
-
-    def __init__(self, x: Tensor):
-        self.x = x
-
-    def settle(self) -> None:
-        """What it leaves has its memory back."""
-
-    def wait(self) -> Tensor:
-        return self.x
-
-
-class HostStash(Stash):
-    """On the host, fetched when it is wanted."""
-
-    def __init__(self, x: Tensor):
-        self.device, self.transfer = x.device, to_host(x)
-
-    def settle(self) -> None:
-        self.transfer.wait()
-
-    def wait(self) -> Tensor:
-        return to_device(self.transfer.wait(), self.device).wait()
-
-
-STASHES = {"device": Stash, "host": HostStash}
+from minitrain.ranks.checks import require_one_of
 
 
 def order_of_use(count: int) -> list[int]:
@@ -62,43 +34,36 @@ def order_of_use(count: int) -> list[int]:
     return [*range(count - 1), *reversed(range(count))]
 
 
-def _settle(inputs: Sequence[Stash]) -> None:
-    for x in inputs:
-        x.settle()
-
-
-def _nothing(number: int) -> None:
-    """Layers are there anyway."""
-
-
 def forward_backward(
     layers: Sequence[Callable],
     x: Sequence[Tensor],
     loss_of: Callable[[Tensor, int], Tensor],
-    before: Callable[[int], object] = _nothing,
-    after: Callable[[int], object] = _nothing,
+    before: Callable[[int], object] = lambda number: None,
+    after: Callable[[int], object] = lambda number: None,
     others: tuple = (),
-    stash: Callable[[Tensor], Stash] = Stash,
+    on_host: bool = False,
 ) -> Tensor:
     """The sum of loss_of(layers(x[u]), u) over microbatches u; gradients are where its backward leaves them.
 
-    `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away."""
-    stashed: list[list[Stash | None]] = []
-    x, last = list(x), len(layers) - 1
+    `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away. With `on_host`
+    inputs of layers wait there for their backward."""
+    inputs: list[list] = []  # of each layer: a tensor, or what brings it to the host, per microbatch
+    x, last, device = list(x), len(layers) - 1, x[0].device
     with torch.no_grad():
         for number in range(last):
             before(number)
-            if stashed:
-                _settle(stashed[-1])
-            stashed.append([stash(part) for part in x])
+            for leaving in inputs[-1] if on_host and inputs else ():
+                leaving.wait()  # the device has its memory back
+            inputs.append([to_host(part) for part in x] if on_host else x)
             x = [layers[number](part, *others) for part in x]
-    stashed.append([Stash(part) for part in x])
+    inputs.append(x)
     total, gradients = 0, [None] * len(x)
     for number in reversed(range(len(layers))):
         before(number)
-        inputs = stashed.pop()
-        for u in range(len(inputs)):
-            x, inputs[u] = inputs[u].wait().detach(), None
+        waiting = inputs.pop()
+        for u in range(len(waiting)):
+            x, waiting[u] = waiting[u], None
+            x = to_device(x.wait(), device).wait() if isinstance(x, Transfer) else x.detach()
             x.requires_grad_(number > 0 and x.is_floating_point())
             y = layers[number](x, *others)
             if number == last:
@@ -150,12 +115,13 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        self._bring_up_to_date()
+        for number, copy in self._here.items():  # of the step before, and updated since
+            to_device(self._home[number], out=copy).wait()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
-    def _pass(self, x, loss_of: Callable, others: tuple = (), stash: Callable = Stash) -> Tensor:
+    def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
         come_and_go = self._enter, self._send_gradients
-        loss = forward_backward(self.layers, x, loss_of, *come_and_go, others, stash)
+        loss = forward_backward(self.layers, x, loss_of, *come_and_go, others, on_host)
         self._add_gradients()
         return loss
 
@@ -163,11 +129,6 @@ class LayerWindow:
         """Whole layers again, on the host; the window is closed."""
         self._engine.clear()
         return self.layers
-
-    def _bring_up_to_date(self) -> None:
-        """What is still here of the step before has been updated since."""
-        for number, copy in self._here.items():
-            to_device(self._home[number], out=copy).wait()
 
     def _fetch(self, number: int) -> Transfer:
         return to_device(self._home[number], self.device)
@@ -208,10 +169,9 @@ class LayerToLayer(LayerWindow):
     `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
-        if stash not in STASHES:
-            raise ValueError(f"stash={stash!r}; use {' or '.join(STASHES)}")
+        require_one_of(("device", "host"), stash=stash)
         super().__init__(layers, window=1)
-        self.loss_fn, self.stash = loss_fn, STASHES[stash]
+        self.loss_fn, self.on_host = loss_fn, stash == "host"
 
     def __call__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """The loss; gradients are written, not added to."""
@@ -220,7 +180,7 @@ class LayerToLayer(LayerWindow):
             raise ValueError(f"{given}; give as many of both, at least one")
         for param in (*self.parameters, *(param for params in self._params.values() for param in params)):
             param.grad = None
-        loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), stash=self.stash)
+        loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), on_host=self.on_host)
         self.release()
         for number, params in self._params.items():
             for param, grad in zip(params, views(self._home[number].grad, params)):
@@ -252,13 +212,7 @@ def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
     return home
 
 
-def views(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """A block of memory as tensors of these shapes, one behind the other."""
-    *starts, _ = accumulate((param.numel() for param in params), initial=0)
-    return [block.detach()[at : at + p.numel()].view(p.shape) for at, p in zip(starts, params)]
-
-
 def lie_in(block: Tensor, params: Sequence[nn.Parameter]) -> None:
     """The numbers of these parameters are in this block."""
-    for param, place in zip(params, views(block, params)):
+    for param, place in zip(params, views(block.detach(), params)):
         param.data = place

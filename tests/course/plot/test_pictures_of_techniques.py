@@ -34,11 +34,12 @@ from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.systems.communication.tree import double_binary_tree, inner
 from minitrain.systems.context.balanced import balanced, unbalanced
-from minitrain.systems.memory.chain_plan import every, parse
+from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory
 from minitrain.systems.plan.rematerialize import revolve
 from minitrain.systems.plan.search.race import Row
 from tests.course.plot.pictures import check, colour, words
+from tests.systems.memory.plans import parse
 
 # ---- what is drawn ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.window import LayerToLayer, LayerWindow, Stash, forward_backward, order_of_use
+from minitrain.systems.memory import window as window_module
+from minitrain.systems.memory.window import LayerToLayer, LayerWindow, forward_backward, order_of_use
 from tests.parallel import small
 
 TOKENS = torch.arange(40).view(5, 8) * 7 % 29
@@ -266,16 +267,14 @@ def test_there_is_room_for_the_largest_run_of_layers_wherever_it_is():
     assert all(param.grad is not None for param in window.parameters)
 
 
-def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_used():
+def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_used(monkeypatch):
     """FLOPs of two layers of 8 x 8, a product of 4 rows each: forward once and twice, dx of the last alone."""
     layers, inputs, left = [nn.Linear(8, 8, bias=False) for _ in range(2)], torch.ones(4, 8), []
+    alive, to_host = weakref.WeakSet(), window_module.to_host
 
-    class Watched(Stash):
-        def __init__(self, x):
-            super().__init__(x)
-            alive.add(self)
-
-    alive = weakref.WeakSet()
+    def watched(x):
+        alive.add(transfer := to_host(x))
+        return transfer
 
     def loss_of(y, u):
         return y.sum()
@@ -291,7 +290,8 @@ def test_of_inputs_nobody_asks_for_a_gradient_and_each_goes_when_it_has_been_use
     assert ledger.flops == product * (3 + 2 + 1)  # forwards, dW, dx
     assert "clone" not in [event.name for event in ledger.events if type(event) is Compute]
     parts = [lambda x, layer=layer: run(layer, x) for layer in layers]
-    forward_backward(parts, inputs.split(1), loss_of, stash=Watched)
+    monkeypatch.setattr(window_module, "to_host", watched)
+    forward_backward(parts, inputs.split(1), loss_of, on_host=True)
     assert left == [4, 4, 4, 4, 3, 2, 1, 0]  # the last layer's are outputs; then the first's, one by one
 
 

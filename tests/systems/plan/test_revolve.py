@@ -5,8 +5,9 @@ from math import comb
 
 import pytest
 
-from minitrain.systems.memory.chain_plan import check, forwards, recomputed, show, walk
+from minitrain.systems.memory.chain_plan import check, forwards, walk
 from minitrain.systems.plan.rematerialize import fewest_forwards, repetitions, revolve
+from tests.systems.memory.plans import recomputed, show
 
 
 def searched(n, held):
