@@ -16,7 +16,6 @@ arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, that of the l
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +64,6 @@ class _Layer:
         for block in self.blocks:
             block.settle()
 
-    def fetch(self) -> None:
-        for block in self.blocks:
-            block.fetch()
-
 
 class AwayActivations:
     """Sees what is saved in the forwards of the modules it watches."""
@@ -103,8 +98,8 @@ class AwayActivations:
 
     def _end(self, *_) -> None:
         if self._hooks and not in_backward():
+            self._next()
             self._hooks.pop().__exit__()
-            self._layer.settle()
             self._layer = None
             self._known.clear()
 
@@ -121,17 +116,13 @@ class AwayActivations:
             self._layer.blocks.append(away)
             self._known[key] = weakref.ref(storage), away
         away.uses += 1
-        return away, self._layer, partial(_view, x.dtype, x.storage_offset(), x.size(), x.stride())
+        return away, self._layer, x.dtype, (x.size(), x.stride(), x.storage_offset())
 
     def _unpack(self, packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        away, layer, view = packed
-        layer.fetch()
-        if layer.before is not None:
-            layer.before.fetch()
-        return view(away.open())
-
-
-def _view(dtype: torch.dtype, offset: int, size: tuple, stride: tuple, block: Tensor) -> Tensor:
-    return block.view(dtype).as_strided(size, stride, offset)
+        away, layer, dtype, place = packed
+        for one in [layer, layer.before] if layer.before else [layer]:
+            for block in one.blocks:
+                block.fetch()
+        return away.open().view(dtype).as_strided(*place)

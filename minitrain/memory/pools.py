@@ -42,10 +42,6 @@ class Transfer:
         self._result, self._finish, self._sources = result, finish, sources
         collectives.announce("copy", self)
 
-    @property
-    def waited(self) -> bool:
-        return self._finish is None
-
     def wait(self) -> Tensor:
         """The copy, once it is complete. Waiting again gives it again."""
         if self._finish is not None:
@@ -109,16 +105,12 @@ def _copy(direction: str, x: Tensor, out: Tensor) -> Transfer:
         raise ValueError(f"{direction}: {found}; a copy changes neither, give an out like x")
     x, out = x.detach(), out.detach()
     if is_fake(x):
-        finish = _nothing
+        finish = lambda: None  # it is there at once
     elif x.is_cuda or out.is_cuda:
         finish = _on_a_stream(direction, x, out)
     else:
         finish = _worker(direction).submit(_move, [x, out]).result
     return Transfer(direction, x.nbytes, out, finish, (x,))
-
-
-def _nothing() -> None:
-    """Fake tensors are there at once."""
 
 
 def _move(both: list[Tensor]) -> None:

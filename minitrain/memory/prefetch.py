@@ -27,7 +27,7 @@ POLICIES = ("belady", "lru")
 
 
 class Prefetch:
-    """Counts `fetched` and `evicted` chunks and bytes, and `late` uses, since it was made."""
+    """Counts `fetched` chunks and `late` uses, since it was made."""
 
     def __init__(
         self,
@@ -57,8 +57,7 @@ class Prefetch:
             self._uses[chunk].append(position)
         self._here: dict[Hashable, Any] = {}  # chunk -> what fetch returned; least recently used first
         self._position = 0  # of the next use, in the order
-        self.resident_bytes = 0
-        self.fetched = self.fetched_bytes = self.evicted = self.evicted_bytes = self.late = 0
+        self.fetched = self.late = 0
 
     def use(self, chunk: Hashable) -> Any:
         """What `fetch(chunk).wait()` gives. Uses must come in the order given."""
@@ -67,8 +66,7 @@ class Prefetch:
             raise ValueError(f"use of {chunk!r}, and {wanted!r} is next; give the order as it is used")
         if chunk not in self._here:
             self.late += 1
-            self._make_room(self.sizes[chunk], keep=set())
-            self._bring(chunk)
+            self._bring(chunk, keep=set())
         transfer = self._here[chunk] = self._here.pop(chunk)  # now the most recently used
         value = transfer.wait()
         self._look_ahead(chunk)
@@ -77,8 +75,8 @@ class Prefetch:
 
     def clear(self) -> None:
         """Give back everything; the next use is the first of a pass."""
-        for chunk in list(self._here):
-            self._drop(chunk)
+        for chunk in self.here:
+            self._evict(chunk, self._here.pop(chunk))
         self._position = 0
 
     @property
@@ -100,37 +98,26 @@ class Prefetch:
             if position >= len(self.order) and not self.circular:
                 return
             chunk = self.order[position % len(self.order)]
-            if chunk not in self._here:
-                if not self._make_room(self.sizes[chunk], keep):
-                    return
-                self._bring(chunk)
+            if chunk not in self._here and not self._bring(chunk, keep):
+                return
             keep.add(chunk)
 
-    def _make_room(self, size: int, keep: set) -> bool:
-        """Evict until `size` bytes are free, but none of `keep`: rather nothing at all, and False."""
-        free, victims = self.room_bytes - self.resident_bytes, []
-        candidates = [chunk for chunk in self._here if chunk not in keep]
+    def _bring(self, chunk: Hashable, keep: set) -> bool:
+        """Fetch it, in the room of others but of none in `keep`: rather nothing at all, and False."""
+        size = self.sizes[chunk]
+        free, victims = self.room_bytes - sum(self.sizes[chunk] for chunk in self._here), []
+        candidates = [other for other in self._here if other not in keep]
         if self.policy == "belady":
-            candidates.sort(key=lambda chunk: self.next_use(chunk, self._position), reverse=True)
-        for chunk in candidates:
+            candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)
+        for other in candidates:
             if free >= size:
                 break
-            victims.append(chunk)
-            free += self.sizes[chunk]
+            victims.append(other)
+            free += self.sizes[other]
         if free < size:
             return False
-        for chunk in victims:
-            self._drop(chunk)
-        return True
-
-    def _bring(self, chunk: Hashable) -> None:
+        for other in victims:
+            self._evict(other, self._here.pop(other))
         self._here[chunk] = self._fetch(chunk)
-        self.resident_bytes += self.sizes[chunk]
         self.fetched += 1
-        self.fetched_bytes += self.sizes[chunk]
-
-    def _drop(self, chunk: Hashable) -> None:
-        self._evict(chunk, self._here.pop(chunk))
-        self.resident_bytes -= self.sizes[chunk]
-        self.evicted += 1
-        self.evicted_bytes += self.sizes[chunk]
+        return True

@@ -156,7 +156,8 @@ def test_a_layers_tensors_come_while_the_layer_behind_it_works():
 
 def broken(what):
     if what == "another block":
-        activations._view = lambda dtype, offset, size, stride, block: torch.zeros(size, dtype=dtype)
+        opened = activations._Away.open
+        activations._Away.open = lambda away: torch.zeros_like(opened(away))
     return train(exact(tp=1, offload="activations"))[0]
 
 

@@ -60,8 +60,7 @@ class Evictable(Tensor):
         return next(found).run(func, args, kwargs or {})
 
     def __repr__(self, **settings):
-        state = "resident" if self.handle.value.block.resident else "evicted"
-        return f"Evictable({list(self.shape)}, {self.dtype}, {state})"
+        return f"Evictable({list(self.shape)}, {self.dtype})"
 
 
 class Value:
@@ -101,7 +100,7 @@ class Call:
     `copied`: the position of an argument; the operator writes into a copy of it, which is then the result."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict):
-        self.func, self.copied = func, None
+        self.func, self.name, self.copied = func, func.overloadpacket.__name__, None
         named = lambda x: x.handle.value if isinstance(x, Evictable) else x
         self.args, self.kwargs = torch_private.tree_map(named, (args, kwargs))
         leaves = torch_private.tree_leaves((self.args, self.kwargs))
@@ -109,10 +108,6 @@ class Call:
         self.plain = tensors(leaves)
         self._versions = [version_of(tensor) for tensor in self.plain]
         self._state: tuple[Tensor, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.func.overloadpacket.__name__
 
     def run(self):
         """The operator's result, from the numbers and random state of the first time."""
@@ -129,13 +124,11 @@ class Call:
         def argument(x):
             return numbers(x) if isinstance(x, Value) else plain(x) if isinstance(x, Tensor) else x
 
-        args, kwargs = torch_private.tree_map(argument, (list(self.args), self.kwargs))
-        return args, kwargs
+        return torch_private.tree_map(argument, (list(self.args), self.kwargs))
 
     def on(self, args: list, kwargs: dict):
         if self.copied is None:
             return self.func(*args, **kwargs)
-        args = list(args)
         args[self.copied] = args[self.copied].clone()
         self.func(*args, **kwargs)
         return args[self.copied]
@@ -144,8 +137,8 @@ class Call:
         """A random operator starts from the same state each time; draws of others do not change by it."""
         if torch.Tag.nondeterministic_seeded not in self.func.tags:
             return nullcontext()
-        devices = [value.like.device for value in self.values] + [tensor.device for tensor in self.plain]
-        device = devices[0] if devices else torch.device(self.kwargs.get("device") or "cpu")
+        devices = [tensor.device for tensor in (*(value.like for value in self.values), *self.plain)]
+        device = torch.device((devices or [self.kwargs.get("device") or "cpu"])[0])
         source = self.kwargs.get("generator") or device
         if self._state is not None:
             return drawing_from(self._state, source)
@@ -198,7 +191,8 @@ class Dynamic(DispatchMode):
 
     def run(self, func: OpOverload, args: tuple, kwargs: dict):
         """One operator of the program, on evictable and plain tensors."""
-        call, written, makes = Call(func, args, kwargs), _written(func, args, kwargs), _makes_tensors(func)
+        call, written = Call(func, args, kwargs), _written(func, args, kwargs)
+        makes = any("Tensor" in str(result.type) for result in schema_of(func).returns)
         if not call.values and (_is_view(func) or not (call.plain or makes)):
             for tensor in call.plain:
                 self._constant(tensor)
@@ -229,7 +223,8 @@ class Dynamic(DispatchMode):
             raise ValueError(f"{call.name} writes into memory that a view or another tensor shares; {cure}")
         call.copied = position
         seen = self._foresee(call)
-        if _layout(seen.like) != _layout(target):
+        before, behind = ((x.shape, x.stride(), x.storage_offset()) for x in (target, seen.like))
+        if before != behind:
             raise ValueError(f"{call.name} writes into a tensor whose copy has another layout; {cure}")
         target.handle = Handle(Value(self._execute(call, seen)[0], seen.like, 0))
         return target
@@ -336,11 +331,3 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
 def _is_view(func: OpOverload) -> bool:
     returns = [result.alias_info for result in schema_of(func).returns]
     return bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-
-
-def _makes_tensors(func: OpOverload) -> bool:
-    return any("Tensor" in str(result.type) for result in schema_of(func).returns)
-
-
-def _layout(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()

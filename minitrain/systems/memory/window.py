@@ -115,8 +115,7 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        for number, copy in self._here.items():  # of the step before, and updated since
-            to_device(self._home[number], out=copy).wait()
+        self._bring_up_to_date()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
@@ -129,6 +128,11 @@ class LayerWindow:
         """Whole layers again, on the host; the window is closed."""
         self._engine.clear()
         return self.layers
+
+    def _bring_up_to_date(self) -> None:
+        """What is still here of the step before has been updated since."""
+        for number, copy in self._here.items():
+            to_device(self._home[number], out=copy).wait()
 
     def _fetch(self, number: int) -> Transfer:
         return to_device(self._home[number], self.device)

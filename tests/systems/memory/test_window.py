@@ -474,7 +474,7 @@ def test_room_for_one_layer_only_is_late_every_time():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="stash='disk'; use device or host"):
+    with pytest.raises(ValueError, match="stash='disk': use device, host"):
         LayerToLayer(stack(1), loss_fn, "disk")
     for layers in ([], [nn.Tanh()]):
         with pytest.raises(ValueError, match="have no parameters"):
