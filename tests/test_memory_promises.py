@@ -19,9 +19,8 @@ from minitrain.model.training.optim import AdamW
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel import parameter_server
-from minitrain.systems.data_parallel.accumulation import ScatteredGradients
+from minitrain.systems.data_parallel.accumulation import LocalUpdates, ScatteredGradients
 from minitrain.systems.data_parallel.broadcast import broadcast_parameters
-from minitrain.systems.data_parallel.local_updates import LocalUpdates
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 
 LAYERS, WIDTH, RANKS = 8, 64, 4

@@ -7,5 +7,4 @@ then   sync                      what all stages share: when gradients are compl
        sharded_units, zero3      parameters too, whole only while a layer needs them
        hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
        states                    functions of a Sync: whole parameters, checkpoints in pieces
-beside hierarchical_gather       an all-gather over nodes
 """

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import GradBucket, InOrder, Sent, pack
+from minitrain.data_parallel.buckets import GradBucket, InOrder, pack
 from minitrain.data_parallel.naive import trainable_once
-from minitrain.ranks.collectives import all_reduce
+from minitrain.ranks.collectives import Handle, all_reduce
 
 
 class GradReducer:
@@ -29,7 +29,8 @@ class GradReducer:
         self.on_sum: Callable[[GradBucket], None] = lambda bucket: None  # told of each sum that is there
         self.eager = lambda: False  # whether somebody waits for it
         self.buckets = [GradBucket(packed) for packed in pack(trainable_once(params)[::-1], bucket_bytes)]
-        self._in_order, self._sent = InOrder(self.buckets, self._start), []
+        arrived = lambda bucket, sum: self.on_sum(bucket)
+        self._in_order = InOrder(self.buckets, self._start, arrived)
         params = self._in_order.bucket_of
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in params]
 
@@ -39,17 +40,10 @@ class GradReducer:
             self._in_order.bucket_of[param].put(param)
             self._in_order.complete(param)
 
-    def _start(self, bucket: GradBucket) -> None:
-        if self._sent and self.eager():
-            self._settle()
-        handle = all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True)
-        self._sent.append(Sent(bucket, handle))
-
-    def _settle(self) -> None:
-        """Wait for the first bucket under way."""
-        sent = self._sent.pop(0)
-        sent.handle.wait()
-        self.on_sum(sent.bucket)
+    def _start(self, bucket: GradBucket) -> Handle:
+        if self._in_order.under_way and self.eager():
+            self._in_order.settle()
+        return all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True)
 
     def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
         """These gradients are complete: for a pipeline, which sets `enabled = False` and knows when."""
@@ -74,8 +68,8 @@ class GradReducer:
                 "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the "
                 "last backward"
             )
-        while self._sent:
-            self._settle()
+        while self._in_order.under_way:
+            self._in_order.settle()
         self._in_order.reset()
 
     def close(self) -> None:

@@ -16,14 +16,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks.checks import require_ints, require_positive_ints
-from minitrain.ranks.collectives import Handle
 from minitrain.ranks.sharding import Placement, Shard, placement
 
 
@@ -108,20 +106,15 @@ class GradBucket:
             param.grad = self.place[param]  # frees what backward allocated
 
 
-class Sent(NamedTuple):
-    """A collective under way, for the gradients of one bucket."""
-
-    bucket: Any
-    handle: Handle
-    is_last: bool = True  # of the step: no later microbatch adds to it
-
-
 class InOrder:
-    """Counts complete gradients, and calls `start(bucket)` for each full bucket, in the order of the list."""
+    """Counts complete gradients, and starts the sum of each full bucket, in the order of the list.
 
-    def __init__(self, buckets: list, start: Callable):
-        self.buckets, self.start = buckets, start
+    `start(bucket)` gives a handle, and `arrived(bucket, sum)` gets what came back."""
+
+    def __init__(self, buckets: list, start: Callable, arrived: Callable):
+        self.buckets, self.start, self.arrived = buckets, start, arrived
         self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+        self.under_way: deque[tuple] = deque()
         self.reset()
 
     def reset(self) -> None:
@@ -136,7 +129,15 @@ class InOrder:
             raise ValueError(f"a gradient {list(param.shape)} grew after its bucket was sent; {cure}")
         self.completed[bucket].add(param)
         while self.waiting and self.is_full(self.waiting[0]):
-            self.start(self.waiting.popleft())
+            self.send(self.waiting.popleft())
 
     def is_full(self, bucket) -> bool:
         return len(self.completed[bucket]) == len(bucket.params)
+
+    def send(self, bucket) -> None:
+        self.under_way.append((bucket, self.start(bucket)))
+
+    def settle(self) -> None:
+        """Wait for the first bucket under way."""
+        bucket, handle = self.under_way.popleft()
+        self.arrived(bucket, handle.wait())

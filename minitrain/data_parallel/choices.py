@@ -6,7 +6,7 @@
 
 Of PaRO's 27 shardings the rule leaves 10; of AMSP's factors all chains of divisors. A factor up to k divides
 k, a larger one is a multiple of k. For Ψ parameters a rank holds 2Ψ/F_p + 2Ψ/F_g + 12Ψ/F_o: 16Ψ, (4 + 12/N)Ψ,
-(2 + 14/N)Ψ, 16Ψ/N for DDP and ZeRO-1, 2, 3 on N ranks. It sends the five terms of `_terms`. To pass from f to
+(2 + 14/N)Ψ, 16Ψ/N for DDP and ZeRO-1, 2, 3 on N ranks. It sends the five terms of `_sent`. To pass from f to
 h pieces of M = 2Ψ bytes, or back, costs M (1/f - 1/c) inside nodes and M (1/c - 1/h) across, where c = max(f,
 min(h, k)) pieces lie in between. Hybrid sharding (III, m = 1) sends 2M (W-k)/(kW) across; FSDP's paper has 2M
 (W-1)/(kW), a host's share of one ring through all W ranks. Where W does not divide Ψ, bytes are fractions:
@@ -121,41 +121,30 @@ def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
 
 
 def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1) -> Traffic:
-    """Bytes one rank sends in a step of `microbatches`: the sum of the five terms."""
+    """Bytes one rank sends in a step of `microbatches`."""
     return Traffic(*map(float, _sent(choice, parameters, cluster, microbatches)))
 
 
-def traffic_by_term(choice: Choice, parameters: int, cluster: Cluster, microbatches=1) -> dict[str, Traffic]:
-    """The same, term by term."""
-    terms = _terms(choice, parameters, cluster, microbatches)
-    return {name: Traffic(float(inside), float(across)) for name, (inside, across) in terms.items()}
-
-
-def _terms(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> dict[str, tuple]:
-    """{name: fractions of bytes sent inside, across}"""
+def _sent(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> list[Fraction]:
+    """Inside, across."""
     require_positive_ints(10**18, parameters=parameters, microbatches=microbatches)
     W, k, m, fitting = cluster.ranks, cluster.per_node, microbatches, cluster.factors()
     if not set(choice.factors) <= set(fitting):
         raise ValueError(f"{choice} does not fit {W} ranks on nodes of {k}; choose from {fitting}")
     F_p, F_g, F_o = choice.factors
-    lines = {  # name: how often, from pieces, to pieces
-        "gather for forward and backward": (2 * m, 1, F_p),  # every microbatch: what is cut is not kept whole
-        "reduce-scatter the gradients": (m, 1, F_g),  # every microbatch: a slice cannot accumulate the rest
-        "reduce-scatter on, at the boundary": (1, F_g, F_o),  # to the rank that will update the piece
-        "all-reduce over its replicas": (2, F_o, W),  # MiCS's second hop
-        "gather what was updated": (1, F_p, F_o),
-    }
-    terms = {}
-    for name, (times, coarse, fine) in lines.items():
+    terms = (  # how often, from pieces, to pieces
+        (2 * m, 1, F_p),  # gather for forward and backward, every microbatch: what is cut is not kept whole
+        (m, 1, F_g),  # reduce-scatter the gradients, every microbatch: a slice cannot accumulate the rest
+        (1, F_g, F_o),  # reduce-scatter on, at the boundary, to the rank that will update the piece
+        (2, F_o, W),  # all-reduce over its replicas: MiCS's second hop
+        (1, F_p, F_o),  # gather what was updated
+    )
+    inside = across = Fraction(0)
+    for times, coarse, fine in terms:
         between = max(coarse, min(fine, k))
         first, then, last = (Fraction(times * WIRE_BYTES * parameters, f) for f in (coarse, between, fine))
-        terms[name] = first - then, then - last
-    return terms
-
-
-def _sent(choice: Choice, parameters: int, cluster: Cluster, microbatches: int) -> list[Fraction]:
-    """Inside, across."""
-    return [sum(level) for level in zip(*_terms(choice, parameters, cluster, microbatches).values())]
+        inside, across = inside + first - then, across + then - last
+    return [inside, across]
 
 
 # ---- the search

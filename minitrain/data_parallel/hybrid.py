@@ -10,7 +10,8 @@ NGG are ZeRO-1 and 2, GGG is ZeRO-3, III is FSDP's HYBRID_SHARD. What scatter do
 per step: the second hop is an all-reduce of shards over `inter`, however many microbatches there were. Only
 shards cross nodes. In GGG the slow hop, across nodes, runs ahead of the layer that needs it.
 In MiCS the ranks with one copy may fill several nodes: `intra` are all of them, `by_node` is (this node, its
-place on every node), and what goes inside goes node by node (hierarchical_gather.py), if summed over `intra`.
+place on every node), and what goes inside goes node by node, if summed over `intra`: of p ranks on nodes of k
+a node sends (p-k)/p of the whole across, and a flat ring (p-1)/p.
 Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
 Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
 3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
@@ -20,15 +21,11 @@ Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS
 import math
 from collections.abc import Callable
 
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.data_parallel.hierarchical_gather import (
-    gather_inside,
-    hierarchical_all_gather,
-    hierarchical_reduce_scatter,
-)
 from minitrain.data_parallel.sharded_units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.ranks.collectives import Handle, all_gather, all_reduce, reduce_scatter
@@ -156,3 +153,41 @@ class Hybrid(Zero3):
         if self._by_node(group):
             return hierarchical_reduce_scatter(whole, *self.by_node)
         return reduce_scatter(whole, group)
+
+
+# ---- in two levels: a group that spans nodes gathers across them first, with the least bytes ---------------
+#
+#   p ranks on p/k nodes, rank = node·k + place   inter: the p/k ranks of one place   intra: the k of one node
+#   shard      [d, ..]          rank r holds piece r of the whole [p·d, ..]
+#   1 across   [p/k, d, ..]     all_gather(shard, inter): pieces of this place from every node, in node order
+#   2 inside   [k, p/k, d, ..]  all_gather(that, intra): every piece is here, but place by place
+#   3 reorder  [p/k, k, d, ..]  the two leading dims change places: rank order
+#
+# The adjoint goes back. With M the bytes of the whole each rank sends, in either direction, (1/k - 1/p) M
+# across and (k-1)/k M inside. Memory: besides the result, the M/k of step 1 and the M of step 2; the adjoint:
+# the reordered copy of M, M/k and the receive buffers. MiCS orders the chunks first, without a copy.
+
+
+def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGroup, out=None) -> Tensor:
+    """Everyone's shard [d, ..], in the order of rank = inter.rank()·k + intra.rank(): [p·d, ..]."""
+    if out is None:
+        out = shard.new_empty((intra.size() * inter.size() * shard.shape[0], *shard.shape[1:]))
+    return gather_inside(all_gather(shard, inter), intra, inter, out)
+
+
+def gather_inside(of_this_place: Tensor, intra: ProcessGroup, inter: ProcessGroup, out: Tensor) -> Tensor:
+    """Steps 2 and 3: [p/k·d, ..], the pieces of this place, into out [p·d, ..], all in rank order."""
+    place_by_place, sizes = all_gather(of_this_place, intra), {"place": intra.size(), "node": inter.size()}
+    in_order = rearrange(place_by_place, "(place node row) ... -> node place row ...", **sizes)
+    out.detach().view(in_order.shape).copy_(in_order)
+    return out
+
+
+def hierarchical_reduce_scatter(flat: Tensor, intra: ProcessGroup, inter: ProcessGroup) -> Tensor:
+    """Piece inter.rank()·k + intra.rank() of the sum of everyone's flat [p·d, ..]: [d, ..]."""
+    sizes = {"place": intra.size(), "node": inter.size()}
+    if flat.shape[0] % math.prod(sizes.values()):
+        rows = f"{flat.shape[0]} along dim 0"
+        raise ValueError(f"{rows} is not a multiple of the {math.prod(sizes.values())} ranks; pad it")
+    place_by_place = rearrange(flat.detach(), "(node place row) ... -> (place node row) ...", **sizes)
+    return reduce_scatter(reduce_scatter(place_by_place, intra), inter)

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import Flat, GradBucket, InOrder, Sent, pack, views
+from minitrain.data_parallel.buckets import Flat, GradBucket, InOrder, pack, views
 from minitrain.data_parallel.sync import Sync
-from minitrain.ranks.collectives import all_gather, reduce_scatter
+from minitrain.ranks.collectives import Handle, all_gather, reduce_scatter
 
 
 class WholeParameters(Sync):
@@ -39,7 +39,7 @@ class WholeParameters(Sync):
                 param.register_post_accumulate_grad_hook(self._on_grad)
             flat.cut(flat.local_shard(self.weights[flat]))
         self.set_shards(flats)
-        self.in_order = InOrder(flats, self._send)
+        self.in_order = InOrder(flats, self._start, self._arrived)
 
     def publish(self, frozen: bool = False) -> None:
         """All-gather the updated parameters."""
@@ -58,7 +58,6 @@ class Zero1(WholeParameters):
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):
         super().__init__(model, group, make_optimizer, bucket_bytes)
         self.grads = {flat: GradBucket(flat.params, flat.padding) for flat in self.shards}
-        self._sent: list[Sent] = []
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """After a backward: the gradient goes to its place, where those of other microbatches add up."""
@@ -73,23 +72,19 @@ class Zero1(WholeParameters):
                 self.grads[self.in_order.bucket_of[param]].put(param)
                 self.in_order.complete(param)
 
-    def _send(self, flat: Flat) -> None:
+    def _start(self, flat: Flat) -> Handle:
         """A bucket is full: its sum comes back in place, in this rank's slice."""
-        if self._sent and self.finalizes_early(self._sent[0].bucket):
-            self._settle()
+        if self.in_order.under_way and self.finalizes_early(self.in_order.under_way[0][0]):
+            self.in_order.settle()
         grads = self.grads[flat].grads
-        handle = reduce_scatter(grads, flat.groups[0], out=flat.local_shard(grads), async_op=True)
-        self._sent.append(Sent(flat, handle))
+        return reduce_scatter(grads, flat.groups[0], out=flat.local_shard(grads), async_op=True)
 
-    def _settle(self) -> None:
-        """Wait for the first bucket under way."""
-        sent = self._sent.pop(0)
-        self.finalize(sent.bucket, sent.handle.wait())
+    _arrived = Sync.finalize
 
     def finish(self) -> None:
         if self.in_order.waiting:
             raise self.missing_gradients(param for flat in self.in_order.waiting for param in flat.params)
-        while self._sent:
-            self._settle()
+        while self.in_order.under_way:
+            self.in_order.settle()
         self.in_order.reset()
         self.on_finish()

@@ -24,11 +24,9 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import Sent
 from minitrain.data_parallel.sharded_units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
 from minitrain.ranks.torch_private import in_backward, tree_leaves
 
@@ -44,7 +42,7 @@ from minitrain.ranks.torch_private import in_backward, tree_leaves
 # and of its gradients:
 #   none
 #      _on_grad of its first parameter makes a whole buffer of zeros
-#   accumulated  over parameters, and with accumulate="keep" over microbatches
+#   accumulated  over parameters, and with keep_gathered over microbatches
 #      _on_grad of its last parameter (in a pipeline `on_microbatch_grads` or `on_step_grads`): _send
 #   scattering   reduce_scatter under way, one buffer at a time
 #      the next _send, or finish: _settle
@@ -57,18 +55,15 @@ class Zero3(Sync):
     stage = 3
     sums_are_final = True  # what is scattered needs no more sums once per step
 
-    def __init__(
-        self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
-    ):
-        require_one_of(("scatter", "keep"), accumulate=accumulate)
-        self.group, self.reshard, self.prefetch, self.keep = group, reshard, prefetch, accumulate == "keep"
+    def __init__(self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True):
+        self.group, self.reshard, self.prefetch = group, reshard, prefetch
         super().__init__(model, self.levels(), make_optimizer)
         modules = list(elements(model) if units is None else units)
         self.units = assign(model, modules, self.make_flat, self.key_of)
         self.called: set[Unit] = set()  # in this step
         self.set_shards(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         self.flat_of = {param: flat for flat in self.shards for param in flat.params}
-        self._sent: Sent | None = None
+        self._sent: tuple | None = None  # a buffer, its handle, and whether no later microbatch adds to it
         for part in self.parts:
             flats = {self.flat_of[param] for param in part}
             units = [unit for unit in self.units if unit.turns is None and not flats.isdisjoint(unit.flats)]
@@ -166,8 +161,7 @@ class Zero3(Sync):
         if flat.num_grads == len(flat.params):
             flat.num_grads = 0
             flat.free()  # every operator that used these parameters has been differentiated
-            if self.enabled or not self.keep:
-                self._send(flat)
+            self._send(flat)
 
     def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
         """Called by a pipeline: free the stage, send its gradients."""
@@ -175,7 +169,7 @@ class Zero3(Sync):
             for param in flat.params:
                 self._on_grad(flat, param)  # made by W, which no hook sees
             flat.free()
-            if flat.grads is not None and not self.keep and not flat.keep_gathered:
+            if flat.grads is not None and not flat.keep_gathered:
                 self._send(flat)
 
     def keep_gathered(self, params: Iterable[nn.Parameter], keep: bool) -> None:
@@ -196,7 +190,7 @@ class Zero3(Sync):
         self._settle()
         grads, flat.grads = flat.grads, None
         is_last = self.sums_are_final and self.enabled and not self.driven
-        self._sent = Sent(flat, self.scatter(flat, grads), is_last)
+        self._sent = flat, self.scatter(flat, grads), is_last
 
     def _settle(self) -> None:
         """Wait for the gradients under way and add their sum to the shard's."""

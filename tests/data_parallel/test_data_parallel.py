@@ -14,8 +14,7 @@ from minitrain.data_parallel.buckets import pack
 from minitrain.model.gpt import GPT, cross_entropy_sum, presets
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.data_parallel.accumulation import ScatteredGradients
-from minitrain.systems.data_parallel.local_updates import LocalUpdates
+from minitrain.systems.data_parallel.accumulation import LocalUpdates, ScatteredGradients
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.parameter_server import Worker, serve, slices
 from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process

@@ -293,13 +293,14 @@ def told_and_sent(zero, microbatches, schedule):
 
         def send(sent, flat):
             log[-1][2].extend({number[param] for param in flat.params})
-            sent(flat)
+            return sent(flat)
 
         sync.on_microbatch_grads = partial(tell, "microbatch", sync.on_microbatch_grads)
         sync.on_step_grads = partial(tell, "step", sync.on_step_grads)
-        sync._send = partial(send, sync._send)
-        if zero == 1:
-            sync.in_order.start = sync._send
+        if zero == 3:
+            sync._send = partial(send, sync._send)
+        else:
+            sync.in_order.start = partial(send, sync._start)
         buckets.update(Counter(number[flat.params[0]] for flat in sync.shards))
 
     one_step(zero, microbatches, schedule, 2, watch)

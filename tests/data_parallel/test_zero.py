@@ -4,7 +4,6 @@ refusals.
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -46,10 +45,8 @@ from tests.parallel import (
 WAYS = {
     "stage 1": (Zero1, dict(bucket_bytes=3000)),
     "stage 2": (Zero2, dict(bucket_bytes=3000)),
-    "stage 2, keep": (Zero2, dict(bucket_bytes=3000, accumulate="keep")),
     "stage 3": (Zero3, {}),
     "stage 3, no reshard, no prefetch": (Zero3, dict(reshard=False, prefetch=False)),
-    "stage 3, keep": (Zero3, dict(accumulate="keep")),
 }
 BATCHES = (12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
 
@@ -90,11 +87,9 @@ class Deaf1(Zero1):
 
 
 class Deaf2(Zero2):
-    def _send(self, flat):
-        super()._send(flat)
-        grads = flat.pack([torch.ones_like(param) for param in flat.params])
-        self._settle()
-        flat.shard.grad = flat.local_shard(grads).clone()
+    def _arrived(self, flat, grad):
+        ones = flat.pack([torch.ones_like(param) for param in flat.params])
+        flat.shard.grad = flat.local_shard(ones).clone()
 
 
 class Deaf3(Zero3):
@@ -481,40 +476,6 @@ def test_zero_2_frees_what_it_has_sent():
         assert left == 16 * matrix
 
 
-@pytest.mark.parametrize("stage", [Zero2, Zero3])
-def test_accumulating_whole_gradients_costs_their_memory_and_saves_the_sends(stage):
-    """Two microbatches, both ways: `keep` holds all of the gradient between them, `scatter` a shard, and
-    sends twice.
-    """
-
-    def rank(how):
-        group = collectives.world()
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
-        zero = stage(
-            model,
-            group,
-            lambda shards: torch.optim.SGD(shards, lr=0.1),
-            accumulate=how,
-            **({"bucket_bytes": 2 * 64 * 64 * 4} if stage is Zero2 else {}),
-        )
-        between = []
-        with Ledger() as ledger:
-            for last in (False, True):
-                zero.enabled = last
-                model(torch.ones(1, 64)).sum().backward()
-                between.append(ledger.live_bytes)
-            zero.finish()
-            zero.step()
-        return between[0], ledger.live_bytes, ledger.sent_bytes("reduce_scatter")
-
-    whole, n = 16 * 64 * 64 * 4, 4
-    for (kept, after, once), (scattered, _, twice) in zip(
-        launch.run(rank, "keep", ranks=n), launch.run(rank, "scatter", ranks=n)
-    ):
-        assert twice == 2 * once == 2 * whole * (n - 1) // n
-        assert kept - scattered > 0.5 * whole
-
-
 # Few and wide layers: bytes per parameter are the same however deep a model is.
 CONFIG_7B = GPTConfig(
     vocab_size=50_176,
@@ -729,7 +690,6 @@ def test_bad_input_gets_one_line():
         for said, stage, *arguments in (
             ("lambda params: AdamW", Zero2, torch.optim.SGD(model.parameters(), lr=0.1)),
             ("bucket_bytes=0", Zero1, sgd, 0),
-            ("accumulate=both|accumulate='both'", partial(Zero3, accumulate="both"), sgd),
             ("unit Tanh has no parameters", Zero3, sgd, [nn.Tanh()]),
         ):
             with pytest.raises(ValueError, match=said):

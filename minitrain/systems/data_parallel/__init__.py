@@ -1,5 +1,5 @@
 """Data parallelism as further systems do it.
 
-accumulation, broadcast, local_updates, negotiated, parameter_server
+accumulation (and local updates), broadcast, negotiated, parameter_server
 quantized_collectives, zeropp, scaled (tensors in 8 and 16 bits with scales)
 """

@@ -16,8 +16,7 @@ only, where the paper quantises the whole gather; what crosses nodes runs when i
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.hierarchical_gather import gather_inside
-from minitrain.data_parallel.hybrid import Chain
+from minitrain.data_parallel.hybrid import Chain, gather_inside
 from minitrain.data_parallel.sharded_units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3, in_backward
 from minitrain.ranks.collectives import Handle, all_gather
