@@ -329,9 +329,9 @@ def asynchronous():
 
 
 def test_by_hand():
-    zero3 = dict(later=dict(reshard=False), keep=dict(accumulate="keep", prefetch=False))
+    zero3 = dict(later=dict(reshard=False), alone=dict(prefetch=False))
     cases = {f"zero3 {name}": partial(sharded, partial(Zero3, **how)) for name, how in zero3.items()}
-    cases |= {"zero2 keep": partial(sharded, partial(Zero2, accumulate="keep", bucket_bytes=3000))}
+    cases |= {"zero2": partial(sharded, partial(Zero2, bucket_bytes=3000))}
     cases |= {"zero++": partial(sharded, plus_plus), "asynchronous": asynchronous}
     cases |= {"bucketed": partial(reduced, partial(GradReducer, bucket_bytes=3000))}
     cases |= {"negotiated": partial(reduced, partial(NegotiatedReducer, fusion_bytes=3000))}
