@@ -157,6 +157,11 @@ def started(make):
     return zero, read
 
 
+def saved_whole(full):
+    parameters = {f"parameters/{name}": whole for name, whole in full["parameters"].items()}
+    return states.WholeTensors(parameters, full["optimizer"])
+
+
 def test_states_are_loaded_one_after_the_other():
     """Beside the old states of all live the new ones of one. Before, where names and shapes are compared, it is
     tensors without memory, which a ledger counts: of one, and the last of the one before."""
@@ -166,7 +171,7 @@ def test_states_are_loaded_one_after_the_other():
         full = states.full_state_dict(zero)
         peaks = []
         for load in (
-            lambda: states.load_pieces(zero, states.saved_whole(zero, full)),
+            lambda: states.load_pieces(zero, saved_whole(full)),
             lambda: states.load_full_state_dict(zero, full),
         ):
             with Ledger() as ledger:
@@ -175,7 +180,7 @@ def test_states_are_loaded_one_after_the_other():
                 load()
             assert ledger.live_bytes == before
             peaks.append(ledger.peak_bytes - before)
-        pieces = states.pieces_to_load(zero, states.saved_whole(zero, full))
+        pieces = states.pieces_to_load(zero, saved_whole(full))
         return peaks, [piece.values.device.type for piece in pieces if piece.name.startswith("optimizer/")]
 
     for make, parts in STAGES.items():

@@ -33,10 +33,6 @@ from minitrain.ranks.sharding import placement, whole_shape
 class PlainValues:
     """How tensors are stored: as they are. A Sync may have other `values`: codes with scales (scaled.py)."""
 
-    def decode(self, one: Flat, local: Tensor) -> Tensor:
-        """The numbers of a shard, of its gradient, or of a state."""
-        return local
-
     def encode(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """The tensors that are saved of a parameter, by name."""
         return {f"parameters/{name}": whole}
@@ -53,9 +49,10 @@ class PlainValues:
         """Of the groups with the same values, those with the same states."""
         return holders
 
-    def unchanged(self, one: Flat, state: dict) -> dict:
-        return state
+    def unchanged(self, one: Flat, value):
+        return value
 
+    decode = unchanged  # the numbers of a shard, of its gradient, or of a state
     read_state = unchanged  # what is saved of the optimizer's
     written_state = unchanged  # what the optimizer gets of what was saved
     everywhere = unchanged  # on all ranks, from the one that has it
@@ -264,7 +261,7 @@ def new_state(sync: Sync, one: Flat, saved, device: torch.device | str | None = 
     tensors = [saved.states_of(name) for name in names]
     for name, plain, of_name in zip(names, numbers, tensors):
         if plain != numbers[0] or of_name.keys() != tensors[0].keys():
-            first, other = _described(numbers[0], tensors[0]), _described(plain, of_name)
+            first, other = [*numbers[0].items(), *tensors[0]], [*plain.items(), *of_name]
             cure = "and here they are updated together: use zero=0, or freeze what was frozen"
             raise ValueError(f"{names[0]} has the states {first}, {name} {other}, {cure}")
     state = copied(dict(numbers[0]))
@@ -276,10 +273,6 @@ def new_state(sync: Sync, one: Flat, saved, device: torch.device | str | None = 
             there = device or ("cpu" if key == "step" else one.shard.device)
             state[key] = torch.zeros(shape, dtype=dtype, device=there)
     return state
-
-
-def _described(numbers: dict, tensors: dict) -> str:
-    return ", ".join(sorted([*(f"{key}={x}" for key, x in numbers.items()), *tensors])) or "none"
 
 
 # ---- whole states
@@ -324,17 +317,13 @@ def load_full_state_dict(sync: Sync, full: dict[str, Any]) -> None:
     if ours != theirs:
         less, more = sorted(ours - theirs)[:3], sorted(theirs - ours)[:3]
         raise ValueError(f"the state lacks {less} and has {more} too many: it is of another model")
-    saved = saved_whole(sync, full)
-    for _ in pieces_to_load(sync, saved):
-        """What cannot be loaded is refused before anything is written."""
-    load_pieces(sync, saved)
-
-
-def saved_whole(sync: Sync, full: dict[str, Any]) -> WholeTensors:
     tensors: dict[str, Tensor] = {}
     for name, whole in full["parameters"].items():
         tensors |= values_of(sync).encode(name, whole)
-    return WholeTensors(tensors, full["optimizer"])
+    saved = WholeTensors(tensors, full["optimizer"])
+    for _ in pieces_to_load(sync, saved):
+        """What cannot be loaded is refused before anything is written."""
+    load_pieces(sync, saved)
 
 
 def copied(value: Any) -> Any:

@@ -64,10 +64,8 @@ class Sync:
                 states = [self._first_states.pop(param, {}) for param in one.params]
                 for key, value in states[0].items():
                     if key != "step" and isinstance(value, Tensor):
-                        cut = [local_shard(state[key], param) for state, param in zip(states, one.params)]
-                        value = (
-                            one.local_shard(one.pack(cut), slice(len(one.cuts))).view_as(one.shard).clone()
-                        )
+                        flat = one.pack([local_shard(state[key], p) for state, p in zip(states, one.params)])
+                        value = one.local_shard(flat, slice(len(one.cuts))).view_as(one.shard).clone()
                     self.optimizer.state[one.shard][key] = value
 
     @property
@@ -152,9 +150,7 @@ def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Para
     group_of = {x: number for number, group in enumerate(optimizer.param_groups) for x in group["params"]}
     if group_of.keys() != stand_ins.keys():
         left = ", ".join([x.global_name for x in stand_ins if x not in group_of][:3]) or "none"
-        raise ValueError(
-            f"make_optimizer left out {left} of the tensors it was given; it must use just these"
-        )
+        raise ValueError(f"make_optimizer left out {left} of the tensors it was given; use just these")
     first_states = {stand_ins[x]: state for x, state in optimizer.state.items()}
     optimizer.state.clear()
     for group in optimizer.param_groups:

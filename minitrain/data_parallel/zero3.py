@@ -151,7 +151,9 @@ class Zero3(Sync):
         if param.grad is None:  # a pipeline's W makes it
             return
         if flat.grads is None:
-            self._check_called(flat)
+            if not any(flat in unit.flats for unit in self.called):
+                unit = f"the unit of {self.names[flat.params[0]]}"
+                raise ValueError(f"{unit} never ran forward: call it as a module, or leave it out of units")
             flat.grads = collectives.announce("buffer", param.new_zeros(flat.numel, dtype=param.grad_dtype))
         flat.view(flat.grads, param).add_(param.grad)
         param.grad = None
@@ -204,12 +206,6 @@ class Zero3(Sync):
     def _finalize_sum(self, flat: UnitBuffer) -> None:
         grad, flat.sum = self.complete(flat), None
         self.finalize(flat, grad)
-
-    def _check_called(self, flat: UnitBuffer) -> None:
-        users = [unit for unit in self.units if flat in unit.flats]
-        if not self.called.intersection(users):
-            unit = f"{type(users[0].module).__name__} of {self.names[flat.params[0]]}"
-            raise ValueError(f"unit {unit} never ran forward: call it as a module, or leave it out of units")
 
     def finish(self) -> None:
         """Every shard has its gradient, summed over ranks and microbatches; nothing is whole any more."""

@@ -96,12 +96,8 @@ def segments(policies: list[Policy], blocks: range) -> list[tuple[range, Policy]
     first = of_block(policies, 0)
     if first.slots:
         return [(blocks, first)]
-    length = first.blocks or longest(len(blocks))
+    # of sqrt: as many blocks in a segment as there are segments, or one more; at least 1
+    length = first.blocks or max(1, math.ceil(len(blocks) / max(1, math.isqrt(len(blocks)))))
     if length == 1:
         return [(range(block, block + 1), of_block(policies, block)) for block in blocks]
     return [(blocks[start : start + length], first) for start in range(0, len(blocks), length)]
-
-
-def longest(blocks: int) -> int:
-    """Of sqrt: as many blocks in a segment as there are segments, or one more; at least 1."""
-    return max(1, math.ceil(blocks / max(1, math.isqrt(blocks))))

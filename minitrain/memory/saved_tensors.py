@@ -44,7 +44,7 @@ class SavedTensors:
             raise ValueError("these SavedTensors have been used; make a new one for each forward pass")
         self._seen = {storage_id(parameter.untyped_storage()) for parameter in self.module.parameters()}
         self._inside, self._handles = [], []
-        self._held = []  # until the end, or the block of one that is gone would be taken for the next
+        self._alive = []  # until the end, or the block of one that is gone would be taken for the next
         for name, module in self.module.named_modules():
             enter = module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name))
             self._handles += [enter, module.register_forward_hook(self._leave, always_call=True)]
@@ -54,7 +54,7 @@ class SavedTensors:
 
     def __exit__(self, *error):
         self._hooks.__exit__(*error)
-        self._held.clear()
+        self._alive.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -65,7 +65,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         if storage_id(storage) not in self._seen:
             self._seen.add(storage_id(storage))
-            self._held.append(storage)
+            self._alive.append(storage)
             place = self._inside[-1] if self._inside else ""
             self.saved.append(Saved(place, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
         return tensor
@@ -83,7 +83,6 @@ class SavedTensors:
 
     def table(self, unit: int = 1) -> str:
         """One line per block, in the order they were saved; the last column is bytes / unit."""
-        items = [(x.place or "(itself)", list(x.shape), x.dtype, x.bytes) for x in self.saved]
-        rows = [(place, str(shape), str(dtype)[len("torch.") :], size) for place, shape, dtype, size in items]
+        rows = [(x.place or "(itself)", str(list(x.shape)), str(x.dtype)[6:], x.bytes) for x in self.saved]
         rows.append(("all", "", "", self.bytes))
         return aligned([(*row, f"{row[-1] / unit:.3f}") for row in rows], left=(0, 1, 2))

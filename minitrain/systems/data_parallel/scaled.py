@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import Flat, flatten, pack
+from minitrain.data_parallel.buckets import Flat, flatten, pack, views
 from minitrain.data_parallel.states import PlainValues
 from minitrain.data_parallel.sync import Sync
 from minitrain.precision.formats import E4M3
@@ -50,10 +50,12 @@ class Scaled(Sync):
         self.mu = {param: torch.ones((), device=param.device) for param in self.trainable}
         self.grads: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # (codes, largest) until they are summed
         self.owner: dict[nn.Parameter, int] = {}
+        self.sizes = [0] * group.size()  # elements that each rank owns
         if deal:
             self.owner = deal_out({param: param.numel() for param in self.trainable}, group.size())
-            for param in self.trainable:
+            for param, owner in self.owner.items():
                 place(param, inside=(group,))
+                self.sizes[owner] += param.numel()
         for param in self.trainable:
             param.register_post_accumulate_grad_hook(self._on_grad)
 
@@ -88,7 +90,10 @@ class Scaled(Sync):
         if self.trainable:
             self._agree(self.trainable, self.group, self.mu)
         if self.owner:
-            self._deal()
+            receive_sizes = [self.sizes[self.group.rank()]] * self.group.size()
+            sizes = dict(send_sizes=self.sizes, receive_sizes=receive_sizes)
+            codes = all_to_all(self._codes(self.owner), self.group, **sizes)
+            self._set_codes(filter(self.updates, self.owner), _added(codes, self.group))
         else:
             for bucket in self.buckets:
                 self._sum(bucket, self.group)
@@ -105,37 +110,24 @@ class Scaled(Sync):
     def _agree(self, params: list[nn.Parameter], group: ProcessGroup, mu: dict) -> None:
         """One scale for each tensor: its units are A / μ of who has it."""
         told = torch.stack([self.grads[param][1] for param in params])
-        inverse = torch.stack(
-            [1 / mu[param] if self.updates(param) else torch.zeros_like(mu[param]) for param in params]
-        )
-        told, inverse = all_reduce(torch.stack((told, inverse)), group, op="max")
+        inverse = [1 / mu[param] if self.updates(param) else torch.zeros_like(mu[param]) for param in params]
+        told, inverse = all_reduce(torch.stack((told, torch.stack(inverse))), group, op="max")
         for param, amax in zip(params, torch.where((told > 0) & told.isfinite(), told * inverse, 1.0)):
             self.grads[param] = narrow(wide(*self.grads[param]), FP8, amax.clone())
 
     def _sum(self, params: list[nn.Parameter], group: ProcessGroup) -> None:
         """Of codes, by slices: to who adds them up, and back to all."""
-        flat = flatten([self.grads[param][0].view(torch.uint8) for param in params])
-        numel = len(flat)
-        flat = torch.cat((flat, flat.new_zeros(-numel % group.size())))
-        sums = all_gather(_added(all_to_all(flat, group), group), group)[:numel]
-        for param, part in zip(params, sums.split([param.numel() for param in params])):
-            self.grads[param] = part.view(FP8).view(param.shape), self.grads[param][1]
+        flat = self._codes(params)
+        flat = torch.cat((flat, flat.new_zeros(-len(flat) % group.size())))
+        self._set_codes(params, all_gather(_added(all_to_all(flat, group), group), group))
 
-    def _deal(self) -> None:
-        """Of codes: every tensor to its owner."""
-        mine, sizes = self._order(), self._sizes()
-        flat = flatten([self.grads[param][0].view(torch.uint8) for param in self.owner])
-        own = sizes[self.group.rank()]
-        got = all_to_all(flat, self.group, send_sizes=sizes, receive_sizes=[own] * len(sizes))
-        for param, part in zip(mine, _added(got, self.group).split([param.numel() for param in mine])):
-            self.grads[param] = part.view(FP8).view(param.shape), self.grads[param][1]
+    def _codes(self, params: Iterable[nn.Parameter]) -> Tensor:
+        return flatten([self.grads[param][0].view(torch.uint8) for param in params])
 
-    def _order(self) -> list[nn.Parameter]:
-        return [param for param in self.owner if self.updates(param)]
-
-    def _sizes(self) -> list[int]:
-        ranks = range(self.group.size())
-        return [sum(p.numel() for p, owner in self.owner.items() if owner == rank) for rank in ranks]
+    def _set_codes(self, params: Iterable[nn.Parameter], codes: Tensor) -> None:
+        params = list(params)
+        for param, part in zip(params, views(codes.view(FP8), params)):
+            self.grads[param] = part, self.grads[param][1]
 
     # ---- weights
 
@@ -143,18 +135,14 @@ class Scaled(Sync):
     def publish(self, frozen: bool = False) -> None:
         """With `deal`: everyone has what its owner updated."""
         if self.owner:
-            ranks, sizes = self.group.size(), self._sizes()
-            mine = flatten(
-                [torch.empty(0, dtype=torch.float16, device=next(iter(self.owner)).device), *self._order()]
-            )
+            ranks, params = self.group.size(), list(self.owner)
+            mine = flatten([params[0].new_empty(0, dtype=torch.float16), *filter(self.updates, params)])
             sends = [len(mine)] * ranks
-            whole = all_to_all(mine.repeat(ranks), self.group, send_sizes=sends, receive_sizes=sizes)
-            amax = torch.stack(
-                [p.largest if self.updates(p) else torch.zeros_like(p.largest) for p in self.owner]
-            )
-            amax = all_reduce(amax, self.group, op="max")
-            for param, part, largest in zip(self.owner, whole.split([p.numel() for p in self.owner]), amax):
-                param.copy_(part.view(param.shape))
+            whole = all_to_all(mine.repeat(ranks), self.group, send_sizes=sends, receive_sizes=self.sizes)
+            amax = [p.largest if self.updates(p) else torch.zeros_like(p.largest) for p in params]
+            amax = all_reduce(torch.stack(amax), self.group, op="max")
+            for param, part, largest in zip(params, views(whole, params), amax):
+                param.copy_(part)
                 param.largest = largest.clone()
 
 
