@@ -63,11 +63,8 @@ class GradReducer:
         if self._in_order.waiting:
             places = [pair for bucket in self._in_order.waiting for pair in bucket.place.items()]
             empty = [tuple(param.shape) for param, place in places if param.grad is not place]
-            raise ValueError(
-                f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); use every parameter in the "
-                "loss on every rank, freeze it with requires_grad_(False), or set enabled=True before the "
-                "last backward"
-            )
+            cure = "use all on every rank, freeze them, or set enabled=True before the last backward"
+            raise ValueError(f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); {cure}")
         while self._in_order.under_way:
             self._in_order.settle()
         self._in_order.reset()

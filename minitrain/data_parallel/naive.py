@@ -5,9 +5,7 @@
 
 Every rank holds the whole model and its own rows of the batch. Nothing overlaps; `bucketed.py` does.
 Sends 2(n-1)/n of the gradients' bytes per step (one all-reduce per parameter, or one in all if `fused`).
-Memory: `fused` holds one more copy of all gradients (6 GB in fp32 for 1.5 billion parameters: ZeRO, section
-3.2).
-Raises ValueError if a parameter got no gradient on this rank: another may have one, and they would not agree.
+Memory: `fused` holds one more copy of all gradients (6 GB in fp32 for 1.5 billion parameters: ZeRO, 3.2).
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.1. Differs: SUM instead of a mean of means.
 """
 
@@ -45,11 +43,9 @@ def grouped(items: Iterable, key: Callable) -> dict:
 def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The trainable parameters, each once (tied weights are one parameter); all must have a gradient."""
     trainable = trainable_once(params)
-    missing = [number for number, param in enumerate(trainable) if param.grad is None]
-    if missing:
-        first = f"the first: number {missing[0]}, shape {tuple(trainable[missing[0]].shape)}"
-        some = f"{len(missing)} of {len(trainable)} parameters got no gradient"
-        raise ValueError(f"{some} ({first}); use all in the loss on every rank, or freeze them")
+    if missing := [tuple(param.shape) for param in trainable if param.grad is None]:
+        some = f"{len(missing)} of {len(trainable)} parameters got no gradient (shapes {missing[:3]})"
+        raise ValueError(f"{some}; use all in the loss on every rank, or freeze them")
     return trainable
 
 

@@ -43,13 +43,9 @@ class UnitBuffer(Flat):
         """A parameter's place in a flat buffer, in its shape."""
         return flat.narrow(0, self.start_of[param], param.numel()).view(param.shape)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.whole.untyped_storage().nbytes() > 0
-
     def start(self, gather: Callable) -> None:
         """Start the gather, unless the whole is there or on its way."""
-        if not self.is_whole:
+        if not self.whole.untyped_storage().nbytes():
             self._resize(self.numel)
             self.handle = gather(self)
 
@@ -138,8 +134,6 @@ def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_
         flat = make_flat(params, key.groups)
         for unit in users_of_all:
             unit.flats.append(flat)
-    for module in modules:
-        if not units[module].flats:
-            kind = type(module).__name__
-            raise ValueError(f"unit {kind} has no parameters of its own; leave it out")
+    if empty := [type(module).__name__ for module in modules if not units[module].flats]:
+        raise ValueError(f"unit {empty[0]} has no parameters of its own; leave it out")
     return [unit for unit in units.values() if unit.flats]

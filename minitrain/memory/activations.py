@@ -6,10 +6,9 @@
     forward     layer i saves x -> to_host(x) begins           x is free when layer i + 1 begins
     backward    layer i opens the first of its tensors         all of layer i is fetched, and of layer i - 1
 
-Sent over the link: what autograd keeps, once down and once up in a microbatch. Memory of the device: what two
-layers keep; of the host: what all of them keep of every microbatch under way. Each block of memory travels
-once, wherever autograd keeps views of it. Under recomputation, which hands on what it keeps to whoever was
-asked before (memory/recompute.py), that is the inputs and the results it keeps.
+Sent over the link: what autograd keeps, once down and once up in a microbatch; each block of memory once,
+wherever autograd keeps views of it. Memory of the device: what two layers keep; of the host: what all of them
+keep of every microbatch under way. Under recomputation that is the inputs and the results it keeps.
 Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity),
 arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, that of the last layer too.
 """

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from minitrain.memory.recompute import FirstPass
 from minitrain.memory.segment import Results, Segment, Slot, as_it_is, open_slot, storages
 from minitrain.ranks.torch_private import saved_hooks, storage_id
 
@@ -51,8 +52,6 @@ class _Dropping:
         self.drop, self.inside, self.results = drop, inside, results
         self.replay, self.early_stop = replay, early_stop
         self.outer = saved_hooks() or (as_it_is, as_it_is)
-        self.segment: Segment | None = None  # of the result that is being made
-        self.reads: dict = {}
         self.known: set[int] = set()  # parameters
         self.made: dict[int, tuple] = {}  # storage -> a weak reference to it, who makes it, which result
 
@@ -60,27 +59,21 @@ class _Dropping:
         self.known |= storages((*module.parameters(), *module.buffers())).keys()
 
     def result(self, name: str, compute: Callable, inputs: tuple):
-        if self.segment is not None or name not in self.drop | self.inside:
+        if name not in self.drop | self.inside:
             return compute(*inputs)
-        segment = Segment(compute, inputs, self.replay, self.early_stop, self.results)
-        self.segment, self.reads = segment, storages(inputs)
-        try:
-            made = compute(*inputs)
-        finally:
-            self.segment = None
+        segment, reads = (
+            Segment(compute, inputs, self.replay, self.early_stop, self.results),
+            storages(inputs),
+        )
+        made = FirstPass(segment, frozenset(), self.known | reads.keys()).run(*inputs)
         for index, x in enumerate([made] if isinstance(made, Tensor) else made):
             storage = x.untyped_storage()
-            if name in self.drop and storage_id(storage) not in self.reads:
+            if name in self.drop and storage_id(storage) not in reads:
                 self.made[storage_id(storage)] = weakref.ref(storage), segment, index
         return made
 
     def pack(self, x: Tensor):
-        key, segment = storage_id(x.untyped_storage()), self.segment
-        if segment is not None:
-            number, segment.count = segment.count, segment.count + 1
-            if key not in self.reads and key not in self.known:
-                return segment.slot(number, x)
-        storage, maker, index = self.made.get(key, (lambda: None, None, None))
+        storage, maker, index = self.made.get(storage_id(x.untyped_storage()), (lambda: None, None, None))
         return self.outer[0](x.detach()) if storage() is None else maker.output_slot(index, x)
 
     def unpack(self, packed) -> Tensor:

@@ -7,10 +7,9 @@
 
 for Ψ parameters in bfloat16 with float32 masters; all on the device are 16Ψ. Sent over the link in a step: 2Ψ
 down and 2Ψ up, once however many microbatches there are. It listens to a Sync (data_parallel/sync.py), which
-calls `on_grad_final` with every sum over ranks; ZeRO-2 and 3 then free it, ZeRO-0 and 1 keep the buckets it
-lay in. Clipping and a scaled loss need the norm of all gradients before the first update: then `early` is
-False, updates begin in `step`, and the host computes the norm from what it has. With `early` a step that
-fails in backward is lost.
+calls `on_grad_final` with every sum over ranks. Clipping and a scaled loss need the norm of all gradients
+before the first update: then `early` is False, and updates begin in `step`. With `early` a step that fails in
+backward is lost.
 
     delayed     the update of step k runs beside step k + 1, which computes with the weights before it: as
                 training whose weights are one step late. The first `warmup_steps` updates are not delayed.
@@ -49,7 +48,7 @@ class HostOptimizer:
         self._coming: dict[Tensor, Transfer] = {}  # gradients on their way, of this step
         self._there: set[Tensor] = set()  # parameters of the device whose gradient the host has,
         self._begun: set[Tensor] = set()  # and whose update in this step has begun
-        self._spare: dict[Tensor, list[Tensor]] = {}  # host memory for gradients: two if updates are delayed
+        self._spare: dict[tuple[Tensor, int], Tensor] = {}  # memory for gradients: two if updates are delayed
         self._pending: list[tuple[Tensor, Future]] = []
         states = dict(optimizer.state)
         optimizer.state.clear()
@@ -87,11 +86,10 @@ class HostOptimizer:
         """The gradient of a parameter is final: off to the host. One more may be on its way."""
         for before in list(self._coming)[:-1]:
             self._arrive(before)
-        spare = self._spare.setdefault(param, [])
         number = self.updates % 2 if self.delayed else 0  # a delayed update still reads the other one
-        while len(spare) <= number:
-            spare.append(new_host(grad.shape, grad.dtype, grad.is_cuda, "gradients"))
-        self._coming[param] = to_host(collectives.announce("gradient", grad), out=spare[number])
+        if (param, number) not in self._spare:
+            self._spare[param, number] = new_host(grad.shape, grad.dtype, grad.is_cuda, "gradients")
+        self._coming[param] = to_host(collectives.announce("gradient", grad), out=self._spare[param, number])
         param.grad = None
 
     def _arrive(self, param: Tensor) -> None:

@@ -6,12 +6,11 @@
     back = to_device(y, x.device).wait()
 
 On an accelerator host blocks are pinned, and each direction has a stream. On a CPU both pools are the same
-memory: a mark on a block says whose it is (`collectives.announce_host`), the ledger counts them apart and can
-be given a limit for each, and each direction has a worker thread, since torch lets go of the interpreter lock
-in a copy. Fake tensors have no numbers: nothing moves, but blocks and events are the same. Bytes of a copy:
-those of x, counted by the ledger at its start (`copied_bytes`). Until `wait` a Transfer keeps x alive: memory
-is free when somebody has waited, in a real run and in a dry one. What is on the host is computed on by the
-host: its results are the host's too only if they are written into `new_host` memory.
+memory: a mark on a block says whose it is (`collectives.announce_host`), the ledger counts them apart, and
+each direction has a worker thread, since torch lets go of the interpreter lock in a copy. Of fake tensors
+nothing moves, but blocks and events are the same. Bytes of a copy: those of x, counted by the ledger at its
+start (`copied_bytes`). Until `wait` a Transfer keeps x alive: memory is free when somebody has waited.
+Results of the host are the host's only if they are written into `new_host` memory.
 Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3 (copies on a stream of their own, pinned memory).
 Differs: threads in place of streams on a CPU.
 """
@@ -32,10 +31,8 @@ LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 
 
 class Transfer:
-    """A copy under way. `direction` is one of ranks/events.py's DIRECTIONS, `bytes` what moves.
-
-    `finish` blocks until the numbers are there; `sources` are kept alive until then. An error of the copy is
-    raised by `wait`."""
+    """A copy of `bytes` under way, in one of ranks/events.py's DIRECTIONS. `finish` blocks until it is there;
+    `sources` are kept alive until then. An error of the copy is raised by `wait`."""
 
     def __init__(self, direction: str, bytes: int, result: Tensor, finish: Callable[[], object], sources=()):
         self.direction, self.bytes = direction, bytes

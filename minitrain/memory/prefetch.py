@@ -12,8 +12,7 @@ finds its chunk neither here nor on its way is late: nothing could hide it. Afte
     belady    out goes what is used again latest: the fewest fetches there can be, for chunks of one size
     lru       out goes what was not used for longest
 
-With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(2), section on MIN. Source of
-the use of it here: Fang et al. 2021 (PatrickStar), arXiv:2108.05818, section 8.3. Differs: one engine.
+With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(2), section on MIN.
 """
 
 from bisect import bisect_right

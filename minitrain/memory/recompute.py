@@ -19,7 +19,7 @@ the model and is no list of operators; a named computation whose inputs are all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -48,14 +48,11 @@ def recompute(
     run(*inputs)."""
     if not torch.is_grad_enabled():
         return run(*inputs)
-    results = results or Results()
-    segment = Segment(run, inputs, replay, early_stop, results, hold=hold)
-    first = _First(segment, frozenset(keep), () if hold else inputs)
-    segment.frame = partial(_Second, first.calls)
+    segment = Segment(run, inputs, replay, early_stop, results or Results(), hold=hold)
+    first = FirstPass(segment, frozenset(keep), set(storages(() if hold else inputs)))
     if isinstance(run, nn.Module):
         first.know(run)
-    with results.inside(first), saved_tensors_hooks(first.pack, segment.unpack):
-        return run(*inputs)
+    return first.run(*inputs)
 
 
 class _Call(NamedTuple):
@@ -70,14 +67,18 @@ class _Call(NamedTuple):
     drawn: list[tuple]  # the random state behind it, if it has drawn numbers, and the device
 
 
-class _First:
-    """The first pass: decides what is kept."""
+class FirstPass:
+    """Decides what is kept. `known`: storages that are there anyway."""
 
-    def __init__(self, segment: Segment, keep: frozenset[str], inputs: Sequence):
-        self.segment, self.keep = segment, keep
-        self.known = set(storages(inputs))
+    def __init__(self, segment: Segment, keep: frozenset[str], known: set[int]):
+        self.segment, self.keep, self.known = segment, keep, known
         self.reads: dict[int, tuple[int, torch.dtype]] | None = None  # inputs of a named result, inside of it
         self.keeps, self.fills, self.calls = False, {}, []
+        segment.frame = partial(_Second, self.calls)
+
+    def run(self, *inputs):
+        with self.segment.results.inside(self), saved_tensors_hooks(self.pack, self.segment.unpack):
+            return self.segment.run(*inputs)
 
     def know(self, module: nn.Module) -> None:
         self.known |= storages((*module.parameters(), *module.buffers())).keys()

@@ -1,5 +1,5 @@
 """Data parallelism as further systems do it.
 
 accumulation (and local updates), broadcast, negotiated, parameter_server
-quantized_collectives, zeropp, scaled (tensors in 8 and 16 bits with scales)
+zeropp (and its collectives), scaled (tensors in 8 and 16 bits with scales)
 """

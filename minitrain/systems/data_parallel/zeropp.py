@@ -10,17 +10,22 @@ weights stay exact; the weights that compute are rounded to 8 bits each time the
 rank sends its slice in 8 bits across nodes, and what came, in full width, to its neighbours. That is the
 node's copy: 2/k bytes more per parameter on each rank in bf16, kept until the next forward.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, section 3. Differs: weights are quantised on the way between nodes
-only, where the paper quantises the whole gather; what crosses nodes runs when it is called, without overlap.
+only, where the paper quantises the whole gather; what crosses nodes runs when it is called, without overlap;
+codes and scales are one message; sums, not means; no fused kernels.
 """
 
+import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.hybrid import Chain, gather_inside
 from minitrain.data_parallel.sharded_units import UnitBuffer
 from minitrain.data_parallel.zero3 import Zero3, in_backward
-from minitrain.ranks.collectives import Handle, all_gather
-from minitrain.systems.data_parallel.quantized_collectives import quantized_all_gather, two_hop_reduce_scatter
+from minitrain.precision.blocks import FLOATS, Blocks, dequantize, from_bytes, quantize, to_bytes
+from minitrain.precision.formats import INT4, INT8
+from minitrain.ranks.checks import require_one_of, require_positive_ints
+from minitrain.ranks.collectives import Handle, all_gather, all_to_all
 
 
 class ZeroPlusPlus(Zero3):
@@ -73,3 +78,86 @@ class ZeroPlusPlus(Zero3):
 
     def scatter(self, flat: UnitBuffer, grads: Tensor) -> Chain:
         return Chain(two_hop_reduce_scatter(grads, self.intra, self.inter, self.gradient_bits, self.block))
+
+
+# ---- its collectives ------------------------------------------------------------------------------------
+#
+# A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes
+# (`inter`), n = L·N. A slice travels as m = ceil(d·bits/8) + 4·ceil(d/block) bytes, codes and scales
+# (bits=None: as it is). A rank sends
+#                                              within the node   to other nodes
+#     quantized_all_gather    [d] -> [n·d]     (n-1) m over its group, wherever that goes            qwZ
+#     one_hop_reduce_scatter  [n·d] -> [d]     (L-1) m           (n-L) m
+#     two_hop_reduce_scatter  [n·d] -> [d]     N(L-1) m          (N-1) m                             qgZ
+#
+# No ring, because codes of different scales cannot be added. In an all-to-all a number is quantised once, in
+# two hops twice, and sums are in full precision: the error is at most half a step per rank and, in two hops,
+# half a step for each of N partial sums.
+# Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
+# 4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first
+# hop; the largest is the peak. The gather holds what dequantising takes.
+
+
+def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256) -> Tensor:
+    """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks.
+
+    The rank's shard comes back quantised too: ranks that compute with different weights would drift apart.
+    """
+    blocks, length = integer_blocks(bits, block), slice_length(shard, 1, bits, block)
+    messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(group.size(), -1)
+    return dequantize(from_bytes(messages, length, blocks), shard.dtype).view(-1)
+
+
+def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None = 4, block=256) -> Tensor:
+    """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its rank."""
+    slices = flat.detach().view(group.size(), slice_length(flat, group.size(), bits, block))
+    return _exchange_and_add(slices, group, bits, block, flat.dtype).to(flat.dtype)
+
+
+def two_hop_reduce_scatter(
+    flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits=4, block=256
+) -> Tensor:
+    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
+
+    `intra` are the ranks of this node, `inter` those of this place, in order of nodes. The first hop gives
+    place i what the places i of all nodes need, slices i, L+i, .., which are not neighbours:
+        flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]
+    """
+    places, nodes = intra.size(), inter.size()
+    slices = flat.detach().view(nodes, places, slice_length(flat, places * nodes, bits, block))
+    by_place = rearrange(slices, "node place x -> place node x")
+    of_node = _exchange_and_add(by_place, intra, bits, block, flat.dtype)
+    return _exchange_and_add(of_node, inter, bits, block, flat.dtype).to(flat.dtype)
+
+
+def integer_blocks(bits: int, block: int) -> Blocks:
+    """Integers of 8 or 4 bits, a float32 scale for every `block` of them."""
+    require_one_of((4, 8), bits=bits)
+    require_positive_ints(block=block)
+    return Blocks(INT8 if bits == 8 else INT4, (block,))
+
+
+def slice_length(flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
+    """Numbers for each rank, of a flat buffer that can be cut into a slice per rank and these into blocks."""
+    if flat.dim() != 1 or flat.dtype not in FLOATS or flat.numel() % ranks:
+        buffer = f"{flat.dtype} {list(flat.shape)} cannot be cut into {ranks} slices of floating numbers"
+        raise ValueError(f"{buffer}; use reshape(-1), float(), or pad with zeros")
+    if bits is not None:
+        integer_blocks(bits, block)
+        require_positive_ints(flat.numel() // ranks, block=block)
+    return flat.numel() // ranks
+
+
+def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
+    """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 or float64.
+
+    What is not quantised travels as `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if bits is None:
+        received = all_to_all(pieces.to(dtype), group)
+    else:
+        blocks = integer_blocks(bits, block)
+        messages = all_to_all(to_bytes(quantize(pieces, blocks, fill=True)), group)
+        received = dequantize(from_bytes(messages, pieces.shape[-1], blocks), wide)
+        del messages
+    return received.sum(0, dtype=wide)

@@ -9,11 +9,9 @@
 
 The chain is one operator of autograd's graph. A layer that runs again draws the random numbers of its first
 run; `replay`, as in recompute.py, brings back what else must be as it was. Gradients are bit-equal to those
-without a plan. A parameter that two layers share gets its gradient in two parts, from two backwards: buckets
-that are sent beside backward refuse that (buckets.py), ZeRO-3 adds them in another order. Layers in front of
-all that is trained are not differentiated. What a layer gives besides x (a router's losses) gets no
-gradient: for these use recompute.py. Sends nothing itself. Memory: the x that the plan holds and the graphs
-between T and B, exactly `chain_plan.peak_bytes`.
+without a plan. A parameter that two layers share gets its gradient in two parts: buckets that are sent beside
+backward refuse that (buckets.py). What a layer gives besides x (a router's losses) gets no gradient: for
+these use recompute.py. Memory: exactly `chain_plan.peak_bytes`.
 Griewank and Walther 2000 (revolve), Algorithm 799. Differs: theirs calls back for one action at a time.
 """
 
@@ -33,8 +31,7 @@ def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[
     """-> run(x, *others), which is layers[-1](.. layers[0](x, *others) .., *others) carried out by the plan.
 
     `others` are given to every layer and have no gradient. Each of `replay` is called in front of a layer's
-    first run and gives what makes a context for its later ones. ValueError: a plan that cannot be carried
-    out."""
+    first run and gives what makes a context for its later ones."""
     layers, replay = list(layers), tuple(replay)
     check(plan, len(layers))
 

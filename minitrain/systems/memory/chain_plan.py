@@ -59,8 +59,7 @@ def every(layers: int, size: int) -> tuple[Action, ...]:
 def sqrt(layers: int) -> tuple[Action, ...]:
     """Segments of about sqrt(n) layers: least is held if all layers and their graphs are alike."""
     check_layers("sqrt", layers)
-    root = isqrt(layers)
-    return every(layers, root + (root * root < layers))
+    return every(layers, 1 + isqrt(layers - 1))
 
 
 def advance(start: int, end: int) -> list[Action]:

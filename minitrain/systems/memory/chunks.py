@@ -7,11 +7,10 @@
     update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
 
 So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16: a
-chunk is in one place only. Evicted is the chunk of the farthest next use in the order of a step, so no other
-choice loads fewer (Belady). What is unused at the end of chunks is the price: `best_chunk` looks for the size
-that wastes least. Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for
-chunks (theirs leaves what activations will need); the order is known (theirs traces the first step); the
-optimizer always runs on the host.
+chunk is in one place only. Evicted is the chunk of the farthest next use in a step, so no other choice loads
+fewer (Belady). What is unused at the end of chunks is the price.
+Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks (theirs
+leaves what activations will need); the order is known (theirs traces a step); updates are the host's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

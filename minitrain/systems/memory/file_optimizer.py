@@ -171,12 +171,10 @@ class FiledLayers:
         self._shapes: list[list[torch.Size]] = []
         self.optimizers: list[FileOptimizer] = []
         self._here: int | None = None
-        known: set[nn.Parameter] = set()
         for number, layer in enumerate(layers):
             params = list(layer.parameters())
-            if not known.isdisjoint(params):
+            if any(not param.numel() for param in params):  # gone with a layer before
                 raise ValueError("two layers share a parameter (a tied table): untie it")
-            known.update(params)
             self.layers.append(layer)
             self._shapes.append([param.shape for param in params])
             self.optimizers.append(FileOptimizer(make_optimizer(params), store, piece, f"layer {number}, "))

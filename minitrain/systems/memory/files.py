@@ -8,10 +8,9 @@
     store.flush(); store.close()        all is on the disk; the space is free again
 
 A rank has one file in `folder` with its shards only: N ranks have the bandwidth of N disks. The file has no
-name, so that however its process ends, its space is free again. Host memory: `buffers` times `buffer_bytes`,
-however much is stored. Bytes: those of the tensors (`read_bytes`, `written_bytes`, the ledger's copies
-"from_disk" and "to_disk"); the disk moves blocks of 4096. `direct` is False where O_DIRECT is refused. A
-write that fails keeps its data in its buffer and is tried again before OSError is raised: make room, go on.
+name: however its process ends, its space is free again. Host memory: `buffers` times `buffer_bytes`. Bytes:
+those of the tensors; the disk moves blocks of 4096. `direct` is False where O_DIRECT is refused. A write that
+fails keeps its data in its buffer and is tried again before OSError is raised: make room, go on.
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5.2 and 6.3 (libaio there). Differs:
 threads that call preadv and pwrite, which wait without Python's lock; a checksum (CRC-32) per tensor.
 """
@@ -90,11 +89,6 @@ class FileStore:
 
     def __exit__(self, *error) -> None:
         self.close()
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors in the file."""
-        return sum(record.bytes for record in self._records.values())
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write `tensor` behind. One that was read goes from its buffer and must not be used any more; any

@@ -3,16 +3,16 @@
     forward     x0 -> x1 -> ... -> xL                  without a graph; the inputs are stashed
     backward    layer L, with the loss; ... layer 1    each runs again from its input; its graph goes with it
 
-`forward_backward` is this order for whoever has the layers: every layer but the last is recomputed, and
-several microbatches pass a layer before the next one is asked for. Layers must do the same twice: dropout by
-place, not by torch's stream. Two systems on it and on prefetch.py, for L layers of P/L parameters in n bytes:
+`forward_backward` is this order: several microbatches pass a layer before the next one is asked for. Layers
+must do the same twice: dropout by place, not by torch's stream. Two systems on it and on prefetch.py, for L
+layers of P/L parameters in n bytes:
 
     LayerWindow     STRONGHOLD: while layer i computes, the next m are here or coming; copied on the device
                     n·P/L·(m + 1) parameters, 2·n·P/L gradients; up n·P/L·(2·L - m - 1), down n·P
     LayerToLayer    L2L: m = 1, and all microbatches pass a layer while it is here: the same bytes for any
                     number of them; inputs of layers stay on the device or go to the host (stash="host")
 
-The largest run of m + 1 layers counts where layers differ. How large must m be? See plan/offload.py.
+How large must m be? See plan/offload.py.
 Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022, STRONGHOLD, SC22, section III. Pudipeddi et
 al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers step when all gradients are there (so they can
 be clipped), not layer by layer beside backward; the last layer is not run twice.

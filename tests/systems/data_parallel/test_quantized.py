@@ -11,8 +11,8 @@ from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.data_parallel import quantized_collectives
-from minitrain.systems.data_parallel.quantized_collectives import (
+from minitrain.systems.data_parallel import zeropp
+from minitrain.systems.data_parallel.zeropp import (
     one_hop_reduce_scatter,
     quantized_all_gather,
     two_hop_reduce_scatter,
@@ -73,10 +73,10 @@ def every_collective(nodes: int):
             result = call()
         results[name] = (result, *(ledger.sent_bytes(axis=axis) for axis in ("intra", "inter", "world")))
 
-    exchange = quantized_collectives.all_to_all
-    quantized_collectives.all_to_all = lambda x, group: x if group is inter else exchange(x, group)
+    exchange = zeropp.all_to_all
+    zeropp.all_to_all = lambda x, group: x if group is inter else exchange(x, group)
     results["no second hop", None] = (two_hop_reduce_scatter(flat, intra, inter, None), 0, 0, 0)
-    quantized_collectives.all_to_all = exchange
+    zeropp.all_to_all = exchange
 
     before = len(collectives.last_calls())
     for call in (
