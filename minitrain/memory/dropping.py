@@ -61,10 +61,8 @@ class _Dropping:
     def result(self, name: str, compute: Callable, inputs: tuple):
         if name not in self.drop | self.inside:
             return compute(*inputs)
-        segment, reads = (
-            Segment(compute, inputs, self.replay, self.early_stop, self.results),
-            storages(inputs),
-        )
+        reads = storages(inputs)
+        segment = Segment(compute, inputs, self.replay, self.early_stop, self.results)
         made = FirstPass(segment, frozenset(), self.known | reads.keys()).run(*inputs)
         for index, x in enumerate([made] if isinstance(made, Tensor) else made):
             storage = x.untyped_storage()
