@@ -399,29 +399,6 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
             assert left == 0 and shards == sum(sizes) // 2
 
 
-def test_a_timeline_tells_gathered_parameters_from_other_buffers():
-    """Both together are the buffers of the plain timeline, also where a ledger opens when all are whole."""
-
-    def rank():
-        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-        zero = Zero3(model, collectives.world(), lambda shards: torch.optim.SGD(shards, lr=0.1))
-        with zero.whole(), Ledger() as late:
-            model[0].weight.sum()
-            [flat.free() for flat in zero.shards]
-        with Ledger() as ledger:
-            model(torch.ones(1, 64)).sum().backward()
-            zero.finish()
-        return late.timeline(), late.timeline(True), ledger.timeline(), ledger.timeline(gathered=True)
-
-    for late, late_apart, plain, apart in launch.run(rank, ranks=2):
-        for one, other in ((late, late_apart), (plain, apart)):
-            for (at, live), (there, parts) in zip(one, other, strict=True):
-                gathered = parts.pop("gathered parameters")
-                assert at == there and live == parts | {"buffers": parts["buffers"] + gathered}
-        assert late_apart[0][1]["buffers"] == 0 and late_apart[-1][1]["buffers"] == 0
-        assert max(live["buffers"] for _, live in apart) > 0  # whole gradients
-
-
 def test_fsdp_trains_as_torchs_fully_shard():
     """The same model under torch's own ZeRO-3 on gloo: equal parameters after three steps."""
 
@@ -509,14 +486,6 @@ def test_zero_table_1_from_a_dry_run():
         32.0,
     ]
     assert round(1000 * per_parameter["stage 3", 1024], 1) == 15.6
-
-
-def test_a_quarter_and_an_eighth_are_limits():
-    shares = [[sum(FORMULAS[way](n)) / 16 for n in (2, 64, 10**6)] for way in ("stage 1", "stage 2")]
-    assert [[round(100 * share, 1) for share in row] for row in shares] == [
-        [62.5, 26.2, 25.0],
-        [56.2, 13.9, 12.5],
-    ]
 
 
 # ---- time ------------------------------------------------------------------------------------------------
@@ -681,27 +650,6 @@ def test_a_state_of_another_model_is_refused():
 
 
 # ---- what is refused -------------------------------------------------------------------------------------
-
-
-def test_bad_input_gets_one_line():
-    def rank():
-        group, model = collectives.world(), nn.Linear(4, 4)
-        sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
-        for said, stage, *arguments in (
-            ("lambda params: AdamW", Zero2, torch.optim.SGD(model.parameters(), lr=0.1)),
-            ("bucket_bytes=0", Zero1, sgd, 0),
-            ("unit Tanh has no parameters", Zero3, sgd, [nn.Tanh()]),
-        ):
-            with pytest.raises(ValueError, match=said):
-                stage(nn.Sequential(nn.Linear(4, 4)), group, *arguments)
-        for stage in (Zero1, Zero2, Zero3):  # a parameter that the loss does not touch is named
-            model = nn.ModuleDict({"used": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
-            zero = stage(model, group, sgd, *([list(model.values())] if stage is Zero3 else []))
-            model["used"](torch.ones(1, 4)).sum().backward()
-            with pytest.raises(ValueError, match="spare.weight|spare.bias"):
-                zero.finish()
-
-    launch.run(rank, ranks=2)
 
 
 def test_flat_buffers_hold_every_element_once_and_pad_at_the_end():

@@ -23,10 +23,8 @@ class Own(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.table, self.head = (
-            nn.Embedding(5, 6, dtype=torch.float64),
-            nn.Linear(6, 5, bias=False, dtype=torch.float64),
-        )
+        self.table = nn.Embedding(5, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, 5, bias=False, dtype=torch.float64)
         self.head.weight = self.table.weight
         self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
         self.frozen = nn.Linear(6, 6, dtype=torch.float64).requires_grad_(False)
@@ -40,10 +38,8 @@ class Own(nn.Module):
 
 
 def tensors(module):
-    return {
-        name: tensor.detach().clone()
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def start(source):
@@ -52,10 +48,8 @@ def start(source):
     before, places = tensors(module), [tensor.data_ptr() for tensor in module.parameters()]
     with Ledger() as ledger:
         broadcast_parameters(module, group, source)
-    assert (
-        places == [tensor.data_ptr() for tensor in module.parameters()]
-        and module.head.weight is module.table.weight
-    )
+    assert places == [tensor.data_ptr() for tensor in module.parameters()]
+    assert module.head.weight is module.table.weight
     assert not module.frozen.weight.requires_grad and module.table.weight.requires_grad
     return before, tensors(module), (ledger.sent_bytes(), ledger.payload_bytes(), ledger.num_calls())
 
@@ -67,13 +61,9 @@ def test_all_ranks_have_the_bits_of_the_source(ranks, source):
     assert ranks == 1 or any(not torch.equal(found[0][0][name], found[-1][0][name]) for name in expected)
     for _, after, _ in found:
         assert after.keys() == expected.keys()
-        assert all(
-            torch.equal(after[name], value) and after[name].dtype == value.dtype
-            for name, value in expected.items()
-        )
-    size = sum(
-        value.numel() * value.element_size() for value in expected.values()
-    )  # named_parameters has a tied one once
+        for name, value in expected.items():
+            assert torch.equal(after[name], value) and after[name].dtype == value.dtype
+    size = sum(value.nbytes for value in expected.values())  # named_parameters has a tied one once
     assert size == 8 * (30 + 42 + 12 + 12) + 8 + 2 * 6 + 7
     sent, payload, calls = zip(*(account for _, _, account in found))
     assert set(payload) == {size} and set(calls) == {4} and sum(sent) == (ranks - 1) * size
@@ -86,11 +76,8 @@ def train(ranks_of_batch, same_start, group):
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     if same_start:
         broadcast_parameters(module, group)
-    x = (
-        torch.linspace(-1, 1, 32, dtype=torch.float64)
-        .view(8, 4)
-        .chunk(ranks_of_batch)[group.rank() % ranks_of_batch]
-    )
+    whole = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    x = whole.chunk(ranks_of_batch)[group.rank() % ranks_of_batch]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for _ in range(2):
         optimizer.zero_grad()
@@ -102,9 +89,8 @@ def train(ranks_of_batch, same_start, group):
 
 def test_training_equals_one_process_and_drifts_without():
     (alone,) = launch.run(lambda: train(1, True, collectives.world()), ranks=1)
-    together, apart = (
-        launch.run(lambda: train(4, same, collectives.world()), ranks=4) for same in (True, False)
-    )
+    together = launch.run(lambda: train(4, True, collectives.world()), ranks=4)
+    apart = launch.run(lambda: train(4, False, collectives.world()), ranks=4)
     assert max((params - alone).abs().max() for params in together) < TOLERANCE
     assert all(torch.equal(params, together[0]) for params in together)
     assert min((params - apart[0]).abs().max() for params in apart[1:]) > 0.1
@@ -122,12 +108,8 @@ def test_over_one_axis_of_a_mesh():
         broadcast_parameters(module, mesh.group("dp"))
         return module.weight.detach(), mesh.rank("tp")
 
-    found = launch.run(rank, ranks=4)
-    assert (
-        torch.equal(found[0][0], found[2][0])
-        and torch.equal(found[1][0], found[3][0])
-        and not torch.equal(found[0][0], found[1][0])
-    )
+    first, second, third, fourth = (weight for weight, _ in launch.run(rank, ranks=4))
+    assert torch.equal(first, third) and torch.equal(second, fourth) and not torch.equal(first, second)
 
 
 def broadcast_what_is_cut(group):
@@ -137,12 +119,9 @@ def broadcast_what_is_cut(group):
 
 
 def test_refusals_are_one_line():
-    def on_tp():
-        broadcast_what_is_cut(Mesh(dp=1, tp=2).group("tp"))
-
     refused = {
         "Tanh has no parameters and no buffers": lambda: broadcast_parameters(nn.Tanh(), collectives.world()),
         "weight is cut over world, whose ranks hold": lambda: broadcast_what_is_cut(collectives.world()),
-        "weight is cut over tp, whose ranks": on_tp,
+        "weight is cut over tp": lambda: broadcast_what_is_cut(Mesh(dp=1, tp=2).group("tp")),
     }
     check_refusals(refused, ranks=2)

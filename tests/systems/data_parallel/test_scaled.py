@@ -108,10 +108,8 @@ def test_sums_are_of_codes_with_one_scale(deal):
                     assert torch.equal(sync.mu[param], next_mu(mu[number], param.grad, n))
                 whole = states.full_grad(sync, param)
                 assert torch.equal(whole, wide(codes.to(FP8), largest))
-                exact = sum(g[number].double() for r in range(n) for g in (gradients(r, 0), gradients(r, 1)))
-                reach = sum(
-                    g[number].double().abs() for r in range(n) for g in (gradients(r, 0), gradients(r, 1))
-                )
+                both = [g[number].double() for r in range(n) for g in (gradients(r, 0), gradients(r, 1))]
+                exact, reach = sum(both), sum(g.abs() for g in both)
                 far = (whole - exact).abs()
                 cut_off = codes.abs() == 448
                 assert (far <= reach * (4 / 16) + 4 * n * largest / 448 / 2**10)[~cut_off].all()
@@ -229,9 +227,8 @@ def test_fp8_lm():
             params = list(run.model.parameters())
             states = [x for s in run.sync.optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
             scales = [x for x in states if not x.dim()]
-            held = [
-                sum(x.nbytes for x in some if x.dim()) for some in (params, [p.grad for p in params], states)
-            ]
+            kept = params, [p.grad for p in params], states
+            held = [sum(x.nbytes for x in some if x.dim()) for some in kept]
             sent = {op: ledger.sent_bytes(op) for op in ("all_reduce", "all_to_all", "all_gather")}
             kinds = [ledger.live_by_kind[kind] for kind in ("parameters", "gradients", "optimizer state")]
             found[name] = held, len(scales), sent, kinds
@@ -291,21 +288,15 @@ def test_dealt_out_whole_tensors_give_the_bits_of_replicas_in_less_memory():
         same = equal(*saved), all(equal(after[0], other) for other in after[1:])
         sync = runs[1].sync
         own = sum(param.numel() for param in sync.trainable if sync.updates(param))
-        held = sum(
-            x.nbytes
-            for s in sync.optimizer.state.values()
-            for x in s.values()
-            if torch.is_tensor(x) and x.dim()
-        )
+        kept = [x for s in sync.optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+        held = sum(x.nbytes for x in kept if x.dim())
         got = sum(param.grad.nbytes for param in sync.trainable if param.grad is not None)
         batch = batch_of(runs[1], 4)
         with Ledger() as ledger:
             runs[1].step(batch)
         numel, tensors = sum(param.numel() for param in sync.trainable), len(sync.trainable)
-        sent = (
-            ledger.sent_bytes("all_to_all") - (numel - own) - 2 * own,
-            ledger.sent_bytes("all_reduce") - 12 * tensors,
-        )
+        sent = [ledger.sent_bytes(op) for op in ("all_to_all", "all_reduce")]
+        sent = sent[0] - (numel - own) - 2 * own, sent[1] - 12 * tensors
         norms = [float(run.step(batch_of(run, 5), 0.3).norm) for run in (runs[1], resumed[0])]
         half = abs(own / numel - 0.5) < 0.1
         return alike, grads, same, held - 3 * own, got - own, half, sent, norms[0] > 0.3
@@ -353,9 +344,8 @@ def test_pipelines_context_and_microbatches_train_as_bfloat16_does():
     assert fall > 0.3 and abs(fp8[-1] - bfloat16[-1]) < fall / 10
     for ranks in (2, 4):
         for found in launch.run(rank, ranks=ranks):
-            for strategy, (here, parameters) in zip(
-                [s for s in layouts if s.ranks == ranks], found, strict=True
-            ):
+            mine = [s for s in layouts if s.ranks == ranks]
+            for strategy, (here, parameters) in zip(mine, found, strict=True):
                 assert abs(here[-1] - bfloat16[-1]) < fall / 10, strategy
                 if strategy.pp > 1 and strategy.dp == 1:
                     assert here == fp8 and equal(parameters, weights)
@@ -386,26 +376,19 @@ def test_refused_in_one_line():
         start(Strategy()).load_state_dict(state.state_dict())
 
     refused = {
-        f"precision='fp8_lm' with tp=2: {why} tp=1": lambda: Strategy(tp=2, **scaled),
-        f"precision='fp8_lm' with ep=2: {why} ep=1": lambda: Strategy(dp=2, ep=2, **scaled),
-        f"precision='fp8_lm' with zero=2: {why} zero=0 or 1": lambda: Strategy(dp=2, zero=2, **scaled),
-        f"precision='fp8_lm' with zero='III': {why} zero=0": lambda: Strategy(dp=2, zero="III", **scaled),
-        f"precision='fp8_lm' with loss_scale=2.0: {why} loss_scale=0": lambda: Strategy(
-            loss_scale=2.0, **scaled
-        ),
-        f"precision='fp8_lm' with post_validation=True: {why}": lambda: Strategy(
-            pp=2, post_validation=True, **scaled
-        ),
+        f"precision='fp8_lm' with {setting}: {why}": lambda values=values: Strategy(**values, **scaled)
+        for setting, values in {
+            "tp=2": dict(tp=2),
+            "ep=2": dict(dp=2, ep=2),
+            "zero=2": dict(dp=2, zero=2),
+            "zero='III'": dict(dp=2, zero="III"),
+            "loss_scale=2.0": dict(loss_scale=2.0),
+            "post_validation=True": dict(pp=2, post_validation=True),
+        }.items()
+    }
+    refused |= {
         "precision='fp8_lm', zero=1, pp=2 and a tied table: the ends": lambda: tied.check(small(), 4),
         "moments in torch.float32, this precision in torch.float8_e4m3fn; go on with": other_state,
-        "SGD has no moment_dtypes, which the strategy's precision needs": lambda: parallelize(
-            small(), Strategy(**scaled), lambda params: torch.optim.SGD(params, lr=0.1)
-        ),
-        "no gradient for": no_gradient,
+        "no gradient for": lambda: scaled_model(collectives.world()).finish(),
     }
     check_refusals(refused, ranks=1)
-
-
-def no_gradient():
-    sync = scaled_model(collectives.world())
-    sync.finish()

@@ -264,26 +264,6 @@ def test_a_write_that_takes_a_part_goes_on_at_a_whole_block(tmp_path, monkeypatc
         assert starts == [0, BLOCK] and torch.equal(store.read("x"), numbers(2000))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_real_full_disk(tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("this machine lets nobody mount")
-    try:
-        with FileStore(tmp_path, buffer_bytes=1 << 14, buffers=8) as store:
-            for number in range(5):
-                store.write(str(number), numbers(4096, number))
-            with pytest.raises(OSError, match="No space left on device"):
-                store.flush()
-            subprocess.run(["mount", "-o", "remount,size=1m", tmp_path], check=True)
-            assert all(torch.equal(store.read(str(i)), numbers(4096, i)) for i in range(5))
-        assert not list(tmp_path.iterdir())
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
 @pytest.mark.parametrize(
     "harm, message",
     [

@@ -10,7 +10,7 @@ from torch import nn
 from minitrain.memory.pools import on_host
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW, clip_grad_norm
-from minitrain.ranks.events import Compute, Copy, Wait
+from minitrain.ranks.events import Compute
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory import window as window_module
@@ -90,26 +90,6 @@ def test_in_turn_keeps_an_input_a_layer_and_the_graph_of_one():
         return ledger.peak_by_kind["activations"]
 
     assert peak(9) - peak(5) == 4 * 10 * 4 * 4
-
-
-def test_in_turn_lets_an_input_go_with_its_layer():
-    held, over = {}, []
-
-    def layer(number):
-        linear = nn.Linear(3, 3)
-
-        def run(x):
-            held[number] = weakref.ref(x.untyped_storage())
-            return linear(x).tanh()
-
-        return run
-
-    def gone(number):
-        over.append(all(held[later]() is None for later in range(max(1, number), 5)))
-
-    layers = [layer(number) for number in range(5)]
-    forward_backward(layers, [torch.randn(4, 3)], lambda y, u: y.sum(), after=gone)
-    assert over == [True] * 5
 
 
 # ---- a window ----------------------------------------------------------------------------------------------
@@ -362,14 +342,6 @@ def test_gradients_are_those_of_the_plain_model_to_the_bit(depth, microbatches, 
     assert all(on_host(param) and on_host(param.grad) for layer in layers for param in layer.parameters())
 
 
-def test_layers_without_parameters_pass():
-    layers, (inputs, targets) = [nn.Tanh(), *stack(2), nn.Tanh()], batch(2)
-    loss, grads = of_plain(layers, inputs, targets)
-    assert torch.equal(LayerToLayer(layers, loss_fn)(inputs, targets), loss)
-    ours = [param.grad for layer in layers for param in layer.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(ours, grads, strict=True))
-
-
 def test_training_is_the_plain_models():
     """The caller updates on the host; the next step fetches what it has written."""
     layers, (inputs, targets) = stack(3), batch(2)
@@ -448,29 +420,6 @@ def test_activations_kept_are_the_inputs_of_layers():
     assert grows[1] - grows[0] == grows[2] - grows[1] == 8 * 2 * ROWS * WIDTH * 8
     fixed = [step(depth, stash="host").peak_bytes for depth in (8, 16, 24)]
     assert fixed[0] == fixed[1] == fixed[2]
-
-
-def test_the_next_layer_comes_while_this_one_works():
-    events = step(4).events
-    arrives = {
-        event.id: number
-        for number, event in enumerate(events)
-        if type(event) is Copy and event.direction == "to_device"
-    }
-    waited = {event.id: number for number, event in enumerate(events) if type(event) is Wait}
-    between = [sum(type(event) is Compute for event in events[arrives[id] : waited[id]]) for id in arrives]
-    assert between[0] == 0 and all(between[1:])
-
-
-def test_room_for_one_layer_only_is_late_every_time():
-    """Control: without a place for the next layer nothing hides a fetch."""
-    run = LayerToLayer(stack(4), loss_fn)
-    run._engine.room_bytes = LAYER_BYTES
-    run(*batch(1))
-    assert run._engine.late == 7
-    run = LayerToLayer(stack(4), loss_fn)
-    run(*batch(1))
-    assert run._engine.late == 1
 
 
 def test_bad_input():
