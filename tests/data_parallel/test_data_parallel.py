@@ -17,7 +17,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel.accumulation import LocalUpdates, ScatteredGradients
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
-from minitrain.systems.data_parallel.parameter_server import Worker, serve, slices
+from minitrain.systems.data_parallel.parameter_server import Worker, serve
 from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process, train_on_rank
 
 
@@ -282,7 +282,7 @@ def server_run(servers, staleness, steps=5, lr=0.05):
         if group.rank() < servers:
             sgd = lambda params: torch.optim.SGD(params, lr=lr)  # noqa: E731
             mine = serve(params, sgd, steps, group, servers=servers, staleness=staleness)
-            error = (mine - expected[slices(7, servers)[group.rank()]]).abs().max().item()
+            error = (mine - expected.tensor_split(servers)[group.rank()]).abs().max().item()
         else:
             worker = Worker(params, group, servers=servers, staleness=staleness)
             for step in range(steps):
@@ -365,16 +365,6 @@ def test_what_lacks_a_gradient_is_told_before_anyone_waits():
                 make()
 
     launch.run(rank, ranks=2)
-
-
-def test_slices_cover_and_differ_by_at_most_one():
-    for numel in (1, 7, 8, 100):
-        for servers in (1, 2, 3, 7):
-            parts = slices(numel, servers)
-            sizes = [part.stop - part.start for part in parts]
-            assert sum(sizes) == numel and max(sizes) - min(sizes) <= 1
-            assert sizes == sorted(sizes, reverse=True)  # the first ones are the larger ones
-            assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))
 
 
 def test_buckets_come_in_the_order_in_which_they_fill():

@@ -257,7 +257,7 @@ def test_each_step_is_looked_at_anew():
         except ValueError as error:
             return str(error)
 
-    assert all("Linear of b." in said for said in launch.run(rank, ranks=2))
+    assert all("unit of b." in said for said in launch.run(rank, ranks=2))
 
 
 def test_a_step_without_a_unit_is_no_such_error():

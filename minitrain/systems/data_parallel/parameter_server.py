@@ -23,16 +23,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.buckets import flatten, views
 from minitrain.data_parallel.naive import trainable_once, with_gradients
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.collectives import receive, send
-
-
-def slices(numel: int, servers: int) -> list[slice]:
-    """Equal slices of a flat vector, the first ones larger by one when `servers` does not divide it."""
-    require_positive_ints(servers=servers)
-    size, more = divmod(numel, servers)
-    edges = [size * k + min(k, more) for k in range(servers + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:])]
 
 
 def check(group: ProcessGroup, servers: int, staleness: int) -> None:
@@ -43,9 +35,7 @@ def check(group: ProcessGroup, servers: int, staleness: int) -> None:
 def serve(params, make_optimizer, steps: int, group: ProcessGroup, *, servers=1, staleness=0) -> Tensor:
     """Run a server rank for `steps` steps; returns its slice of the final weights [numel/servers]."""
     check(group, servers, staleness)
-    flat = flatten(trainable_once(params))
-    mine = nn.Parameter(flat[slices(flat.numel(), servers)[group.rank()]].clone())
-    del flat
+    mine = nn.Parameter(flatten(trainable_once(params)).tensor_split(servers)[group.rank()].clone())
     optimizer, workers = make_optimizer([mine]), range(servers, group.size())
     for _ in range(steps):
         mine.grad = None
@@ -73,9 +63,9 @@ class Worker:
         """Push this step's gradients; take in the weights of `staleness` steps ago."""
         grad = flatten(param.grad for param in with_gradients(self.params))
         answers = []
-        for server, part in enumerate(slices(grad.numel(), self.servers)):
-            send(grad[part], server, self.group, async_op=True).wait()
-            answers.append(receive(grad[part], server, self.group, async_op=True))
+        for server, part in enumerate(grad.tensor_split(self.servers)):
+            send(part, server, self.group, async_op=True).wait()
+            answers.append(receive(part, server, self.group, async_op=True))
         self._under_way.append(answers)
         if len(self._under_way) > self.staleness:
             self._pull(self._under_way.popleft())
