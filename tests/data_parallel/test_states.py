@@ -75,9 +75,8 @@ def start(layout: dict, optimizer: str = "ours", seed: int = 1, turned: bool = F
 
 
 def steps(run, first: int, count: int = 2) -> list[float]:
-    return [
-        run.total(run.step(run.batch(rows(step), step)).loss).item() for step in range(first, first + count)
-    ]
+    found = (run.step(run.batch(rows(step), step)).loss for step in range(first, first + count))
+    return [run.total(loss).item() for loss in found]
 
 
 def said(act) -> str:
@@ -231,6 +230,16 @@ def test_states_on_the_host_and_in_files(tmp_path):
             assert same == (name == other), (name, other)
 
 
+def go(run, first, clip=None):
+    """Two steps of a GPT -> their losses."""
+
+    def draw(step, _, rank, ranks):
+        return random_tokens(step, rank, ranks, 4, 8, 29, seed=2)
+
+    batches = (run.batch(Rows(partial(draw, n), 4, 8), n) for n in range(first, first + 2))
+    return [run.total(run.step(batch, clip).loss).item() for batch in batches]
+
+
 def late(folder: Path):
     """Updates that have not been checked yet, on two stages with a tied table."""
 
@@ -238,22 +247,13 @@ def late(folder: Path):
         layout = dict(pp=2, microbatches=2, post_validation=True, precision="float64")
         return parallelize(small(), Strategy(**layout), OPTIMIZERS["ours"], seed=seed)
 
-    def draw(step, _, rank, ranks):
-        return random_tokens(step, rank, ranks, 4, 8, 29, seed=2)
-
-    def go(run, first):
-        found = [
-            run.step(run.batch(Rows(partial(draw, n), 4, 8), n), 0.1).loss for n in range(first, first + 2)
-        ]
-        return [run.total(loss).item() for loss in found]
-
     run = begin(3)
-    go(run, 0)
+    go(run, 0, 0.1)
     checkpoint, told = all_files(folder, save(run, folder)), check_layout(run)
-    whole, after, again = state_of(run), go(run, 2), begin(4)
-    go(again, 5)
+    whole, after, again = state_of(run), go(run, 2, 0.1), begin(4)
+    go(again, 5, 0.1)
     load(again, checkpoint)
-    return told, differing(again, whole), after == go(again, 2)
+    return told, differing(again, whole), after == go(again, 2, 0.1)
 
 
 def test_a_step_that_may_be_taken_back_is_settled_first(tmp_path):
@@ -272,13 +272,6 @@ def scaled(folder: Path):
         layout = Strategy(dp=2, zero=zero, precision="fp8_lm", bucket_bytes=3000)
         return parallelize(small(), layout, OPTIMIZERS["ours"], seed=seed)
 
-    def draw(step, _, rank, ranks):
-        return random_tokens(step, rank, ranks, 4, 8, 29, seed=2)
-
-    def go(run, first):
-        found = [run.step(run.batch(Rows(partial(draw, n), 4, 8), n)).loss for n in range(first, first + 2)]
-        return [run.total(loss).item() for loss in found]
-
     results = []
     for zero in (0, 1):
         run = begin(zero)
@@ -291,11 +284,10 @@ def scaled(folder: Path):
             load(again, checkpoint)
             loaded = again.state_dict()
             same = all(torch.equal(loaded["parameters"][n], x) for n, x in full["parameters"].items())
-            states = all(
-                torch.equal(torch.as_tensor(loaded["optimizer"][n][k]), torch.as_tensor(x))
-                for n, state in full["optimizer"].items()
-                for k, x in state.items()
-            )
+            flat = [
+                (loaded["optimizer"][n][k], x) for n, s in full["optimizer"].items() for k, x in s.items()
+            ]
+            states = all(torch.equal(torch.as_tensor(ours), torch.as_tensor(x)) for ours, x in flat)
             results.append((same, states, set(next(iter(full["optimizer"].values()))), go(again, 2) == after))
         numel = sum(x.numel() for x in full["parameters"].values())
         results.append((told, numel))
@@ -351,9 +343,9 @@ def test_what_is_loaded_is_a_copy():
         before = copied(full)
         run.load_state_dict(full)
         steps(run, 2)
-        return all(torch.equal(full["parameters"][n], x) for n, x in before["parameters"].items()) and all(
-            torch.equal(full["optimizer"][n]["exp_avg"], x["exp_avg"]) for n, x in before["optimizer"].items()
-        )
+        pairs = [(full["parameters"][n], x) for n, x in before["parameters"].items()]
+        pairs += [(full["optimizer"][n]["exp_avg"], x["exp_avg"]) for n, x in before["optimizer"].items()]
+        return all(torch.equal(ours, x) for ours, x in pairs)
 
     assert all(launch.run(rank, ranks=2))
     nest = {"a": [torch.ones(2), {"b": 3}]}
@@ -364,8 +356,7 @@ def test_what_is_loaded_is_a_copy():
 
 @pytest.mark.parametrize("numbers", [{}, {"step": 3}])
 def test_whole_tensors_as_what_pieces_are_filled_from(numbers):
-    whole = WholeTensors(
-        {"W": torch.ones(2, 3)}, {"W": dict(exp_avg=torch.zeros(2, 3), norm=torch.ones(()), **numbers)}
-    )
+    state = dict(exp_avg=torch.zeros(2, 3), norm=torch.ones(()), **numbers)
+    whole = WholeTensors({"W": torch.ones(2, 3)}, {"W": state})
     assert whole.states_of("W") == {"exp_avg": (torch.float32, (2, 3)), "norm": (torch.float32, ())}
     assert whole.plain["numbers"] == {"W": numbers} and whole.states_of("V") == {}

@@ -4,6 +4,7 @@ refusals.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -112,20 +113,12 @@ def test_any_optimizer_and_torchs_own():
     def rank(kind):
         problem, group = Problem(clip=None), collectives.world()
         model, whole = problem.model(), problem.model()
-        make = {
-            "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-            "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-        }[kind]
+        kinds = dict(adamw=torch.optim.AdamW, sgd=partial(torch.optim.SGD, momentum=0.9))
+        make = partial(kinds[kind], lr=1e-2)
         zero = Zero3(model, group, make)
         run_steps(problem, model, group, zero, zero)
-        reducer = GradReducer(whole.parameters(), group)
-        run_steps(
-            problem,
-            whole,
-            group,
-            make([param for param in whole.parameters() if param.requires_grad]),
-            reducer,
-        )
+        optimizer = make([param for param in whole.parameters() if param.requires_grad])
+        run_steps(problem, whole, group, optimizer, GradReducer(whole.parameters(), group))
         pairs = zip(model.parameters(), whole.parameters())
         return max((states.full_tensor(zero, ours) - theirs).abs().max().item() for ours, theirs in pairs)
 
@@ -144,13 +137,11 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
         results = []
         for sharded in (True, False):
             model = GPT(small(), dtype=torch.bfloat16)
+            make = partial(AdamW, lr=1e-2, master_dtype=torch.float32)
             if sharded:
-                reducer = optimizer = made(way)(
-                    model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=torch.float32)
-                )
+                reducer = optimizer = made(way)(model, group, make)
             else:
-                reducer = GradReducer(model.parameters(), group)
-                optimizer = AdamW(model.parameters(), lr=1e-2, master_dtype=torch.float32)
+                reducer, optimizer = GradReducer(model.parameters(), group), make(model.parameters())
             step = accumulate(model, cross_entropy_sum, 1, reducer)
             for _ in range(3):
                 train_step(step, batch, optimizer, reducer)
@@ -181,12 +172,8 @@ def traffic(way, problem):
     with Ledger() as ledger:
         run_steps(problem, model, group, zero, zero)
     whole = sum(flat.numel for flat in zero.shards) * 8
-    return (
-        ledger.sent_bytes("all_gather"),
-        ledger.sent_bytes("reduce_scatter"),
-        ledger.num_calls("reduce_scatter"),
-        whole,
-    )
+    gathered, scattered = (ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter"))
+    return gathered, scattered, ledger.num_calls("reduce_scatter"), whole
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -219,9 +206,8 @@ def test_zero1_pp_tp():
     activation, tokens = rows * problem.length * problem.config.d_model * 8, rows * problem.length * 8
 
     def under(zero):
-        strategy = Strategy(
-            dp=2, pp=2, tp=2, zero=zero, microbatches=m, precision="float64", bucket_bytes=3000
-        )
+        how = dict(microbatches=m, precision="float64", bucket_bytes=3000)
+        strategy = Strategy(dp=2, pp=2, tp=2, zero=zero, **how)
         make = lambda params: AdamW(params, lr=problem.lr)  # noqa: E731
         run = parallelize(problem.config, strategy, make, seed=3, frozen=(problem.frozen,))
         batch = run.batch(rows_of_problem(problem, 0), 0)
@@ -310,17 +296,15 @@ def memory_of(way, config, dtype=torch.bfloat16, length=8):
         reducer = GradReducer(model.parameters(), group)
         optimizer = AdamW(model.parameters(), lr=1e-2, master_dtype=master)
     else:
-        reducer = optimizer = made(way)(
-            model, group, lambda shards: AdamW(shards, lr=1e-2, master_dtype=master)
-        )
+        make = lambda shards: AdamW(shards, lr=1e-2, master_dtype=master)  # noqa: E731
+        reducer = optimizer = made(way)(model, group, make)
+    step, batch = (
+        accumulate(model, cross_entropy_sum, 1, reducer),
+        Batch(tokens, tokens, torch.tensor(length)),
+    )
     with Ledger() as ledger:
         for _ in range(2):
-            train_step(
-                accumulate(model, cross_entropy_sum, 1, reducer),
-                Batch(tokens, tokens, torch.tensor(length)),
-                optimizer,
-                reducer,
-            )
+            train_step(step, batch, optimizer, reducer)
     return count, ledger.live_by_kind, ledger.peak_bytes, ledger.peak_by_kind
 
 
@@ -364,9 +348,8 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
 
     def one_way(prefetch, reshard):
         group = collectives.world()
-        widths = nn.Sequential(
-            nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
-        )  # a unit of two matrices
+        two = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        widths = nn.Sequential(*two)  # a unit of two matrices
         model = nn.Sequential(nn.Linear(64, 64, bias=False), widths, nn.Linear(64, 64, bias=False))
         sizes = [sum(param.numel() for param in unit.parameters()) * 4 for unit in model]
         make = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
@@ -376,11 +359,9 @@ def test_fsdp_peak_is_the_shards_and_the_largest_units():
         with Ledger() as backward:
             loss.backward()
             zero.finish()
-        peaks = [
-            (max(live[kind] for _, live in ledger.timeline(gathered=True)))
-            for ledger in (forward, backward)
-            for kind in ("gathered parameters", "buffers")
-        ]
+        lives = [[live for _, live in ledger.timeline(gathered=True)] for ledger in (forward, backward)]
+        kinds = ("gathered parameters", "buffers")
+        peaks = [max(live[kind] for live in timeline) for timeline in lives for kind in kinds]
         both = max(live["buffers"] for _, live in backward.timeline())
         sent = [ledger.sent_bytes() for ledger in (forward, backward)]
         shards, left = sum(flat.shard.numel() * 4 for flat in zero.shards), backward.live_by_kind["buffers"]
@@ -422,10 +403,8 @@ def test_fsdp_trains_as_torchs_fully_shard():
             optimizer.zero_grad()
             (theirs(x).square().sum() * group.size()).backward()  # theirs divides by the ranks
             optimizer.step()
-        return max(
-            (states.full_tensor(zero, a) - b.full_tensor()).abs().max().item()
-            for a, b in zip(ours.parameters(), theirs.parameters())
-        )
+        pairs = zip(ours.parameters(), theirs.parameters())
+        return max((states.full_tensor(zero, a) - b.full_tensor()).abs().max().item() for a, b in pairs)
 
     assert max(launch.run(rank, ranks=2, checked=False)) < TOLERANCE
 
@@ -454,16 +433,8 @@ def test_zero_2_frees_what_it_has_sent():
 
 
 # Few and wide layers: bytes per parameter are the same however deep a model is.
-CONFIG_7B = GPTConfig(
-    vocab_size=50_176,
-    d_model=11_520,
-    num_layers=4,
-    num_heads=90,
-    max_positions=1024,
-    norm="layer",
-    activation="gelu",
-    positions="learned",
-)
+WIDE = dict(vocab_size=50_176, d_model=11_520, num_layers=4, num_heads=90, max_positions=1024)
+CONFIG_7B = GPTConfig(**WIDE, norm="layer", activation="gelu", positions="learned")
 
 
 def test_zero_table_1_from_a_dry_run():
@@ -474,17 +445,12 @@ def test_zero_table_1_from_a_dry_run():
     for n, ways in ((64, ("stage 1", "stage 2", "stage 3")), (1024, ("stage 3",))):
         for way in ways:
             count, live, *_ = dryrun.run(memory_of, way, CONFIG_7B, rank=n - 1, ranks=n)
-            per_parameter[way, n] = (
-                sum(live[kind] for kind in ("parameters", "gradients", "optimizer state")) / count
-            )
+            held = sum(live[kind] for kind in ("parameters", "gradients", "optimizer state"))
+            per_parameter[way, n] = held / count
     assert abs(count / 7.5e9 - 1) < 0.02
-    figures = {way: round(7.5 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")}
-    assert figures == {"stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.9}
-    assert [round(128 * per_parameter[way, 64], 1) for way in ("stage 1", "stage 2", "stage 3")] == [
-        536.0,
-        284.0,
-        32.0,
-    ]
+    of_64 = [per_parameter[way, 64] for way in ("stage 1", "stage 2", "stage 3")]
+    assert [round(7.5 * held, 1) for held in of_64] == [31.4, 16.6, 1.9]
+    assert [round(128 * held, 1) for held in of_64] == [536.0, 284.0, 32.0]
     assert round(1000 * per_parameter["stage 3", 1024], 1) == 15.6
 
 
@@ -495,16 +461,10 @@ def test_prefetch_hides_communication_on_64_h100():
     """The same events, replayed: what the gathers of stage 3 leave exposed with and without prefetch."""
 
     def rank(prefetch):
-        model = GPT(
-            GPTConfig(vocab_size=32_000, d_model=2048, num_layers=8, num_heads=16, max_positions=2048),
-            dtype=torch.bfloat16,
-        )
-        zero = Zero3(
-            model,
-            collectives.world(),
-            lambda shards: AdamW(shards, master_dtype=torch.float32),
-            prefetch=prefetch,
-        )
+        sizes = dict(vocab_size=32_000, d_model=2048, num_layers=8, num_heads=16, max_positions=2048)
+        model = GPT(GPTConfig(**sizes), dtype=torch.bfloat16)
+        make = lambda shards: AdamW(shards, master_dtype=torch.float32)  # noqa: E731
+        zero = Zero3(model, collectives.world(), make, prefetch=prefetch)
         tokens = torch.zeros(4, 2048, dtype=torch.long)
         with Ledger() as ledger:
             accumulate(model, cross_entropy_sum, 1, zero)(Batch(tokens, tokens, torch.tensor(8192)))
@@ -525,13 +485,9 @@ class Nested(nn.Module):
     def __init__(self, recompute=False):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.outer = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(8, 8, dtype=torch.float64),
-                nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()),
-            )
-            for _ in range(3)
-        )
+        linear = lambda: nn.Linear(8, 8, dtype=torch.float64)  # noqa: E731
+        layers = (nn.Sequential(linear(), nn.Sequential(linear(), nn.Tanh())) for _ in range(3))
+        self.outer = nn.ModuleList(layers)
         self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))  # belongs to no unit but the model
         self.recompute = recompute
         with torch.no_grad():
@@ -700,26 +656,18 @@ def test_parallelize_takes_every_stage(zero, references):
 
 
 def test_parallelize_refuses_what_it_does_not_know():
+    linear = nn.Linear(4, 4)
     refused = {
         "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding": lambda: Strategy(dp=2, zero=4),
         "zero='GIG'; use 0": lambda: Strategy(dp=2, zero="GIG"),
         "zero=True; use 0": lambda: Strategy(dp=2, zero=True),
         "node=3 does not divide dp=2; use node 1 or 2": lambda: Strategy(dp=2, node=3, zero="III"),
-        "nodes=3 does not divide the nodes of dp=4; use nodes 1 or 2 or 4": lambda: Strategy(
-            dp=8, node=2, nodes=3, zero="III"
-        ),
-        "nodes=2 with zero=1: nodes matter to hybrid sharding; use nodes=1, or one of NNN": lambda: Strategy(
-            dp=4, nodes=2, zero=1
-        ),
-        "nodes=0: use a whole number from 1": lambda: Strategy(dp=4, nodes=0, zero="III"),
+        "nodes=3 does not divide the nodes of dp=4": lambda: Strategy(dp=8, node=2, nodes=3, zero="III"),
+        "nodes=2 with zero=1: nodes matter to hybrid sharding": lambda: Strategy(dp=4, nodes=2, zero=1),
         "AdamW was built before sharding, over whole parameters; give a function that builds it": lambda: (
-            parallelize(nn.Linear(4, 4), Strategy(dp=2, zero=1), AdamW(nn.Linear(4, 4).parameters()))
+            parallelize(linear, Strategy(dp=2, zero=1), AdamW(linear.parameters()))
         ),
-        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(
-            nn.Linear(4, 4), Strategy(dp=4, zero=1), AdamW
-        ),
-        "Linear with Strategy(tp=2, zero=1): a module of your own gets dp and ZeRO": lambda: parallelize(
-            nn.Linear(4, 4), Strategy(tp=2, zero=1), AdamW
-        ),
+        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(linear, Strategy(dp=4), AdamW),
+        "a module of your own gets dp and ZeRO": lambda: parallelize(linear, Strategy(tp=2), AdamW),
     }
     check_refusals(refused, ranks=2)
