@@ -24,9 +24,8 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 
 VOCABULARY, LENGTH = 29, 12
-CONFIG = GPTConfig(
-    vocab_size=VOCABULARY, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16
-)
+SIZES = dict(d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16)
+CONFIG = GPTConfig(vocab_size=VOCABULARY, **SIZES)
 PARAMETERS = sum(param.numel() for param in GPT(CONFIG, device="meta").parameters())
 
 
@@ -73,9 +72,7 @@ def apart(ours, theirs):
         assert state.keys() == ours["optimizer"][name].keys()
         for key, value in state.items():
             mine = ours["optimizer"][name][key]
-            differences.append(
-                (mine - value).abs().max().item() if torch.is_tensor(value) else abs(mine - value)
-            )
+            differences.append(abs(torch.as_tensor(mine - value)).max().item())
     return max(differences)
 
 
@@ -125,8 +122,7 @@ def sgd(params):
 
 def not_fused(params):
     optimizer = adamw(params)
-    kind = type("Plain", (AdamW,), {})  # the pass gives its kernel to AdamW itself only
-    optimizer.__class__ = kind
+    optimizer.__class__ = type("Plain", (AdamW,), {})  # the pass gives its kernel to AdamW itself only
     return optimizer
 
 
@@ -145,10 +141,8 @@ def test_the_fused_kernel_is_our_adamw(moments):
     exact_dtype = torch.float32 if moments else torch.float64
     ours, theirs = torch.randn(2, 37, dtype=exact_dtype)
     theirs.copy_(ours)
-    states = [
-        dict(step=0, exp_avg=torch.zeros(37, dtype=dtypes[0]), exp_avg_sq=torch.zeros(37, dtype=dtypes[1]))
-        for _ in range(2)
-    ]
+    zeros = lambda: (torch.zeros(37, dtype=dtype) for dtype in dtypes)  # noqa: E731
+    states = [dict(zip(("step", "exp_avg", "exp_avg_sq"), (0, *zeros()))) for _ in range(2)]
     for _ in range(5):
         grad = torch.randn(37, dtype=exact_dtype)
         for update, weight, state in ((adamw_update, ours, states[0]), (fused_adamw, theirs, states[1])):
@@ -220,9 +214,8 @@ def test_bytes_over_the_link_are_a_ranks_share_whatever_the_microbatches(microba
             assert ledger.copied_bytes("to_host") == ledger.copied_bytes("to_device") == padded
 
 
-BIG = dict(
-    max_positions=64, activation="gelu", vocab_size=50_257, bias=True, positions="learned", norm="layer"
-)
+BIG = dict(max_positions=64, activation="gelu", vocab_size=50_257, bias=True)
+BIG |= dict(positions="learned", norm="layer")
 PAPERS = {
     "13B": (GPTConfig(num_layers=12, d_model=9216, num_heads=64, d_ff=36864, **BIG | dict(head_dim=144)), 1),
     "70B": (GPTConfig(num_layers=21, d_model=16384, num_heads=128, d_ff=65536, **BIG), 16),
@@ -244,9 +237,8 @@ def the_papers_models_fit_a_v100(name):
 
 def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_updates():
     ledger, _ = launch.run(accounts, exact(zero=2, offload="optimizer"), ranks=1)[0]
-    copies = [
-        i for i, event in enumerate(ledger.events) if type(event) is Copy and event.direction == "to_host"
-    ]
+    moves = [(i, event.direction) for i, event in enumerate(ledger.events) if type(event) is Copy]
+    copies, back = ([i for i, way in moves if way == one] for one in ("to_host", "to_device"))
     products = [i for i, event in enumerate(ledger.events) if type(event) is Compute and event.flops]
     between = sum(copies[0] < i for i in products)
     assert len(copies) > 5 and between > len(products) // 3
@@ -254,9 +246,6 @@ def test_gradients_leave_while_backward_goes_on_and_weights_come_while_the_host_
     waited = {event.id: i for i, event in enumerate(ledger.events) if type(event) is Wait}
     ended = [waited[ledger.events[i].id] for i in copies[:-1]]
     assert all(end > after for end, after in zip(ended, copies[1:])), "one more may be on its way"
-    back = [
-        i for i, event in enumerate(ledger.events) if type(event) is Copy and event.direction == "to_device"
-    ]
     assert len(back) > 5 and max(back) < min(waited[ledger.events[i].id] for i in back), "all at once"
 
 

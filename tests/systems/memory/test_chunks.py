@@ -206,12 +206,10 @@ def test_wrong_use_is_refused():
             "a layer needs . chunks of 2,048 bytes at once, device_bytes=4,096 are 2",
         ),
         (lambda: chunked(model, 9, 500), "has .* elements, a chunk 500: use larger chunks"),
-        (lambda: chunked(GPT(small(), dtype=torch.bfloat16), 9), "two layers share a parameter"),
         (
             lambda: chunked(GPT(small(tied=False)), 9),
             "parameters are torch.float32: chunks are for one 16-bit",
         ),
-        (lambda: chunked(make_model().requires_grad_(False), 9), "frozen"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

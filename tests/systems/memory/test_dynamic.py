@@ -75,9 +75,8 @@ def test_dtr():
             evictor = simulate(chain(layers), Evictor(2 * ceil(sqrt(layers)), rule))
             assert evictor.peak_bytes <= 2 * ceil(sqrt(layers))
             ratios[rule, layers] = evictor.operators / layers
-    assert all(
-        ratios["dtr", layers] < 3 and ratios["neighbourhood", layers] < 3.5 for layers in (16, 64, 256, 1024)
-    )
+    for layers in (16, 64, 256, 1024):
+        assert ratios["dtr", layers] < 3 and ratios["neighbourhood", layers] < 3.5
     assert ratios["lru", 1024] > 3 * ratios["lru", 16], "a rule that is blind to cost should not pass this"
 
     for layers in (16, 256):
@@ -103,9 +102,8 @@ def test_a_gpt_under_a_limit(plain):
 
 def test_without_a_limit_it_is_a_plain_run(plain):
     ours, theirs, evictor, ledger = limited(inf)
-    assert (ours, ledger.peak_bytes, evictor.recomputed) == (plain[0], plain[2], 0) and equal(
-        theirs, plain[1]
-    )
+    assert (ours, ledger.peak_bytes, evictor.recomputed) == (plain[0], plain[2], 0)
+    assert equal(theirs, plain[1])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -135,10 +133,8 @@ def dropping(x, weights):
 
 def weights_of(layers, width=16):
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(width, width, dtype=torch.float64, generator=generator, requires_grad=True)
-        for _ in range(layers)
-    ]
+    how = dict(dtype=torch.float64, generator=generator, requires_grad=True)
+    return [torch.randn(width, width, **how) for _ in range(layers)]
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -174,9 +170,8 @@ def test_a_graph_that_depends_on_the_data():
         evictor = Evictor(6 * 16 * 16 * 8 + 28 * node.nbytes)
         with Ledger() as ledger, Dynamic(evictor, operator_cost, [node, *ours]):
             tree(ours[0], 6, ours[1], ours[2], node).sum().backward()
-        assert all(
-            b.grad is None if a.grad is None else torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs)
-        )
+        for a, b in zip(ours, theirs):
+            assert b.grad is None if a.grad is None else torch.equal(a.grad, b.grad)
         unread = sum(weight.nbytes for weight in ours if weight.grad is None)  # the ledger never saw them
         assert ledger.peak_bytes + unread == evictor.peak_bytes <= evictor.limit_bytes
         seen.add(evictor.operators - evictor.recomputed)
@@ -197,12 +192,9 @@ def test_in_place_is_a_copy():
         assert torch.equal(b, 2 * (x + 1)) and torch.equal(a, 10 * (x + 1))
         assert evictor.recomputed == 3, "x + 1, times 2, times 10"
         view = a[1:]
-        with pytest.raises(
-            ValueError, match=r"add_ writes into memory that a view .* shares; write to a clone"
-        ):
-            a.add_(1)
-        with pytest.raises(ValueError, match="add_ writes into memory that a view"):
-            view.add_(1)
+        for shared in (a, view):
+            with pytest.raises(ValueError, match="add_ writes into memory that a view .* shares; write to"):
+                shared.add_(1)
         with pytest.raises(ValueError, match="add writes into 1 tensors or out=; write to a clone"):
             torch.add(x, 1, out=b)
         with pytest.raises(ValueError, match="copy has another layout"):
@@ -344,9 +336,7 @@ def test_after_the_block_results_may_be_read():
 
 def test_a_size_in_the_data_is_refused():
     with Dynamic(Evictor(), operator_cost):
-        with pytest.raises(
-            ValueError, match="size of nonzero's result is in the data: a limit cannot be kept"
-        ):
+        with pytest.raises(ValueError, match="size of nonzero's result is in the data: a limit cannot be"):
             torch.arange(4).nonzero()
         assert int(torch.arange(4).sum()) == 6
 

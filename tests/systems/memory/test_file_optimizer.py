@@ -285,9 +285,7 @@ def test_wrong_use_is_refused(tmp_path):
             FileOptimizer(make_optimizer(model), store, 0)
         filed = FileOptimizer(make_optimizer(model), store, 100)
         train(model, filed, 1)
-        with pytest.raises(
-            ValueError, match="all 1 buffers of .* have 0.0.exp_avg, ...: release or use more"
-        ):
+        with pytest.raises(ValueError, match="all 1 buffers of .* have 0.0.exp_avg, ...: release or use"):
             train(model, filed, 1)
     with FileStore(tmp_path, buffer_bytes=BLOCK) as store:
         with pytest.raises(ValueError, match="a buffer of .* has 4096: cut it, or use larger buffers"):
@@ -338,9 +336,7 @@ def test_states_on_the_host_stay_there(tmp_path):
         run = parallelize(small(), Strategy(offload="optimizer"), AdamW)
         update_in_files(run.sync, folder)
 
-    with pytest.raises(
-        launch.RankError, match="offload='optimizer' keeps the states on the host: leave it out"
-    ):
+    with pytest.raises(launch.RankError, match="offload='optimizer' keeps the states on the host: leave"):
         launch.run(rank, tmp_path, ranks=1)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -60,14 +61,12 @@ def test_a_run_gives_its_result_and_one_that_does_not_fit_an_error_of_one_line(r
             runs.run(hold, 5 * MEGA, kind, limit_bytes=4 * MEGA)
         assert "\n" not in str(error.value)
     assert runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA) == 5 * MEGA  # one failure is not the next one's
-    assert (
-        len(runs.run(bytes, 3 * MEGA, limit_bytes=4 * MEGA)) == 3 * MEGA
-    )  # there is room to tell the result
+    found = runs.run(bytes, 3 * MEGA, limit_bytes=4 * MEGA)  # there is room to tell the result
+    assert len(found) == 3 * MEGA
 
 
 def test_a_limit_is_of_one_run_and_of_no_other_process(runs):
-    limits = runs.run(lambda: __import__("resource").getrlimit(__import__("resource").RLIMIT_AS))
-    assert limits == __import__("resource").getrlimit(__import__("resource").RLIMIT_AS)
+    assert runs.run(resource.getrlimit, resource.RLIMIT_AS) == resource.getrlimit(resource.RLIMIT_AS)
     runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA)
     assert runs.run(hold, 50 * MEGA) == 50 * MEGA
 
