@@ -92,9 +92,6 @@ class Hybrid(Zero3):
         self.param_cuts, self.grad_cuts, self.state_cuts = ("NIG".index(letter) for letter in sharding)
         super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
 
-    def levels(self) -> tuple[ProcessGroup, ...]:
-        return self.groups
-
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> HybridBuffer:
         return HybridBuffer(params, groups, self.param_cuts, self.state_cuts)
 
@@ -161,11 +158,10 @@ class Hybrid(Zero3):
 #   shard      [d, ..]          rank r holds piece r of the whole [p·d, ..]
 #   1 across   [p/k, d, ..]     all_gather(shard, inter): pieces of this place from every node, in node order
 #   2 inside   [k, p/k, d, ..]  all_gather(that, intra): every piece is here, but place by place
-#   3 reorder  [p/k, k, d, ..]  the two leading dims change places: rank order
+#   3 reorder  [p/k, k, d, ..]  the two leading dims change places: rank order; MiCS orders the chunks first
 #
-# The adjoint goes back. With M the bytes of the whole each rank sends, in either direction, (1/k - 1/p) M
-# across and (k-1)/k M inside. Memory: besides the result, the M/k of step 1 and the M of step 2; the adjoint:
-# the reordered copy of M, M/k and the receive buffers. MiCS orders the chunks first, without a copy.
+# Of M bytes of the whole each rank sends (1/k - 1/p) M across and (k-1)/k M inside; the adjoint too. Memory:
+# besides the result, M/k and M; the adjoint: a reordered copy of M, M/k and what is received.
 
 
 def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGroup, out=None) -> Tensor:

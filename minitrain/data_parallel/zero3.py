@@ -53,11 +53,12 @@ class Zero3(Sync):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
 
     stage = 3
+    groups: tuple = ()  # over whose ranks a gradient is a sum, if they are more than one
     sums_are_final = True  # what is scattered needs no more sums once per step
 
     def __init__(self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True):
         self.group, self.reshard, self.prefetch = group, reshard, prefetch
-        super().__init__(model, self.levels(), make_optimizer)
+        super().__init__(model, self.groups or (group,), make_optimizer)
         modules = list(elements(model) if units is None else units)
         self.units = assign(model, modules, self.make_flat, self.key_of)
         self.called: set[Unit] = set()  # in this step
@@ -77,10 +78,6 @@ class Zero3(Sync):
             param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
     # ---- how parameters are cut and sent: what hybrid sharding and ZeRO++ replace
-
-    def levels(self) -> tuple[ProcessGroup, ...]:
-        """The groups over whose ranks a gradient is a sum, if its placement names no others."""
-        return (self.group,)
 
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> UnitBuffer:
         return UnitBuffer(params, *groups)

@@ -40,6 +40,7 @@ class HostOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, *, delayed: bool = False, warmup_steps: int = 40):
         require_ints(0, MOST, warmup_steps=warmup_steps)
         self.inner, self.delayed, self.warmup_steps = optimizer, delayed, warmup_steps
+        self.param_groups = optimizer.param_groups  # settings, and parameters on the host
         self.twin_of: dict[Tensor, nn.Parameter] = {}  # parameter of the device -> the host's
         self.updates = 0  # begun so far
         self.early = False  # updates may begin before `step`: nothing of all gradients has to be known
@@ -66,11 +67,6 @@ class HostOptimizer:
             vars(twin).update(vars(param))  # where it is, how it is rounded
         self.twin_of[param] = twin
         return twin
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own: settings, and parameters on the host with their gradients."""
-        return self.inner.param_groups
 
     # ---- gradients ----------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class FileOptimizer:
     ):
         require_positive_ints(piece=piece)
         self.inner, self.store, self.piece, self.name = optimizer, store, piece, name
+        self.param_groups = optimizer.param_groups
         self._tensors: dict[str, list[str]] = {}  # states of a piece that are in files,
         self._numbers: dict[str, dict[str, Any]] = {}  # and what else there is: the step
         self._done = 0  # pieces of a step that has stopped,
@@ -68,10 +69,6 @@ class FileOptimizer:
         states, optimizer.state = optimizer.state, None  # nobody looks for them there
         for param, state in states.items():
             self.set_state(param, state)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
 
     def zero_grad(self) -> None:
         if self._done:
