@@ -278,20 +278,6 @@ def test_states_that_are_written_end_a_step_that_has_stopped(tmp_path, monkeypat
             filed.zero_grad()
 
 
-def test_wrong_use_is_refused(tmp_path):
-    model = make_model()
-    with FileStore(tmp_path, buffer_bytes=BLOCK, buffers=1) as store:
-        with pytest.raises(ValueError, match="piece=0"):
-            FileOptimizer(make_optimizer(model), store, 0)
-        filed = FileOptimizer(make_optimizer(model), store, 100)
-        train(model, filed, 1)
-        with pytest.raises(ValueError, match="all 1 buffers of .* have 0.0.exp_avg, ...: release or use"):
-            train(model, filed, 1)
-    with FileStore(tmp_path, buffer_bytes=BLOCK) as store:
-        with pytest.raises(ValueError, match="a buffer of .* has 4096: cut it, or use larger buffers"):
-            train(model, FileOptimizer(make_optimizer(model), store, 10_000), 1)
-
-
 # ---- through parallelize ---------------------------------------------------------------------------------
 
 

@@ -238,11 +238,6 @@ def test_parameters_and_gradients_are_the_hosts():
     assert ledger.host_by_kind["gradients"] == tiled.weight.nbytes + tiled.bias.nbytes
 
 
-def test_the_formula_of_the_paper_counts_weight_and_gradient():
-    shape = Shape(1, WIDTH, 4)
-    assert shape.working_bytes() == 2 * 2 * 4 * WIDTH * WIDTH == 8 * shape.working_bytes(8)
-
-
 def test_wrong_use_is_refused():
     for tiles in (-1, 0, 5, 97):
         with pytest.raises(ValueError, match=f"tiles={tiles}: use a divisor of the 96 rows"):
