@@ -22,8 +22,6 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, accumulate, train_step
-from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -452,30 +450,6 @@ def test_zero_table_1_from_a_dry_run():
     assert [round(7.5 * held, 1) for held in of_64] == [31.4, 16.6, 1.9]
     assert [round(128 * held, 1) for held in of_64] == [536.0, 284.0, 32.0]
     assert round(1000 * per_parameter["stage 3", 1024], 1) == 15.6
-
-
-# ---- time ------------------------------------------------------------------------------------------------
-
-
-def test_prefetch_hides_communication_on_64_h100():
-    """The same events, replayed: what the gathers of stage 3 leave exposed with and without prefetch."""
-
-    def rank(prefetch):
-        sizes = dict(vocab_size=32_000, d_model=2048, num_layers=8, num_heads=16, max_positions=2048)
-        model = GPT(GPTConfig(**sizes), dtype=torch.bfloat16)
-        make = lambda shards: AdamW(shards, master_dtype=torch.float32)  # noqa: E731
-        zero = Zero3(model, collectives.world(), make, prefetch=prefetch)
-        tokens = torch.zeros(4, 2048, dtype=torch.long)
-        with Ledger() as ledger:
-            accumulate(model, cross_entropy_sum, 1, zero)(Batch(tokens, tokens, torch.tensor(8192)))
-            zero.finish()
-        return ledger.events
-
-    exposed = {}
-    for prefetch in (False, True):
-        events = dryrun.run(rank, prefetch, rank=0, ranks=64)
-        exposed[prefetch] = replay({0: events}, machine("h100")).exposed_communication_s
-    assert exposed[True] < 0.6 * exposed[False]
 
 
 # ---- modules, recomputation, evaluation ------------------------------------------------------------------

@@ -185,18 +185,6 @@ def test_a_host_without_room_says_so(monkeypatch):
 SLOW = dataclasses.replace(machine("a100"), host=Link("one second a GB", 0.5, 1e9, "made up"))
 
 
-def test_copies_take_the_links_time_and_follow_each_other():
-    GIGA = 10**9
-    events = [Copy(0, "to_host", GIGA), Copy(1, "to_host", 2 * GIGA), Copy(2, "to_device", GIGA), Wait(1)]
-    line = replay({0: events, 1: [Copy(0, "to_host", GIGA)]}, SLOW)
-    spans = {(rank, span.event.id): span for rank in (0, 1) for span in line.transfers(rank)}
-    assert [(spans[0, i].start_s, spans[0, i].end_s) for i in (0, 1, 2)] == [(0, 1.5), (1.5, 4.0), (0, 1.5)]
-    assert (spans[1, 0].start_s, spans[1, 0].end_s) == (0, 1.5)  # ranks do not share a link
-    assert line.step_s == 4.0 and line.account(0).waiting_s == 4.0 == line.account(0).exposed_communication_s
-    assert [span.stream for span in line.transfers(0, "host")].count("to_host") == 2
-    assert replay({0: events}, dataclasses.replace(SLOW, network_efficiency=0.5)).step_s == 7.0
-
-
 def test_a_copy_is_hidden_behind_what_computes(tmp_path):
     work = Compute("mm", int(2 * SLOW.device.peak("bfloat16")), 0, "", "bfloat16")
     hidden = replay({0: [Copy(0, "to_host", 10**9), work, Wait(0)]}, SLOW)

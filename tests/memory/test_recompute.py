@@ -270,13 +270,6 @@ def test_what_a_router_counts_is_counted_once():
             assert layer.mlp.router.load.sum() == TOKENS.numel() * router.top_k and layer.mlp.losses is None
 
 
-def test_without_gradients_nothing_is_kept():
-    model = model_of("keep:core", MODELS["gpt2"])
-    with torch.no_grad(), SavedTensors(model) as saved:
-        loss_of(model)
-    assert saved.bytes == 0
-
-
 def test_what_never_runs_backward_goes_without_the_collector():
     gc.collect()
     gc.disable()

@@ -9,7 +9,6 @@ from minitrain.memory.pools import on_host
 from minitrain.memory.recompute import recompute
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.split import Swap, TiledLinear, split
-from minitrain.systems.plan.offload import TransformerShape as Shape
 
 
 class Away:
