@@ -29,8 +29,8 @@ class GradReducer:
         self.on_sum: Callable[[GradBucket], None] = lambda bucket: None  # told of each sum that is there
         self.eager = lambda: False  # whether somebody waits for it
         self.buckets = [GradBucket(packed) for packed in pack(trainable_once(params)[::-1], bucket_bytes)]
-        arrived = lambda bucket, sum: self.on_sum(bucket)
-        self._in_order = InOrder(self.buckets, self._start, arrived)
+        on_sum = lambda bucket, sum: self.on_sum(bucket)
+        self._in_order = InOrder(self.buckets, self._start, on_sum)
         params = self._in_order.bucket_of
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_ready) for param in params]
 

@@ -109,10 +109,10 @@ class GradBucket:
 class InOrder:
     """Counts complete gradients, and starts the sum of each full bucket, in the order of the list.
 
-    `start(bucket)` gives a handle, and `arrived(bucket, sum)` gets what came back."""
+    `start(bucket)` gives a handle, and `on_sum(bucket, sum)` gets what came back."""
 
-    def __init__(self, buckets: list, start: Callable, arrived: Callable):
-        self.buckets, self.start, self.arrived = buckets, start, arrived
+    def __init__(self, buckets: list, start: Callable, on_sum: Callable):
+        self.buckets, self.start, self.on_sum = buckets, start, on_sum
         self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         self.under_way: deque[tuple] = deque()
         self.reset()
@@ -140,4 +140,4 @@ class InOrder:
     def settle(self) -> None:
         """Wait for the first bucket under way."""
         bucket, handle = self.under_way.popleft()
-        self.arrived(bucket, handle.wait())
+        self.on_sum(bucket, handle.wait())

@@ -39,7 +39,7 @@ class WholeParameters(Sync):
                 param.register_post_accumulate_grad_hook(self._on_grad)
             flat.cut(flat.local_shard(self.weights[flat]))
         self.set_shards(flats)
-        self.in_order = InOrder(flats, self._start, self._arrived)
+        self.in_order = InOrder(flats, self._start, self._on_sum)
 
     def publish(self, frozen: bool = False) -> None:
         """All-gather the updated parameters."""
@@ -79,7 +79,7 @@ class Zero1(WholeParameters):
         grads = self.grads[flat].grads
         return reduce_scatter(grads, flat.groups[0], out=flat.local_shard(grads), async_op=True)
 
-    _arrived = Sync.finalize
+    _on_sum = Sync.finalize
 
     def finish(self) -> None:
         if self.in_order.waiting:

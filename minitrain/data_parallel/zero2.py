@@ -52,7 +52,7 @@ class Zero2(WholeParameters):
         self._is_last = self.enabled and not self.driven  # a pipeline may have more of it
         return reduce_scatter(grads, flat.groups[0], async_op=True)
 
-    def _arrived(self, flat: Flat, grad: Tensor) -> None:
+    def _on_sum(self, flat: Flat, grad: Tensor) -> None:
         """Add the sum of a bucket to the shard's gradient."""
         shard = flat.shard
         shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
