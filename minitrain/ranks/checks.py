@@ -43,29 +43,25 @@ def require_fractions(**values) -> None:
 
 def require_device(**values) -> None:
     """A torch.device or its name."""
-    for name, value in values.items():
-        if not re.fullmatch(r"(cpu|cuda|meta|mps|xpu)(:\d+)?", str(value)):
-            raise ValueError(f"{name}={_short(value)}: use cpu, cuda, or one of several, such as cuda:1")
+    known = lambda value: re.fullmatch(r"(cpu|cuda|meta|mps|xpu)(:\d+)?", str(value))
+    _check_each(values, known, "use cpu, cuda, or one of several, such as cuda:1")
 
 
 def require_nonempty(**values) -> None:
     """Sequences that have an entry."""
-    for name, value in values.items():
-        if isinstance(value, str) or not isinstance(value, Collection) or not len(value):
-            raise ValueError(f"{name}={_short(value)}: give a sequence with at least one entry")
+    filled = lambda value: isinstance(value, Collection) and not isinstance(value, str) and len(value)
+    _check_each(values, filled, "give a sequence with at least one entry")
 
 
 def require_text(**values) -> None:
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name}={_short(value)}: give a text")
+    _check_each(values, lambda value: isinstance(value, str), "give a text")
 
 
 def require_one_of(allowed: Iterable, **values) -> None:
     allowed = list(allowed)
-    for name, value in values.items():
-        if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-            raise ValueError(f"{name}={_short(value)}: use {', '.join(map(str, allowed))}")
+    is_one = lambda value, one: value is one or (type(value) is type(one) and value == one)
+    fits = lambda value: any(is_one(value, one) for one in allowed)
+    _check_each(values, fits, f"use {', '.join(map(str, allowed))}")
 
 
 def _is_finite(value) -> bool:
@@ -76,17 +72,16 @@ def _is_finite(value) -> bool:
 
 
 def _check(values: dict, fits: Callable, wanted: str) -> None:
+    """Numbers; of a sequence, or sequences, each."""
     for name, value in values.items():
         if isinstance(value, (list, tuple, range)) and len(value):
-            for number, one in enumerate(value):
-                if isinstance(one, (list, tuple)):
-                    _check({f"{name}[{number}]": one}, fits, wanted)
-                elif not fits(one):
-                    raise ValueError(f"{name}[{number}]={_short(one)}: use {wanted}")
-        elif not fits(value):
-            raise ValueError(f"{name}={_short(value)}: use {wanted}")
+            _check({f"{name}[{number}]": one for number, one in enumerate(value)}, fits, wanted)
+        else:
+            _check_each({name: value}, fits, f"use {wanted}")
 
 
-def _short(value) -> str:
-    text = str(value) if isinstance(value, Real) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _check_each(values: dict, fits: Callable, wanted: str) -> None:
+    for name, value in values.items():
+        if not fits(value):
+            text = str(value) if isinstance(value, Real) else repr(value)
+            raise ValueError(f"{name}={text if len(text) <= 60 else f'{text[:57]}...'}: {wanted}")

@@ -1,8 +1,7 @@
 """Under torchrun: the ranks are there, on however many nodes, and `run` runs fn on them.
 
 All results reach all ranks. A rank cannot stop its neighbours here: if one fails while others wait, or time
-is up, the process ends, and torchrun ends the job. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT may be left
-over from a job that has ended: the store that torchrun itself keeps must answer.
+is up, the process ends, and torchrun ends the job.
 """
 
 import atexit
@@ -12,7 +11,6 @@ import gc
 import json
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import threading
@@ -33,20 +31,8 @@ FOREVER = datetime.timedelta(days=30)  # the group's own time-out: ours is the a
 
 
 def here() -> bool:
-    """Is this process a rank of a job? ValueError for variables that are left over from one."""
-    if not all(variable in os.environ for variable in VARIABLES):
-        return False
-    # an agent listens before any rank is there
-    if PROCESS.job is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(where, timeout=10).close()
-        except OSError:
-            raise ValueError(
-                f"torchrun's variables are set, but at {where[0]}:{where[1]} nobody answers: they are left "
-                f"over from another job; outside a job unset {' '.join(VARIABLES)}"
-            ) from None
-    return True
+    """Is this process a rank of a job?"""
+    return all(variable in os.environ for variable in VARIABLES)
 
 
 class Job:
@@ -63,7 +49,8 @@ class Job:
         self.launches, self.rank = 0, int(os.environ["RANK"])
         self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
         self.log = f"/dev/fd/{self.file.fileno()}"
-        with alarm(self, start_timeout_s, "the ranks of this job have not all joined"):
+        cure = f"outside a job unset {' '.join(VARIABLES)}, which are left over from one"
+        with alarm(self, start_timeout_s, f"the ranks of this job have not all joined ({cure})"):
             wait = datetime.timedelta(seconds=start_timeout_s)
             self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
             if not dist.is_initialized():
@@ -86,7 +73,10 @@ class Job:
                 try:
                     result = fn(*args)
                     collectives.settle()
-                    data, error = portable(result), None
+                    try:  # every rank runs the same program: with plain pickle classes keep their identity
+                        data, error = pickle.dumps(result), None
+                    except Exception:
+                        data, error = pickled.result(result), None
                 except BaseException as failure:  # sys.exit included
                     data, error = None, report.record(failure)
                 self.agree(error, timeout_s)
@@ -146,11 +136,3 @@ def ring(job: Job, seconds: float, complaint: str) -> None:
     print(f"LaunchTimeout: {complaint} after {seconds:g} s: {where}", file=sys.stderr, flush=True)
     threading.Event().wait(GRACE_S)  # let the other ranks say where they are
     os._exit(1)
-
-
-def portable(result) -> bytes:
-    """Plain pickle where it suffices: every rank runs the same program, so classes keep their identity."""
-    try:
-        return pickle.dumps(result)
-    except Exception:
-        return pickled.result(result)

@@ -61,12 +61,6 @@ class LaunchTimeout(RankError):
     """The ranks did not start, or did not finish, in the time given."""
 
 
-class Frame(NamedTuple):
-    file: str
-    line: int
-    function: str
-
-
 def unborn(who: str, number: int) -> str:
     """Why the system has no process for `who`."""
     return f"{who} cannot be started: {os.strerror(number)} (see ulimit -u); use fewer ranks"
@@ -76,9 +70,10 @@ def unborn(who: str, number: int) -> str:
 
 
 def record(error: BaseException) -> dict:
-    """What a rank tells about the exception that ended its fn; the launcher's own frame is left out."""
+    """What a rank tells about the exception that ended its fn, without the launcher's own frame. `frames` are
+    (file, line, function), innermost first."""
     told = TracebackException(type(error), error, error.__traceback__.tb_next or error.__traceback__)
-    frames = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(told.stack)]
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(told.stack)]
     text = shortened("".join(told.format()), TRACEBACK_LETTERS)
     return {"type": type(error).__name__, "message": message_of(error), "frames": frames, "traceback": text}
 
@@ -140,17 +135,17 @@ def spot(frame: tuple, cells: dict[str, str]) -> str:
     return f"{'cell' if frame[0] in cells else os.path.basename(frame[0])}:{frame[1]}"
 
 
-def stack_frames(dump: str) -> list[Frame]:
+def stack_frames(dump: str) -> list[tuple[str, int, str]]:
     """The main thread's frames below fn, innermost first, from what faulthandler wrote about all threads."""
     for thread in re.split(r"\n(?=Thread |Current thread )", dump):
         fn_and_below, *ours = re.split(CALLS_FN, thread, maxsplit=1)
         if ours:
-            return [Frame(file, int(line), name) for file, line, name in STACK_LINE.findall(fn_and_below)]
+            return [(file, int(line), name) for file, line, name in STACK_LINE.findall(fn_and_below)]
     return []
 
 
 def stack_text(dump: str, cells: dict[str, str]) -> str:
-    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in stack_frames(dump)]
+    lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack_frames(dump)]
     return readable("\n".join(["innermost line first:", *lines]), cells) if lines else ""
 
 
@@ -220,9 +215,9 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
-    in_torch = [frame.function for frame in frames if frame.file.endswith(C10D_FILE)]
+    in_torch = [name for file, _, name in frames if file.endswith(C10D_FILE)]
     in_torch = [name for name in in_torch if name.islower() and not name.startswith(NO_COLLECTIVE)]
-    in_ours = any(frame.file.startswith(COLLECTIVES) for frame in frames)
+    in_ours = any(file.startswith(COLLECTIVES) for file, *_ in frames)
     unfinished = [call for call in calls if not call.done]
     if unfinished and in_ours:
         here = {spot(frame, cells) for frame in frames}

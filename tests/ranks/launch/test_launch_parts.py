@@ -1,5 +1,5 @@
-"""What a launch is made of behind the caller, piece by piece: what the helper kills and reaps, what a rank sets up, how
-ranks of a job agree, what the kernel counts."""
+"""What a launch is made of, piece by piece: what the helper kills and reaps, what a rank sets up, how ranks of a job agree,
+what the kernel counts; what the caller takes in and decides, and the words of its reports."""
 
 import datetime
 import json
@@ -10,17 +10,18 @@ import signal
 import socket
 import sys
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain import collectives, launch
+from minitrain import launch
 from minitrain.course import loopback
-from minitrain.ranks.launch import job, local, pickled, ranks
-from minitrain.ranks.process import PROCESS
-from tests.ranks.launch.test_launch_caller import LOST, MINE
+from minitrain.ranks.launch import job, local, pickled, ranks, report, start
 
+LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "frames": [], "traceback": ""}
+MINE = {"type": "ValueError", "message": "bad batch", "frames": [], "traceback": ""}
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # ---- the helper ------------------------------------------------------------------------------------------
@@ -160,9 +161,8 @@ HERE = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 @pytest.fixture
 def environ(monkeypatch):
-    for name in (*job.VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in job.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(PROCESS, "job", None)
 
     def put(**values):
         for name, value in values.items():
@@ -177,42 +177,10 @@ def test_a_job_is_where_all_four_variables_are(environ, missing):
     assert job.here() == (missing is None)
 
 
-def test_an_agent_that_does_not_answer_is_from_another_job(environ):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        environ(**HERE | dict(MASTER_PORT=str(closed.getsockname()[1])))
-        assert job.here(), "only an agent listens before any rank is there"
-        environ(TORCHELASTIC_USE_AGENT_STORE="True")
-        with pytest.raises(
-            ValueError,
-            match="at 127.0.0.1:.* nobody answers: they are left over from another job; outside a job unset",
-        ):
-            job.here()
-        closed.listen()
-        assert job.here()
-
-
 def a_job(rank=0, size=2, store=None):
     one = object.__new__(job.Job)
     one.launches, one.rank, one.size, one.store = 1, rank, size, store or dist.HashStore()
     return one
-
-
-@pytest.mark.parametrize(
-    "errors, blamed",
-    [([None, None], None), ([None, MINE], (1,)), ([MINE, MINE], (0, 1)), ([LOST, MINE], (1,))],
-)
-def test_all_ranks_of_a_job_come_to_the_same_error(errors, blamed):
-    store = dist.HashStore()
-    for rank in (1, 0):
-        store.set(f"launch-1/{rank}", json.dumps(errors[rank]))
-    for rank in (0, 1):
-        if blamed is None:
-            a_job(rank, store=store).agree(errors[rank], 5)
-            continue
-        with pytest.raises(launch.RankError, match="raised ValueError: bad batch") as error:
-            a_job(rank, store=store).agree(errors[rank], 5)
-        assert error.value.ranks == blamed
 
 
 @pytest.mark.parametrize(
@@ -241,37 +209,6 @@ def test_a_job_in_which_others_do_not_come_to_an_end_is_ended(error, patience_s,
     assert isinstance(ended[0], launch.LaunchTimeout) == (error is None)
 
 
-def test_a_launch_in_a_job_gives_all_results_and_keeps_its_own(monkeypatch):
-    monkeypatch.delenv("MINITRAIN_INSIDE", raising=False)
-    one, done, seen = a_job(rank=1, size=3), [], {}
-    one.launches, one.talk = 4, "the group"
-    one.agree = lambda error, timeout_s: done.append((error and error["message"], timeout_s))
-    monkeypatch.setattr(collectives, "set_checked", lambda checked: seen.update(checked=checked))
-    monkeypatch.setattr(
-        collectives, "settle", lambda: seen.update(settled=os.environ.get("MINITRAIN_INSIDE"))
-    )
-    monkeypatch.setattr(ranks, "seed_all", lambda: seen.update(seeded=True))
-
-    def gather(everyone, mine, group):
-        assert group == "the group"
-        everyone[:] = [pickle.dumps("zero"), mine, pickle.dumps("two")]
-
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    own = ["of rank", 1]
-    results = one.run(lambda x: x, (own,), 30, True)
-    assert results == ["zero", own, "two"] and results[1] is own, "what fn returned here, not a copy"
-    assert seen == dict(checked=True, settled="1", seeded=True) and one.launches == 5 and done == [(None, 30)]
-    assert "MINITRAIN_INSIDE" not in os.environ
-
-    def agree(error, timeout_s):
-        raise launch.RankError(error["message"])
-
-    one.agree = agree
-    with pytest.raises(launch.RankError, match="^7$"):
-        one.run(sys.exit, (7,), 30, False)
-    assert "MINITRAIN_INSIDE" not in os.environ and seen["checked"] is False
-
-
 # ---- the kernel's count ----------------------------------------------------------------------------------
 
 
@@ -290,3 +227,225 @@ def test_of_a_shared_network_the_least_of_some_runs_is_told(network, runs, monke
     assert capsys.readouterr().out.split() == (["9", "7"] if network == "private" else ["6", "5"])
     assert len(asked) == 2 * runs and len(brought_up) == (network == "private")
     assert asked[0] == (loopback.between_readings, (int,), dict(ranks=3, checked=False, echo=False))
+
+
+# ---- the caller ------------------------------------------------------------------------------------------
+
+
+class Heard(local.Launch):
+    """A launch of which a test plays the ranks and the helper."""
+
+    def __init__(self, count=3, grace_s=None, echo=True):
+        self.ranks, self.echo, self.cells, self.grace_s = count, echo, {}, grace_s
+        self.states, self.pids, self.exits = dict.fromkeys(range(count), "start"), {}, {}
+        self.shown, self.reaped, self.unread, self.files = {}, False, b"", {}
+        self.helper = types.SimpleNamespace(heavy=set(), process=types.SimpleNamespace(poll=lambda: None))
+        self.helper.last_words = lambda: "no memory left"
+        self.events, self.said = os.pipe()
+
+    def read(self, rank, kind, start=0):
+        return self.files.get((rank, kind), b"")[start:]
+
+    def calls(self, rank):
+        return []
+
+
+@pytest.mark.parametrize(
+    "errors, exits, grace_s, patience_s",
+    [
+        ([MINE], {}, None, local.GRACE_S),
+        ([LOST], {}, None, local.LOST_GRACE_S),
+        ([LOST, LOST], {}, None, local.LOST_GRACE_S),
+        ([LOST, MINE], {}, None, local.GRACE_S),
+        ([LOST], {2: -9}, None, local.GRACE_S),
+        ([], {2: -9}, None, local.GRACE_S),
+        ([LOST], {}, 7.0, 7.0),
+        ([MINE], {}, 0.01, 0.01),
+    ],
+)
+def test_who_heard_of_lost_connections_alone_is_waited_for_longer(errors, exits, grace_s, patience_s):
+    one = Heard(grace_s=grace_s)
+    one.exits = exits
+    for rank, error in enumerate(errors):
+        one.states[rank], one.files[rank, "error"] = "error", json.dumps(error).encode()
+    assert one.patience_s() == patience_s
+
+
+@pytest.mark.parametrize("grace_s", [None, 9.0])
+def test_who_has_raised_is_killed_once_where_others_shall_hear_of_it(grace_s, monkeypatch):
+    one, killed = Heard(grace_s=grace_s), []
+    one.states, one.pids, one.exits = {0: "error", 1: "ready", 2: "ready"}, {0: 70, 1: 71, 2: 72}, {2: -9}
+    one.files[0, "error"] = json.dumps(MINE).encode()
+    monkeypatch.setattr(local.os, "kill", lambda pid, number: killed.append((pid, number)))
+    news = iter([None, None, "done"])
+
+    def listen(seconds):
+        if now := next(news):
+            one.states[1] = now
+
+    one.listen = listen
+    one.let_others_end()
+    assert (
+        killed == ([(70, signal.SIGKILL)] if grace_s else [])
+        and next(news, "all were heard") == "all were heard"
+    )
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+LIBRARY = (report.LIBRARIES[0] + "torch/nn/functional.py", 9, "linear")
+OURS = (report.PACKAGE + "model/training/step.py", 8, "train_step")
+PLUMBING = (report.PACKAGE + "ranks/launch/ranks.py", 7, "live")
+COLLECTIVE = (report.PACKAGE + "ranks/collectives/ring.py", 6, "all_reduce")
+CELL = ("/tmp/ipykernel_1/2.py", 5, "train")
+FROZEN = ("<frozen importlib._bootstrap>", 4, "_find")
+
+
+def test_torch_is_a_library_wherever_it_is_installed():
+    """An environment with the system's packages has it in a folder that is not its own."""
+    assert all(file.startswith(report.LIBRARIES) for file in (torch.__file__, dist.__file__, json.__file__))
+    assert not __file__.startswith(report.LIBRARIES) and all(
+        folder.endswith(os.sep) for folder in report.LIBRARIES
+    )
+    in_torch = dist.distributed_c10d.__file__, 1427, "get_rank"
+    assert report.place([in_torch, ("train.py", 3, "f"), PLUMBING], {}) == "train.py:3"
+
+
+@pytest.mark.parametrize(
+    "frames, place",
+    [
+        ([LIBRARY, OURS, ("/home/me/train.py", 3, "f"), ("/home/me/main.py", 2, "g")], "train.py:3"),
+        ([COLLECTIVE, LIBRARY, CELL, PLUMBING], "cell:5"),
+        ([FROZEN, COLLECTIVE, LIBRARY, OURS, PLUMBING], "step.py:8"),
+        ([COLLECTIVE, LIBRARY, FROZEN, PLUMBING], "functional.py:9"),
+        ([COLLECTIVE, PLUMBING], ""),
+        ([], ""),
+    ],
+)
+def test_the_line_to_look_at_is_the_readers_else_ours_else_a_librarys(frames, place):
+    assert report.place(frames, {CELL[0]: "Cell In[6]"}) == place
+
+
+def test_a_long_text_keeps_its_first_and_its_last_part():
+    assert report.shortened("abcdefghijklmno", 10) == "abcde ... (5 letters left out) ... klmno"
+    assert report.shortened("abcdefghij", 10) == "abcdefghij"
+    assert len(report.message_of(ValueError("x" * 5000))) < 1050
+    assert report.message_of(ValueError(" a \n\n b")) == "a  b"
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        (MINE | {"message": ""}, "raised ValueError (a.py:1, b.py:2)"),
+        (
+            MINE | {"type": "SystemExit", "message": "3"},
+            "called sys.exit(3) (a.py:1, b.py:2); return from fn instead",
+        ),
+        (
+            LOST,
+            "raised RuntimeError: Connection closed by peer (a.py:1, b.py:2); another process of the group is gone",
+        ),
+        (MINE | {"type": None, "message": "died"}, "died"),
+    ],
+)
+def test_what_happened_in_words(record, said):
+    assert report.sentence(record, ["a.py:1", "b.py:2"]) == said
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [
+        (11, "crashed in native code (SIGSEGV)"),
+        (15, "died of SIGTERM (a signal"),
+        (40, "died of signal 40 ("),
+    ],
+)
+def test_a_crash_and_a_signal_that_somebody_sent_are_told_apart(number, said):
+    assert report.crash_record(-number, "", [], {})["message"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    "text", ["Connection refused", "Connection reset by peer", "Connection closed by peer"]
+)
+def test_a_crash_is_named_before_all_connections_that_it_cost(text):
+    lost = {"type": "RuntimeError", "message": text, "frames": [], "traceback": ""}
+    crashed = {"type": None, "message": "was killed (SIGKILL)", "frames": [], "traceback": ""}
+    other = {"type": "ValueError", "frames": [], "traceback": ""}
+    records = {rank: lost for rank in range(3)} | {3: crashed}
+    assert report.failure(records, {}).ranks == (3,) and "rank 3 was killed" in str(
+        report.failure(records, {})
+    )
+    records = {rank: {**other, "message": f"text {rank}"} for rank in range(5)} | {5: crashed}
+    error = report.failure(records, {})  # six different errors, of which three are told
+    assert str(error).startswith("rank 5 was killed") and str(error).endswith("; and 3 more")
+
+
+def test_equal_errors_are_one_sentence_with_all_their_places():
+    at = lambda rank: {"frames": [[f"file{rank % 2}.py", 3, "f"]], "traceback": f"of rank {rank}"}
+    error = report.failure({rank: MINE | at(rank) for rank in (5, 2, 3)}, {}, {2: " \n", 5: "not told"})
+    assert str(error) == "ranks 2, 3, 5 raised ValueError: bad batch (file0.py:3, file1.py:3)"
+    assert error.ranks == (2, 3, 5) and error.traceback == "Rank 2: of rank 2"
+    assert error._render_traceback_() == [f"RankError: {error}", "\nRank 2: of rank 2"]
+    assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch", (
+        "what was lost is no cause"
+    )
+
+
+@pytest.mark.parametrize("text, members", [("1-3", [1, 2, 3]), ("0,2,5", [0, 2, 5]), ("7", [7])])
+def test_members_as_the_log_writes_them(text, members):
+    assert sorted(report.ranks_of(text)) == members
+    for all_of_them in ("", "0,2,...", "1-", "a"):
+        assert 10**6 in report.ranks_of(all_of_them)
+
+
+def test_stacks_of_a_hang_that_are_equal_are_told_once():
+    dump = lambda line: (
+        f'Thread 0x1:\n  File "train.py", line {line} in step\n  File "{report.PACKAGE}ranks/launch/job.py", line 9 in run\n'
+    )
+    stands = {rank: report.Stuck(f"stand{{s}} at train.py:{5 if rank else 6}", False) for rank in range(3)}
+    error = report.hang(0.5, stands, {0: dump(6), 1: dump(5), 2: dump(5)}, {})
+    assert str(error) == (
+        "not finished after 0.5 s: rank 0 stands at train.py:6; ranks 1, 2 stand at train.py:5; "
+        "if this is only slow, raise timeout_s"
+    )
+    stack = 'innermost line first:\n  File "train.py", line {}, in step'
+    assert error.traceback == f"Rank 0, {stack.format(6)}\nRanks 1, 2, {stack.format(5)}" and error.ranks == (
+        0,
+        1,
+        2,
+    )
+
+
+def test_of_all_threads_the_one_that_runs_fn_is_told():
+    frames = lambda name, own: f'  File "{name}.py", line 5 in f\n' + own
+    fn = f'  File "{report.PACKAGE}ranks/launch/ranks.py", line 9 in live\n  File "forks.py", line 1 in start\n'
+    dump = f"Thread 0x1 (most recent call first):\n{frames('other', '')}\nCurrent thread 0x2:\n{frames('mine', fn)}"
+    assert report.stack_frames(dump) == [("mine.py", 5, "f")] and report.stack_frames("") == []
+    assert report.stack_text("", {}) == ""
+
+
+# ---- start -----------------------------------------------------------------------------------------------
+
+
+def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):
+    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: (pickle.loads(call), rest))
+    call, rest = launch.run(dict, [(1, 2)], timeout_s=float("inf"), start_timeout_s=7, echo=False, grace_s=3)
+    assert call == (dict, ([(1, 2)],)) and rest == (start.LONGEST_S, 7, True, False, 3)
+    monkeypatch.setenv("MINITRAIN_INSIDE", "1")
+    with pytest.raises(ValueError, match="^run was called inside a rank"):
+        launch.run(dict)
+
+
+def test_modules_of_one_file_travel_by_value_and_parts_of_packages_by_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "single_file.py").write_text("def f(): return 1")
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").write_text("")
+    (tmp_path / "a_package" / "part.py").write_text("def f(): return 1")
+    import a_package.part
+    import single_file
+
+    monkeypatch.setitem(sys.modules, "another_name", single_file)
+    found = pickled.single_files()
+    assert single_file in found and found.count(single_file) == 1
+    assert not {a_package, a_package.part, json, torch, sys.modules["__main__"]} & {*found}

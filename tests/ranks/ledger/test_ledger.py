@@ -753,14 +753,6 @@ def test_the_innermost_label_holds_and_the_outer_one_again_behind_it():
     assert list(ledger.flops_by_operator.items()) == [("bmm", 128), ("mm", 128), ("dot", 10)]
 
 
-def test_ledgers_nest():
-    with Ledger() as outer:
-        torch.ones(2) @ torch.ones(2)
-        with Ledger() as inner, outer.phase("inside"):
-            torch.ones(3) @ torch.ones(3)
-    assert outer.flops_by_phase == {"inside": 6, "": 4} and inner.flops_by_phase == {"": 6}
-
-
 def test_table():
     assert str(dryrun.run(one_of_each, rank=5, ranks=8).table()).splitlines()[:6] == [
         "communication  calls  payload bytes  planned bytes",
