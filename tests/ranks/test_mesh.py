@@ -79,16 +79,8 @@ def parts_of_a_pipeline():
 
 def test_some_ranks_of_an_axis_are_a_group():
     found = launch.run(parts_of_a_pipeline, ranks=8, timeout_s=120)
-    assert [members for _, members in found] == [
-        [0, 3],
-        [1, 2],
-        [1, 2],
-        [0, 3],
-        [4, 7],
-        [5, 6],
-        [5, 6],
-        [4, 7],
-    ]
+    first, second = [[0, 3], [1, 2], [1, 2], [0, 3]], [[4, 7], [5, 6], [5, 6], [4, 7]]
+    assert [members for _, members in found] == first + second
     assert [number for number, _ in found] == [0, 0, 1, 1] * 2
 
 
@@ -105,10 +97,7 @@ def test_a_second_group_of_the_same_ranks():
 def blocks_of_a_row():
     mesh, names = Mesh(dp=8, tp=2), ("near", "far")
     whole, rows = mesh.blocks("dp", size=2, names=names), mesh.blocks("dp", size=2, names=names, of=4)
-    assert (
-        mesh.blocks("dp", size=2, names=names) is whole
-        and mesh.blocks("dp", size=2, names=names, of=8) is whole
-    )
+    assert whole is mesh.blocks("dp", size=2, names=names) is mesh.blocks("dp", size=2, names=names, of=8)
     assert [collectives.axis_of(group) for group in (*whole, *rows)] == [*names, *names]
     return [dist.get_process_group_ranks(group) for group in (*whole, *rows)]
 
@@ -143,11 +132,9 @@ dp groups: [0 1 2 3 4 5 6 7 ...]"""
 
 def test_eight_groups_are_drawn_and_of_nine_the_first_eight():
     """Of each axis."""
-    groups = {
-        n: dryrun.run(lambda n=n: Mesh(dp=n, tp=2).draw(), ranks=2 * n).splitlines()[-1] for n in (8, 9)
-    }
-    eight = "tp groups: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]"
-    assert groups == {8: eight, 9: eight + " ..."}
+    eight, nine = (dryrun.run(lambda n=n: Mesh(dp=n, tp=2).draw(), ranks=2 * n) for n in (8, 9))
+    groups = "tp groups: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]"
+    assert (eight.splitlines()[-1], nine.splitlines()[-1]) == (groups, groups + " ...")
 
 
 def large():
@@ -170,35 +157,22 @@ def test_a_rank_of_131072():
     )
 
 
-WRONG = {
-    "product": (
-        lambda: Mesh(dp=4, tp=4),
-        "Mesh: dp=4 x tp=4 is 16 ranks, but the job has 6; choose sizes whose product is 6",
-    ),
-    "too few": (
-        lambda: Mesh(dp=3, tp=1),
-        "dp=3 x tp=1 is 3 ranks, but the job has 6; dp=6 or tp=2 would fit",
-    ),
-    "too many": (
-        lambda: Mesh(dp=6, tp=2),
-        "dp=6 x tp=2 is 12 ranks, but the job has 6; dp=3 or tp=1 would fit",
-    ),
-    "no axes": (lambda: Mesh(), "Mesh has no axes; name at least one, such as Mesh(dp=6)"),
-    "zero": (lambda: Mesh(dp=6, tp=0), "tp=0: use a whole number from 1 to"),
-    "fraction": (lambda: Mesh(dp=6.0), "dp=6.0: use"),
-    "unknown": (lambda: Mesh(dp=6).group("tp"), "group('tp'): the mesh has no such axis; its axes are dp"),
-    "no axis to take a part of": (
-        lambda: Mesh(dp=6).part("pp", (0, 1)),
-        "part('pp'): the mesh has no such axis; its axes are dp",
-    ),
-    "repeated": (lambda: Mesh(dp=6).size("dp", "dp"), "size('dp', 'dp'): name each axis once"),
-    "none": (lambda: Mesh(dp=6).rank(), "rank(): name each axis once, at least one of dp"),
-}
+WRONG = [
+    (lambda: Mesh(dp=4, tp=4), "is 16 ranks, but the job has 6; choose sizes whose product is 6"),
+    (lambda: Mesh(dp=3, tp=1), "dp=3 x tp=1 is 3 ranks, but the job has 6; dp=6 or tp=2 would fit"),
+    (lambda: Mesh(dp=6, tp=2), "dp=6 x tp=2 is 12 ranks, but the job has 6; dp=3 or tp=1 would fit"),
+    (lambda: Mesh(), "Mesh has no axes; name at least one, such as Mesh(dp=6)"),
+    (lambda: Mesh(dp=6, tp=0), "tp=0: use a whole number from 1 to"),
+    (lambda: Mesh(dp=6.0), "dp=6.0: use"),
+    (lambda: Mesh(dp=6).group("tp"), "group('tp'): the mesh has no such axis; its axes are dp"),
+    (lambda: Mesh(dp=6).part("pp", (0, 1)), "part('pp'): the mesh has no such axis; its axes are dp"),
+    (lambda: Mesh(dp=6).size("dp", "dp"), "size('dp', 'dp'): name each axis once"),
+    (lambda: Mesh(dp=6).rank(), "rank(): name each axis once, at least one of dp"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_meshes_are_refused_in_one_line(case):
-    wrong, expected = WRONG[case]
+@pytest.mark.parametrize("wrong, expected", WRONG)
+def test_wrong_meshes_are_refused_in_one_line(wrong, expected):
     with pytest.raises(ValueError) as error:
         dryrun.run(wrong, ranks=6)
     assert expected in str(error.value) and "\n" not in str(error.value)

@@ -64,16 +64,8 @@ def padded():
     world, mesh = collectives.world(), Mesh(dp=2, tp=2)
     tp, dp, rank = mesh.group("tp"), mesh.group("dp"), dist.get_rank()
     found = []
-    for length, cuts in (
-        (10, [(0, world)]),
-        (9, [(0, world)]),
-        (5, [(0, world)]),
-        (3, [(0, world)]),
-        (8, [(0, world)]),
-        (7, [(0, tp), (0, dp)]),
-        (9, [(0, dp), (1, tp)]),
-        (5, [(1, tp), (0, dp)]),
-    ):
+    once = [(length, [(0, world)]) for length in (10, 9, 5, 3, 8)]
+    for length, cuts in (*once, (7, [(0, tp), (0, dp)]), (9, [(0, dp), (1, tp)]), (5, [(1, tp), (0, dp)])):
         whole = torch.arange(1.0, length * 4 + 1).view(length, 4)
         part = nn.Parameter(whole)
         for dim, group in cuts:
@@ -84,11 +76,8 @@ def padded():
         if len(cuts) == 1:  # equal slices, real rows first, zeros behind
             rows = -(-length // 4)
             mine = whole[rank * rows : (rank + 1) * rows]
-            assert (
-                part.shape == (rows, 4)
-                and torch.equal(part[: len(mine)], mine)
-                and not part[len(mine) :].any()
-            )
+            assert part.shape == (rows, 4) and torch.equal(part[: len(mine)], mine)
+            assert not part[len(mine) :].any()
             found.append(len(mine))
     whole = torch.arange(10.0).view(2, 5)
     back = full_tensor(shard(whole, 1, tp, pad=True))  # the padding is inside of every row
@@ -98,16 +87,8 @@ def padded():
 
 def test_slices_are_padded_where_the_ranks_do_not_divide():
     assert launch.run(padded, ranks=4) == [[3, 3, 2, 1, 2], [3, 3, 2, 1, 2], [3, 3, 1, 1, 2], [1, 0, 0, 0, 2]]
-    sizes = dryrun.run(
-        lambda: shard(torch.ones(10), 0, collectives.world(), pad=True).placement.shards[0].size, ranks=4
-    )
-    assert (
-        sizes == 10
-        and dryrun.run(
-            lambda: shard(torch.ones(8), 0, collectives.world(), pad=True).placement.shards[0].size, ranks=4
-        )
-        is None
-    )
+    size = lambda n: shard(torch.ones(n), 0, collectives.world(), pad=True).placement.shards[0].size
+    assert dryrun.run(size, 10, ranks=4) == 10 and dryrun.run(size, 8, ranks=4) is None
 
 
 def test_a_placement_is_one_record_that_grows():
@@ -146,27 +127,23 @@ def test_undoing_gathers_the_last_cut_first():
     )
 
 
-WRONG = {
-    "uneven": (
+WRONG = [
+    (
         lambda group: shard(torch.ones(4, 10), 1, group),
-        "shard: 10 along dim 1 of [4, 10] is not a multiple of the 4 ranks of world; pad the tensor",
+        "10 along dim 1 of [4, 10] is not a multiple of the 4 ranks",
     ),
-    "dim": (lambda group: shard(torch.ones(4), 1, group), "shard: dim=1, but the tensor [4] has 1 dim"),
-    "scalar": (
-        lambda group: shard(torch.tensor(1.0), 0, group),
-        "shard: dim=0, but the tensor [] has 0 dims",
-    ),
-    "cut already": (
+    (lambda group: shard(torch.ones(4), 1, group), "shard: dim=1, but the tensor [4] has 1 dim"),
+    (lambda group: shard(torch.tensor(1.0), 0, group), "shard: dim=0, but the tensor [] has 0 dims"),
+    (
         lambda group: shard(shard(torch.ones(8, 8), 0, Mesh(dp=2, tp=2).group("tp")), 1, group),
         "ranks of world hold different slices already, cut over tp; cut over an axis whose ranks hold the",
     ),
-    "no group": (lambda group: shard(torch.ones(4), 0, None), "group is None"),
-}
+    (lambda group: shard(torch.ones(4), 0, None), "group is None"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_cuts_are_refused_in_one_line(case):
-    wrong, expected = WRONG[case]
+@pytest.mark.parametrize("wrong, expected", WRONG)
+def test_wrong_cuts_are_refused_in_one_line(wrong, expected):
     with pytest.raises(ValueError) as error:
         dryrun.run(lambda: wrong(dist.group.WORLD), ranks=4)
     assert expected in str(error.value) and "\n" not in str(error.value)

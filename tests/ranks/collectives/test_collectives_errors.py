@@ -100,7 +100,7 @@ def caught(program):
         try:
             return str(program(dist.get_rank(), dist.group.WORLD))
         except CollectiveMismatch as error:
-            return f"{error}"
+            return str(error)
 
     return on_rank
 
@@ -162,12 +162,8 @@ def other_name(rank, group):
 
 
 def rows_not_expected(rank, group):
-    return collectives.all_to_all(
-        torch.ones(8, 3),
-        group,
-        send_sizes=[2, 2, 2, 2],
-        receive_sizes=[2, 2, 2, 2] if rank != 3 else [2, 3, 2, 2],
-    )
+    expected = [2, 2, 2, 2] if rank != 3 else [2, 3, 2, 2]
+    return collectives.all_to_all(torch.ones(8, 3), group, send_sizes=[2] * 4, receive_sizes=expected)
 
 
 WRONG = {
@@ -194,19 +190,15 @@ WRONG = {
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_checked_mode_says_who_calls_what(program):
     sites = [f"test_collectives_errors.py:{line_of(program, offset)}" for offset in range(8)]
-    assert (
-        launch.run(caught(program), ranks=4, checked=True, timeout_s=20)
-        == [WRONG[program].format(*sites)] * 4
-    )
+    heard = launch.run(caught(program), ranks=4, checked=True, timeout_s=20)
+    assert heard == [WRONG[program].format(*sites)] * 4
 
 
 def test_checked_mode_compares_the_rows_of_an_uneven_all_to_all():
-    with pytest.raises(launch.RankError) as error:
-        launch.run(
-            lambda: rows_not_expected(dist.get_rank(), dist.group.WORLD), ranks=4, checked=True, timeout_s=20
-        )
-    assert error.value.ranks == (3,) and "rank 1 sends 6 elements" in str(error.value)
-    assert "but here receive_sizes asks for 9; pass what it sends" in str(error.value)
+    program = lambda: rows_not_expected(dist.get_rank(), dist.group.WORLD)
+    with pytest.raises(launch.RankError, match="rank 1 sends 6 elements .* asks for 9; pass what") as error:
+        launch.run(program, ranks=4, checked=True, timeout_s=20)
+    assert error.value.ranks == (3,)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo's silence is the subject")
@@ -264,15 +256,10 @@ def wrong_message(like):
         collectives.receive(like, 0, group)
 
 
-@pytest.mark.parametrize(
-    "like",
-    [
-        pytest.param(torch.empty(4, dtype=torch.int32), id="dtype"),
-        pytest.param(torch.empty(2), id="too small"),
-        pytest.param(torch.empty(400), id="too large"),
-        pytest.param(torch.empty(2, 2), id="shape"),
-    ],
-)
+OTHERS = [torch.empty(4, dtype=torch.int32), torch.empty(2), torch.empty(400), torch.empty(2, 2)]
+
+
+@pytest.mark.parametrize("like", OTHERS, ids=["dtype", "too small", "too large", "shape"])
 def test_a_message_of_another_kind_is_caught_by_its_receiver(like):
     with pytest.raises(launch.RankError) as error:
         launch.run(wrong_message, like, ranks=2, checked=True, timeout_s=20)
