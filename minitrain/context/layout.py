@@ -206,9 +206,9 @@ def _places(runs: list[range]) -> Iterator[tuple[range, slice]]:
 # ---- how even the work of a ring is ------------------------------------------------------------------------
 
 
-def entries(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1) -> list[list[Fraction]]:
-    """[step][rank]: scores that a ring computes and that count: between the queries of the rank and the keys
-    of the rank so many steps before, a token's score with itself counted as `diagonal` (papers: 1/2).
+def entries(layout: Layout, ranks: int, length: int, *, diagonal=1) -> list[list[Fraction]]:
+    """[step][rank]: scores that a causal ring computes and that count: between the queries of the rank and
+    the keys of the rank so many steps before, a token's score with itself as `diagonal` (papers: 1/2).
 
     With c = T/n tokens per rank:  diagonal=1/2      diagonal=1                 large c, n = 2, 4, 8
         contiguous                 n / (2n-1)        (nc+1) / ((2n-1)c+1)       2/3, 4/7, 8/15
@@ -218,16 +218,16 @@ def entries(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1)
     require_positive_ints(ranks=ranks, length=length)
     runs = [layout(rank, ranks, length) for rank in range(ranks)]
     # in step 0 every token's score with itself is one of them
-    less = length // ranks * (1 - Fraction(diagonal)) if causal else Fraction(0)
+    less = length // ranks * (1 - Fraction(diagonal))
 
     def count(step: int, rank: int) -> Fraction:
-        seen = tiles(runs[rank], runs[(rank - step) % ranks], causal)
+        seen = tiles(runs[rank], runs[(rank - step) % ranks], causal=True)
         return sum(tile.entries for tile in seen) - (less if step == 0 else 0)
 
     return [[count(step, rank) for rank in range(ranks)] for step in range(ranks)]
 
 
-def efficiency(layout: Layout, ranks: int, length: int, *, causal=True, diagonal=1) -> Fraction:
+def efficiency(layout: Layout, ranks: int, length: int, *, diagonal=1) -> Fraction:
     """Work / (ranks x time), if each step takes as long as its fullest rank."""
-    table = entries(layout, ranks, length, causal=causal, diagonal=diagonal)
+    table = entries(layout, ranks, length, diagonal=diagonal)
     return Fraction(sum(map(sum, table)), ranks * sum(map(max, table)))

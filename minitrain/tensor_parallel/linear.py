@@ -27,14 +27,12 @@ from minitrain.ranks.sharding import placement, shard
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
     """x `[.., D]`, the same on all ranks -> for each matrix this rank's slice of the output, `[.., F/t]`."""
-    check_column(x, linears, group)
     x = collectives.copy_to(x, group)
     return tuple(F.linear(x, *linear.local_params()) for linear in linears)
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:
     """x `[.., F/t]`, this rank's slice -> the product `[.., D]`, the same on all ranks; the bias once."""
-    check_row(x, linear, group)
     return add_bias(collectives.reduce_from(F.linear(x, linear.weight), group), linear)
 
 
@@ -60,10 +58,11 @@ class ColumnLinear(nn.Module):
 
     def together(self, x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """Several matrices of one input, which is copied or gathered once."""
+        check_width(x, self.weight, "the whole width, the layer cuts its output")
         return self.column(x, linears, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.column(x, (self,), self.group)[0]
+        return self.together(x, (self,))[0]
 
 
 class RowLinear(nn.Module):
@@ -77,6 +76,7 @@ class RowLinear(nn.Module):
         self.group, self.row = group, row
 
     def forward(self, x: Tensor) -> Tensor:
+        check_width(x, self.weight, "the slice that a column layer leaves")
         return self.row(x, self, self.group)
 
 
@@ -99,16 +99,7 @@ def divisors(size: int, below: int) -> str:
     return " or ".join(str(n) for n in range(1, below) if size % n == 0)
 
 
-def check_column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> None:
-    for linear in linears:
-        check_row(x, linear, group)
-
-
-def check_row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> None:
-    for cut in placement(linear.weight).shards:
-        if cut.group is not group:
-            over, called = collectives.axis_of(cut.group), collectives.axis_of(group)
-            raise ValueError(f"the matrix is cut over {over}, but the call is over {called}; use one group")
-    if x.size(-1) != (width := linear.weight.size(1)):
-        found = f"x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {width}"
-        raise ValueError(f"{found}: column the whole width, row the slice that column leaves")
+def check_width(x: Tensor, weight: Tensor, give: str) -> None:
+    if x.size(-1) != weight.size(1):
+        wide = f"x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {weight.size(1)}"
+        raise ValueError(f"{wide}: give {give}")

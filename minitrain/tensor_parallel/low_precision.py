@@ -27,7 +27,7 @@ from minitrain.precision.blocks import Quantized
 from minitrain.precision.products import Scales
 from minitrain.precision.quantized_linear import Route, multiply
 from minitrain.ranks import collectives
-from minitrain.tensor_parallel.linear import RowLinear, add_bias, check_column, check_row
+from minitrain.tensor_parallel.linear import RowLinear, add_bias
 from minitrain.tensor_parallel.sequence import TIME, check_time
 
 
@@ -39,12 +39,12 @@ def column_and_row(products: Any, sequence_parallel: bool) -> tuple[Callable, Ca
 
 def column(x, linears, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> tuple[Tensor, ...]:
     """x `[.., D]`, alike on all ranks or this rank's tokens of it -> this rank's slice of each output."""
-    check_column(x, linears, group)
     weights, biases = zip(*(linear.local_params() for linear in linears))
     if not sequence_parallel:
         route = Route(dx=partial(collectives.all_reduce, group=group))
     elif products.travels:
-        route = Route(x=partial(gathered, group=group), dx=partial(scattered, group=group))
+        scattered = partial(collectives.reduce_scatter, group=group, dim=TIME)
+        route = Route(x=partial(gathered, group=group), dx=scattered)
     else:
         x, route = collectives.gather_to(x, group, TIME), Route()
     ys = multiply(x, weights, [linear.scales for linear in linears], products, route)
@@ -53,12 +53,12 @@ def column(x, linears, group: ProcessGroup, *, products: Any, sequence_parallel:
 
 def row(x, linear: nn.Module, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> Tensor:
     """x `[.., F/t]` -> the product `[.., D]`, of all tokens or this rank's; the bias once."""
-    check_row(x, linear, group)
     if sequence_parallel:
         check_time(x.size(TIME), group)
     route = Route(y=partial(collectives.all_reduce, group=group))
     if sequence_parallel and products.travels:
-        route = Route(y=partial(scattered, group=group), dy=partial(gathered, group=group))
+        scattered = partial(collectives.reduce_scatter, group=group, dim=TIME)
+        route = Route(y=scattered, dy=partial(gathered, group=group))
     elif sequence_parallel:
         route = Route()
     (y,) = multiply(x, [linear.weight], [linear.scales], products, route)
@@ -75,10 +75,6 @@ def gathered(q: Quantized, group: ProcessGroup) -> Quantized:
         scales = collectives.all_gather(scales.view(torch.uint8), group, TIME).view(scales.dtype)
     shape = (*q.shape[:-2], codes.shape[TIME], q.shape[-1])
     return replace(q, codes=codes, scales=scales, shape=type(q.shape)(shape))
-
-
-def scattered(x: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.reduce_scatter(x, group, TIME)
 
 
 def give_scales(owners: Iterable[nn.Module], group: ProcessGroup, products: Any, sequence: bool) -> None:

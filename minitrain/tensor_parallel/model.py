@@ -53,7 +53,7 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
 class SharedHead(nn.Module):
     """Keys or values with fewer heads than ranks: a whole weight on every rank, which uses one head of it."""
 
-    together = ColumnLinear.together
+    together, forward = ColumnLinear.together, ColumnLinear.forward
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup, column: Callable, head_dim: int):
         super().__init__()
@@ -69,9 +69,6 @@ class SharedHead(nn.Module):
             return collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
 
         return rows(self.weight), None if self.bias is None else rows(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.column(x, (self,), self.group)[0]
 
 
 def check_heads(heads: int, kv_heads: int, group: ProcessGroup) -> None:

@@ -38,16 +38,11 @@ def in_one_axis(group):
     """name -> (core, layout)."""
     found = {}
     for layout in LAYOUTS:
-        found[f"ring {layout.__name__}"] = partial(ring_attention, group=group, layout=layout), layout
-        found[f"rows {layout.__name__}"] = partial(ring_self_attention, group=group, layout=layout), layout
-        found[f"gathered {layout.__name__}"] = (
-            partial(gathered_attention, group=group, layout=layout, keep=layout is not striped),
-            layout,
-        )
-        found[f"Ulysses {layout.__name__}"] = (
-            partial(ulysses_attention, group=group, layout=layout, core=flash_attention),
-            layout,
-        )
+        name, where = layout.__name__, dict(group=group, layout=layout)
+        found[f"ring {name}"] = partial(ring_attention, **where), layout
+        found[f"rows {name}"] = partial(ring_self_attention, **where), layout
+        found[f"gathered {name}"] = partial(gathered_attention, **where, keep=layout is not striped), layout
+        found[f"Ulysses {name}"] = partial(ulysses_attention, **where, core=flash_attention), layout
     found["Ulysses, torch's"] = partial(ulysses_attention, group=group, core=causal_attention), contiguous
     found["ring of PLAIN"] = partial(ring_attention, group=group, kernel=PLAIN), contiguous
     found["balanced"] = partial(balanced_attention, group=group), contiguous
@@ -58,30 +53,22 @@ def in_one_axis(group):
 def in_two_axes(a, b):
     mesh, found = Mesh(a=a, b=b), {}
     outer, inner = mesh.group("a"), mesh.group("b")
+    burst = partial(burst_attention, across=outer, inside=inner, layout=striped)
     for sends in ("queries", "keys"):
-        found[f"burst, {sends}"] = (
-            partial(burst_attention, across=outer, inside=inner, layout=striped, backward_sends=sends),
-            striped,
-        )
+        found[f"burst, {sends}"] = partial(burst, backward_sends=sends), striped
     found["double ring"] = partial(double_ring_attention, outer=outer, inner=inner), zigzag
     found["USP"] = partial(usp_attention, ring=outer, ulysses=inner), dealt(zigzag, b)
     if a % b == 0:
+        teams = partial(wallfacer_attention, ring=outer, team=inner)
         for layout in LAYOUTS:
-            found[f"teams {layout.__name__}"] = (
-                partial(wallfacer_attention, ring=outer, team=inner, layout=layout),
-                layout,
-            )
+            found[f"teams {layout.__name__}"] = partial(teams, layout=layout), layout
     return {f"{name}, {a} x {b}": way for name, way in found.items()}
 
 
 def in_three_axes():
     mesh = Mesh(outer=2, inner=2, ulysses=2)
-    return {
-        "LoongTrain": (
-            partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape}),
-            dealt(zigzag, 2),
-        )
-    }
+    core = partial(loongtrain_attention, **{axis: mesh.group(axis) for axis in mesh.shape})
+    return {"LoongTrain": (core, dealt(zigzag, 2))}
 
 
 CORES = {

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.context.layout import contiguous, join, split
+from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.ranks.events import Compute, Issue
 from minitrain.ranks.ledger import Ledger
 
@@ -16,10 +17,8 @@ def inputs(heads=GQA, length=T, dtype=torch.float64, width=K):
     """q, k, v and what dO is to be: whole, and alike on all ranks. `width`: of v."""
     generator = torch.Generator().manual_seed(7)
     shapes = (heads[0], K), (heads[1], K), (heads[1], width), (heads[0], width)
-    return [
-        torch.randn(B, count, length, wide, dtype=torch.float64, generator=generator).to(dtype)
-        for count, wide in shapes
-    ]
+    made = dict(dtype=torch.float64, generator=generator)
+    return [torch.randn(B, count, length, wide, **made).to(dtype) for count, wide in shapes]
 
 
 def whole(heads=GQA, causal=True, length=T, dtype=torch.float64):
@@ -39,10 +38,8 @@ def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float6
         out = core(*qkv)
         forward = ledger.sent_bytes()
         out.backward(dout)
-    return [join(x, layout, group, 2) for x in (out, *(x.grad for x in qkv))], (
-        forward,
-        ledger.sent_bytes() - forward,
-    )
+    found = [join(x, layout, group, 2) for x in (out, *(x.grad for x in qkv))]
+    return found, (forward, ledger.sent_bytes() - forward)
 
 
 def furthest(ours, theirs):
@@ -68,3 +65,11 @@ def hidden(events):
             op, before = issued[event.id]
             found.append((op, products - before))
     return found
+
+
+def ideal(flops, inside, across=None, per_node=64):
+    """A paper's machine: FLOP/s, bytes/s in a node and between two, and all else costs nothing."""
+    device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "a test")
+    speeds = {"inside": inside, "across": across or inside}
+    links = [Link(name, 0.0, speed, "a test") for name, speed in speeds.items()]
+    return Machine("ideal", device, per_node, *links, per_node)

@@ -33,13 +33,13 @@ from minitrain.data_parallel import bucketed
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
-from minitrain.plan.simulate.machines import Device, Link, Machine, machine
+from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, inputs, over, whole
+from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, inputs, over, whole
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 
 LAYOUTS = [contiguous, zigzag, striped]
@@ -250,13 +250,6 @@ def peaks(heads, tokens, dtype):
     with Ledger() as backward:
         ring_backward(dout, q, k, v, out, lse, rings, FUSED)
     return forward.peak_bytes / k.nbytes, backward.peak_bytes / k.nbytes
-
-
-def ideal(flops, bytes_per_s, per_node=64):
-    """The paper's machine: FLOP/s and bytes/s, and all else costs nothing."""
-    link = Link("link", 0.0, bytes_per_s, "Liu et al. 2023, table 2")
-    device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "the same")
-    return Machine("ideal", device, per_node, link, link, per_node)
 
 
 def exposed(tokens, where, ranks=4, kv_heads=8):

@@ -19,14 +19,8 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.moe import overlapped_experts
 from tests.layouts import Draw, begin, dry_account
 
-CONFIG = GPTConfig(
-    vocab_size=11,
-    d_model=8,
-    num_heads=2,
-    num_layers=1,
-    max_positions=24,
-    experts=ExpertsConfig(8, 3, "balanced", expert_width=2),
-)
+SIZES = dict(vocab_size=11, d_model=8, num_heads=2, num_layers=1, max_positions=24)
+CONFIG = GPTConfig(**SIZES, experts=ExpertsConfig(8, 3, "balanced", expert_width=2))
 MIDDLE = replace(CONFIG, experts=replace(CONFIG.experts, expert_width=12))
 WIDE = replace(CONFIG, experts=replace(CONFIG.experts, expert_width=36))
 
@@ -57,9 +51,8 @@ CASES = {
 def parts(how):
     """FLOPs, bytes in order and peak of a layer in parts."""
     group, D, E = collectives.world(), 6, 8
-    x, up, down = (
-        torch.ones(s, dtype=torch.float64, requires_grad=True) for s in ((26, D), (2, D, 5), (2, 5, D))
-    )
+    shapes, made = ((26, D), (2, D, 5), (2, 5, D)), dict(dtype=torch.float64, requires_grad=True)
+    x, up, down = (torch.ones(shape, **made) for shape in shapes)
     routing = router.balanced(torch.zeros(26, E, dtype=torch.float64), 3, torch.arange(13).repeat(2, 1))
     with Ledger() as ledger:
         PARTS[how](x, routing, group, experts.grouped, (up, down)).sum().backward()
@@ -130,9 +123,8 @@ def test_deepseek_v3_over_eight_nodes_dry():
         return ledger.sent_bytes(axis="ep_across"), ledger.sent_bytes("all_to_all", "ep_inside") > 0
 
     place, own = 5, 2  # of rank 21
-    visits = [
-        len({t for t in range(length) for j in range(k) if (t * k + j) % E // 32 == n}) for n in range(nodes)
-    ]
+    visited = [{(t * k + j) % E // 32 for j in range(k)} for t in range(length)]
+    visits = [sum(n in one for one in visited) for n in range(nodes)]
     assert min(visits) < max(visits), "24 tokens go round the experts three quarters of the way"
     leave, arrive = sum(visits) - visits[own], (nodes - 1) * visits[own]
     elements = 2 * (leave + arrive) * D + (leave + arrive) * k  # rows; weights, and gradients of weights

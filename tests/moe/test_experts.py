@@ -139,23 +139,17 @@ def test_what_act_makes_lives_for_one_turn(gated):
     "sizes", [[8, 0, 0, 0, 0], [8, 8, 0, 0, 0], [400, 0, 0, 0, 0], [400, 400, 0, 0, 0]], ids=str
 )
 def test_what_lives_at_the_peak_of_backward(sizes, gated):
-    """x, y and dy to the end. With few rows the peak is beside all gradients: there one dz is left, that of up,
-    and the gradients of the rows by both; through indices both dz and copies of one expert's rows. With many it
-    is behind act: there all z and dz live, what act makes of one turn, and of the gradients that of down alone.
-    """
-    matrix, R, turn = E * D * WIDE, sum(sizes), max(sizes)
-    all_of_them, wide = (2 + gated) * matrix, (1 + gated) * WIDE
+    """Parameters and their gradients, x, y, dy and dx, z of all rows; of one turn the hidden layer, its gradient and
+    those of z, and through indices copies of the rows of x and dy."""
+    matrices, R, turn = (2 + gated) * E * D * WIDE, sum(sizes), max(sizes)
     for tokens in (None, torch.arange(R)):
         rows, up, down, gate = drawn(R, gated)
         with Ledger() as ledger:
             y = in_turns(rows, tokens, None, up, down, gate, F.silu, sizes)
             y.backward(torch.ones_like(y))
-        kept = 3 * R * D + (0 if tokens is None else R)
-        last = R * (WIDE + (1 + gated) * D) if tokens is None else R * (wide + D) + 2 * turn * D
-        behind_act = 2 * (R + turn) * wide + (0 if tokens is None else turn * D)
-        peaks = 2 * all_of_them + kept + last, all_of_them + matrix + kept + behind_act
-        assert ledger.peak_bytes == 8 * max(peaks)
-        assert (peaks[0] > peaks[1]) == (turn == 8)
+        kept = 4 * R * D + R * (1 + gated) * WIDE + (0 if tokens is None else R)
+        of_turn = (3 + 2 * gated) * WIDE + (0 if tokens is None else 2 * D)
+        assert ledger.peak_bytes == 8 * (2 * matrices + kept + turn * of_turn)
 
 
 def accounts(given):

@@ -15,7 +15,6 @@ from minitrain.context.double_ring import burst_attention
 from minitrain.context.layout import contiguous, positions, striped, zigzag
 from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
 from minitrain.model.gpt import Block
-from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
@@ -40,7 +39,7 @@ from minitrain.systems.context.ring_self_attention import (
     rows_forward,
 )
 from minitrain.systems.context.sparing import Sparing
-from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, over, whole
+from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, over, whole
 from tests.parallel import TOLERANCE, small
 
 # ---- ring self-attention ----------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def attention_time(core, n, tokens=1024):
         return ledger.events
 
     events = {rank: dryrun.run(run, rank=rank, ranks=n) for rank in range(n)}
-    timeline = replay(events, ideal(1e12, 1e20, 1e20, n))
+    timeline = replay(events, ideal(1e12, 1e20))
     return timeline.step_s / (4 * tokens**2 * 128 / 1e12)
 
 
@@ -255,12 +254,6 @@ def test_sparing_refuses_what_was_not_there_the_first_time():
 
 
 # ---- BurstAttention --------------------------------------------------------------------------------------
-
-
-def ideal(flops, inside, across, per_node):
-    device = Device("device", {"bfloat16": flops, "float32": flops}, 80e9, 1e30, "a test")
-    links = [Link(name, 0.0, speed, "a test") for name, speed in (("inside", inside), ("across", across))]
-    return Machine("ideal", device, per_node, *links, per_node)
 
 
 def side_bytes(side, heads, n, tokens):

@@ -26,9 +26,8 @@ SIZE, HERE = 8, E // RANKS  # bytes of a number, experts of a rank
 
 def config_of(width, activation="gelu"):
     experts = ExpertsConfig(E, 2, expert_width=width)
-    return GPTConfig(
-        vocab_size=11, d_model=D, num_heads=2, num_layers=1, activation=activation, experts=experts
-    )
+    sizes = dict(vocab_size=11, d_model=D, num_heads=2, num_layers=1)
+    return GPTConfig(**sizes, activation=activation, experts=experts)
 
 
 def layer(c, whole=False):
@@ -247,16 +246,8 @@ def test_the_busiest_come_first_and_of_equal_ones_the_first():
 
 # ---- in a run --------------------------------------------------------------------------------------------
 
-CONFIG = GPTConfig(
-    vocab_size=29,
-    d_model=8,
-    num_layers=2,
-    num_heads=2,
-    d_ff=16,
-    max_positions=24,
-    tied=True,
-    experts=ExpertsConfig(4, 2, expert_width=2, balance_alpha=0.05),
-)
+SIZES = dict(vocab_size=29, d_model=8, num_layers=2, num_heads=2, d_ff=16, max_positions=24, tied=True)
+CONFIG = GPTConfig(**SIZES, experts=ExpertsConfig(4, 2, expert_width=2, balance_alpha=0.05))
 
 
 def case(**values):

@@ -171,22 +171,6 @@ def measure():
     return sent
 
 
-def one_dimension():
-    """The same MLP cut by columns and rows over all ranks: elements sent forward, and by both passes."""
-    group, mlp = collectives.world(), whole_mlp("gelu", d_ff=16)
-    up, down = (
-        linear.weight.detach().chunk(group.size(), dim)[group.rank()]
-        for linear, dim in ((mlp.up, 0), (mlp.down, 1))
-    )
-    x = random(M, 8, seed=9).requires_grad_()
-    with Ledger() as forward:
-        hidden = torch.nn.functional.gelu(collectives.copy_to(x, group) @ up.T)
-        y = collectives.reduce_from(hidden @ down.T, group)
-    with Ledger() as backward:
-        y.sum().backward()
-    return forward.sent_bytes() / BYTES, (forward.sent_bytes() + backward.sent_bytes()) / BYTES
-
-
 def test_bytes_and_memory_are_the_formulas():
     share, bias = 1 / 8, 2 / 8 * N  # (l-1)/l³; (l-1)/l² n is 1/4 n, counted once each way
     mk, kn, mn = M * K, K * N, M * N
@@ -220,12 +204,6 @@ def test_larger_cubes_send_what_the_chooser_says(side):
     cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
     by_axis, both = dryrun.run(rank, rank=side**3 - 2, ranks=side**3)
     assert by_axis == pytest.approx(cost.forward_sent.elements) and both == pytest.approx(cost.both)
-
-
-def test_one_dimension_sends_what_the_chooser_says():
-    for ranks in (2, 8):
-        cost = grid_costs.cost(grid_costs.mlp(tokens=M, width=8, inner=16), grid_costs.Grid("1-D", ranks))
-        assert launch.run(one_dimension, ranks=ranks) == [(cost.forward, cost.both)] * ranks
 
 
 def refusals():
