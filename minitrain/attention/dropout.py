@@ -125,8 +125,6 @@ class DropRows(nn.Module):
 
     def __init__(self, p: float, places: Places, site: str, local_positions: Callable = all_of):
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"dropout p={p}; must be in [0, 1)")
         self.p, self.places, self.site, self.local_positions = p, places, site, local_positions
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -162,8 +160,7 @@ def draws_by_place(places: Places, site: str) -> Callable[[Tensor], Tensor]:
 def drop_by_place(
     layers: Iterable[nn.Module], places: Places, part: int = 0, local_positions: Callable = all_of
 ) -> None:
-    """Every dropout of these layers, in place: of activations (row, position, channel), of scores, and what
-    routers draw."""
+    """Every dropout of these layers, in place: of activations, of scores, and what routers draw."""
     for layer in layers:
         for name, module in list(layer.named_children()):
             if isinstance(module, nn.Dropout):

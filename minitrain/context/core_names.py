@@ -80,8 +80,7 @@ def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[
 
 
 def even_slices(length: int, count: int, ranks: int) -> list[int]:
-    """Tokens of each slice, if every rank cuts its T/n into `count`, the first ones a token longer if need
-    be."""
+    """Tokens of each slice, if each rank cuts its T/n into `count`, the first ones perhaps a token longer."""
     require_positive_ints(ranks=ranks)
     if count < 1 or length % ranks or length // ranks < count:
         what = f"{count} slices of T={length} over {ranks} ranks"

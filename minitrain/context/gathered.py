@@ -54,8 +54,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:
-    """What this rank's queries see of all keys in the order of the sequence, and the place of each of those
-    in rank order (None: the same)."""
+    """What this rank's queries see of all keys in order, and the place of each by rank (None: the same)."""
     ranks, length = group.size(), group.size() * k.size(-2)
     runs = [layout(rank, ranks, length) for rank in range(ranks)]
     by_rank = sum(runs, [])

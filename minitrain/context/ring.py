@@ -63,9 +63,8 @@ def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Ten
 
 
 def ring_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **how) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. A core for the
-    model. Fewer queries than keys are each rank's last (layout.sliced). `how`: kernel, bias, dropout
-    (`check_core`)."""
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
+    than keys are each rank's last (layout.sliced). `how`: kernel, bias, dropout (`check_core`)."""
     kernel = check_core("ring_attention", q, k, v, fewer=True, **how)
     rings = Rings((group,), layout, causal)
     return recomputed(ring_forward, ring_backward, q, k, v, rings, kernel)

@@ -36,8 +36,7 @@ from minitrain.ranks.checks import require_ints
 
 def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=contiguous, **places) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on
-    `[B, H/n, T, K]`. `places`: bias and dropout (placed.py), which are the core's: it is given the slopes of
-    this rank's heads, and the mask, whose heads begin where this rank's do."""
+    `[B, H/n, T, K]`. `places`: bias and dropout (placed.py); the core is given those of this rank's heads."""
     rank, ranks, heads = group.rank(), group.size(), q.size(1)
     check_core("ulysses_attention", q, k, v, fewer=True, **places)
     bias, dropout = places.get("bias"), places.get("dropout")

@@ -49,8 +49,7 @@ def heads_and_rings(
     q, k, v, ulysses, rings, core, layout=zigzag, slices=(), causal=True, kernel=FUSED, **places
 ) -> Tensor:
     """`rings`: their groups by name, `layout`: of the tokens over them. `slices`: the tokens of each slice so
-    far, of which the queries are the last (`sliced`); each is dealt by itself. `places`: bias, dropout
-    (placed.py)."""
+    far, of which the queries are the last; each is dealt by itself. `places`: bias, dropout (placed.py)."""
     check_crossing(ulysses=ulysses, **rings)
     through = contiguous
     if slices:

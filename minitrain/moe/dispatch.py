@@ -29,9 +29,8 @@ Meanwhile = Callable[[], None] | None
 
 
 class Dispatch:
-    """One batch on its way, made from its routing. `counts` [E/n]: the rows of each expert of this rank, and
-    `sizes` the same as numbers, if the routing knows them. `meanwhile()` is called while rows, or their
-    gradients, are under way."""
+    """One batch on its way. `counts` [E/n]: the rows of each expert of this rank, and `sizes` the same as
+    numbers, if the routing knows them. `meanwhile()` is called while rows or gradients are under way."""
 
     def __init__(self, routing: Routing, group: ProcessGroup | None = None, meanwhile: Meanwhile = None):
         experts, n = routing.probs.shape[1], 1 if group is None else group.size()

@@ -160,8 +160,7 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
 
 
 def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
-    """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` equal parts of the
-    experts."""
+    """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` parts of the experts."""
     turn, visits = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
     for token in range(min(turn, length)):
         visited = {(token * k + j) % experts for j in range(k)}

@@ -41,7 +41,12 @@ def cut_attention(attention: nn.Module, head_dim: int, group: ProcessGroup, colu
     """q, k, v and out of `attention`, whose heads are `head_dim` wide; ALiBi's slopes go with their heads."""
     require_positive_ints(head_dim=head_dim)
     heads, kv_heads = (linear.out_features // head_dim for linear in (attention.q, attention.k))
-    check_heads(heads, kv_heads, group)
+    check_divides("attention: query heads", heads, group)
+    ranks = group.size()
+    if kv_heads % ranks and ranks % kv_heads:
+        what = f"{kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}"
+        fits = f"{divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}"
+        raise ValueError(f"attention: {what}: neither divides the other; take {fits}")
     kv = partial(SharedHead, head_dim=head_dim) if kv_heads % group.size() else ColumnLinear
     attention.q = ColumnLinear(attention.q, group, column)
     attention.k, attention.v = kv(attention.k, group, column), kv(attention.v, group, column)
@@ -69,15 +74,6 @@ class SharedHead(nn.Module):
             return collectives.copy_to(param, self.group).narrow(0, self.first, self.head_dim)
 
         return rows(self.weight), None if self.bias is None else rows(self.bias)
-
-
-def check_heads(heads: int, kv_heads: int, group: ProcessGroup) -> None:
-    check_divides("attention: query heads", heads, group)
-    ranks = group.size()
-    if kv_heads % ranks and ranks % kv_heads:
-        what = f"{kv_heads} K/V heads over {ranks} ranks of {collectives.axis_of(group)}"
-        fits = f"{divisors(kv_heads, kv_heads + 1)} ranks, or a multiple of {kv_heads}"
-        raise ValueError(f"attention: {what}: neither divides the other; take {fits}")
 
 
 # ---- a whole model -----------------------------------------------------------------------------------------

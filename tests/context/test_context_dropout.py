@@ -226,10 +226,10 @@ def test_a_layer_that_is_computed_again_drops_the_same():
 PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 
 
-def by_place(model, step, seed):
+def by_place(model, step, seed, p):
     """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a
     site."""
-    places, p = Places(seed), PROBLEM.config.dropout
+    places = Places(seed)
     places.at(step, 0)
 
     def masked(x, site, heads):
@@ -239,8 +239,8 @@ def by_place(model, step, seed):
     def activations(x, positions, site):
         return masked(x, site, 1)
 
-    def scores(q, k, v, site, dropout):
-        return naive_attention(q, k, v, dropout=lambda weights: masked(weights, site, q.size(1)))
+    def scores(q, k, v, site, dropout, bias=None):
+        return naive_attention(q, k, v, bias=bias, dropout=lambda weights: masked(weights, site, q.size(1)))
 
     for layer in model.layers:
         if hasattr(layer, "attention"):
@@ -250,33 +250,26 @@ def by_place(model, step, seed):
                 getattr(layer, name).forward = partial(activations, site=f"{layer.name}.{name}")
 
 
-def dropped_in_one_process(seed=SEED):
+def dropped_in_one_process(seed=SEED, problem=PROBLEM):
     class Dropped(Problem):
         def model(self):
             model, steps = super().model(), count()
-            model.register_forward_pre_hook(lambda *_: by_place(model, next(steps), seed))
+            model.register_forward_pre_hook(
+                lambda *_: by_place(model, next(steps), seed, self.config.dropout)
+            )
             return model
 
-    return one_process(Dropped(config=PROBLEM.config))
+    return one_process(Dropped(**vars(problem)))
 
 
+PIPELINES = [({}, 4), (dict(recompute="stage"), 3), (dict(schedule="interleaved", chunks=2), 2)]
+PIPELINES += [(dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)]
+CORES_OF_2 = [(dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2), (dict(core="ulysses"), 1)]
 MODELS = {  # shape: ways, each with the microbatches of a rank; more shapes in tests/layouts.py
     "dp2": (dict(dp=2), [({}, 3), (dict(zero=3), 2), (dict(zero="IGG", node=2), 1)]),
     "tp2": (dict(tp=2), [({}, 1), (dict(sequence_parallel=True, overlap=True), 1)]),
-    "pp2": (
-        dict(pp=2),
-        [
-            *(({}, 4), (dict(recompute="stage"), 3), (dict(schedule="interleaved", chunks=2), 2)),
-            *((dict(schedule="chimera"), 2), (dict(schedule="seq1f1b", slices=2), 2)),
-        ],
-    ),
-    "cp2": (
-        dict(cp=2),
-        [
-            *((dict(layout="striped"), 1), (dict(core="ring_self_attention"), 2)),
-            *((dict(core="ulysses"), 1), (dict(zero=3), 1)),
-        ],
-    ),
+    "pp2": (dict(pp=2), PIPELINES),
+    "cp2": (dict(cp=2), [*CORES_OF_2, (dict(zero=3), 1)]),
     "cp4": (dict(cp=4), [({}, 1), (dict(core="usp", ulysses=2), 1)]),
     "cp2 tp2": (dict(cp=2, tp=2), [(dict(sequence_parallel=True), 1), (dict(core="ulysses"), 1)]),
     "pp2 cp2": (dict(pp=2, cp=2), [({}, 2), (dict(schedule="terapipe", slices=2), 2)]),
@@ -295,10 +288,8 @@ def test_a_model_equals_one_process(name, expected):
     shape, ways = MODELS[name]
 
     def rank():
-        return [
-            train_parallel(replace(PROBLEM, microbatches=m), Strategy(**shape, **settings, microbatches=m))
-            for settings, m in ways
-        ]
+        problems = [(Strategy(**shape, **how), replace(PROBLEM, microbatches=m)) for how, m in ways]
+        return [train_parallel(problem, strategy) for strategy, problem in problems]
 
     for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
         for way, outcome in zip(ways, outcomes):

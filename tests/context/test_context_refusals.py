@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minitrain.attention.dropout import DropMask, DropRows, Places
+from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Alibi
@@ -87,7 +87,6 @@ REFUSED = {
     "sliced attention: ALiBi with positions [2, 8]": call(attend, bias=Alibi(SLOPES, PLACES.expand(2, -1))),
     "dropout p=1.0; must be in [0, 1)": call(ring_attention, dropout=DropMask(1.0, 0)),
     "use FUSED or PLAIN": call(usp_attention, dropout=DropMask(0.3, 11), kernel=flash_2()),
-    "dropout p=1.0; must be": lambda: DropRows(1.0, Places(), "layers.0.dropout"),
     "ring_attention: dropout=0.1 is a rate without a seed": call(ring_attention, dropout=0.1),
     "flash_attention: dropout=0.1 is a rate without a seed": call(flash_attention, dropout=0.1),
     "packed_attention: dropout=0.1 is a rate": call(packed_attention, dropout=0.1, cu_seqlens=[0, 8]),

@@ -64,8 +64,7 @@ def unbalanced(ranks: int) -> Schedule:
 
 
 def check(schedule: Schedule) -> None:
-    """Every causal tile once, by a rank that owns its queries or keys; a rank sends to one other in a
-    round."""
+    """Every causal tile once, by an owner of its queries or keys; a rank sends to one other in a round."""
     ranks, wrong = len(schedule[0]), ""
     slots = [(rank, work) for round in schedule for rank, work in enumerate(round) if work]
     needed = [(t, inputs_from(schedule, t, rank)) for t in range(len(schedule)) for rank in range(ranks)]
@@ -102,8 +101,7 @@ def inputs_to(schedule: Schedule, t: int, rank: int) -> tuple[int, str] | None:
 
 def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute, merge) -> None:
     """compute(work, side, what came) -> what goes back; side is "keys", "queries", or "" where both are here.
-    merge(side that was sent, what came back). `returned`: tensors shaped as what comes back for those
-    `sent`."""
+    merge(side that was sent, what came back), tensors shaped as those of `returned`."""
     rank, rounds = group.rank(), range(len(schedule) + 1)
     sources = [inputs_from(schedule, t, rank) or (None, "") for t in rounds]
     targets = [inputs_to(schedule, t, rank) or (None, "") for t in rounds]
@@ -131,9 +129,8 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
 
 
 def exchange_all(mine: Tensors, to, likes: Tensors, source, group: ProcessGroup) -> list[Handle]:
-    """Starts to send tensors to one rank and to receive some shaped as `likes` from another, in pairs: all
-    ranks send at once, and over NCCL a send that must end before its receive begins would make all wait for
-    each other."""
+    """Starts to send tensors to one rank and to receive some shaped as `likes` from another, in pairs: over
+    NCCL ranks that all send first would wait for each other."""
     handles = []
     for x, like in zip_longest(mine, likes):
         if x is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.context.ulysses import switch
-from minitrain.ranks.checks import require_ints, require_nonempty
+from minitrain.ranks.checks import require_ints
 
 Stage = tuple[int, Callable[[Tensor], Tensor]]
 
@@ -46,10 +46,7 @@ def run_stages(x: Tensor, stages: Sequence[Stage], group: ProcessGroup, *, cut: 
 
 
 def next_cut(coming: Sequence[int], dims: Sequence[int], home: int) -> int:
-    """Which dim to cut now, for few switches: the one that coming stages need whole last; if none does, as x
-    came."""
-    require_nonempty(dims=dims)
-    require_ints(dims=dims)
+    """Which dim to cut, for few switches: the one that coming stages need whole last, or else as x came."""
     return max(dims, key=lambda dim: (coming.index(dim) if dim in coming else len(coming), dim == home))
 
 

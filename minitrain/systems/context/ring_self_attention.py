@@ -32,8 +32,7 @@ from minitrain.tensor_parallel.autograd import saving
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. `places`: bias,
-    dropout."""
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. `places`: bias, dropout."""
     check_core("ring_self_attention", q, k, v, fewer=True, **places)
     rows = Rows(group, layout, causal, **places)
 

@@ -52,8 +52,7 @@ def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **ho
 
 
 class Teams(NamedTuple):
-    """This rank's team, the ring of its place in all teams, and what the team sees of each of its S
-    blocks."""
+    """This rank's team, the ring of its place in all teams, and what the team sees of each of S blocks."""
 
     team: ProcessGroup
     ring: ProcessGroup

@@ -31,7 +31,6 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.experts import grouped
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints, require_nonempty
 from minitrain.systems.moe.balance import shadows
 from minitrain.systems.moe.move_experts import pull_is_cheaper, pulled
 
@@ -90,7 +89,6 @@ def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessG
 
 def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool) -> bool:
     """Do the experts that are wanted elsewhere take fewer bytes than the rows that are?"""
-    require_nonempty(table=table)
     here = len(table[0]) // len(table)
     away = [rows for rank, counts in enumerate(table) for e, rows in enumerate(counts) if e // here != rank]
     wanted = sum(rows > 0 for rows in away)
@@ -99,8 +97,5 @@ def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool
 
 def busiest(table: Table, experts: Sequence[int], most: int) -> list[int]:
     """Of these at most so many, those with the most rows; of equal ones the first."""
-    require_nonempty(table=table)
-    if experts:
-        require_ints(0, len(table[0]) - 1, experts=experts)
     loads = [sum(rows) for rows in zip(*table)]
     return sorted(sorted(experts, key=lambda e: (-loads[e], e))[:most])
