@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minitrain.attention.score_tiles import score_matrix, wide
 from minitrain.ranks import torch_private
+from minitrain.ranks.autograd import saving
 
 
 class Kernel(NamedTuple):
@@ -246,19 +247,9 @@ def add_tiles_backward(seen: list, dout, q, k, v, out, lse, dq, dk, dv, kernel: 
 def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
     """The out of `forward(q, k, v, *way) -> out, lse`; keeps these five tensors for its gradients,
     `backward(dout, q, k, v, out, lse, *way)`."""
-    return _Recomputed.apply(q, k, v, forward, backward, way)
 
-
-class _Recomputed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forward, backward, way: tuple) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         out, lse = forward(q, k, v, *way)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = backward, way
-        return out
+        return out, (q, k, v, out, lse)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        backward, way = ctx.way
-        return *backward(dout, *ctx.saved_tensors, *way), None, None, None
+    return saving(run, lambda dys, saved, _: backward(*dys, *saved, *way), q, k, v)

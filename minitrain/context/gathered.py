@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward
+from minitrain.attention.kernel import GradSum, OnlineSoftmax, add_tiles_backward
 from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of, tiles
-from minitrain.context.ring import check_core
+from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import saving
 
 
 def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:
@@ -30,27 +31,21 @@ def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=T
     than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
     kernel = check_core("gathered_attention", q, k, v, fewer=True, **how)
     seen, order = seen_and_order(q, k, group, layout, causal)
-    return _Gathered.apply(q, k, v, group, seen, order, kernel, keep)
 
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, group, seen, order, kernel: Kernel, keep: bool) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensors]:
         keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)
         softmax.add_tiles(seen, *keys_values, kernel)
         out, lse = softmax.result()
-        ctx.save_for_backward(q, *(keys_values if keep else (k, v)), out, lse)
-        ctx.settings = group, seen, order, kernel, keep
-        return out
+        return out, (q, *(keys_values if keep else (k, v)), out, lse)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
-        (q, k, v, out, lse), (group, seen, order, kernel, keep) = ctx.saved_tensors, ctx.settings
+    def backward(dys: Tensors, saved: Tensors, _) -> Tensors:
+        q, k, v, out, lse = saved
         k, v = (k, v) if keep else gather(k, v, group, order)
         dq, dk, dv = GradSum(q), GradSum(k), GradSum(v)
-        add_tiles_backward(seen, dout, q, k, v, out, lse, dq, dk, dv, kernel)
-        return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype), *[None] * 5
+        add_tiles_backward(seen, *dys, q, k, v, out, lse, dq, dk, dv, kernel)
+        return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype)
+
+    return saving(forward, backward, q, k, v)
 
 
 def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:

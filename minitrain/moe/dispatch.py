@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import saving
 
 Meanwhile = Callable[[], None] | None
 
@@ -65,12 +66,12 @@ class Dispatch:
         if self.group is None:
             return rows
         rows = self._sent(rows, self.send_sizes, self.receive_sizes)
-        return _Permuted.apply(rows, self.order, inverse(self.order))
+        return permuted(rows, self.order, inverse(self.order))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
         """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         if self.group is not None:
-            y = _Permuted.apply(y, inverse(self.order), self.order)
+            y = permuted(y, inverse(self.order), self.order)
             y = self._sent(y, self.receive_sizes, self.send_sizes)
         return combined(y, weights.flatten().index_select(0, self.choices), self.tokens, self.num_tokens)
 
@@ -103,38 +104,30 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
-def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
-    """[N, D]: row r of y [A, D], times weights[r] if there are weights, added to token tokens[r]."""
-    return _Combined.apply(y, weights, tokens, num_tokens)
-
-
-class _Permuted(torch.autograd.Function):
+def permuted(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows in another order. Written out, for autograd would add the gradient's rows to zeros."""
 
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return rows.index_select(0, order)
+    def backward(dys: tuple[Tensor], *_) -> tuple[Tensor]:
+        return (dys[0].index_select(0, back),)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, drows: Tensor):
-        return drows.index_select(0, ctx.back), None, None
+    return saving(lambda rows: (rows.index_select(0, order), ()), backward, rows)
 
 
-class _Combined(torch.autograd.Function):
-    """Written out, for `index_add` keeps what it adds, [A, D], of which it needs nothing but the shape."""
+def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[N, D]: row r of y [A, D], times weights[r] if there are weights, added to token tokens[r].
 
-    @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
-        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, tokens)
+    Written out, for `index_add` keeps what it adds, [A, D], of which it needs nothing but the shape."""
+    learns = weights is not None and weights.requires_grad
+
+    def forward(y: Tensor, weights: Tensor | None) -> tuple[Tensor, tuple]:
         weighed = y if weights is None else y * weights[:, None]
-        return y.new_zeros(num_tokens, y.shape[1]).index_add_(0, tokens, weighed)
+        sums = y.new_zeros(num_tokens, y.shape[1]).index_add_(0, tokens, weighed)
+        return sums, (y if learns else None, weights, tokens)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dtokens: Tensor):
-        y, weights, tokens = ctx.saved_tensors
-        drows = dtokens.index_select(0, tokens)
+    def backward(dys: tuple[Tensor], saved: tuple, _) -> tuple[Tensor, Tensor | None]:
+        y, weights, tokens = saved
+        drows = dys[0].index_select(0, tokens)
         dweights = None if y is None else (drows * y).sum(1)
-        return drows if weights is None else drows.mul_(weights[:, None]), dweights, None, None
+        return drows if weights is None else drows.mul_(weights[:, None]), dweights
+
+    return saving(forward, backward, y, weights)

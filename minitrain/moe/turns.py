@@ -18,6 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from minitrain.ranks.autograd import saving
+
 Given = Tensor | None
 Tensors = Sequence[Tensor]
 Act = Callable[[Tensor], Tensor]
@@ -26,45 +28,37 @@ Act = Callable[[Tensor], Tensor]
 def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, sizes: list[int]) -> Tensor:
     """The rows of the experts, sizes[e] of each, are x itself; or row r is x[tokens[r]], and weights[r] times
     its result is added to y[tokens[r]]."""
-    matrices = (up,) if gate is None else (up, gate)
-    return _Turns.apply(x, tokens, weights, act, sizes, down, *matrices)
 
-
-def hidden(act: Act, up: Tensor, gate: Given = None) -> Tensor:
-    """The layer between, [rows, F], from what one or two products made of the rows."""
-    return act(up) if gate is None else act(gate) * up
-
-
-class _Turns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, tokens, weights, act, sizes, down, *matrices):
+    def forward(x: Tensor, weights: Given, down: Tensor, *matrices: Tensor) -> tuple[Tensor, tuple]:
         made = [x.new_empty(sum(sizes), matrix.shape[2]) for matrix in matrices]
         y = (x.new_empty if tokens is None else x.new_zeros)(len(x), down.shape[2])
         for e, here in enumerate(slices(sizes)):
             given = rows_at(x, tokens, here), weight_at(weights, here), of(e, matrices), down[e]
             add_rows(y, tokens, here, turn(*given, of(here, made), act))
             del given  # lest the rows stay beside those of the next turn
-        ctx.save_for_backward(x, tokens, weights, down, *matrices, *made)
-        ctx.act, ctx.sizes = act, sizes
-        return y
+        return y, (x, weights, down, *matrices, *made)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, tokens, weights, down, *rest = ctx.saved_tensors
+    def backward(dys: Tensors, saved: Tensors, wanted: Sequence[bool]) -> tuple[Given, ...]:
+        (dy,), (x, weights, down, *rest) = dys, saved
         matrices, made = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        wants_x, _, wants_weights, _, _, *wanted = ctx.needs_input_grad
-        wants = (weights, wants_weights), *zip((down, *matrices), wanted)
-        dweights, *grads = (torch.empty_like(x) if want else None for x, want in wants)
-        dx = (torch.empty_like(x) if tokens is None else torch.zeros_like(x)) if wants_x else None
-        for e, here in enumerate(slices(ctx.sizes)):
+        wants = zip((weights, down, *matrices), wanted[1:])
+        dweights, *grads = (torch.empty_like(param) if want else None for param, want in wants)
+        dx = (torch.empty_like(x) if tokens is None else torch.zeros_like(x)) if wanted[0] else None
+        for e, here in enumerate(slices(sizes)):
             given = rows_at(dy, tokens, here), rows_at(x, tokens, here), weight_at(weights, here)
-            given += of(e, matrices), down[e], of(here, made), ctx.act, [*of(here, [dweights]), *of(e, grads)]
-            drows = turn_backward(*given, wants_x, dx[here] if wants_x and tokens is None else None)
-            if wants_x and tokens is not None:
+            given += of(e, matrices), down[e], of(here, made), act, [*of(here, [dweights]), *of(e, grads)]
+            drows = turn_backward(*given, wanted[0], dx[here] if wanted[0] and tokens is None else None)
+            if wanted[0] and tokens is not None:
                 add_rows(dx, tokens, here, drows)
             del given, drows
-        return dx, None, dweights, None, None, *grads
+        return dx, dweights, *grads
+
+    return saving(forward, backward, x, weights, down, up, *(() if gate is None else (gate,)))
+
+
+def hidden(act: Act, up: Tensor, gate: Given = None) -> Tensor:
+    """The layer between, [rows, F], from what one or two products made of the rows."""
+    return act(up) if gate is None else act(gate) * up
 
 
 def turn(rows: Tensor, weight: Given, matrices: Tensors, down: Tensor, made: Tensors, act: Act) -> Tensor:

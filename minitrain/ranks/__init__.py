@@ -6,7 +6,8 @@ First  launch              run a function on N ranks of this machine or of a job
 then   mesh                ranks as a grid, one process group per axis
        sharding            a parameter knows how it is cut
        pieces              which rectangles of which tensors a rank has
-beside random_state        states of random number generators
+beside autograd            passes that are written by hand
+       random_state        states of random number generators
        checks              what every door checks, in one line each
        process             what the functions of one process share: the only state that no argument carries
        events              what one rank did, in order: the account, as plain values

@@ -6,6 +6,5 @@ First  linear              columns, then rows, one sum
 then   sequence            between the matrices the sequence is cut
        overlap, ring_overlap                    what is sent behind what is computed
        low_precision       products in few bits, whose scales agree
-beside autograd            passes that are written by hand
-       random              streams of random numbers that agree, or differ
+beside random              streams of random numbers that agree, or differ
 """

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import by_hand
 from minitrain.ranks.sharding import placement, shard
 
 
@@ -103,3 +104,41 @@ def check_width(x: Tensor, weight: Tensor, give: str) -> None:
     if x.size(-1) != weight.size(1):
         wide = f"x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {weight.size(1)}"
         raise ValueError(f"{wide}: give {give}")
+
+
+# ---- passes that are written by hand ---------------------------------------------------------------------
+
+
+def columns_by_hand(x: Tensor, linears: Sequence[nn.Module], forward: Callable, backward: Callable):
+    """By `forward(x, weights, biases) -> ys` and `backward(dys, x, weights, wanted) -> dx, dweights`."""
+    weights, biases = zip(*(linear.local_params() for linear in linears))
+    count = len(linears)
+
+    def run(x: Tensor, *params: Tensor | None):
+        return forward(x, params[:count], params[count:])
+
+    def run_backward(dys: Sequence[Tensor], saved: Sequence[Tensor], wanted: Sequence[bool]):
+        (x, *weights), of_biases = saved[: count + 1], wanted[count + 1 :]
+        dx, dweights = backward(dys, x, weights, wanted[1 : count + 1])
+        return dx, *dweights, *(tokens(dy).sum(0) if want else None for dy, want in zip(dys, of_biases))
+
+    return by_hand(run, run_backward, x, *weights, *biases)
+
+
+def linear_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, forward: Callable, backward: Callable):
+    """`forward(x, weight, bias)` and `backward(dy, x, weight, bias)`, of x `[m, k]`, for x `[.., k]`."""
+
+    def run(x: Tensor, *params: Tensor | None) -> Tensor:
+        return forward(x.flatten(0, -2), *params).view(*x.shape[:-1], -1)
+
+    def run_backward(dys: Sequence[Tensor], saved: Sequence[Tensor], wanted: Sequence[bool]):
+        x, *params = saved
+        dx, *dparams = backward(dys[0].flatten(0, -2), x.flatten(0, -2), *params)
+        return dx.view_as(x), *dparams
+
+    return by_hand(run, run_backward, x, weight, bias)
+
+
+def tokens(x: Tensor) -> Tensor:
+    """`[.., D]` as a list of tokens `[N, D]`."""
+    return x.reshape(-1, x.size(-1))

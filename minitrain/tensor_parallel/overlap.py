@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import by_hand
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.tensor_parallel.autograd import by_hand, columns_by_hand, tokens
+from minitrain.tensor_parallel.linear import columns_by_hand, tokens
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, chunks=4) -> tuple[Tensor, ...]:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import by_hand
 from minitrain.tensor_parallel import sequence
-from minitrain.tensor_parallel.autograd import by_hand, columns_by_hand, tokens
-from minitrain.tensor_parallel.linear import add_bias
+from minitrain.tensor_parallel.linear import add_bias, columns_by_hand, tokens
 from minitrain.tensor_parallel.sequence import TIME, check_time
 
 

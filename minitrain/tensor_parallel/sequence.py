@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.tensor_parallel.autograd import columns_by_hand, tokens
-from minitrain.tensor_parallel.linear import add_bias
+from minitrain.tensor_parallel.linear import add_bias, columns_by_hand, tokens
 
 TIME = -2  # the dim of the sequence in [.., T, D]
 

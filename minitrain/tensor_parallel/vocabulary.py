@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import saving
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.tensor_parallel.autograd import saving
 
 MASKED = -100  # a target that does not count
 

@@ -28,7 +28,7 @@ from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Alibi
 from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
-from minitrain.tensor_parallel.autograd import saving
+from minitrain.ranks.autograd import saving
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:

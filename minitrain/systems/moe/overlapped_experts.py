@@ -28,8 +28,8 @@ from minitrain.moe import dispatch
 from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import saving
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.tensor_parallel.autograd import saving
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
 Span = tuple[int, int]  # from the first to behind the last

@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import all_gather, reduce_scatter, rotate
 from minitrain.ranks.sharding import shard
-from minitrain.tensor_parallel.autograd import linear_by_hand
-from minitrain.tensor_parallel.linear import check_divides, check_whole
+from minitrain.tensor_parallel.linear import check_divides, check_whole, linear_by_hand
 
 PIECE_BYTES = 2**20  # of a shard on its way in place
 

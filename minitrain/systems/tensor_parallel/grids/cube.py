@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup
 from minitrain.context.double_ring import check_crossing
 from minitrain.ranks.collectives import all_gather, reduce_scatter
 from minitrain.ranks.sharding import Shard, shard
-from minitrain.tensor_parallel.autograd import linear_by_hand
-from minitrain.tensor_parallel.linear import check_whole
+from minitrain.tensor_parallel.linear import check_whole, linear_by_hand
 
 
 def cube_forward(x: Tensor, weight: Tensor, bias, input_group, weight_group, output_group) -> Tensor:

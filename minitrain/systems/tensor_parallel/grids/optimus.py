@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.ranks.autograd import by_hand, saving
 from minitrain.ranks.collectives import all_reduce, copy_to
 from minitrain.ranks.sharding import shard
 from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
-from minitrain.tensor_parallel.autograd import by_hand, saving
 from minitrain.tensor_parallel.linear import check_whole
 
 
