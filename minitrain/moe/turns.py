@@ -36,10 +36,10 @@ def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, 
             given = rows_at(x, tokens, here), weight_at(weights, here), of(e, matrices), down[e]
             add_rows(y, tokens, here, turn(*given, of(here, made), act))
             del given  # lest the rows stay beside those of the next turn
-        return y, (x, weights, down, *matrices, *made)
+        return y, (x, tokens, weights, down, *matrices, *made)
 
     def backward(dys: Tensors, saved: Tensors, wanted: Sequence[bool]) -> tuple[Given, ...]:
-        (dy,), (x, weights, down, *rest) = dys, saved
+        (dy,), (x, tokens, weights, down, *rest) = dys, saved
         matrices, made = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         wants = zip((weights, down, *matrices), wanted[1:])
         dweights, *grads = (torch.empty_like(param) if want else None for param, want in wants)

@@ -17,18 +17,10 @@ from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
+from minitrain.plan.simulate.links import play
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
-from minitrain.systems.attention.flash_3 import (
-    elapsed,
-    hadamard,
-    pingpong,
-    play_steps,
-    random_signs,
-    sequential,
-    turned,
-    within,
-)
+from minitrain.systems.attention.flash_3 import hadamard, pingpong, random_signs, sequential, turned, within
 from minitrain.systems.attention.lazy import lazy_attention
 from minitrain.systems.precision.fp8_attention import fp8_attention
 
@@ -391,11 +383,11 @@ def test_flash_attention_3():
     """Time goes from the sum to the larger; block scales and Hadamard beat one scale a tensor on outliers."""
     for gemm, softmax in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (3.0, 0.25)):
         for blocks in (1, 2, 8, 64):
-            assert elapsed(sequential(blocks, gemm, softmax, "AB")) == 2 * blocks * (gemm + softmax)
-            longest, both = 2 * blocks * max(gemm, softmax), elapsed(pingpong(blocks, gemm, softmax))
+            assert play(sequential(blocks, gemm, softmax, "AB")).end_s == 2 * blocks * (gemm + softmax)
+            longest, both = 2 * blocks * max(gemm, softmax), play(pingpong(blocks, gemm, softmax)).end_s
             assert longest <= both <= longest + gemm + softmax
             later = (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax))
-            assert elapsed(within(blocks, gemm, softmax)) == gemm / 2 + softmax + later + gemm / 2
+            assert play(within(blocks, gemm, softmax)).end_s == gemm / 2 + softmax + later + gemm / 2
     softmax_h100 = (1 / 3.9e12) / (4 * 128 / 989e12)
     assert 0.49 < softmax_h100 < 0.5
 
@@ -403,17 +395,6 @@ def test_flash_attention_3():
     errors = rmse(0, tensor={}, blocks=blocks, turned=signs, both=blocks | signs)
     assert errors["both"] < errors["turned"] < errors["blocks"] < errors["tensor"]
     assert 1.6 < errors["tensor"] / errors["both"] < 1.8  # paper: 2.6
-
-
-def test_units_do_one_thing_at_a_time():
-    for schedule in (sequential(5, 1.0, 0.7, "AB"), pingpong(5, 1.0, 0.7), within(5, 1.0, 0.7)):
-        times = play_steps(schedule)
-        assert len(times) == len(schedule)
-        for unit in ("products", "exponentials"):
-            spans = sorted(times[step.name] for step in schedule if step.unit == unit)
-            assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
-        for step in schedule:
-            assert all(times[name][1] <= times[step.name][0] for name in step.after)
 
 
 def test_hadamard_is_orthogonal():

@@ -6,8 +6,8 @@ A block of keys takes two products (S = Q Kᵀ and P V, together `gemm`) on one 
     ping-pong     n · max(gemm, softmax) + a start           two warpgroups: products of one, softmax of other
     within one    n · (gemm/2 + max(gemm/2, softmax)) + ..   PV_j-1 runs while softmax_j does
 
-per block of a warpgroup. On an H100 with K = 128 softmax is half of gemm: 1.5 becomes 1. Incoherent
-processing turns Q and K by one orthogonal matrix, so that an outlier is shared out over its row:
+per block of a warpgroup; plan/simulate/links.py plays them. On an H100 with K = 128 softmax is half of gemm:
+1.5 becomes 1. Incoherent processing turns Q and K by one orthogonal matrix, and shares an outlier out:
 
     (Q M)(K M)ᵀ = Q Kᵀ          M = diag(random signs) · H / sqrt(K),  H: Hadamard
 
@@ -17,55 +17,31 @@ Shah et al. 2024, arXiv:2407.08608, sections 3.1 to 3.3. Differs: simulated; not
 """
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from minitrain.plan.simulate.links import Task
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
-@dataclass(frozen=True)
-class Step:
-    """Work of one warpgroup on one unit. `after`: names of the steps that must be done before."""
-
-    name: str
-    unit: str
-    duration: float
-    after: tuple[str, ...] = ()
-
-
-def play_steps(steps: list[Step]) -> dict[str, tuple[float, float]]:
-    """-> {name: (start, end)}. Each unit takes its steps in the order of the list."""
-    free, times = {}, {}
-    for step in steps:
-        start = max([free.get(step.unit, 0.0), *(times[name][1] for name in step.after)])
-        times[step.name] = start, start + step.duration
-        free[step.unit] = start + step.duration
-    return times
-
-
-def elapsed(steps: list[Step]) -> float:
-    return max(end for _, end in play_steps(steps).values())
-
-
-def _block(group: str, j: int, gemm: float, softmax: float) -> list[Step]:
+def _block(group: str, j: int, gemm: float, softmax: float) -> list[Task]:
     """S, softmax and P·V of key block j, chained by their data."""
     product, exponential, weighted = (f"{group}.{kind}{j}" for kind in ("S", "softmax", "PV"))
     return [
-        Step(product, "products", gemm / 2),
-        Step(exponential, "exponentials", softmax, (product,)),
-        Step(weighted, "products", gemm / 2, (exponential,)),
+        Task(product, "products", gemm / 2),
+        Task(exponential, "exponentials", softmax, after=(product,)),
+        Task(weighted, "products", gemm / 2, after=(exponential,)),
     ]
 
 
-def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Step]:
+def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Task]:
     """One warpgroup after the other, one step after the other."""
     require_positive_ints(blocks=blocks)
     return [step for group in groups for j in range(blocks) for step in _block(group, j, gemm, softmax)]
 
 
-def pingpong(blocks: int, gemm: float, softmax: float) -> list[Step]:
+def pingpong(blocks: int, gemm: float, softmax: float) -> list[Task]:
     """Two warpgroups: PV_j and S_j+1 of one, then of the other, each while the other's softmax runs."""
     require_positive_ints(blocks=blocks)
     steps = []
@@ -78,14 +54,14 @@ def pingpong(blocks: int, gemm: float, softmax: float) -> list[Step]:
     return steps
 
 
-def within(blocks: int, gemm: float, softmax: float) -> list[Step]:
+def within(blocks: int, gemm: float, softmax: float) -> list[Task]:
     """One warpgroup, two stages (algorithm 2): softmax_j runs beside PV_j-1, which is issued with S_j."""
     require_positive_ints(blocks=blocks)
     steps = []
     for j in range(blocks + 1):
         if j < blocks:
             product, softmax_j, _ = _block("A", j, gemm, softmax)
-            steps += [replace(product, after=(f"A.softmax{j - 1}",) if j else ()), softmax_j]
+            steps += [product._replace(after=(f"A.softmax{j - 1}",) if j else ()), softmax_j]
         if j > 0:
             steps.append(_block("A", j - 1, gemm, softmax)[2])
     return steps

@@ -18,7 +18,7 @@ Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869. Differs: rounds i
 priorities; no cache in host memory between forward and backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.moe.turns import of, slices, turn, turn_backward
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import saving
 
 
 def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, sizes=None) -> Tensor:
@@ -35,9 +36,40 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
     if {len(counts), len(counts if sizes is None else sizes)} != {n * len(up)}:
         given = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
         raise ValueError(f"{given}; count the rows of every expert of all ranks, {n * len(up)}")
-    wants = Wants(counts, across, inside, sizes)
-    sizes = counts.tolist() if sizes is None else sizes
-    return _Pulled.apply(rows, down, up, gate, act, sizes, wants)
+    wants, sizes = Wants(counts, across, inside, sizes), counts.tolist() if sizes is None else sizes
+    where = slices(sizes)
+
+    def forward(rows: Tensor, *matrices: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        made = [rows.new_empty(len(rows), up.shape[2]) for up in matrices[1:]]
+        y = torch.empty_like(rows)
+        for _, e, present in arrivals(matrices, sizes, wants):
+            if sizes[e]:
+                y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
+            del present  # lest it stay when the one after the next sets out
+        return y, (rows, *matrices, *made)
+
+    def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], wanted: Sequence[bool]) -> tuple:
+        (dy,), (rows, *rest), (wants_rows, *wanted) = dys, saved, wanted
+        matrices, made = rest[: len(wanted)], rest[len(wanted) :]
+        sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
+        drows, home = torch.empty_like(rows) if wants_rows else None, Homeward(sums, wants)
+        for place, e, present in arrivals(matrices, sizes, wants):
+            grads, here = None, where[e]
+            if sizes[e]:
+                rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
+                given = rows[here], None, present[1:], present[0], of(here, made), act
+                d = turn_backward(dy[here], *given, [None, *rooms], wants_rows)
+                if wants_rows:
+                    drows[here] = d
+                grads = [room for room in rooms if room is not None]
+                del given, rooms, d
+            del present
+            home.add(*place, grads)
+            del grads
+        home.arrive()
+        return drows, *(sums.pop(0) if want else None for want in wanted)
+
+    return saving(forward, backward, rows, down, up, *(() if gate is None else (gate,)))
 
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
@@ -161,43 +193,3 @@ def added(sums: list[Tensor], more: list[Tensor]) -> None:
     """In place; `more` is as long, or empty."""
     for total, x in zip(sums, more):
         total.add_(x)
-
-
-class _Pulled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, down, up, gate, act, sizes, wants):
-        matrices = [down, up] if gate is None else [down, up, gate]
-        made = [rows.new_empty(len(rows), up.shape[2]) for _ in matrices[1:]]
-        y, where = torch.empty_like(rows), slices(sizes)
-        for _, e, present in arrivals(matrices, sizes, wants):
-            if sizes[e]:
-                y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
-            del present  # lest it stay when the one after the next sets out
-        ctx.save_for_backward(rows, *matrices, *made)
-        ctx.act, ctx.sizes, ctx.wants = act, sizes, wants
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        rows, *rest = ctx.saved_tensors
-        matrices, made = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
-        wants_rows, *wanted = ctx.needs_input_grad[: 1 + len(matrices)]
-        sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
-        drows, where = torch.empty_like(rows) if wants_rows else None, slices(ctx.sizes)
-        home = Homeward(sums, ctx.wants)
-        for place, e, present in arrivals(matrices, ctx.sizes, ctx.wants):
-            grads, here = None, where[e]
-            if ctx.sizes[e]:
-                rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
-                given = rows[here], None, present[1:], present[0], of(here, made), ctx.act
-                d = turn_backward(dy[here], *given, [None, *rooms], wants_rows)
-                if wants_rows:
-                    drows[here] = d
-                grads = [room for room in rooms if room is not None]
-                del given, rooms, d
-            del present
-            home.add(*place, grads)
-            del grads
-        home.arrive()
-        return drows, *(sums.pop(0) if want else None for want in wanted), *[None] * (6 - len(wanted))
