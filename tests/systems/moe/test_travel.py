@@ -246,8 +246,8 @@ def test_the_busiest_come_first_and_of_equal_ones_the_first():
 
 # ---- in a run --------------------------------------------------------------------------------------------
 
-SIZES = dict(vocab_size=29, d_model=8, num_layers=2, num_heads=2, d_ff=16, max_positions=24, tied=True)
-CONFIG = GPTConfig(**SIZES, experts=ExpertsConfig(4, 2, expert_width=2, balance_alpha=0.05))
+SHAPE = dict(vocab_size=29, d_model=8, num_layers=2, num_heads=2, d_ff=16, max_positions=24, tied=True)
+CONFIG = GPTConfig(**SHAPE, experts=ExpertsConfig(4, 2, expert_width=2, balance_alpha=0.05))
 
 
 def case(**values):
