@@ -21,17 +21,17 @@ WAYS = [
     ("rope", seq1f1b(2, 2, 2), dict(layout="zigzag")),
     ("rope", terapipe(2, 2, 4), dict(layout="striped")),
     ("latent", seq1f1b(2, 2, 2), dict(layout="zigzag")),
-    ("learned", terapipe(2, 2, 3, (8, 4, 4)), dict(layout="zigzag")),
-    ("alibi", seq1f1b(2, 2, 3, (8, 4, 4)), dict(layout="zigzag", **ULYSSES)),
-    ("dropout", seq1f1b(2, 2, 3, (8, 6, 2)), dict(layout="contiguous")),
+    ("learned", terapipe(2, 2, 3, (24, 16, 8)), dict(layout="zigzag")),
+    ("alibi", seq1f1b(2, 2, 3, (24, 16, 8)), dict(layout="zigzag", **ULYSSES)),
+    ("dropout", seq1f1b(2, 2, 3, (24, 20, 4)), dict(layout="contiguous")),
     ("alibi and dropout", terapipe(2, 2, 2), dict(layout="zigzag")),
     ("alibi and dropout", seq1f1b(2, 2, 2), dict(layout="striped", **ULYSSES)),
 ]
 
 
 def problem(kind):
-    config = small(num_layers=2, max_positions=16, tied=False, **KINDS[kind])
-    return Problem(config=config, length=16, batch_sizes=(4, 4))
+    config = small(num_layers=2, max_positions=48, tied=False, **KINDS[kind])
+    return Problem(config=config, length=48, batch_sizes=(4, 4))
 
 
 @cache
@@ -58,7 +58,7 @@ def test_pipelines_on_pp2_cp2():
 def test_usp_on_cp4_and_no_context_parallelism():
     """Ring and Ulysses together; and one device: slices with dropout and ALiBi without cp."""
     usp = ("alibi and dropout", seq1f1b(1, 2, 2), dict(core="usp", ulysses=2, layout="zigzag"))
-    alone = [(kind, terapipe(1, 2, 3, (7, 5, 4)), {}) for kind in KINDS]
+    alone = [(kind, terapipe(1, 2, 3, (21, 15, 12)), {}) for kind in KINDS]
     assert max(apart([usp], pp=1, cp=4) + apart(alone, pp=1, cp=1)) < TOLERANCE
 
 
