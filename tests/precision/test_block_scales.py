@@ -3,8 +3,6 @@
 import math
 from fractions import Fraction
 
-import ml_dtypes
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -189,30 +187,12 @@ def test_mx_scales_are_the_standards():
         assert quantize(torch.zeros(32), name).scales.view(torch.uint8).item() == 0
         assert quantize(torch.full((32,), 2.0**-149), name).scales.view(torch.uint8).item() == 0
         poisoned = quantize(torch.full((32,), math.inf), name)
-        assert (
-            poisoned.scales.dtype == torch.float8_e8m0fnu and poisoned.scales.view(torch.uint8).item() == 255
-        )
+        assert poisoned.scales.dtype == torch.float8_e8m0fnu
+        assert poisoned.scales.view(torch.uint8).item() == 255
     # 4 bits by hand: amax 11 -> scale 2; 11/2 = 5.5 -> 6, 2.5/2 -> 1 (tie to even), -0.4/2 -> -0
     x = torch.zeros(32)
     x[:3] = torch.tensor([11.0, 2.5, -0.4])
     assert dequantize(quantize(x, "mxfp4"))[:3].tolist() == [12.0, 2.0, 0.0]
-
-
-def test_elements_are_what_ml_dtypes_makes_of_the_scaled_numbers():
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    theirs = dict(
-        mxfp8=ml_dtypes.float8_e4m3fn, mxfp8_e5m2=ml_dtypes.float8_e5m2, mxfp6=ml_dtypes.float6_e2m3fn,
-        mxfp6_e3m2=ml_dtypes.float6_e3m2fn, mxfp4=ml_dtypes.float4_e2m1fn,
-    )  # fmt: skip
-    for name, dtype in theirs.items():
-        q = quantize(x, name)
-        largest = RECIPES[name].format.max
-        scaled = (x / q.multipliers.repeat_interleave(32, -1)).clamp(-largest, largest)
-        assert torch.equal(q.elements(), torch.from_numpy(scaled.numpy().astype(dtype).astype(numpy.float32)))
-        assert torch.equal(dequantize(q), q.elements() * q.multipliers.repeat_interleave(32, -1))
-    assert (
-        quantize(x, "fp8_row").codes.view(torch.float8_e4m3fn).float().abs().amax(1).tolist() == [448.0] * 8
-    )
 
 
 def test_nvfp4_has_two_levels_of_scales():
@@ -341,9 +321,8 @@ def test_packed_codes_come_back(bits):
     for length in (0, 1, 2, 3, 4, 5, 16, 31):
         codes = torch.randint(0, 256, (2, length), dtype=torch.uint8)
         packed = pack(codes, bits)
-        assert packed.shape == (2, packed_bytes(length, bits)) and packed_bytes(length, bits) == math.ceil(
-            length * bits / 8
-        )
+        assert packed.shape == (2, packed_bytes(length, bits))
+        assert packed_bytes(length, bits) == math.ceil(length * bits / 8)
         assert packed.is_contiguous()  # to be sent
         assert torch.equal(unpack(packed, bits, length), codes & 2**bits - 1)
     row = torch.arange(2**bits).to(torch.uint8)

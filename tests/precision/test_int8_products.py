@@ -90,14 +90,8 @@ def test_narrow_weights_have_narrow_results_of_wide_sums(dtype):
 # ---- on ranks ----------------------------------------------------------------------------------------------
 
 
-CUTS = [
-    dict(dp=2),
-    dict(dp=2, zero=3),
-    dict(pp=2, microbatches=2),
-    dict(tp=2),
-    dict(tp=2, sequence_parallel=True),
-    dict(cp=2, layout="contiguous"),
-]
+CUTS = [dict(dp=2), dict(dp=2, zero=3), dict(pp=2, microbatches=2), dict(tp=2)]
+CUTS += [dict(tp=2, sequence_parallel=True), dict(cp=2, layout="contiguous")]
 DEEP = replace(WIDE, num_layers=2)
 
 

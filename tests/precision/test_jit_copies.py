@@ -13,17 +13,11 @@ from minitrain.ranks.ledger import Ledger
 from tests.parallel import check_refusals, small
 from tests.precision.training import rows, same, started
 
-LAYOUTS = [
-    Strategy(),
-    Strategy(dp=2, microbatches=2),
-    Strategy(dp=2, zero=1, bucket_bytes=3000),
-    Strategy(dp=2, zero=2, bucket_bytes=3000),
-    Strategy(dp=2, zero=3),
+LAYOUTS = [Strategy(dp=2, zero=zero, bucket_bytes=3000) for zero in (1, 2, 3)]
+LAYOUTS += [Strategy(), Strategy(dp=2, microbatches=2), Strategy(tp=2), Strategy(cp=2)]
+LAYOUTS += [
     Strategy(dp=2, zero="IGG", node=2),
-    Strategy(tp=2),
     Strategy(tp=2, sequence_parallel=True, overlap=True),
-    Strategy(cp=2),
-    Strategy(pp=2, microbatches=2),
     Strategy(pp=2, microbatches=2, schedule="zb_h1"),
     Strategy(pp=2, microbatches=2, recompute="stage"),
     Strategy(pp=4, microbatches=4, schedule="bpipe"),

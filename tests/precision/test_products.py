@@ -90,25 +90,6 @@ def twice(x, blocks):
     return error(first.mT, blocks) + error(x, blocks).mT
 
 
-def test_tiles_keep_what_is_large_to_itself():
-    """One channel a hundred times the others; and channels whose numbers are small, but not their weights."""
-    draw = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(256, 512, generator=draw), torch.randn(128, 512, generator=draw)
-    x[:, 7] *= 100
-
-    def errors():
-        exact = x.double() @ weight.double().mT
-        ys = {name: multiply(x, [weight], [Scales()], PRODUCTS[name])[0] for name in FP8}
-        return {name: ((y - exact).norm() / exact.norm()).item() for name, y in ys.items()}
-
-    found = errors()
-    assert found["fp8_tiles"] < found["fp8_e4m3"] and found["fp8_rows"] < found["fp8_e4m3"], found
-    x[:, 256:] /= 2**14
-    weight[:, 256:] *= 2**14
-    found = errors()
-    assert max(found["fp8_tiles"], found["mxfp8"]) < 0.4 * min(found["fp8_e4m3"], found["fp8_rows"]), found
-
-
 @pytest.mark.parametrize("product", ["y", "dx", "dw"])
 def test_tiles_lie_along_what_is_summed_over(product):
     """A row of an operand times 1,000 leaves all other rows of the result as they were, bit for bit."""
@@ -285,15 +266,8 @@ def single(name, steps=3, config=CONFIG):
     return launch.run(trained, config, name, steps, ranks=1)[0]
 
 
-LAYOUTS = (
-    dict(dp=2, zero=3),
-    dict(dp=2, microbatches=2),
-    dict(pp=2, microbatches=2),
-    dict(pp=2, microbatches=4, schedule="dualpipe"),
-    dict(cp=2),
-    dict(tp=2),
-    dict(tp=2, sequence_parallel=True),
-)
+LAYOUTS = [dict(dp=2, zero=3), dict(dp=2, microbatches=2), dict(pp=2, microbatches=2), dict(cp=2)]
+LAYOUTS += [dict(pp=2, microbatches=4, schedule="dualpipe"), dict(tp=2), dict(tp=2, sequence_parallel=True)]
 
 
 def test_agreed_scales_make_every_layout_equal_one_process():

@@ -9,8 +9,8 @@ have one operand (a sum, a transposition) and letters that its result alone has 
 `d_y`, an input more, back to the tensors that are asked for. So who places tensors on ranks places backward
 and the update too, as compilers do that see a whole step.
 
-signature.py says how an operator can be cut, run_placed.py runs it. `mlp`, `mlp_step` and `attention` are
-graphs to begin with. No torch.
+signature.py says how an operator can be cut, run_placed.py runs it. `mlp` and `mlp_step` are graphs to begin
+with. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
-POINTWISE = ("relu", "step", "exp", "reciprocal")
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,6 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
         moving |= {op.name} if moving & set(op.inputs) and op.function != "step" else set()
     for op in reversed(graph.ops):
         above |= set(op.inputs) if op.name in above else set()
-    if missing := [name for name in wanted if name not in above or of not in moving]:
-        raise ValueError(f"gradient of {of!r} by {missing[0]!r}: it does not depend on that")
-
     live = [op for op in graph.ops if op.name in moving & above]
     uses = Counter(name for op in live for name in op.inputs)
     ops, parts, grads = list(graph.ops), defaultdict(list), {of: f"d_{of}"}
@@ -134,11 +130,6 @@ def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Cal
         case "relu":
             on = new(f"{called}.on", "step", alone, op.inputs)
             return new(called, "product", pair, (dy, on))
-        case "exp":
-            return new(called, "product", pair, (dy, op.name))
-        case "reciprocal":  # -y² · dy
-            plain = new(f"{called}.plain", "product", f"{term},{pair}", (dy, op.name, op.name))
-            return new(called, "negate", alone, (plain,))
     raise AssertionError(op.function)
 
 
@@ -169,22 +160,3 @@ def mlp_step(rows: int, width: int, hidden: int) -> Graph:
     """The same, backward from an input d_y, and the parameters after a step of gradient descent."""
     graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
     return with_update(graph, gradients)
-
-
-def attention(rows: int, length: int, width: int, heads: int, head_dim: int) -> Graph:
-    """Without a mask: x[b, t, d], matrices [d, h, k], at last [h, k, e]; no maximum is taken off scores."""
-    each = (width, heads, head_dim)
-    ops = (
-        Op("q", "product", "btd,dhk->bhtk", ("x", "wq")),
-        Op("k", "product", "bsd,dhk->bhsk", ("x", "wk")),
-        Op("v", "product", "bsd,dhk->bhsk", ("x", "wv")),
-        Op("scores", "product", "bhtk,bhsk->bhts", ("q", "k")),
-        Op("powers", "exp", "bhts->bhts", ("scores",)),
-        Op("sums", "product", "bhts->bht", ("powers",)),
-        Op("shares", "reciprocal", "bht->bht", ("sums",)),
-        Op("weights", "product", "bhts,bht->bhts", ("powers", "shares")),
-        Op("o", "product", "bhts,bhsk->bhtk", ("weights", "v")),
-        Op("y", "product", "bhtk,hke->bte", ("o", "wo")),
-    )
-    inputs = {"x": (rows, length, width), "wq": each, "wk": each, "wv": each}
-    return Graph({**inputs, "wo": (heads, head_dim, width)}, ops)

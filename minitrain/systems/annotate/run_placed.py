@@ -112,8 +112,6 @@ POINTWISE = {
     "negate": torch.neg,
     "relu": torch.relu,
     "step": lambda x: (x > 0).to(x.dtype),
-    "exp": torch.exp,
-    "reciprocal": torch.reciprocal,
 }
 
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.annotate.annotators import Tactic, apply, choose, laid_out, propagate
-from minitrain.systems.annotate.graph import Graph, Op, attention, mlp, mlp_step, with_gradients
+from minitrain.systems.annotate.graph import Graph, Op, mlp, mlp_step, with_gradients
 from minitrain.systems.annotate.plan import Placed
-from minitrain.systems.annotate.run_placed import box, evaluate, local_part, run, whole
+from minitrain.systems.annotate.run_placed import box, local_part, whole
 from minitrain.systems.annotate.signature import BROADCAST as B
 from minitrain.systems.annotate.signature import PARTIAL as P
 from minitrain.systems.annotate.signature import Split as S
 from minitrain.systems.annotate.signature import cut_along, sent
-from tests.systems.annotate.test_placed_graphs import groups_of, pretend, random_values
+from tests.systems.annotate.test_placed_graphs import groups_of, metered_run, pretend, random_values
 
 ROWS, WIDTH, HIDDEN = 8, 4, 12
 MLP = mlp(ROWS, WIDTH, HIDDEN)
@@ -33,23 +32,7 @@ def on_ranks(placed, without=None):
     def rank():
         if without:
             setattr(collectives, without, partial(pretend, without))
-        groups, values = groups_of(placed.axes), random_values(placed.graph)
-        expected, parts = evaluate(placed.graph, values), {}
-        for name, x in values.items():
-            parts[name] = local_part(x, placed.specs[name], groups)
-        with Ledger() as ledger:
-            results = run(placed, parts, groups)
-        errors = []
-        for name, x in results.items():
-            spec, known = placed.specs[name], expected[name]
-            if P in spec:  # a term: only the sum is known
-                x, spec = whole(x, spec, groups), (B,) * len(spec)
-            errors.append((x - local_part(known, spec, groups)).abs().max().item())
-        calls = [event for event in ledger.events if isinstance(event, Issue)]
-        sent_bytes = Counter()
-        for call in calls:
-            sent_bytes[call.op, call.axis] += call.sent_bytes
-        return max(errors), sent_bytes, Counter((call.op, call.axis) for call in calls)
+        return metered_run(placed, groups_of(placed.axes), random_values(placed.graph))
 
     outcomes = launch.run(rank, ranks=math.prod(placed.axes.values()))
     total = sum((found[1] for found in outcomes), Counter())
@@ -125,18 +108,6 @@ def test_gspmd():
     assert error < 1e-12 and calls == {("all_reduce", "axis1"): 1}
     assert sent_bytes == planned_bytes(placed) == {("all_reduce", "axis1"): 2 * 1 * ROWS * WIDTH * 8}
     assert on_ranks(placed, without="all_reduce")[0] > 1e-3
-
-
-def test_two_annotations_place_attention_forward_and_backward():
-    """Rows of x and heads of one matrix: all matrices are cut by heads, softmax needs nothing, y one all-reduce; backward
-    adds x's gradient over `model` and those of the four matrices over `data`."""
-    full, gradients = with_gradients(attention(4, 3, 8, 4, 2), "y", ("x", "wq", "wk", "wv", "wo"))
-    placed = propagate(full, {"data": 2, "model": 2}, {"x": {"data": S(0)}, "wq": {"model": S(1)}})
-    assert [placed.specs[name] for name in ("wk", "wv", "wo")] == [(B, S(1)), (B, S(1)), (B, S(0))]
-    assert all(placed.specs[gradients[name]] == placed.specs[name] for name in gradients)
-    error, sent_bytes, calls = on_ranks(placed)
-    assert error < 1e-12 and sent_bytes == planned_bytes(placed)
-    assert calls == {("all_reduce", "model"): 1 + 3, ("all_reduce", "data"): 4}
 
 
 def test_annotations_stay_and_axes_that_they_do_not_name_are_open():
@@ -256,9 +227,8 @@ def test_where_a_result_is_wanted_counts_too():
         choose(graph, {"x": 2}, {"u": (S(1),), "v": (S(0),), **more}) for more in ({}, {"y": (S(0),)})
     )
     assert terms.specs["y"] == (P,) and not terms.collectives()
-    assert (
-        rows.collectives() == {("all_to_all", "x"): 1, ("all_gather", "x"): 1} and on_ranks(rows)[0] < 1e-12
-    )
+    assert rows.collectives() == {("all_to_all", "x"): 1, ("all_gather", "x"): 1}
+    assert on_ranks(rows)[0] < 1e-12
 
 
 def test_what_an_operator_made_is_there_beside_what_is_kept():

@@ -16,7 +16,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.annotate import signature as boxing
 from minitrain.systems.annotate.annotators import choose, propagate
-from minitrain.systems.annotate.graph import Graph, Op, attention, mlp, mlp_step, with_gradients
+from minitrain.systems.annotate.graph import Graph, Op, mlp, mlp_step, with_gradients
 from minitrain.systems.annotate.plan import Placed
 from minitrain.systems.annotate.run_placed import box, box_along, compute, evaluate, local_part, run, whole
 from minitrain.systems.annotate.signature import BROADCAST as B
@@ -30,11 +30,9 @@ ODD = Graph(
     (
         Op("h", "product", "ab,bc->ac", ("x", "w")),
         Op("n", "negate", "ab->ab", ("h",)),
-        Op("e", "exp", "ab->ab", ("n",)),
-        Op("s", "add", "ab,ab,ab->ab", ("e", "h", "e")),
+        Op("s", "add", "ab,ab,ab->ab", ("n", "h", "n")),
         Op("sums", "product", "ab->b", ("s",)),
-        Op("r", "reciprocal", "b->b", ("sums",)),
-        Op("y", "product", "ab,b,ab->ba", ("s", "r", "s")),
+        Op("y", "product", "ab,b,ab->ba", ("s", "sums", "s")),
         Op("unused", "relu", "ab->ab", ("h",)),
     ),
 )
@@ -53,9 +51,7 @@ def groups_of(axes):
     return {axis: mesh.group(axis) for axis in axes}
 
 
-@pytest.mark.parametrize(
-    "graph", [mlp(4, 6, 8), attention(2, 3, 4, 2, 2), ODD], ids=["mlp", "attention", "odd"]
-)
+@pytest.mark.parametrize("graph", [mlp(4, 6, 8), ODD], ids=["mlp", "odd"])
 def test_gradients_are_those_of_autograd(graph):
     full, gradients = with_gradients(graph, "y", graph.inputs)
     assert set(full.shapes) > set(graph.shapes) and gradients.keys() == graph.inputs.keys()
@@ -93,24 +89,13 @@ def test_the_signatures_of_a_product_are_the_six_of_the_paper():
 
 
 EQUATIONS = {
-    "product": [
-        "bd,df->bf",
-        "bf->b",
-        "bf->fb",
-        "b->fb",
-        "bhts,bhsk->bhtk",
-        "ab,b,ab->ba",
-        "ab,cd->cbad",
-        "ab->",
-    ],
-    "add": ["ab,ab->ab", "ab->ab"],
-    "negate": ["ab->ab"],
-    "relu": ["ab->ab"],
-    "step": ["a->a"],
-    "exp": ["ab->ab"],
-    "reciprocal": ["ab->ab"],
+    "product": "bd,df->bf bf->b bf->fb b->fb bhts,bhsk->bhtk ab,b,ab->ba ab,cd->cbad ab->",
+    "add": "ab,ab->ab ab->ab",
+    "negate": "ab->ab",
+    "relu": "ab->ab",
+    "step": "a->a",
 }
-CASES = [(function, equation) for function, list_ in EQUATIONS.items() for equation in list_]
+CASES = [(function, equation) for function, list_ in EQUATIONS.items() for equation in list_.split()]
 
 
 @pytest.mark.parametrize("function, equation", CASES)
@@ -233,11 +218,7 @@ def test_what_is_sent_of_a_table_and_along_a_path():
 def draws(count, axes, seed):
     """Placed graphs: what is annotated, how, and who completes it is drawn."""
     random_ = random.Random(seed)
-    graphs = [
-        mlp_step(8, 4, 8),
-        with_gradients(mlp(8, 8, 8), "y", ALL)[0],
-        with_gradients(attention(4, 4, 8, 4, 4), "y", ("x", "wq", "wk", "wv", "wo"))[0],
-    ]
+    graphs = [mlp_step(8, 4, 8), with_gradients(mlp(8, 8, 8), "y", ALL)[0]]
     while count:
         graph = random_.choice(graphs)
         names = random_.sample(list(graph.shapes), random_.randint(1, 5))
@@ -259,26 +240,28 @@ def draws(count, axes, seed):
         yield placed
 
 
+def metered_run(placed, groups, values):
+    """On this rank: the largest error against one process, bytes and calls by (collective, axis)."""
+    expected = evaluate(placed.graph, values)
+    parts = {name: local_part(x, placed.specs[name], groups) for name, x in values.items()}
+    with Ledger() as ledger:
+        results = run(placed, parts, groups)
+    errors, sent, calls = [], Counter(), Counter()
+    for name, x in results.items():
+        error = (whole(x, placed.specs[name], groups) - expected[name]).abs().max().item()
+        errors.append(error / (1 + expected[name].abs().max().item()))
+    for event in ledger.events:
+        if isinstance(event, Issue):
+            sent[event.op, event.axis] += event.sent_bytes
+            calls[event.op, event.axis] += 1
+    return max(errors), sent, calls
+
+
 def run_draws(count, axes, seed):
-    groups, found = groups_of(axes), []
-    for placed in draws(count, axes, seed):
-        values = random_values(placed.graph, seed)
-        expected = evaluate(placed.graph, values)
-        parts = {name: local_part(x, placed.specs[name], groups) for name, x in values.items()}
-        with Ledger() as ledger:
-            results = run(placed, parts, groups)
-        error = max(
-            (whole(x, placed.specs[name], groups) - expected[name]).abs().max().item()
-            / (1 + expected[name].abs().max().item())
-            for name, x in results.items()
-        )
-        sent, calls = Counter(), Counter()
-        for event in ledger.events:
-            if isinstance(event, Issue):
-                sent[event.op, event.axis] += event.sent_bytes
-                calls[event.op, event.axis] += 1
-        found.append((error, dict(sent), dict(calls)))
-    return found
+    groups = groups_of(axes)
+    return [
+        metered_run(placed, groups, random_values(placed.graph, seed)) for placed in draws(count, axes, seed)
+    ]
 
 
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}], ids=str)

@@ -5,7 +5,6 @@ so.
 from fractions import Fraction
 from random import Random
 
-import pytest
 from communication_runs import check_on_real_ranks
 
 from minitrain.systems.communication import cost_model
@@ -108,11 +107,3 @@ def test_a_step_lasts_as_long_as_its_busiest_link():
     assert cost_model.time_s(one_step((0, 2), (1, 3)), 100.0, racks) == 42, "both through one uplink"
     assert cost_model.time_s(one_step((0, 2), (3, 1)), 100.0, racks) == 22, "up and down are two links"
     assert cost_model.time_s(Schedule(4, 1, ((),)), 100.0, flat) == 0
-
-
-def test_the_ring_on_equal_links_takes_the_textbook_time():
-    for n in (2, 3, 8, 64):
-        textbook = 2 * (n - 1) * (2e-6 + 1e6 / (n * 1e10))
-        assert cost_model.time_s(ring_all_reduce(n), 1e6, cost_model.flat(2e-6, 1e10)) == pytest.approx(
-            textbook, rel=1e-12
-        )

@@ -136,9 +136,8 @@ def test_halving_sends_what_a_ring_sends_in_log_steps():
     for power in (2, 4, 8, 16, 32, 64):
         height = power.bit_length() - 1
         schedule = halving_doubling_all_reduce(power)
-        assert len(schedule.steps) == 2 * height and set(sent_shares(schedule)) == {
-            Fraction(2 * (power - 1), power)
-        }
+        assert len(schedule.steps) == 2 * height
+        assert set(sent_shares(schedule)) == {Fraction(2 * (power - 1), power)}
         assert len(doubling_all_reduce(power).steps) == height
         assert set(sent_shares(doubling_all_reduce(power))) == {height}
         for rest in range(
@@ -157,12 +156,10 @@ def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
         )
         return set(far)
 
-    assert share_sent_over(1, near_first=True) == {1} and share_sent_over(8, near_first=True) == {
-        Fraction(1, 8)
-    }
-    assert share_sent_over(1, near_first=False) == {Fraction(1, 8)} and share_sent_over(
-        8, near_first=False
-    ) == {1}
+    assert share_sent_over(1, near_first=True) == {1}
+    assert share_sent_over(8, near_first=True) == {Fraction(1, 8)}
+    assert share_sent_over(1, near_first=False) == {Fraction(1, 8)}
+    assert share_sent_over(8, near_first=False) == {1}
 
 
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(1, 12), st.integers(0, 100))

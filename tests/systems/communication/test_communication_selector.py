@@ -99,12 +99,6 @@ def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
     assert ring < near_first < far_first / 2
 
 
-def test_latency_at_24_576_ranks():
-    """Eight bytes: 49,150 latencies against 30."""
-    ratio = time_s("ring", 24_576, 8, INFINIBAND) / time_s("double tree", 24_576, 8, INFINIBAND)
-    assert ratio == pytest.approx(49_150 / 30, rel=1e-4)
-
-
 def test_a_group_of_one_costs_nothing():
     for algorithm in ALL:
         assert steps(algorithm, 1) == 0 and time_s(algorithm, 1, 1e9, INFINIBAND) == 0

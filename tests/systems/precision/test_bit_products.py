@@ -11,7 +11,6 @@ from minitrain.compose.product_passes import multiply_in
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.blocks import dequantize
 from minitrain.precision.products import Scales
 from minitrain.precision.quantized_linear import LowLinear, project
 from minitrain.systems.precision import bitnet
@@ -69,22 +68,7 @@ def test_a_layer_by_hand(name):
     assert torch.equal(alone, out)
 
 
-def test_the_norms_derivative_is_that_of_autograd_but_for_the_codes():
-    """Both norms, against autograd through the exact x^ with rounding as the identity."""
-    for name in NAMES:
-        x, weight, dy = normal(40, 64) + 1, normal(16, 64, seed=1), normal(40, 16, seed=2)
-        products = bitnet.PRODUCTS[name]
-        kept = products.enter(x, Scales())
-        dx, _ = products.backward(dy, kept, weight, (True, False), Scales())
-        x.requires_grad_()
-        norm = torch.nn.functional.layer_norm if name == "bitnet" else torch.nn.functional.rms_norm
-        normed = norm(x, (64,), eps=1e-5)
-        assert (
-            dequantize(kept[0], torch.float64) - normed
-        ).abs().max() <= normed.abs().max() / 127 / 2 + 1e-6
-        few, size = products.weights(weight, Scales())
-        normed.backward(dy @ (few * size))
-        assert (dx - x.grad).norm() < 0.01 * x.grad.norm()
+def test_zeros_and_what_is_no_number():
     zeros, whole = torch.zeros(2, 3), torch.zeros(4, 3)
     for products in bitnet.PRODUCTS.values():
         y = products.forward(products.enter(zeros, Scales()), whole, Scales())

@@ -4,10 +4,9 @@ its own: no two blocks overlap, every byte of a block has memory behind it, and 
 
 import pytest
 
-from minitrain.systems.simulate.allocator import CachingAllocator, StitchingAllocator, parsed, segment_size
+from minitrain.systems.simulate.allocator import CachingAllocator, StitchingAllocator, segment_size
 from minitrain.systems.simulate.device_memory import (
     PAGE,
-    DeviceMemory,
     MiB,
     OutOfMemory,
     checkpointed,
@@ -465,14 +464,6 @@ def test_a_part_of_a_live_stitch_is_nobody_elses():
     assert cache.memory.reserved_bytes == 80 * MiB
 
 
-def test_requests_below_2_mib_are_the_caching_allocators():
-    cache = stitching(a=2)
-    assert cache.memory.reserved_bytes == 2 * MiB
-    cache.alloc("b", 2 * MiB - 1)
-    assert cache.memory.reserved_bytes == 22 * MiB
-    assert cache.allocated_bytes == 4 * MiB
-
-
 def test_the_two_pools_of_a_stitching_allocator_give_way_to_each_other():
     cache = stitching()
     for number in range(60):
@@ -492,34 +483,11 @@ def test_the_two_pools_of_a_stitching_allocator_give_way_to_each_other():
     assert died.value.free_bytes == 40 * MiB
 
 
-def test_a_step_that_repeats_is_stitched_once():
-    step = drawn(4, events=120)
-    freed = {block for what, block, _ in step if what == "free"}
-    step += [("free", block, size) for what, block, size in step if what == "alloc" and block not in freed]
-    cache, counts = StitchingAllocator(4 * GiB), []
-    for number in range(40):
-        for what, block, size in step:
-            cache.alloc((number, block), size) if what == "alloc" else cache.free((number, block))
-        counts.append((cache.stitched, cache.memory.reserved_bytes))
-    assert counts[0][0] > 0
-    assert counts[-1] == counts[-2] == counts[-10]
-
-
-def test_settings():
-    assert parsed("") == {}
-    assert parsed("max_split_size_mb:128, expandable_segments:True") == {
-        "max_split_size_mb": 128,
-        "expandable_segments": True,
-    }
-
-
-def test_an_allocator_is_for_one_replay_and_a_device_has_a_page():
+def test_an_allocator_is_for_one_replay():
     cache = CachingAllocator(GiB)
     replay(BROKEN[:3], cache)
     with pytest.raises(ValueError, match="make a new one"):
         replay(BROKEN, cache)
-    with pytest.raises(ValueError, match="capacity_bytes="):
-        DeviceMemory(PAGE - 1)
 
 
 def test_lifetimes():

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import pytest
 
-from minitrain.plan.simulate.links import play
 from minitrain.systems.simulate import checkpoint_pipeline as pipeline
 from minitrain.systems.simulate.checkpoint_pipeline import (
     SavePolicy,
@@ -81,15 +80,6 @@ def test_stalls_by_hand():
     assert stalls["fastpersist, 1 buffer"] == 60 - 9
 
 
-def test_synchronous_and_snapshot_stall():
-    """Seconds are bytes over bandwidth: 80 GB at 20 GB/s to the host and at 2 GB/s to the disk."""
-    state = State(Fraction(80, 20), Fraction(80, 2))
-    assert stall_s(WORK, state, pipeline.synchronous()) == 4 + 40
-    assert stall_s(WORK, state, pipeline.snapshot_stall()) == 4
-    divided_by_8 = State(*(seconds / 8 for seconds in state))
-    assert stall_s(WORK, divided_by_8, pipeline.synchronous()) == Fraction(44, 8)
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 7])
 def test_a_snapshot_waits_for_the_write_before(every):
     """Three saves of 4 + 40 s every so many steps of 10 s: the second and third wait until the disk is free."""
@@ -159,14 +149,3 @@ def test_fastpersist_fills_one_buffer_while_it_writes_the_other():
             assert one.end(last) - one.start("copy 0.0") == chunks * (fill + write)
             assert two.start("U 1.0") >= two.end(last), "on disk before the next update"
     assert pipeline.fastpersist(6) == SavePolicy("write", "update", 6, 2)
-
-
-def test_a_way_is_data():
-    """One engine: a way that nobody named, with lanes in order."""
-    played = train(WORK, STATE, SavePolicy("write", "update", 2, 2), 3, every=2)
-    assert played.lane("train") == [
-        f"{kind} {i}{end}" for i in range(3) for kind, end in zip("FBU", ("", ".0", ".0"))
-    ]
-    assert (
-        played.lane("copy") == ["copy 0.0", "copy 0.1"] and play(played.tasks.values()).end_s == played.end_s
-    )

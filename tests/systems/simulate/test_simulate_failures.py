@@ -172,14 +172,6 @@ def test_a_machine_is_renewed_where_it_failed():
         assert 90 < len(own) < 110 and all(850 < b - a < 1150 for a, b in zip([0, *own], own))
 
 
-def test_clusters_of_failures_waste_less():
-    """At one mean time between failures: a second failure soon after the first has little to undo."""
-    wastes = [
-        simulate(3e5, 30, failing(5, 100, shape=shape), disk=Level(2, 5)).waste for shape in (0.6, 1, 3)
-    ]
-    assert wastes[0] < 0.9 * wastes[1] and wastes[1] < 0.97 * wastes[2], wastes
-
-
 def test_failures_are_of_different_machines_and_seeded():
     found = [*islice(failing(3, 1000.0, 8, together=3), 1000)]
     assert all(len(set(failure.machines)) == 3 for failure in found)

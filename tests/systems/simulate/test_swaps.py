@@ -98,19 +98,6 @@ def test_harmony(devices, layers, m, room):
     assert (dp.fetched, dp.written) == (2 * devices * layers - devices * room, devices * layers)
 
 
-def test_harmony_in_a_deep_model_comes_to_the_formulas():
-    devices, layers, m = 4, 1000, 8
-    found = [
-        swaps.swap_volume(steps, 1, writes_all=all_of_it).weights / layers
-        for steps, all_of_it in (
-            (swaps.virtualized(devices, layers, m), True),
-            (swaps.harmony_dp(devices, layers, m), False),
-            (swaps.harmony_pp(devices, layers, m * devices), False),
-        )
-    ]
-    assert found == pytest.approx([(4 * m + 2) * devices, 3 * devices, 3], rel=2e-3)
-
-
 def test_each_of_harmonys_ideas_is_needed():
     """Without groups, or with a memory that writes back what nobody changed, the volume is another."""
     devices, layers, m = 2, 10, 3

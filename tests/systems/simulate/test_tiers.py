@@ -46,14 +46,6 @@ def test_moesys():
     assert hidden > 50 and exposed > 50
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seconds", [2, 3, 7])
-def test_equal_layers_wait_the_same_at_any_depth_of_one_or_more(depth, seconds):
-    layer = Layer(seconds, dense_bytes=8, host_bytes=6, disk_bytes=0)
-    found = waits(play(swaps.prefetching([layer] * 6, depth), LINKS), 6)
-    assert found == [3] + [max(0, 3 - seconds)] * 5
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
 def test_deeper_prefetch_is_the_recursion_of_its_lanes(depth):
     draw = random.Random(depth)
