@@ -33,19 +33,12 @@ PAIRS = {  # name: (function of x and group, kind of x, x is a shard, kind of y)
     "all_to_all uneven": (swap_uneven, "own", False, "own"),
     "gather_to, dim 1": (lambda x, group: collectives.gather_to(x, group, dim=1), "own", True, "own"),
     "reduce_scatter_to, dim -1": (
-        lambda x, group: collectives.reduce_scatter_to(x.repeat(1, 4), group, dim=-1),
-        "own",
-        False,
-        "own",
+        lambda x, group: collectives.reduce_scatter_to(x.repeat(1, 4), group, dim=-1), "own", False, "own"
     ),
-}
+}  # fmt: skip
+both_sum = lambda x, group: collectives.reduce_from(collectives.copy_to(x, group), group)
 WRONG = {  # plausible mistakes, as a control: each must fail
-    "all-reduce in both directions": (
-        lambda x, group: collectives.reduce_from(collectives.copy_to(x, group), group),
-        "own",
-        False,
-        "same",
-    ),
+    "all-reduce in both directions": (both_sum, "own", False, "same"),
     "no sum in backward": (lambda x, group: x * 1, "same", False, "own"),
     "gather that only slices": (collectives.gather_from, "own", True, "own"),
     "gather that sums too": (collectives.gather_to, "own", True, "same"),
@@ -105,27 +98,23 @@ def gradient_error(pair, step=1e-6, directions=3):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_backward_is_the_adjoint_of_forward(ranks):
     pairs = {name: pair for name, pair in PAIRS.items() if ranks > 1 or pair[0] is not swap_uneven}
-    for errors in launch.run(
-        lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}, ranks=ranks
-    ):
+    measure = lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}
+    for errors in launch.run(measure, ranks=ranks):
         assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_equal_finite_differences(ranks):
-    for errors in launch.run(
-        lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}, ranks=ranks
-    ):
+    measure = lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}
+    for errors in launch.run(measure, ranks=ranks):
         assert max(errors.values()) < 1e-7, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_plausible_mistakes_are_no_adjoints(ranks):
     """The control: both measures see each of them."""
-    measured = launch.run(
-        lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()},
-        ranks=ranks,
-    )
+    measure = lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()}
+    measured = launch.run(measure, ranks=ranks)
     for name in WRONG:
         assert max(errors[name][0] for errors in measured) > 1e-3, name
         assert max(errors[name][1] for errors in measured) > 1e-3, name

@@ -40,9 +40,8 @@ def training(technique, config=CONFIG, rows=ROWS, steps=2):
     with Ledger() as ledger:
         model = GPT(config)
         optimizer = AdamW(model.parameters())
-        reducer = (
-            GradReducer(model.parameters(), group, bucket_bytes=4000) if technique == "bucketed" else None
-        )
+        bucketed = technique == "bucketed"
+        reducer = GradReducer(model.parameters(), group, bucket_bytes=4000) if bucketed else None
         for step in range(steps):
             tokens, targets = random_tokens(step, group.rank(), group.size(), rows, 16, config.vocab_size)
             with ledger.phase("forward"):
@@ -61,19 +60,9 @@ def training(technique, config=CONFIG, rows=ROWS, steps=2):
 
 
 def everything(ledger: Ledger) -> dict:
-    return {
-        "events": ledger.events,
-        "flops": ledger.flops,
-        "by operator": ledger.flops_by_operator,
-        "by phase": ledger.flops_by_phase,
-        "sent": ledger.sent_bytes(),
-        "payload": ledger.payload_bytes(),
-        "live": ledger.live_bytes,
-        "peak": ledger.peak_bytes,
-        "live by kind": ledger.live_by_kind,
-        "peak by kind": ledger.peak_by_kind,
-        "timeline": ledger.timeline(),
-    }
+    names = "events flops flops_by_operator flops_by_phase live_bytes peak_bytes live_by_kind peak_by_kind"
+    told = {name: getattr(ledger, name) for name in names.split()}
+    return told | dict(sent=ledger.sent_bytes(), payload=ledger.payload_bytes(), timeline=ledger.timeline())
 
 
 @functools.cache
@@ -238,20 +227,10 @@ class Asks(nn.Module):
 
 
 def asks_in_a_pipeline():
-    group, batch = (
-        collectives.world(),
-        Batch(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.ones(())),
-    )
-    run = Runner(
-        {0: Asks()},
-        one_f_one_b(1, 2),
-        group,
-        lambda y, targets: y.sum(),
-        NoReducer(),
-        width=1,
-        dtype=torch.float32,
-    )
-    run(batch)
+    ids, loss_of = torch.zeros(2, 4, dtype=torch.long), lambda y, targets: y.sum()
+    how = dict(width=1, dtype=torch.float32)
+    run = Runner({0: Asks()}, one_f_one_b(1, 2), collectives.world(), loss_of, NoReducer(), **how)
+    run(Batch(ids, ids, torch.ones(())))
 
 
 NUMBERS = "asks for the numbers in a tensor, and a dry run has shapes only"
@@ -315,9 +294,7 @@ def test_worlds_that_do_not_exist(world, complaint):
 
 def test_not_inside_a_process_group():
     def inside():
-        with pytest.raises(
-            ValueError, match=r"rank [01] of 2 calls dryrun.run; .* call it outside of launch.run"
-        ):
+        with pytest.raises(ValueError, match="rank [01] of 2 calls dryrun.run; .* outside of launch.run"):
             dryrun.run(lambda: None)
         return dist.is_initialized()
 
@@ -359,9 +336,8 @@ def test_arguments_share_what_they_shared():
 
 
 def test_results_come_back_as_they_are():
-    assert dryrun.run(lambda: {"place": (dist.get_rank(), dist.get_world_size())}, rank=7, ranks=9) == {
-        "place": (7, 9)
-    }
+    place = lambda: {"place": (dist.get_rank(), dist.get_world_size())}
+    assert dryrun.run(place, rank=7, ranks=9) == {"place": (7, 9)}
     assert dryrun.run(lambda: torch.ones(3, 4) @ torch.ones(4, 5)).shape == (3, 5)
 
 

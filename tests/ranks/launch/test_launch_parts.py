@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-import types
 
 import pytest
 import torch
@@ -159,28 +158,13 @@ def test_a_rank_is_what_its_caller_is_now(monkeypatch, tmp_path):
 HERE = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
-@pytest.fixture
-def environ(monkeypatch):
-    for name in job.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-    def put(**values):
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-
-    return put
-
-
 @pytest.mark.parametrize("missing", [*HERE, None])
-def test_a_job_is_where_all_four_variables_are(environ, missing):
-    environ(**{name: value for name, value in HERE.items() if name != missing})
+def test_a_job_is_where_all_four_variables_are(missing, monkeypatch):
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+    if missing:
+        monkeypatch.delenv(missing)
     assert job.here() == (missing is None)
-
-
-def a_job(rank=0, size=2, store=None):
-    one = object.__new__(job.Job)
-    one.launches, one.rank, one.size, one.store = 1, rank, size, store or dist.HashStore()
-    return one
 
 
 @pytest.mark.parametrize(
@@ -199,7 +183,8 @@ def test_a_job_in_which_others_do_not_come_to_an_end_is_ended(error, patience_s,
     class Ended(Exception):
         pass
 
-    one, ended = a_job(rank=1, size=3, store=Late()), []
+    one, ended = object.__new__(job.Job), []
+    one.launches, one.rank, one.size, one.store = 1, 1, 3, Late()
     one.end = lambda why: ended.append(why) or (_ for _ in ()).throw(Ended)
     with pytest.raises(Ended):
         one.agree(error, 40)
@@ -235,19 +220,12 @@ def test_of_a_shared_network_the_least_of_some_runs_is_told(network, runs, monke
 class Heard(local.Launch):
     """A launch of which a test plays the ranks and the helper."""
 
-    def __init__(self, count=3, grace_s=None, echo=True):
-        self.ranks, self.echo, self.cells, self.grace_s = count, echo, {}, grace_s
-        self.states, self.pids, self.exits = dict.fromkeys(range(count), "start"), {}, {}
-        self.shown, self.reaped, self.unread, self.files = {}, False, b"", {}
-        self.helper = types.SimpleNamespace(heavy=set(), process=types.SimpleNamespace(poll=lambda: None))
-        self.helper.last_words = lambda: "no memory left"
-        self.events, self.said = os.pipe()
+    def __init__(self, grace_s=None):
+        self.states, self.pids, self.exits, self.files = dict.fromkeys(range(3), "start"), {}, {}, {}
+        self.grace_s = grace_s
 
     def read(self, rank, kind, start=0):
-        return self.files.get((rank, kind), b"")[start:]
-
-    def calls(self, rank):
-        return []
+        return self.files[rank, kind]
 
 
 @pytest.mark.parametrize(

@@ -21,48 +21,27 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback's 
 def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[[], list[tuple]]:
     """Start `program` with one agent per node; what it returns waits: (status, stdout, stderr) of each."""
     (folder / "program.py").write_text(textwrap.dedent(program))
-    env = dict(
-        os.environ,
-        PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)),
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1",
-        TMPDIR=str(folder / "temporary"),
-    )
+    place = dict(PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)), TMPDIR=str(folder / "temporary"))
+    env = os.environ | place | dict(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     (folder / "temporary").mkdir()
     # Agents and ranks meet at a store that is held here: nobody picks a port which another may take meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents, deadline = [], time.monotonic() + 200
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
+    command += [f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d", "--rdzv-conf=is_host=0"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{store.port}", folder / "program.py"]
     for node in range(nodes):
         with open(folder / f"{node}.out", "w") as out, open(folder / f"{node}.err", "w") as err:
-            agents.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "torch.distributed.run",
-                        f"--nnodes={nodes}",
-                        f"--nproc-per-node={ranks_per_node}",
-                        "--rdzv-backend=c10d",
-                        f"--rdzv-endpoint=127.0.0.1:{store.port}",
-                        "--rdzv-conf=is_host=0",
-                        folder / "program.py",
-                    ],
-                    stdout=out,
-                    stderr=err,
-                    env=env,
-                    cwd=folder,
-                )
-            )
+            agents.append(subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=folder))
 
     def ended() -> list[tuple[int, str, str]]:
         assert store.port  # it is there for as long as somebody may ask
         while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
             time.sleep(0.1)
         for agent in agents:
-            for process in (
-                [*psutil.Process(agent.pid).children(recursive=True), agent] if agent.poll() is None else ()
-            ):
-                process.kill()
+            if agent.poll() is None:
+                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
+                    process.kill()
         assert not list((folder / "temporary").glob("minitrain*"))
         return [
             (agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())

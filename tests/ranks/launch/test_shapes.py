@@ -15,19 +15,10 @@ def facts(x, known):
     storage = x.untyped_storage()
     number = next((i for i, one in enumerate(known) if one._cdata == storage._cdata), len(known))
     known += [storage] * (number == len(known))
-    return (
-        (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.layout),
-        (
-            number,
-            storage.nbytes(),
-            x.requires_grad,
-            x.is_leaf,
-            x.is_inference() or x._version,
-            x.is_conj(),
-            x.is_neg(),
-        ),
-        (type(x), sorted(vars(x).keys() - {"fake_mode"}), x.is_inference()),
-    )
+    layout = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.layout
+    marks = x.requires_grad, x.is_leaf, x.is_inference() or x._version, x.is_conj(), x.is_neg()
+    its_own = type(x), sorted(vars(x).keys() - {"fake_mode"}), x.is_inference()
+    return layout, number, storage.nbytes(), marks, its_own
 
 
 def views():
@@ -96,14 +87,8 @@ def other_memory():
 
 def constants():
     x = torch.tensor(3.0)
-    return (
-        x.item(),
-        (x + 1).item(),
-        x + 1,
-        (x + 1).shape,
-        torch.tensor([1, 2])[0],
-        torch.scalar_tensor(2.0) * x,
-    )
+    y = x + 1
+    return x.item(), y.item(), y, y.shape, torch.tensor([1, 2])[0], torch.scalar_tensor(2.0) * x
 
 
 def drawn():
@@ -113,12 +98,8 @@ def drawn():
         x.uniform_(generator=chance),
         x.t().normal_(),
     ]
-    return (
-        *results,
-        torch.randn(2, 3),
-        torch.randn(2, 3, generator=chance),
-        torch.randperm(5, generator=chance),
-    )
+    results += [torch.randn(2, 3), torch.randn(2, 3, generator=chance)]
+    return *results, torch.randperm(5, generator=chance)
 
 
 def images():
@@ -135,15 +116,8 @@ def nearly_alike():
     for one in tensors:
         made += [one * 2, one.clone(), one.contiguous(), one[1], one.t(), one.reshape(-1), one.flatten()]
         made += [torch.empty_like(one), one.sum(0), one.sum(0, keepdim=True), one @ one.t(), one / 2]
-    return (
-        *made,
-        x.sum(0, dtype=torch.float64),
-        x.sum([0, 1]),
-        x.sum([0]),
-        x.sum([]),
-        x.view(2, 8),
-        x.view(8, 2),
-    )
+    made += [x.sum(0, dtype=torch.float64), x.sum([0, 1]), x.sum([0]), x.sum([])]
+    return *made, x.view(2, 8), x.view(8, 2)
 
 
 CASES = (nearly_alike, views, products, in_place, several, equal_values_of_other_types, dtypes, gradients)

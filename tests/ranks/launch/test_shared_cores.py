@@ -18,25 +18,22 @@ pytestmark = pytest.mark.skipif(shared_cores.SCHED_SETATTR is None, reason="Linu
 
 def policies():
     """Of the rank and of its loops, before and after its first collective, and of a loop made after that."""
-    found = [(os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])]
+    known: set[int] = set()
+
+    def now():
+        loops = [loop for loop in shared_cores.event_loops() if loop not in known]
+        return os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in loops]
+
+    found = [now()]
     collectives.all_reduce(torch.ones(2), dist.group.WORLD)
-    found.append(
-        (os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])
-    )
+    found.append(now())
     shared_cores.leave_rank()
-    known = set(shared_cores.event_loops())
+    known.update(shared_cores.event_loops())
     group = dist.new_group()
-    found.append(
-        (
-            os.sched_getscheduler(0),
-            [os.sched_getscheduler(loop) for loop in shared_cores.event_loops() if loop not in known],
-        )
-    )
+    found.append(now())
+    known.clear()
     collectives.all_reduce(torch.ones(2), group)
-    found.append(
-        (os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in shared_cores.event_loops()])
-    )
-    return found
+    return [*found, now()]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL has no event loops")
@@ -71,12 +68,6 @@ def test_a_calm_rank_has_longer_turns():
     if tuple(map(int, platform.release().split(".")[:2])) < (6, 12):
         pytest.skip("turns of a length of one's own: since Linux 6.12")
     assert calm == shared_cores.SLICE_NS > left
-
-
-def test_a_thread_that_is_gone_is_no_error():
-    before = os.sched_getscheduler(0)
-    shared_cores.schedule(2**22 + 1, shared_cores.SCHED_BATCH)  # above the largest process id
-    assert os.sched_getscheduler(0) == before
 
 
 def test_the_niceness_stays():

@@ -248,11 +248,6 @@ def test_a_mask_of_numbers_spares_nothing():
     assert account(lambda: causal_attention(q, k, v)).flops == 4 * 2 * (16 * 17 // 2) * 4
 
 
-def test_a_convention_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="causal='half': use triangle, square"):
-        Ledger(causal="half")
-
-
 # ---- bytes -----------------------------------------------------------------------------------------------
 
 
