@@ -71,18 +71,9 @@ class Hybrid(Zero3):
     sums_are_final = False  # `complete` adds up over nodes
 
     def __init__(
-        self,
-        model: nn.Module,
-        intra: ProcessGroup,
-        inter: ProcessGroup,
-        make_optimizer,
-        sharding="III",
-        units=None,
-        *,
-        reshard=True,
-        prefetch=True,
-        by_node: tuple[ProcessGroup, ProcessGroup] | None = None,
+        self, model, intra, inter, make_optimizer, sharding="III", units=None, *, by_node=None, **how
     ):
+        """`by_node`: two groups, or None; `how`: `reshard` and `prefetch` of Zero3."""
         if sharding not in PARO_SHARDINGS:
             raise ValueError(f"sharding={sharding!r} is none of {', '.join(PARO_SHARDINGS)}")
         if by_node and math.prod(group.size() for group in by_node) != intra.size():
@@ -90,7 +81,7 @@ class Hybrid(Zero3):
             raise ValueError(f"by_node is {sizes} ranks of the {intra.size()} of intra; use mesh.blocks")
         self.groups, self.stage, self.by_node = (intra, inter), sharding, by_node
         self.param_cuts, self.grad_cuts, self.state_cuts = ("NIG".index(letter) for letter in sharding)
-        super().__init__(model, intra, make_optimizer, units, reshard=reshard, prefetch=prefetch)
+        super().__init__(model, intra, make_optimizer, units, **how)
 
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> HybridBuffer:
         return HybridBuffer(params, groups, self.param_cuts, self.state_cuts)

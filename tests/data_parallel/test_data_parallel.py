@@ -351,22 +351,6 @@ def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not()
             assert worst > 1e-4 and sent == 40 and averaged
 
 
-def test_what_lacks_a_gradient_is_told_before_anyone_waits():
-    def rank():
-        group, params = collectives.world(), [torch.nn.Parameter(torch.zeros(2))]
-        for text, make in (
-            ("no parameter asks for a gradient", lambda: GradReducer([torch.zeros(2)], group)),
-            ("1 parameters got no gradient", GradReducer(params, group).finish),
-            ("1 of 1 parameters got no gradient", lambda: naive.all_reduce_gradients(params, group)),
-            ("got no gradient on this rank", NegotiatedReducer(params, group).finish),
-            ("servers=2: use a whole number from 1 to 1", lambda: Worker(params, group, servers=2)),
-        ):
-            with pytest.raises(ValueError, match=text):
-                make()
-
-    launch.run(rank, ranks=2)
-
-
 def test_buckets_come_in_the_order_in_which_they_fill():
     """A small parameter of another key, complete first, whose bucket fills last, holds up nobody."""
     weights = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 8, 8, 8, 1)]

@@ -37,7 +37,6 @@ from tests.parallel import (
     run_steps,
     small,
     train_on_rank,
-    train_parallel,
     train_sharded,
 )
 
@@ -619,14 +618,6 @@ def test_nan_in_a_gradient_reaches_the_norm_of_every_rank():
         return train_step(forward_backward, None, zero, zero, clip=1.0).norm.item()
 
     assert all(math.isnan(norm) for norm in launch.run(rank, ranks=2))
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3, "III"])
-def test_parallelize_takes_every_stage(zero, references):
-    def rank():
-        return train_parallel(problems()[0], Strategy(dp=2, zero=zero))
-
-    assert max(difference(outcome, references[0]) for outcome in launch.run(rank, ranks=2)) < TOLERANCE
 
 
 def test_parallelize_refuses_what_it_does_not_know():

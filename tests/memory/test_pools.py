@@ -1,6 +1,5 @@
 """Copies between device and host: numbers, bytes, order, two totals, limits, real and dry alike."""
 
-import dataclasses
 import gc
 import threading
 
@@ -11,8 +10,6 @@ import torch
 from minitrain import collectives
 from minitrain.memory import pools
 from minitrain.memory.pools import new_host, on_host, to_device, to_host
-from minitrain.plan.simulate.machines import Link, machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -179,19 +176,6 @@ def test_a_host_without_room_says_so(monkeypatch):
         new_host((2**18,), torch.float32)
     assert new_host((2**18 - 1,), torch.float32).nbytes == 2**20 - 4  # too little to ask for
     assert dryrun.run(lambda: new_host((2**40,), torch.float32).nbytes, ranks=1) == 2**42
-
-
-# ---- replayed ---------------------------------------------------------------------------------------------
-SLOW = dataclasses.replace(machine("a100"), host=Link("one second a GB", 0.5, 1e9, "made up"))
-
-
-def test_a_copy_is_hidden_behind_what_computes(tmp_path):
-    work = Compute("mm", int(2 * SLOW.device.peak("bfloat16")), 0, "", "bfloat16")
-    hidden = replay({0: [Copy(0, "to_host", 10**9), work, Wait(0)]}, SLOW)
-    assert (hidden.step_s, hidden.exposed_communication_s) == (2.0, 0.0)
-    assert replay({0: [work, Copy(0, "to_host", 10**9), Wait(0)]}, SLOW).step_s == 3.5
-    assert "to_host" in hidden.to_chrome_trace(tmp_path / "trace.json").read_text()
-    assert "1 transfers, 1,000,000,000 bytes" in hidden.table()
 
 
 def test_what_the_host_computes_does_not_stand_behind_copies():

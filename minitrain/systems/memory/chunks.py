@@ -102,11 +102,6 @@ class ChunkedTraining:
         self._use = 0  # of this step, so far
         self.loads = 0  # chunks that came to the device, ever
 
-    @property
-    def param_groups(self) -> list[dict]:
-        """Of all chunks: settings of the optimizers."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
         if self._use:
