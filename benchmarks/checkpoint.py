@@ -95,8 +95,6 @@ class Sides:
         saved = Saved(files)
         for piece in self.pieces:
             saved.fill(piece)
-        for file in files:
-            file.close()
 
     def their_writer(self) -> tuple[Path, dcp.FileSystemWriter]:
         self.turn += 1
@@ -216,7 +214,6 @@ def alone(folder: Path, width: int, rounds: int) -> tuple[float, float]:
         file = File(path, write_file(Disk(), path, pieces, {}))
         for entry in file.entries:
             file.read(entry, 0, entry.size, bytes_of(state[entry.name]))
-        file.close()
 
     def theirs() -> None:
         path = folder / "theirs.safetensors"

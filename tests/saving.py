@@ -53,17 +53,8 @@ def saved_in(checkpoint: Checkpoint, broadcast: bool = False) -> Saved:
     return Saved([File(checkpoint.folder / file.name, file) for file in checkpoint.files], broadcast)
 
 
-def close(saved: Saved) -> None:
-    for file in saved.files:
-        file.close()
-
-
 def load(run: Run, checkpoint: Checkpoint, broadcast: bool = False) -> list[str]:
-    saved = saved_in(checkpoint, broadcast)
-    try:
-        return run.load_pieces(saved)
-    finally:
-        close(saved)
+    return run.load_pieces(saved_in(checkpoint, broadcast))
 
 
 def state_of(run: Run) -> dict[str, Tensor]:

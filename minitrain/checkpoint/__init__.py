@@ -4,7 +4,6 @@ disk        the calls to the file system that matter after a crash, in one place
 header      what a file says of itself: safetensors, and a hash of every block
 format      a file per writer, written once and read in parts
 store       a folder of checkpoints: begin, commit, list, verify, the newest good one
-listing     what is in a folder, to print
 load        fill pieces from whatever pieces were saved
 snapshot    what a rank saves, copied into memory that is allocated once, a block at a time
 saver       what ranks do together to save, beside training

@@ -20,24 +20,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitrain.checkpoint.disk import Disk
+from minitrain.checkpoint.disk import Disk, new_file
 from minitrain.checkpoint.format import bytes_of
-from minitrain.checkpoint.header import DTYPE_OF, DTYPES, MOST_HEADER_BYTES, Damaged
+from minitrain.checkpoint.header import DTYPE_OF, DTYPES, MOST_HEADER_BYTES, Damaged, framed
 
 
 class Tensors(Mapping):
     """The tensors of a folder, or a file, by name."""
 
     def __init__(self, path: Path):
-        index = path / "model.safetensors.index.json"
-        if path.is_file():
-            files = [path]
-        elif index.exists():
-            files = [
-                path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
-        else:
-            files = [path / "model.safetensors"]
+        index, names = path / "model.safetensors.index.json", {"model.safetensors"}
+        if index.exists():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [path] if path.is_file() else [path / name for name in sorted(names)]
         self._at: dict[str, tuple[Path, torch.dtype, list[int], int]] = {}
         for file in files:
             self._at |= {name: (file, *where) for name, where in _header_of(file).items()}
@@ -79,20 +74,14 @@ def _header_of(path: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple], tensors: Iterable[tuple[str, Tensor]]) -> int:
     """`shapes`: {name: (dtype, shape)}, of all that `tensors` will be. Returns the bytes of the file."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header, offset = {}, 0
     for name, (dtype, shape) in shapes.items():
         size = math.prod(shape) * dtype.itemsize
         header[name] = dict(dtype=DTYPES[dtype], shape=list(shape), data_offsets=[offset, offset + size])
         offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    disk, begin = Disk(), 8 + len(text)
-    file = disk.create(path)
-    try:
-        disk.write(file, 0, struct.pack("<Q", len(text)) + text)
+    text, disk = framed({"format": "pt"}, header), Disk()
+    with new_file(disk, path) as file:
+        disk.write(file, 0, text)
         for name, value in tensors:
-            disk.write(file, begin + header[name]["data_offsets"][0], bytes_of(value))
-        disk.sync(file)
-    finally:
-        disk.close(file)
-    return begin + offset
+            disk.write(file, len(text) + header[name]["data_offsets"][0], bytes_of(value))
+    return len(text) + offset

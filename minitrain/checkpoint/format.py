@@ -26,7 +26,16 @@ import torch
 from torch import Tensor
 
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
-from minitrain.checkpoint.header import BLOCK_BYTES, MOST_HEADER_BYTES, Damaged, Entry, digest, pack, parse
+from minitrain.checkpoint.header import (
+    BLOCK_BYTES,
+    HASH_DIGITS,
+    MOST_HEADER_BYTES,
+    Damaged,
+    Entry,
+    digest,
+    pack,
+    parse,
+)
 from minitrain.ranks.pieces import Piece
 
 RUN_BYTES = 1 << 19  # as much small is gathered; half of it is large
@@ -129,11 +138,11 @@ class _Gathered:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What nobody can read any more is Damaged; what only this process may not read is a DiskError."""
+def reading(path: Path) -> Iterator[int]:
+    """An open file. What nobody can read any more is Damaged; what only this process may not, a DiskError."""
     try:
-        with refused("read", path):
-            yield
+        with refused("read", path), open(path, "rb", buffering=0) as file:
+            yield file.fileno()
     except DiskError as error:
         if error.errno in GONE:
             raise Damaged(f"{path} is missing" if error.errno == errno.ENOENT else str(error)) from None
@@ -143,83 +152,50 @@ def reading(path: Path) -> Iterator[None]:
 class File:
     """A file that was written, its header verified. `entries` are its pieces, `plain` what else it holds.
 
-    Damaged: it is not what was written, or not there. It is open only from the first `read` to `close`: a
-    checkpoint may have more files than a process may open."""
+    Damaged: it is not what was written, or not there. It is open only in a call: a checkpoint may have more
+    files than a process may open."""
 
     def __init__(self, path: Path, written: Written):
-        self.path, self.read_bytes, self._file = path, 0, None
-        try:
-            text = self._header(written.size)
-        finally:
-            self.close()
+        self.path, self.read_bytes = path, 0
+        with reading(path) as file:
+            if (size := os.fstat(file).st_size) != written.size:
+                raise Damaged(f"{path} has {size:,} bytes, {written.size:,} were written")
+            (length,) = struct.unpack("<Q", os.pread(file, 8, 0).ljust(8, b"\xff"))
+            text = os.pread(file, length, 8) if length <= min(MOST_HEADER_BYTES, size - 8) else b""
         if digest(text) != written.header_hash:
             raise Damaged(f"{path}: its header is damaged")
-        try:
-            self.entries, self.plain = parse(text, written.size, self)
-        except Damaged as error:
-            raise Damaged(f"{path}: {error}") from None
-
-    def _header(self, wanted: int) -> bytes:
-        with reading(self.path):
-            file = self._open()
-            size = os.fstat(file).st_size
-            if size != wanted:
-                raise Damaged(f"{self.path} has {size:,} bytes, {wanted:,} were written")
-            (length,) = struct.unpack("<Q", os.pread(file, 8, 0).ljust(8, b"\xff"))
-            if length > min(MOST_HEADER_BYTES, size - 8):
-                raise Damaged(f"{self.path}: its header is damaged")
-            text = np.empty(length, np.uint8)
-        self._fill(text, 8)
-        return text.tobytes()
+        self.entries, self.plain = parse(text, written.size, self)
 
     def read(self, entry: Entry, first: int, last: int, out: np.ndarray) -> None:
         """Bytes first .. last of an entry, verified; `out` may be the memory of a tensor (bytes_of)."""
         held = None
-        for begin, end in _blocks(first, last, entry.size):
-            if first <= begin and end <= last:
-                self._read_block(entry, begin, out[begin - first : end - first])
-            else:
-                held = np.empty(BLOCK_BYTES, np.uint8) if held is None else held
-                self._read_block(entry, begin, held[: end - begin])
-                a, b = max(first, begin), min(last, end)
-                out[a - first : b - first] = held[a - begin : b - begin]
+        with reading(self.path) as file:
+            for begin in range(first // BLOCK_BYTES * BLOCK_BYTES, last, BLOCK_BYTES) if first < last else ():
+                end = min(begin + BLOCK_BYTES, entry.size)
+                if first <= begin and end <= last:
+                    self._read_block(file, entry, begin, out[begin - first : end - first])
+                else:
+                    held = np.empty(BLOCK_BYTES, np.uint8) if held is None else held
+                    self._read_block(file, entry, begin, held[: end - begin])
+                    a, b = max(first, begin), min(last, end)
+                    out[a - first : b - first] = held[a - begin : b - begin]
 
-    def verify(self) -> None:
-        """Read all of it, in the memory of one block."""
+    def verify(self) -> File:
+        """Read all of it, in the memory of one block. Returns itself."""
         held = np.empty(BLOCK_BYTES, np.uint8)
-        for entry in self.entries:
-            for begin, end in _blocks(0, entry.size, entry.size):
-                self._read_block(entry, begin, held[: end - begin])
+        with reading(self.path) as file:
+            for entry in self.entries:
+                for begin in range(0, entry.size, BLOCK_BYTES):
+                    self._read_block(file, entry, begin, held[: entry.size - begin])
+        return self
 
-    def _open(self) -> int:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY)
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _read_block(self, entry: Entry, begin: int, out: np.ndarray) -> None:
-        self._fill(out, entry.first_byte + begin)
+    def _read_block(self, file: int, entry: Entry, begin: int, out: np.ndarray) -> None:
+        done, number = 0, begin // BLOCK_BYTES
+        while done < len(out):
+            got = os.preadv(file, [out[done:]], entry.first_byte + begin + done)
+            if not got:
+                raise Damaged(f"{self.path} ends too early")
+            done += got
         self.read_bytes += len(out)
-        if not entry.check(begin // BLOCK_BYTES, out):
-            raise Damaged(f"{self.path}: {entry.name} is damaged, in block {begin // BLOCK_BYTES}")
-
-    def _fill(self, out: np.ndarray, offset: int) -> None:
-        done = 0
-        with reading(self.path):
-            file = self._open()
-            while done < len(out):
-                got = os.preadv(file, [out[done:]], offset + done)
-                if not got:
-                    raise Damaged(f"{self.path} ends too early")
-                done += got
-
-
-def _blocks(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the blocks that bytes first .. last of `size` lie in."""
-    if first < last:
-        for begin in range(first // BLOCK_BYTES * BLOCK_BYTES, last, BLOCK_BYTES):
-            yield begin, min(begin + BLOCK_BYTES, size)
+        if digest(out) != entry.hashes[HASH_DIGITS * number : HASH_DIGITS * (number + 1)]:
+            raise Damaged(f"{self.path}: {entry.name} is damaged, in block {number}")

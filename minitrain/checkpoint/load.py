@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,6 @@ class Saved:
                     self.plain.setdefault(key, {}).update(value)
                 else:
                     self.plain[key] = value
-        self._states: dict[str, dict[str, tuple]] = {}
-        for name, (first, *_) in self.entries.items():
-            kind, _, rest = name.partition("/")
-            parameter, _, key = rest.rpartition("/")
-            if kind == "optimizer":
-                self._states.setdefault(parameter, {})[key] = first.dtype, first.whole
 
     @property
     def read_bytes(self) -> int:
@@ -66,6 +61,15 @@ class Saved:
         found = {name: entries[0].whole for name, entries in self.entries.items() if name.startswith(start)}
         return {name.removeprefix(start): whole for name, whole in found.items()}
 
+    @cached_property
+    def _states(self) -> dict[str, dict[str, tuple]]:
+        found: dict[str, dict[str, tuple]] = {}
+        for name, (first, *_) in self.entries.items():
+            if name.startswith("optimizer/"):
+                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+                found.setdefault(parameter, {})[key] = first.dtype, first.whole
+        return found
+
     def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{"exp_avg": (dtype, shape of the whole)}: what the optimizer had of a parameter."""
         return self._states.get(parameter, {})
@@ -74,17 +78,10 @@ class Saved:
         """ValueError: it was not saved, not all of it, or as something else."""
         found, wanted = 0, piece.values.numel()
         for entry in self.entries.get(piece.name, ()):
-            for what, was, now in (
-                ("shape", list(entry.whole), list(piece.whole)),
-                ("dtype", entry.dtype, piece.values.dtype),
-            ):
-                if was != now:
-                    cure = (
-                        "it is of another model" if what == "shape" else "use the precision it was saved in"
-                    )
-                    raise ValueError(
-                        f"{piece.name} has {what} {was} in the checkpoint, {now} in this run: {cure}"
-                    )
+            was, now = (entry.whole, entry.dtype), (piece.whole, piece.values.dtype)
+            if was != now:
+                both = f"{list(was[0])} {was[1]} in the checkpoint, {list(now[0])} {now[1]} in this run"
+                raise ValueError(f"{piece.name} is {both}: use the model and the precision it was saved in")
             common = overlap(entry.start, entry.shape, piece.start, piece.shape)
             found += math.prod(common[1]) if common else 0
         if found != wanted:

@@ -36,7 +36,6 @@ class SavePolicy:
     by_layer: bool = False  # the update of a parameter waits for what belongs to it alone
     chunk_bytes: int | None = None  # a chunk is written when it is copied; None: when all is
     slots: int | None = None  # chunks that fit into memory; None: all
-    snapshots: int = 1  # at a time; of two, the second is written behind the first
     writers: int | None = None  # of ranks that hold the same; None: all
 
     def __post_init__(self):
@@ -44,10 +43,8 @@ class SavePolicy:
         require_one_of(("now", "background"), write=self.write)
         sizes = dict(chunk_bytes=self.chunk_bytes, slots=self.slots, writers=self.writers)
         require_positive_ints(10**18, **{name: size for name, size in sizes.items() if size is not None})
-        require_positive_ints(snapshots=self.snapshots)
-        if self.slots and (self.snapshots > 1 or not self.chunk_bytes):
-            given = f"slots={self.slots}, chunk_bytes={self.chunk_bytes}, snapshots={self.snapshots}"
-            raise ValueError(f"{given}: slots hold chunks of one snapshot; give chunk_bytes, and snapshots=1")
+        if self.slots and not self.chunk_bytes:
+            raise ValueError(f"slots={self.slots}: slots hold chunks; give chunk_bytes")
         if self.copy == "now" and self.by_layer:
             raise ValueError("by_layer=True with copy='now': nothing waits; use copy='overlapped'")
         if self.copy == "overlapped" and self.write == "now":
@@ -84,15 +81,3 @@ def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int
     smallest."""
     require_positive_ints(choices=(choices := list(choices)))
     return min(sorted(choices), key=write_s)
-
-
-def stream_s(copies_s: list[float], writes_s: list[float], slots: int | None = None) -> float:
-    """How long chunks take that are copied one after the other and written behind, from so many slots.
-
-    Of equal ones with two slots or more, all but one of the shorter kind are hidden behind the longer."""
-    copied, written = [], []
-    for number, (copy_s, write_s) in enumerate(zip(copies_s, writes_s, strict=True)):
-        free = written[number - slots] if slots and number >= slots else 0.0
-        copied.append(max(copied[-1] if copied else 0.0, free) + copy_s)
-        written.append(max(written[-1] if written else 0.0, copied[-1]) + write_s)
-    return written[-1] if written else 0.0

@@ -20,7 +20,6 @@ it fails. Memory: snapshot.py.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -67,12 +66,6 @@ class Save:
         self.error, self.state = told(error), FAILED
         self.snapshot.give_up()
 
-    @property
-    def left_bytes(self) -> int:
-        """Not written yet."""
-        snapshot = self.snapshot
-        return sum(block.bytes for block in snapshot.blocks[snapshot.written :])
-
 
 class Saver:
     """Of one run; every rank calls the same methods in the same order."""
@@ -93,21 +86,15 @@ class Saver:
         self.rank = self.group.rank()
         self.waits: list[Wait] = []
         self.notes: list[str] = []  # on rank 0: which older ones could not be removed
+        self.under_way: Save | None = None
         self.last: Save | None = None  # the newest that is committed
         self.update_s = 0.0  # of the last step, from the first `before_update` on, without waits
         self._update_began: tuple[float, int] | None = None  # when, and after how many waits
-        self.snapshots = [
-            Snapshot(device, self.policy.chunk_bytes, self.policy.slots) for _ in range(self.policy.snapshots)
-        ]
-        self._under_way: deque[Save] = deque()
+        self.snapshot = Snapshot(device, self.policy.chunk_bytes, self.policy.slots)
         self._order: dict[str, int] = {}  # parameters as updates want them
         self._copier = futures.ThreadPoolExecutor(1, thread_name_prefix="copy a checkpoint")
         self._writer = futures.ThreadPoolExecutor(1, thread_name_prefix="write a checkpoint")
         self.closed = False
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._under_way)
 
     # ---- what training calls ------------------------------------------------------------------------------
 
@@ -115,78 +102,60 @@ class Saver:
         """Begin a checkpoint of a step, and do at once of it what the policy says."""
         if self.closed:
             raise ValueError(f"step {step} cannot be saved: the saver is closed; make a new one")
-        while len(self._under_way) >= self.policy.snapshots:
-            first = self._under_way[0]
-            self._wait(first, "previous save", first.left_bytes, lambda: self._end(first))
-        in_use = [save.snapshot for save in self._under_way]
-        snapshot = next(snapshot for snapshot in self.snapshots if snapshot not in in_use)
-        save = Save(step, plain, manifest, snapshot)
+        if self.under_way:
+            self._wait("previous save", self.snapshot.unwritten_bytes, self._end)
+        save = Save(step, plain, manifest, self.snapshot)
         try:
-            share = share_out(pieces, self.policy.writers)
-            last = len(self._order)
-            snapshot.begin(sorted(share, key=lambda piece: self._order.get(parameter_of(piece), last)))
-            if self.rank == 0 and not self.busy:
+            share, last = share_out(pieces, self.policy.writers), len(self._order)
+            self.snapshot.begin(sorted(share, key=lambda piece: self._order.get(parameter_of(piece), last)))
+            if self.rank == 0:
                 self.store.begin(step)
         except Exception as error:
             save.fails(error)
-        self._raise(self._failure(save, self._tell(save)))
-        self._under_way.append(save)
+        if failure := self._failure(save, self._tell(save)):
+            raise NotSaved(failure)
+        self.under_way = save
         save.copying = self._copier.submit(self._copy, save)
-        if save is self._under_way[0]:
-            save.task = self._writer.submit(self._write, save)
+        save.task = self._writer.submit(self._write, save)
         if self.policy.copy == "now":
-            self._wait(save, "copy", snapshot.bytes, snapshot.wait)
+            self._wait("copy", self.snapshot.bytes, self.snapshot.wait)
         if self.policy.write == "now":
-            self._wait(save, "write", snapshot.bytes, lambda: self._end(save))
+            self._wait("write", self.snapshot.bytes, self._end)
 
     def before_update(self, names: Iterable[str] | None = None) -> None:
         """Return when parameters of these names and their states may change; None: all that is saved."""
         self._update_began = self._update_began or (self.clock(), len(self.waits))
-        if self.policy.by_layer and names is not None:
-            names = list(names)
-            for name in names:
-                self._order.setdefault(name, len(self._order))
-        else:
-            names = None
-        for save in self._under_way:
-            snapshot = save.snapshot
-            if not snapshot.over and (missing := snapshot.missing_bytes(names)):
-                self._wait(save, "copy", missing, lambda: snapshot.wait(names))
+        names = list(names) if self.policy.by_layer and names is not None else None
+        for name in names or ():
+            self._order.setdefault(name, len(self._order))
+        snapshot = self.snapshot
+        if self.under_way and not snapshot.over and (missing := snapshot.missing_bytes(names)):
+            self._wait("copy", missing, lambda: snapshot.wait(names))
 
     def after_step(self) -> None:
         """Ranks agree on what is under way; on its error, if there is one."""
         if self._update_began:
             (began_s, waits), self._update_began = self._update_began, None
             self.update_s = self.clock() - began_s - sum(wait.s for wait in self.waits[waits:])
-        if self._under_way:
-            self._raise(self._advance())
+        if self.under_way:
+            self._advance()
 
     def finish(self) -> None:
-        """All that was asked for is saved."""
-        while self._under_way:
-            first = self._under_way[0]
-            self._wait(first, "write", first.left_bytes, lambda: self._end(first))
+        """What was asked for is saved."""
+        if self.under_way:
+            self._wait("write", self.snapshot.unwritten_bytes, self._end)
 
     def close(self) -> None:
-        """Finish; then no thread is left. The errors of all that is not saved."""
-        errors = []
+        """Finish; then no thread is left."""
         try:
-            while self._under_way:
-                try:
-                    self.finish()
-                except NotSaved as error:
-                    errors.append(str(error))
+            self.finish()
         finally:
             self.stop()
-        if errors:
-            raise NotSaved("; ".join(errors))
 
     def stop(self) -> None:
         """Give up what is under way, without a word to other ranks: they may be gone."""
-        self.closed = True
-        for save in self._under_way:
-            save.snapshot.give_up()
-        self._under_way.clear()
+        self.closed, self.under_way = True, None
+        self.snapshot.give_up()
         for threads in (self._copier, self._writer):
             threads.shutdown(wait=True, cancel_futures=True)
         if self.rank == 0:
@@ -200,56 +169,34 @@ class Saver:
 
     # ---- ranks agree --------------------------------------------------------------------------------------
 
-    def _wait(self, save: Save, why: str, size: int, wait: Callable[[], None]) -> None:
-        started = self.clock()
+    def _wait(self, why: str, size: int, wait: Callable[[], None]) -> None:
+        step, started = self.under_way.step, self.clock()
         try:
             wait()
         finally:
-            self.waits.append(Wait(save.step, why, size, self.clock() - started))
+            self.waits.append(Wait(step, why, size, self.clock() - started))
 
-    def _end(self, save: Save) -> None:
+    def _end(self) -> None:
         """Wait until it is committed or has failed on all ranks."""
-        while save in self._under_way:
-            futures.wait([save.task])
-            self._raise(self._advance())
+        while self.under_way:
+            futures.wait([self.under_way.task])
+            self._advance()
 
-    def _advance(self) -> str:
-        """Tell each other how far the first save is, and do what follows. -> why it has failed, or "" """
-        save = self._under_way[0]
+    def _advance(self) -> None:
+        """Tell each other how far the save is, and do what follows. NotSaved, on all ranks: why it failed."""
+        save = self.under_way
         ranks = self._tell(save)
-        if any(state == FAILED for state, *_ in ranks):
-            failure = self._failure(save, ranks)
-            save.snapshot.give_up()
+        if failure := self._failure(save, ranks):
+            self.snapshot.give_up()
             futures.wait([save.copying, save.task])
-        elif ranks[0][0] == COMMITTED:
-            failure, self.last = "", save
-        else:
-            if not save.committing and all(state == WRITTEN for state, *_ in ranks):
-                save.committing = True
-                if self.rank == 0:
-                    save.task = self._writer.submit(self._commit, save, ranks)
-            return ""
-        self._under_way.popleft()
-        more = self._begin_next()
-        return "; ".join(filter(None, (failure, more)))
-
-    def _begin_next(self) -> str:
-        """A second snapshot may be written now. -> why not, or "" """
-        if not self._under_way:
-            return ""
-        save = self._under_way[0]
-        if self.rank == 0:
-            try:
-                self.store.begin(save.step)
-            except Exception as error:
-                save.fails(error)
-        if failure := self._failure(save, self._tell(save)):
-            save.snapshot.give_up()
-            futures.wait([save.copying])
-            self._under_way.popleft()
-            return failure
-        save.task = self._writer.submit(self._write, save)
-        return ""
+            self.under_way = None
+            raise NotSaved(failure)
+        if ranks[0][0] == COMMITTED:
+            self.under_way, self.last = None, save
+        elif not save.committing and all(state == WRITTEN for state, *_ in ranks):
+            save.committing = True
+            if self.rank == 0:
+                save.task = self._writer.submit(self._commit, save, ranks)
 
     def _tell(self, save: Save) -> list[list[int]]:
         """(state, bytes, hash of the header, length of the error) of each rank's part."""
@@ -269,23 +216,20 @@ class Saver:
         text = collectives.all_gather(text, self.group, name="checkpoint error")[failed[0]]
         error = bytes(text.tolist()).decode(errors="replace").strip()
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        return f"cannot save step {save.step}: rank {failed[0]}{others}: {error}"
-
-    def _raise(self, failure: str) -> None:
-        if failure:
-            raise NotSaved(f"{failure}; older checkpoints are as they were, training can go on")
+        what = f"cannot save step {save.step}: rank {failed[0]}{others}: {error}"
+        return f"{what}; older checkpoints are as they were, training can go on"
 
     # ---- threads: no collective, and errors are kept ------------------------------------------------------
 
     def _copy(self, save: Save) -> None:
         started = self.clock()
-        save.snapshot.copy()
+        self.snapshot.copy()
         save.copy_s = self.clock() - started
 
     def _write(self, save: Save) -> None:
         path, started = self.store.writing(save.step) / file_name(self.rank), self.clock()
         try:
-            disk, snapshot = self.store.disk, save.snapshot
+            disk, snapshot = self.store.disk, self.snapshot
             save.written = write_file(disk, path, snapshot.pieces, save.plain, snapshot.blocks_of)
             save.write_s, save.state = self.clock() - started, WRITTEN
         except GivenUp:

@@ -122,6 +122,10 @@ class Snapshot:
         return sum(block.bytes for block in self.blocks)
 
     @property
+    def unwritten_bytes(self) -> int:
+        return sum(block.bytes for block in self.blocks[self.written :])
+
+    @property
     def over(self) -> bool:
         return self.copied == len(self.blocks) or self.given_up or self.error is not None
 

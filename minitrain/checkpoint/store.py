@@ -32,12 +32,11 @@ from typing import Any
 
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
 from minitrain.checkpoint.format import Damaged, File, Written, reading
-from minitrain.checkpoint.header import HASH_DIGITS, digest
+from minitrain.checkpoint.header import HASH_DIGITS, digest, json_of
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
 MANIFEST, WRITING, REMOVING, DAMAGED = "manifest.json", ".writing", ".removing", ".damaged"
 OURS = re.compile(rf"step-([0-9]{{8,}})({WRITING}|{REMOVING})?")
-FILE_NAME = re.compile(r"\w[\w.-]*")  # in the folder, and nowhere else
 CHUNK_BYTES = 4 << 20  # of a file that is copied
 HEAD, REST = '{"hash": "', '", '
 
@@ -97,14 +96,14 @@ class Store:
         """Rank 0: the folder that all ranks write to. What a crash has left in FOLDER is removed.
 
         ValueError: another process holds the lock, or there is a good checkpoint of this or a later step."""
-        if not self._holds_lock():
-            self.unlock()
+        if self._lock is None:
             self.lock()
         require_ints(step=step)
         if later := [other for other in self.steps() if other >= step and self.is_good(other)]:
             raise ValueError(f"{self.path(later[0])} is there already; remove it, or write to another folder")
-        for left in self._left_behind():
-            self.disk.remove(left)
+        for left, path in self.folders():
+            if path != self.path(left) or not self.is_complete(left):  # it will never be a checkpoint
+                self.disk.remove(path)
         if self.is_complete(step):
             self.set_aside(step)
         self.disk.make_folder(self.writing(step))
@@ -115,7 +114,10 @@ class Store:
         older ones could not be removed: the next commit tries again."""
         path, disk, text = self.path(step), self.disk, manifest_text(step, files := list(files), plain)
         for file in files:
-            self._check_there(self.writing(step) / file.name, file)
+            there = self.writing(step) / file.name
+            if not there.exists() or there.stat().st_size != file.size:
+                what = f"{there} is not there as it was written"
+                raise ValueError(f"{what}: {self.folder} must be one all ranks see, and only they write to")
         disk.sync_folder(self.writing(step))
         disk.rename(self.writing(step), path)
         disk.sync_folder(self.folder)
@@ -124,7 +126,7 @@ class Store:
             disk.write(file, 0, text)
         disk.rename(new, path / MANIFEST)
         disk.sync_folder(path)
-        self._good.add(step)
+        self.count_as_good(step)
         self.damaged.pop(step, None)
         try:
             self._discard(self._too_many())
@@ -139,26 +141,6 @@ class Store:
         self.disk.rename(self.path(step), aside)
         self.disk.sync_folder(self.folder)
         self._good.discard(step)
-
-    def _holds_lock(self) -> bool:
-        """Not if FOLDER was removed, and perhaps made again, since then."""
-        try:
-            return self._lock is not None and os.path.samestat(
-                os.fstat(self._lock), os.stat(self.folder / "lock")
-            )
-        except OSError:
-            return False
-
-    def _left_behind(self) -> list[Path]:
-        """Folders that will never be a checkpoint."""
-        return [
-            path for step, path in self.folders() if path != self.path(step) or not self.is_complete(step)
-        ]
-
-    def _check_there(self, path: Path, written: Written) -> None:
-        if not path.exists() or path.stat().st_size != written.size:
-            what = f"{path} is not there as it was written"
-            raise ValueError(f"{what}: {self.folder} must be one that all ranks see, and only they write to")
 
     def _too_many(self) -> list[int]:
         steps, good = self.steps(), 0
@@ -207,13 +189,10 @@ class Store:
         manifest = self.manifest(step)
         return manifest, [File(self.path(step) / file["name"], Written(**file)) for file in manifest["files"]]
 
-    def verify(self, step: int, part: int = 0, parts: int = 1) -> None:
-        """Every byte, of every parts-th file. Damaged: which file, and what."""
-        for file in self.open(step)[1][part::parts]:
-            try:
-                file.verify()
-            finally:
-                file.close()
+    def verify(self, step: int) -> None:
+        """Every byte. Damaged: which file, and what."""
+        for file in self.open(step)[1]:
+            file.verify()
 
     def is_good(self, step: int) -> bool:
         """Committed by this process, or every byte of it was read and verified, now or before."""
@@ -229,10 +208,10 @@ class Store:
         """All ranks together have read and verified it, as a load does."""
         self._good.add(step)
 
-    def newest_good(self, steps: Iterable[int] | None = None) -> tuple[int | None, list[str]]:
-        """The newest (of these) whose every byte is right, and a line for each newer one: why not that."""
+    def newest_good(self) -> tuple[int | None, list[str]]:
+        """The newest whose every byte is right, and a line for each newer one: why not that."""
         passed = []
-        for step in sorted(self.steps() if steps is None else steps, reverse=True):
+        for step in reversed(self.steps()):
             if self.is_good(step):
                 return step, passed
             passed.append(f"step {step} is passed over: {self.damaged[step]}")
@@ -246,10 +225,7 @@ def manifest_text(step: int, files: Iterable[Written], plain: dict[str, Any]) ->
     """JSON that begins with the hash of what follows it."""
     if reserved := plain.keys() & {"hash", "step", "files"}:
         raise ValueError(f"a manifest has its own {min(reserved)}; give yours another name")
-    try:
-        body = json.dumps({"step": step, "files": [asdict(file) for file in files], **plain})[1:]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"plain values of a checkpoint must be what JSON knows: {error}") from None
+    body = json_of({"step": step, "files": [asdict(file) for file in files], **plain})[1:]
     return f"{HEAD}{digest(body.encode())}{REST}{body}".encode()
 
 
@@ -258,23 +234,11 @@ def read_manifest(path: Path, step: int) -> dict[str, Any]:
     with reading(path):
         text = path.read_bytes()
     begin = len(HEAD) + HASH_DIGITS + len(REST)
-    right = text[:begin] == f"{HEAD}{digest(text[begin:])}{REST}".encode()
-    if not right or not (manifest := _sound(text, step)):
-        raise Damaged(f"{path} is damaged")
-    return manifest
-
-
-def _sound(text: bytes, step: int) -> dict[str, Any] | None:
-    try:
+    if text[:begin] == f"{HEAD}{digest(text[begin:])}{REST}".encode():
         manifest = json.loads(text)
-        for file in manifest["files"]:
-            written = Written(**file)
-            kinds = type(written.name), type(written.size), type(written.header_hash)
-            if kinds != (str, int, str) or not FILE_NAME.fullmatch(written.name):
-                return None
-        return manifest if manifest["step"] == step else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        if manifest["step"] == step:
+            return manifest
+    raise Damaged(f"{path} is damaged")
 
 
 def copy_step(step: int, store: Store, to: Store) -> None:
@@ -290,16 +254,5 @@ def copy_step(step: int, store: Store, to: Store) -> None:
             with new_file(to.disk, folder / written.name) as target:
                 for first in range(0, written.size, CHUNK_BYTES):
                     to.disk.write(target, first, source.read(CHUNK_BYTES))
-            verified(folder / written.name, written).close()
+            File(folder / written.name, written).verify()
     to.commit(step, files, plain)
-
-
-def verified(path: Path, written: Written) -> File:
-    """Opened, every byte verified."""
-    file = File(path, written)
-    try:
-        file.verify()
-    except BaseException:
-        file.close()
-        raise
-    return file

@@ -64,7 +64,6 @@ def show(folder: Folder, step: Step = None) -> None:
     for file in files:
         for entry in file.entries:
             pieces.setdefault(entry.name, []).append(entry)
-        file.close()
     for name, (one, *others) in sorted(pieces.items()):
         dtype = str(one.dtype).removeprefix("torch.")
         lies = f"in {1 + len(others)} pieces" if others else ""

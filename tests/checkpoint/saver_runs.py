@@ -128,8 +128,6 @@ def differing(store, step, wanted):
         saved.fill(got)
         if not torch.equal(got.values, piece.values):
             found.add(piece.name)
-    for file in files:
-        file.close()
     return found
 
 

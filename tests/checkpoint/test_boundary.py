@@ -62,7 +62,7 @@ def at_the_boundary(folder, clip=None, make_optimizer=adamw, **layout):
         way, attached = case
         step = 2 * number + 1
         with Saver(Store(f"{folder}/{number}"), policy=way) as saver:
-            hold = Hold(saver.snapshots[0], ALL)
+            hold = Hold(saver.snapshot, ALL)
             states.tell_updates(run.sync, partial(asked, saver, hold) if attached else lambda names: None)
             train(run, step, clip=clip)  # a way by layers has learnt an order
             wanted = copies(run.pieces())
@@ -79,7 +79,7 @@ def at_the_boundary(folder, clip=None, make_optimizer=adamw, **layout):
 
 def asked(saver, hold, names):
     """Let go of what the update asks for, and of no more."""
-    until = saver.snapshots[0].until(names if saver.policy.by_layer else None)
+    until = saver.snapshot.until(names if saver.policy.by_layer else None)
     hold.allow(max(hold.allowed, until))
     saver.before_update(names)
 

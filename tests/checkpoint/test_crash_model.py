@@ -65,7 +65,6 @@ class Look:
             for rank, file in enumerate(store.open(step)[1]):
                 (entry,), got = file.entries, torch.empty(EACH, dtype=torch.float64)
                 file.read(entry, 0, 8 * EACH, bytes_of(got))
-                file.close()
                 assert file.plain == {"step": step} and entry.start == (EACH * rank,)
                 assert torch.equal(got, values_of(step, rank))
         return step, torn

@@ -245,4 +245,3 @@ def test_a_file_that_ends_while_it_is_read_is_damaged(tmp_path):
     os.truncate(file.path, written.size - 3)
     with pytest.raises(Damaged, match="ends too early"):
         file.verify()
-    file.close()

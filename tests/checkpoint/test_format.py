@@ -49,7 +49,6 @@ def each(tmp_path_factory):
     written = write_file(Disk(), path, pieces, {"step": 3, "names": ["ü", "x\ny"], "nan": float("inf")})
     file = File(path, written)
     yield file, pieces
-    file.close()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -102,7 +101,7 @@ def test_a_header_over_the_limit_is_refused_before_there_is_a_file(tmp_path, mon
     monkeypatch.setattr(header, "MOST_HEADER_BYTES", length - 1)
     with pytest.raises(ValueError) as error:
         write_file(Disk(), tmp_path / "b", pieces, {})
-    why = f"20 pieces of 160 bytes need a header of {length:,} bytes, a file may have {length - 1:,}"
+    why = f"20 pieces need a header of {length:,} bytes, a file may have {length - 1:,}"
     assert str(error.value) == f"{why}: write with more ranks" and not (tmp_path / "b").exists()
     assert header.MOST_HEADER_BYTES < format.MOST_HEADER_BYTES == 100_000_000
 
@@ -123,7 +122,6 @@ def large(tmp_path_factory):
     written = write_file(disk, path, [*small[:60], whole_piece("x", x), *small[60:]], {})
     file = File(path, written)
     yield file, x, disk.writes
-    file.close()
 
 
 def test_the_disk_is_given_whole_blocks(large):
@@ -148,7 +146,6 @@ def test_small_pieces_are_gathered_up_to_a_run(tmp_path):
     assert [length for _, length in disk.writes[:-1]] == [5 * each, 5 * each, 2 * each]
     file = File(tmp_path / "a", written)
     file.verify()
-    file.close()
 
 
 def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
@@ -187,7 +184,6 @@ def test_blocks_may_come_from_elsewhere_one_at_a_time(tmp_path):
         got = torch.empty_like(values[int(entry.name[1])])
         file.read(entry, 0, entry.size, bytes_of(got))
         assert same_bits(got, values[int(entry.name[1])])
-    file.close()
     whole = File(
         tmp_path / "b", write_file(Disk(), tmp_path / "b", pieces, {}, lambda x: [bytes_of(x.values)])
     )
@@ -252,17 +248,3 @@ def test_a_damaged_block_is_named_and_the_others_can_be_read(large, tmp_path):
             other.read(other.entries[0], first, last, got[first:last])
     with pytest.raises(Damaged, match="block 2"):
         other.verify()
-    other.close()
-
-
-def test_a_file_is_open_only_while_it_is_read(large, tmp_path):
-    file, _, _ = large
-    file.close()
-    assert file._file is None
-    file.read(file.entries[0], 0, 8, np.empty(8, np.uint8))
-    assert file._file is not None
-    file.close()
-    file.close()
-    assert file._file is None
-    written = write_file(Disk(), tmp_path / "one", [whole_piece("x", torch.ones(3))], {})
-    assert File(tmp_path / "one", written)._file is None  # its header was read

@@ -21,7 +21,7 @@ from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import Piece, overlap, whole_piece
-from tests.saving import Checkpoint, Quick, close, differing, save, saved_in, state_of
+from tests.saving import Checkpoint, Quick, differing, save, saved_in, state_of
 
 BLOCK = 64
 SIZES = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8)
@@ -122,7 +122,6 @@ def load_everywhere(checkpoints, states):
             needed = sum(bytes_of_blocks(saved, piece) for piece in pieces) if not broadcast else None
             held = sum(piece.values.nbytes for piece in pieces)
             found[number, to, broadcast] = differing(run, states[number]), saved.read_bytes, needed, held
-            close(saved)
     return found
 
 
@@ -152,7 +151,6 @@ def test_one_reads_and_the_others_are_told(loaded, saved_by):
         random = sum(
             entry.size for file in saved.files for entry in file.entries if entry.name[:6] == "random"
         )
-        close(saved)
         if layout == dict(dp=4):
             assert all_read - random == 4 * (told - random)
         if layout.get("zero") == 3:
@@ -220,7 +218,6 @@ def refusals(checkpoint):
         before = state_of(run)
         saved = saved_in(checkpoint)
         found.append((*said(lambda: run.load_pieces(change(saved))), differing(run, before)))
-        close(saved)
     return found
 
 
@@ -231,7 +228,7 @@ REFUSALS = [
     "4 layers, this model 6",
     "layers.1.mlp.down.weight [16, ",
     "layers.1.attention.k.bias not at all, this model [8]",
-    "dtype torch.float64 in the checkpoint, torch.bfloat16 in this run",
+    "torch.float64 in the checkpoint, [29, 16] torch.bfloat16 in this run",
 ]
 
 
@@ -253,7 +250,6 @@ def damaged(checkpoint, states):
         saved = saved_in(checkpoint, broadcast)
         kind, text = said(lambda: run.load_pieces(saved))
         again = said(lambda: run.load_pieces(saved))
-        close(saved)
         found.append((kind, text, again == (kind, text), world.rank()))
     return found
 
@@ -268,7 +264,6 @@ def test_damage_that_one_rank_finds_ends_the_load_on_all(saved_by, tmp_path):
     file = File(path, good.files[2])
     entry = next(entry for entry in file.entries if entry.name.startswith("optimizer/"))
     at, name = entry.first_byte, entry.name
-    file.close()
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -341,7 +336,6 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
     number = torch.zeros((), dtype=dtype)
     saved.fill(whole_piece("n", number))
     assert number.float() == whole[1, 2, 3].float()
-    close(saved)
 
 
 def test_what_is_wrong_is_told_at_the_end(tmp_path):
@@ -356,7 +350,6 @@ def test_what_is_wrong_is_told_at_the_end(tmp_path):
         saved.finish()
     saved.finish()
     assert values.sum() == 0 and saved.plain == {"numbers": {"W": {"step": 1}}} and "W" in saved
-    close(saved)
 
 
 def test_plain_values_of_all_files_are_put_together(tmp_path):
@@ -367,7 +360,6 @@ def test_plain_values_of_all_files_are_put_together(tmp_path):
     saved = Saved(files)
     expected = {"numbers": {"0": {"step": 0}, "1": {"step": 1}}, "loss_scale": {"factor": 2.0}, "more": [1]}
     assert saved.plain == expected == json.loads(json.dumps(saved.plain)) and callable(read)
-    close(saved)
 
 
 def test_neighbouring_blocks_are_read_at_once_and_none_twice():

@@ -3,8 +3,6 @@
 import threading
 from dataclasses import replace
 
-import pytest
-
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
@@ -69,18 +67,18 @@ def test_every_way_saves_what_was_there_and_training_does_not_notice(tmp_path):
 # ---- waits -------------------------------------------------------------------------------------------------
 
 
-def one_after_the_other(folder, snapshots):
+def one_after_the_other(folder):
     """Saves of steps 1, 2 and 3; the disk of this rank begins to write when something waits for it."""
     disk, file_format.RUN_BYTES = HeldDisk(allowed=0), 64  # so that files gather nothing
-    saver = Saver(Store(folder, keep=9, disk=disk), policy=replace(SLOW, snapshots=snapshots))
+    saver = Saver(Store(folder, keep=9, disk=disk), policy=SLOW)
     real = saver._end
-    saver._end = lambda save: (disk.allow(), real(save))
+    saver._end = lambda: (disk.allow(), real())
     for step in (1, 2, 3):
         saver.save(step, shared(16, 16, value=step), {}, {})
         saver.before_update()
         saver.after_step()
         if step == 1:
-            assert saver.busy and saver.last is None
+            assert saver.under_way and saver.last is None
     saver.close()
     found = {}
     for step in (1, 2, 3):
@@ -89,31 +87,30 @@ def one_after_the_other(folder, snapshots):
     return plain_waits(saver), found, saver.store.steps(), saver.last.step
 
 
-@pytest.mark.parametrize("snapshots", [1, 2])
-def test_a_save_waits_for_the_one_before_unless_there_are_two(tmp_path, snapshots):
+def test_a_save_waits_for_the_one_before(tmp_path):
     """Of 32 numbers that two ranks hold alike each writes 16, or 128 bytes."""
-    for waits, found, steps, last in launch.run(one_after_the_other, str(tmp_path), snapshots, ranks=2):
+    for waits, found, steps, last in launch.run(one_after_the_other, str(tmp_path), ranks=2):
         previous = [wait for wait in waits if wait[1] == "previous save"]
-        assert previous[0] == (1, "previous save", 128) and len(previous) == 3 - snapshots
+        assert previous[0] == (1, "previous save", 128) and len(previous) == 2
         assert steps == [1, 2, 3] and not any(found.values()) and last == 3
 
 
 def waits_before_update(folder):
     now = [0.0]
     saver = Saver(Store(folder), policy=SLOW, clock=lambda: now[0])
-    hold = Hold(saver.snapshots[0])
+    hold = Hold(saver.snapshot)
     saver.save(1, shared(16, 16), {}, {})
     saver.after_step()  # a step without an update
-    real = saver.snapshots[0].wait
+    real = saver.snapshot.wait
 
     def wait(names):
         now[0] += 5
         hold.allow()
         real(names)
 
-    saver.snapshots[0].wait = wait
+    saver.snapshot.wait = wait
     saver.before_update(["p0"])  # this way knows no layers
-    assert not saver.snapshots[0].missing_bytes()
+    assert not saver.snapshot.missing_bytes()
     saver.before_update()
     now[0] += 2
     saver.after_step()
@@ -122,30 +119,15 @@ def waits_before_update(folder):
     return plain_waits(saver), all(type(wait) is Wait and wait.s >= 0 for wait in saver.waits)
 
 
-def of_two_snapshots(folder):
-    """The first is copied and not written, the second not copied: the update waits for that."""
-    disk = HeldDisk(allowed=0)
-    saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, snapshots=2))
-    hold = Hold(saver.snapshots[1])
-    for step in (1, 2):
-        saver.save(step, shared(16), {}, {})
-    real = saver.snapshots[1].wait
-    saver.snapshots[1].wait = lambda names: (hold.allow(), real(names))
-    saver.before_update()
-    assert not any(snapshot.missing_bytes() for snapshot in saver.snapshots)
-    disk.allow()
-    saver.close()
-
-
 def waits_for(folder):
     """Whose copies an update of one layer waits for, where the way knows layers, and where all change."""
     saver, asked = Saver(Store(folder), policy=replace(SLOW, by_layer=True)), []
-    hold, real = Hold(saver.snapshots[0]), saver.snapshots[0].wait
+    hold, real = Hold(saver.snapshot), saver.snapshot.wait
     saver.save(1, shared(16, 16), {}, {})
-    saver.snapshots[0].wait = asked.append  # nothing is copied, and nobody waits
+    saver.snapshot.wait = asked.append  # nothing is copied, and nobody waits
     saver.before_update(iter([f"p{saver.rank}"]))
     saver.before_update()
-    saver.snapshots[0].wait = real
+    saver.snapshot.wait = real
     hold.allow()
     saver.close()
     return asked
@@ -153,7 +135,6 @@ def waits_for(folder):
 
 def test_the_update_waits_once_and_for_all(tmp_path):
     def rank(folder):
-        of_two_snapshots(f"{folder}/two")
         assert waits_for(f"{folder}/layers") == [[f"p{collectives.world().rank()}"], None]
         return waits_before_update(f"{folder}/one")
 
@@ -170,10 +151,10 @@ def one_is_slow(folder):
     saver.save(1, shared(16, 16), {}, {})
     saver.before_update()
     if rank == 0:
-        saver._under_way[0].task.result()
+        saver.under_way.task.result()
     for _ in range(3):
         saver.after_step()
-    before = saver.busy, saver.store.steps()
+    before = bool(saver.under_way), saver.store.steps()
     disk.allow()
     saver.close()
     Store(folder).verify(1)
@@ -228,9 +209,9 @@ def breaks(folder, call, rank):
         for _ in range(50):
             saver.before_update()
             saver.after_step()
-            if not saver.busy:
+            if not saver.under_way:
                 return
-            saver._under_way[0].task.exception()  # let the disk catch up
+            saver.under_way.task.exception()  # let the disk catch up
 
     steps(1)
     said = "nothing"
@@ -247,7 +228,7 @@ def breaks(folder, call, rank):
     steps(3)
     saver.close()
     wanted = [Piece(p.name, p.whole, p.start, p.values) for p in some_pieces(16, 16, value=3)]
-    return said, between, saver.store.steps(), differing(saver.store, 3, wanted), saver.busy
+    return said, between, saver.store.steps(), differing(saver.store, 3, wanted), bool(saver.under_way)
 
 
 def all_breaks(folder):
@@ -282,11 +263,11 @@ def more_errors(folder):
     def fails(*args):
         raise RuntimeError("the device\nis gone")
 
-    move, saver.snapshots[0].move = saver.snapshots[0].move, fails if rank else saver.snapshots[0].move
+    move, saver.snapshot.move = saver.snapshot.move, fails if rank else saver.snapshot.move
     saver.save(1, shared(16), {}, {})
     saver.before_update()
     heard("copy, told by the next save", lambda: saver.save(2, shared(16), {}, {}))
-    saver.snapshots[0].move = move
+    saver.snapshot.move = move
     saver.save(3, shared(16), {}, {})
     saver.finish()
     heard("the same step again", lambda: saver.save(3, shared(16), {}, {}))
@@ -316,35 +297,13 @@ def test_no_error_is_lost(tmp_path):
         assert closed and left == 0 and steps == [3] and others == [1]
 
 
-def two_at_once(folder, once):
-    """Two snapshots: the first cannot be written, and with `once` the second can."""
-    disk = HeldDisk(allowed=0)
-    saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, snapshots=2))
-    for step in (1, 2):
-        saver.save(step, shared(16, value=step), {}, {})
-    saver.before_update()
-    disk.broken, disk.once = "sync" if collectives.world().rank() else "", once
-    disk.allow()
-    try:
-        saver.close()
-    except NotSaved as error:
-        return str(error), saver.store.steps(), our_threads()
-
-
-@pytest.mark.parametrize("once", [True, False])
-def test_of_two_at_once_each_is_saved_or_told(tmp_path, once):
-    for said, steps, threads in launch.run(two_at_once, str(tmp_path), once, ranks=2):
-        assert "cannot save step 1: rank 1" in said and ("cannot save step 2: rank 1" in said) == (not once)
-        assert steps == ([2] if once else []) and threads == 0
-
-
 def leaves(folder):
     """An exception inside of `with`, a slot being written: nobody waits for other ranks, no thread is left."""
     file_format.RUN_BYTES = 64  # so that files gather nothing
     saver = Saver(
         Store(folder, disk=(disk := HeldDisk(allowed=0))), policy=replace(SLOW, chunk_bytes=64, slots=1)
     )
-    snapshot = saver.snapshots[0]
+    snapshot = saver.snapshot
     give_up, snapshot.give_up = snapshot.give_up, lambda: (give_up(), disk.allow())
     try:
         with saver:
@@ -372,7 +331,7 @@ def test_bad_input_is_refused(tmp_path):
         "copy='later': use now, overlapped": lambda: SavePolicy(copy="later"),
         "write='never': use now, background": lambda: SavePolicy(write="never"),
         "slots=0: use a whole number": lambda: SavePolicy(slots=0),
-        "slots=2, chunk_bytes=None, snapshots=1: slots hold": lambda: SavePolicy(slots=2),
+        "slots=2: slots hold chunks": lambda: SavePolicy(slots=2),
         "by_layer=True with copy='now': nothing waits": lambda: SavePolicy(by_layer=True),
         "write='now' with copy='overlapped'": lambda: SavePolicy(copy="overlapped", write="now"),
     }

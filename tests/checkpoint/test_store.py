@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what counts, what is kept, who may write, what is listed."""
+"""A folder of checkpoints: what counts, what is kept, who may write."""
 
 import os
 import resource
@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from minitrain.checkpoint.disk import Disk, DiskError
-from minitrain.checkpoint.format import Damaged, write_file
-from minitrain.checkpoint.listing import Part, listed, shown
-from minitrain.checkpoint.store import MANIFEST, Store, file_name
+from minitrain.checkpoint.format import write_file
+from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks.pieces import Piece
 
 
@@ -72,7 +71,6 @@ def test_the_newest_good_one_is_found_and_what_was_passed_over_is_said(store):
     assert step == 1 and len(passed) == 2
     assert passed[0].startswith("step 3 is passed over: ") and "w is damaged, in block 0" in passed[0]
     assert passed[1] == f"step 2 is passed over: {store.path(2) / file_name(0)} is missing"
-    assert reader.newest_good([3]) == (None, passed[:1]) and reader.newest_good([]) == (None, [])
     assert Store(store.folder / "nothing").newest_good() == (None, [])
 
 
@@ -127,7 +125,7 @@ def test_what_was_loaded_counts_as_good_and_what_was_set_aside_stays(store, monk
     assert sorted(os.listdir(store.folder)) == ["lock", "step-00000002.damaged", "step-00000003"]
     monkeypatch.undo()
     for gone in (1, 2):  # removed, set aside: what was good is not there any more
-        assert resumed.newest_good([gone])[0] is None
+        assert gone not in resumed._good
     resumed.unlock()
 
 
@@ -254,51 +252,3 @@ def test_a_checkpoint_of_more_files_than_a_process_may_open(store):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(files) == len(manifest["files"]) == 80
-
-
-def test_ranks_verify_a_part_each(store):
-    save(store, 1, ranks=5)
-    spoil(store, 1, rank=3)
-    store.verify(1, part=1, parts=3)  # files 1 and 4
-    store.verify(1, part=2, parts=3)
-    with pytest.raises(Damaged, match=file_name(3)):
-        store.verify(1, part=0, parts=3)
-
-
-# ---- what is listed
-
-
-def test_listing(store):
-    store.keep = 4
-    for step in (1, 2, 3):
-        save(store, step)
-    (store.path(2) / MANIFEST).write_bytes(b"{}")
-    (store.path(3) / MANIFEST).unlink()
-    store.path(3).rename(store.folder / "step-00000004")
-    folder = store.writing(9)
-    folder.mkdir()
-    file = write_file(store.disk, folder / file_name(0), [], {})
-    (store.folder / "step-00000000.removing").mkdir()
-    sizes = {path.name: path.stat().st_size for path in store.path(1).iterdir()}
-    each = sizes[file_name(0)] + sizes[file_name(1)]
-    found = [(one.step, one.files, one.bytes, one.state) for one in listed(store)]
-    assert found == [
-        (0, 0, 0, "being removed"),
-        (1, 2, each, "complete"),
-        (2, 2, each, "damaged"),
-        (4, 2, each, "unfinished"),
-        (9, 1, file.size, "being written"),
-    ]
-    assert listed(Store(store.folder / "none")) == []
-
-
-def test_what_is_in_one(store):
-    save(store, 7)
-    (one,) = shown(store, 7)
-    assert (one.name, one.dtype, one.whole, one.cut) == ("w", "F32", (8, 2), True)
-    assert one.parts == tuple(Part((4 * rank, 0), (4, 2), file_name(rank)) for rank in range(2))
-    spoil(store, 7)
-    assert shown(store, 7) == [one]  # tensors are not read
-    (store.path(7) / file_name(1)).unlink()
-    with pytest.raises(Damaged, match="is missing"):
-        shown(store, 7)

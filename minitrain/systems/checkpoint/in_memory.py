@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import Damaged, File, Written, write_file
-from minitrain.checkpoint.store import CHUNK_BYTES, Store, file_name, verified
+from minitrain.checkpoint.store import CHUNK_BYTES, Store, file_name
 from minitrain.ranks import collectives
 from minitrain.ranks.pieces import Piece, share_out
 
@@ -126,7 +126,7 @@ class Shares:
                 found[str(step)] = names = []
                 for entry in manifest["files"]:
                     with suppress(Damaged):
-                        verified(self.store.path(step) / entry["name"], Written(**entry)).close()
+                        File(self.store.path(step) / entry["name"], Written(**entry)).verify()
                         names.append(entry["name"])
         return found
 
@@ -158,7 +158,7 @@ class Shares:
                 if owner in wants[rank] and rank not in holders:
                     self.move(share, step, holders[0], rank)
         mine = [shares[owner] for owner in wants[self.rank]]
-        return [verified(self.path(share.name, step), share) for share in mine]
+        return [File(self.path(share.name, step), share).verify() for share in mine]
 
     def move(self, share: Written, step: int, source: int, to: int) -> None:
         """A file from the memory of one rank to that of another."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.checkpoint.header import DTYPE_OF, DTYPES
+from minitrain.checkpoint.header import DTYPE_OF, DTYPES, Entry
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.snapshot import parameter_of
 from minitrain.precision.packing import pack, unpack
@@ -101,51 +101,24 @@ def decoded(parts: Mapping[str, Tensor], bits: int | None, width: int) -> Tensor
     return parts["offset"][:, None] + codes * parts["scale"][:, None]
 
 
-class Restored:
-    """A full checkpoint and, over it, an increment: what `load_pieces` takes, with the methods of a Saved."""
+class Restored(Saved):
+    """A full checkpoint and, over it, an increment: what `load_pieces` takes."""
 
     def __init__(self, full: Saved, increment: Saved | None = None):
+        super().__init__([])
         self.layers = [full] + ([increment] if increment else [])
-        self.plain, self._error = self.layers[-1].plain, None
+        self.plain = self.layers[-1].plain
+        for saved in self.layers:
+            tables: dict[str, list[Entry]] = {}
+            for table in saved.plain.get("tables", {}).values():  # rectangles of which some rows are saved
+                name, whole, start, shape = (table[what] for what in ("name", "whole", "start", "shape"))
+                place = tuple(whole), tuple(start), tuple(shape), DTYPE_OF[table["dtype"]]
+                tables.setdefault(name, []).append(Entry(None, name, *place, 0, ""))
+            self.entries |= saved.entries | tables
 
     @property
     def read_bytes(self) -> int:
         return sum(saved.read_bytes for saved in self.layers)
-
-    def __contains__(self, name: str) -> bool:
-        return any(name in saved or of_table(saved, name) for saved in self.layers)
-
-    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        found, start = {}, f"{kind}/"
-        for saved in self.layers:
-            found |= saved.shapes(kind)
-            told = (told for told in tables_of(saved).values() if told["name"].startswith(start))
-            found |= {table["name"].removeprefix(start): tuple(table["whole"]) for table in told}
-        return found
-
-    def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        found, start = {}, f"optimizer/{parameter}/"
-        for saved in self.layers:
-            found |= saved.states_of(parameter)
-            told = (told for told in tables_of(saved).values() if told["name"].startswith(start))
-            found |= {t["name"].removeprefix(start): (DTYPE_OF[t["dtype"]], tuple(t["whole"])) for t in told}
-        return found
-
-    def check(self, piece: Piece) -> None:
-        newest = self.layers[-1]
-        below = self.layers[0] if of_table(newest, piece.name) else newest
-        if piece.name in below or not of_table(below, piece.name):
-            return below.check(piece)
-        tables, found = of_table(below, piece.name), 0
-        for told in tables.values():
-            if told["whole"] != list(piece.whole) or DTYPE_OF[told["dtype"]] != piece.values.dtype:
-                was = f"{told['whole']} in {told['dtype']}"
-                raise ValueError(f"{piece.name} is {was} in the checkpoint: it is of another model")
-            common = overlap(told["start"], told["shape"], piece.start, piece.shape)
-            found += math.prod(common[1]) if common else 0
-        if found != piece.values.numel():
-            lacks = f"{found} of {piece.values.numel()} elements of {piece.name}"
-            raise ValueError(f"the checkpoint has {lacks}: it is of another model, or a file is left out")
 
     def fill(self, piece: Piece) -> None:
         """Of what is saved in rows the newest counts."""
@@ -161,20 +134,14 @@ class Restored:
             self._error = self._error or error
 
     def finish(self) -> None:
-        error, self._error = self._error, None
         for saved in self.layers:
             saved.finish()
-        if error:
-            raise error
-
-
-def tables_of(saved: Saved) -> dict[str, dict]:
-    """{where its rows are: what they are of}"""
-    return saved.plain.get("tables", {})
+        super().finish()
 
 
 def of_table(saved: Saved, name: str) -> dict[str, dict]:
-    return {key: told for key, told in tables_of(saved).items() if told["name"] == name}
+    """{where its rows are: what they are of}"""
+    return {key: told for key, told in saved.plain.get("tables", {}).items() if told["name"] == name}
 
 
 def put_rows(saved: Saved, piece: Piece) -> None:
@@ -223,19 +190,17 @@ def savings(
 ) -> tuple[float, float]:
     """How many times less is written, and stored at most, than with full float32 tables at each of so many
     saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
-    if bits is not None:
-        require_ints(1, 32, bits=bits)
-    require_positive_ints(rows=rows, width=width, saves=saves)
-    require_ints(lookups=lookups)
-    require_nonnegative(exponent=exponent)
+    require_ints(1, 32, bits=32 if bits is None else bits)
+    require_positive_ints(width=width, saves=saves)
     row = 4 * width if bits is None else width * bits / 8 + 8
-    written, stored, since = 0.0, 0.0, []
-    for save in range(saves):
-        if save == 0 or full_is_cheaper(since):
-            written, stored, since = written + row / (4 * width), max(stored, row / (4 * width)), []
+    full = row / (4 * width)
+    written = stored = full
+    since: list[float] = []  # shares of rows in the increments since the last full one
+    for _ in range(saves - 1):
+        if full_is_cheaper(since):
+            written, since = written + full, []
             continue
-        share = touched_share(rows, (len(since) + 1) * lookups, exponent)
-        since.append(share)
-        size = share * (row + 4) / (4 * width)
-        written, stored = written + size, max(stored, row / (4 * width) + size)
+        since.append(touched_share(rows, (len(since) + 1) * lookups, exponent))
+        size = since[-1] * (row + 4) / (4 * width)
+        written, stored = written + size, max(stored, full + size)
     return saves / written, 1 / stored

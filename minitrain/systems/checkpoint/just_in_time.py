@@ -33,7 +33,7 @@ import xxhash
 from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.format import Damaged, File, Written, write_file
-from minitrain.checkpoint.store import Store, file_name, verified
+from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks.pieces import Piece
 from minitrain.ranks.torch_private import version_of
 from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
@@ -109,23 +109,16 @@ def survivors(folder: Path | str) -> tuple[dict[str, Any], list[File]]:
             (written,), rank = manifest["files"], int(store.folder.name.removeprefix("rank-"))
             try:
                 if places[rank] not in files:
-                    files[places[rank]] = verified(store.path(step) / written["name"], Written(**written))
+                    file = File(store.path(step) / written["name"], Written(**written))
+                    files[places[rank]] = file.verify()
             except (Damaged, OSError) as error:
                 why.append(str(error))
         if files.keys() == set(places):
-            return manifest, once(files.values())
-        for file in files.values():
-            file.close()
+            seen: set[tuple] = set()
+            for file in files.values():  # what two places hold alike, as ranks of tp hold norms, counts once
+                file.entries = [entry for entry in file.entries if (entry.name, entry.start) not in seen]
+                seen |= {(entry.name, entry.start) for entry in file.entries}
+            return manifest, list(files.values())
         lost = [rank for rank, place in enumerate(places) if place not in files]
         why.append(f"step {step}: nobody is left who has what ranks {lost} held")
     raise Lost(f"{folder} has no whole step of survivors ({'; '.join(why) or 'it is empty'})")
-
-
-def once(files: Iterable[File]) -> list[File]:
-    """What two places hold alike, as ranks of tp hold norms, counts in the first file."""
-    seen, files = set(), list(files)
-    for file in files:
-        new = [entry for entry in file.entries if (entry.name, entry.start) not in seen]
-        seen |= {(entry.name, entry.start) for entry in new}
-        file.entries = new
-    return files

@@ -16,7 +16,7 @@ beside training, and of files, so a share that was rebuilt is verified like any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -50,34 +50,6 @@ def stripe(share: np.ndarray, rank: int, home: int, ranks: int, length: int) -> 
     return torch.from_numpy(padded).view(torch.int64)
 
 
-def parities_of(shares: Sequence[np.ndarray]) -> list[Tensor]:
-    """What the ranks keep, computed in one process."""
-    ranks = len(shares)
-    length = stripe_bytes(map(len, shares), ranks)
-    parities = [torch.zeros(length // WORD, dtype=torch.int64) for _ in shares]
-    for home, parity in enumerate(parities):
-        for rank in set(range(ranks)) - {home}:
-            parity ^= stripe(shares[rank], rank, home, ranks, length)
-    return parities
-
-
-def rebuild(shares: Sequence[np.ndarray | None], parities: Sequence[Tensor | None], size: int) -> list:
-    """All shares, where a rank has lost both its share, of `size` bytes, and its parity: None and None."""
-    gone = [rank for rank, share in enumerate(shares) if share is None]
-    if len(gone) > 1:
-        raise ValueError(f"ranks {gone} are lost: parity brings back one rank, not {len(gone)}")
-    ranks, found = len(shares), list(shares)
-    for lost in gone:
-        length = WORD * next(len(parity) for parity in parities if parity is not None)
-        words = torch.empty(ranks - 1, length // WORD, dtype=torch.int64)
-        for home in set(range(ranks)) - {lost}:
-            row = words[(home - lost - 1) % ranks].copy_(parities[home])
-            for rank in set(range(ranks)) - {home, lost}:
-                row ^= stripe(shares[rank], rank, home, ranks, length)
-        found[lost] = words.view(torch.uint8).reshape(-1)[:size].numpy()
-    return found
-
-
 class ParityCopies:
     """Every rank calls the same methods in the same order."""
 
@@ -93,9 +65,8 @@ class ParityCopies:
         shares = self.shares
         written = shares.begin(step, pieces, plain)
         length = stripe_bytes((share.size for share in written), shares.ranks)
-        parity = self._meet(shares.open(file_name(shares.rank), step), length, lost=None)
-        path = shares.store.writing(step) / PARITY
-        kept = write_file(shares.disk, path, [whole_piece("parity", parity)], {})
+        parity = whole_piece("parity", self._meet(shares.open(file_name(shares.rank), step), length, None))
+        kept = write_file(shares.disk, shares.store.writing(step) / PARITY, [parity], {})
         shares.commit(step, written, [kept], manifest)
 
     def _meet(self, share: np.ndarray, length: int, lost: int | None) -> Tensor:
@@ -121,12 +92,10 @@ class ParityCopies:
         have = gather_plain(shares.verified_files(), shares.group)
 
         def gone(step: str) -> list[int]:
-            both = [{file_name(rank), PARITY} <= {*have[rank].get(step, ())} for rank in range(shares.ranks)]
-            return [rank for rank, there in enumerate(both) if not there]
+            return [n for n, mine in enumerate(have) if not {file_name(n), PARITY} <= {*mine.get(step, ())}]
 
         def lost(step: str) -> str:
-            few = len(gone(step)) < 2
-            return "" if few else f"ranks {gone(step)} are lost, parity brings back one"
+            return f"ranks {gone(step)} are lost, parity brings back one" if len(gone(step)) > 1 else ""
 
         step, manifest = shares.choose(have, lost)
         for rank in gone(str(step)):
@@ -139,9 +108,9 @@ class ParityCopies:
         shares, sizes = self.shares, [entry["size"] for entry in manifest["shares"]]
         group, ranks, length = shares.group, shares.ranks, stripe_bytes(sizes, shares.ranks)
         if shares.rank != lost:
-            share = shares.open(file_name(shares.rank), step)
-            missing = self._meet(share, length, lost) ^ self._parity(step, length)
-            collectives.send(missing, lost, group)
+            share, parity = (shares.open(name, step) for name in (file_name(shares.rank), PARITY))
+            words = torch.from_numpy(np.array(parity[-length:])).view(torch.int64)  # the end of its file
+            collectives.send(self._meet(share, length, lost) ^ words, lost, group)
             return
         (folder := shares.store.folder / FETCHED).mkdir(parents=True, exist_ok=True)
         with new_file(shares.disk, folder / file_name(lost)) as file:
@@ -150,7 +119,3 @@ class ParityCopies:
                 words = collectives.receive(None, home, group, shape=(length // WORD,), dtype=torch.int64)
                 size = max(0, min(length, sizes[lost] - first))
                 shares.disk.write(file, first, words.view(torch.uint8)[:size].numpy())
-
-    def _parity(self, step: int, length: int) -> Tensor:
-        """This rank's; the last `length` bytes of its file are the words."""
-        return torch.from_numpy(np.array(self.shares.open(PARITY, step)[-length:])).view(torch.int64)

@@ -24,20 +24,13 @@ from minitrain.checkpoint.store import MANIFEST, Store, copy_step
 
 
 class Tiers(Store):
-    """The `keep` newest in the folder `hot`, and `keep_cold` more in `cold`."""
+    """The `keep` newest in the folder `hot`, all others in `cold`."""
 
-    def __init__(
-        self,
-        hot: Path | str,
-        cold: Path | str,
-        keep: int = 2,
-        keep_cold: int = sys.maxsize,
-        disk: Disk | None = None,
-    ):
+    def __init__(self, hot: Path | str, cold: Path | str, keep: int = 2, disk: Disk | None = None):
         super().__init__(hot, keep, disk)
         if Path(hot).resolve() == Path(cold).resolve():
             raise ValueError(f"{hot} is both the hot and the cold folder; use two")
-        self.cold = Store(cold, keep_cold, self.disk)
+        self.cold = Store(cold, sys.maxsize, self.disk)
         self._mover: futures.ThreadPoolExecutor | None = None
         self._moving: futures.Future | None = None
 
@@ -112,18 +105,10 @@ class Tiers(Store):
     # ---- moving
 
     def move(self) -> None:
-        """Until hot has `keep`: the oldest to cold. What a crash has left is used, or replaced."""
+        """Until hot has `keep`: the oldest to cold. What a crash has left there is used if it is whole."""
         for step in self.hot_steps()[: -self.keep]:
-            if not self._is_in_cold(step):
+            if not self.cold.is_good(step):
                 if self.cold.is_complete(step):
                     self.cold._discard([step])
                 copy_step(step, self, self.cold)
             self._discard([step])  # from hot
-
-    def _is_in_cold(self, step: int) -> bool:
-        """Every byte of it?"""
-        try:
-            self.cold.verify(step)
-        except Damaged:
-            return False
-        return True

@@ -181,8 +181,6 @@ def found_by(copies, ranks):
         saved.fill(replace(piece, values=wanted))
         assert torch.equal(wanted, piece.values)
     assert saved.plain == {"rank": {str(rank): 1 for rank in range(ranks)}}
-    for file in files:
-        file.close()
     return f"step {manifest['step']}"
 
 
