@@ -1,7 +1,7 @@
 """Weights of four families as Hugging Face names them, and what else must agree for equal logits.
 
     config = config_of(json.load(open("config.json")))          model = GPT(config)
-    model.load_state_dict(from_hugging_face(state, config))     to_hugging_face(model.state_dict(), config)
+    model.load_state_dict(dict(incoming(state, config)))        dict(outgoing(model.state_dict(), config))
 
                 Llama, Mixtral, DeepSeek-V3        GPT-2                              here
     linear      y = x Wᵀ, W [out, in]             Conv1D: y = x W + b, W [in, out]   as Llama
@@ -10,13 +10,13 @@
                 V3: on pairs (2i, 2i + 1)
     norm        RMSNorm; rms_norm_eps             LayerNorm, 1e-5                    norm_eps (default 1e-5)
     MLP         silu(gate) * up                   gelu_new, the tanh form            "swiglu"; "gelu_tanh"
-    experts     one by one, [out, in]; in transformers 5 also stacked, gate on up    stacked, [E, in, out]
+    experts     one by one, [out, in]                                                stacked, [E, in, out]
     head        lm_head, or tied and left out     tied to wte                        tied: under both names
 
 Each of these, wrong, gives a model that runs and writes nonsense or nearly sense: GELU for its tanh form
-moves logits by 1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. Meta's own files turn pairs as V3's do:
-`halves`. `incoming` and `outgoing` read what makes one tensor at a time. Copied are experts, GPT-2's matrices
-and what V3 joins or turns, nothing else. Raises ValueError for another model's state, and for FP8.
+moves logits by 1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. `incoming` and `outgoing` read what
+makes one tensor at a time. Copied are experts, GPT-2's matrices and what V3 joins or turns, nothing else.
+Raises ValueError for another model's state.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from torch import Tensor
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.hugging_face_config import config_of, families
-from minitrain.ranks.checks import require_positive_ints
 
-__all__ = ["config_of", "from_hugging_face", "halves", "incoming", "names_of", "outgoing", "to_hugging_face"]
+__all__ = ["config_of", "incoming", "names_of", "outgoing"]
 
 # Which part of theirs is ours, where theirs is one.
 PARTS = {
@@ -43,23 +42,14 @@ PARTS = {
 }
 # In files of old versions: masks and angles, no parameters.
 BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-STACKED = re.compile(r"(layers\.\d+\.)mlp\.experts\.(gate_up|down)_proj")  # of transformers 5
-
-
-def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The state_dict of `GPT(config)` from theirs. With or without the outer "model." or "transformer."."""
-    return dict(incoming(state, config))
-
-
-def to_hugging_face(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Theirs from the state_dict of a `GPT(config)`, to save for other programs: as files on the hub are."""
-    return dict(outgoing(state, config))
+# Rows of a head that turns (i, i + K/2), and of one that turns (2i, 2i + 1).
+HALVES, PAIRS = "(pair i) ...", "(i pair) ..."
 
 
 def incoming(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors one after the other; `state` may read each of its own when it is asked for."""
     table, family = names_of(config), family_of(config)
-    found = _readers(state, config)
+    found = _readers(state)
     if config.tied and "lm_head.weight" not in found:
         found["lm_head.weight"] = found.get(table["layers.0.tokens"][0])
     wanted = {
@@ -116,18 +106,6 @@ def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]
     return table
 
 
-def halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows `[H·K, D]` of a wq or wk that turns (2i, 2i + 1) in the order that turns (i, i + K/2)."""
-    require_positive_ints(head_dim=head_dim)
-    return rearrange(weight, "(h i pair) ... -> (h pair i) ...", i=head_dim // 2, pair=2)
-
-
-def pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """The opposite."""
-    require_positive_ints(head_dim=head_dim)
-    return rearrange(weight, "(h pair i) ... -> (h i pair) ...", i=head_dim // 2, pair=2)
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------
 
 
@@ -136,7 +114,7 @@ def _ours(value: Tensor, name: str, part: int | None, config: GPTConfig) -> Tens
     if name.endswith(("k_up.weight", "v_up.weight")):  # rows of a head: K, then V
         return value.unflatten(0, (config.num_heads, 2, -1))[:, part].flatten(0, 1)
     if width := _turned(name, config):
-        return _last_rows(value, width, config.rope_head_dim, halves)
+        return _last_rows(value, width, config.rope_head_dim, PAIRS, HALVES)
     value = value if part is None else value.chunk(3, dim=-1)[part]
     return value.T.contiguous() if _is_conv1d(config, name) else value
 
@@ -146,7 +124,7 @@ def _theirs(values: list[Tensor], name: str, config: GPTConfig) -> Tensor:
     if name.endswith("k_up.weight"):
         return torch.stack([x.unflatten(0, (config.num_heads, -1)) for x in values], 1).flatten(0, 2)
     if width := _turned(name, config):
-        return _last_rows(values[0], width, config.rope_head_dim, pairs)
+        return _last_rows(values[0], width, config.rope_head_dim, HALVES, PAIRS)
     values = [x.T if _is_conv1d(config, name) else x for x in values]
     return values[0].contiguous() if len(values) == 1 else torch.cat(values, dim=-1)
 
@@ -158,42 +136,30 @@ def _turned(name: str, config: GPTConfig) -> int:
     return inside and inside + config.rope_head_dim
 
 
-def _last_rows(weight: Tensor, width: int, turned: int, order: Callable) -> Tensor:
+def _last_rows(weight: Tensor, width: int, turned: int, order: str, other: str) -> Tensor:
     """Of every `width` rows the last `turned` in another order."""
     plain, last = weight.unflatten(0, (-1, width)).split((width - turned, turned), dim=1)
-    return torch.cat((plain, order(last.flatten(0, 1), turned).view_as(last)), dim=1).flatten(0, 1)
+    last = rearrange(last, f"n {order} -> n {other}", pair=2)
+    return torch.cat((plain, last), dim=1).flatten(0, 1)
 
 
-def _readers(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Callable[[], Tensor]]:
+def _readers(state: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     """{their name, as on the hub and without its first word: what reads the tensor}."""
     bare = {re.sub(r"^(model|transformer)\.", "", name): name for name in state if not BUFFERS.search(name)}
-    if scaled := [name for name in bare if name.endswith("_scale_inv")]:
-        raise ValueError(f"weights in FP8 with scales ({scaled[0]}, ..); write them in bfloat16 first")
     # Multi-token prediction modules, numbered after the last layer: nothing here has them.
     beside = tuple(name.removesuffix("eh_proj.weight") for name in bare if name.endswith(".eh_proj.weight"))
-    found, family = {}, family_of(config)
-    for short, name in bare.items():
-        if short.startswith(beside):
-            continue
-        if not config.experts or not (stacked := STACKED.fullmatch(short)):
-            short = short.replace(".mlp.", ".block_sparse_moe.") if family == "Mixtral" else short
-            found[short] = partial(state.__getitem__, name)
-            continue
-        kinds = ("gate", "up") if stacked[2] == "gate_up" else ("down",)
-        for e in range(config.experts.num_experts):
-            for place, kind in enumerate(kinds):
-                theirs = stacked[1] + families()[family].modules[f"mlp.experts.{kind}"].format(e)
-                found[theirs] = partial(_one_of_stacked, state, name, e, place, len(kinds))
-    return found
-
-
-def _one_of_stacked(state: Mapping[str, Tensor], name: str, expert: int, place: int, parts: int) -> Tensor:
-    return state[name][expert].chunk(parts)[place]
+    return {
+        short: partial(state.__getitem__, name)
+        for short, name in bare.items()
+        if not short.startswith(beside)
+    }
 
 
 def family_of(config: GPTConfig) -> str:
     c, experts = config, config.experts
-    router = experts and _all_alike(config) and experts.router
+    later = range(experts.dense_first + 1, c.num_layers + 1) if experts else ()
+    alike = all(c.experts_in(block) == experts.num_experts for block in later)
+    router = experts and experts.router if alike else "of unlike blocks"
     mixtral = router == "top_k" and not (experts.shared_experts or experts.dense_first)
     kind = c.norm, c.positions, c.activation, c.bias, c.residual, c.embedding_norm, c.rope_fraction
     match kind, router, bool(c.kv_latent):
@@ -209,12 +175,6 @@ def family_of(config: GPTConfig) -> str:
     names = ("norm", "positions", "activation", "bias", "residual", "kv_latent", "experts")
     said = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
     raise ValueError(f"a model with {said} is none of {', '.join(families())}")
-
-
-def _all_alike(config: GPTConfig) -> bool:
-    """Every block after the dense ones has as many experts."""
-    later = range(config.experts.dense_first + 1, config.num_layers + 1)
-    return {config.experts_in(block) for block in later} == {config.experts.num_experts}
 
 
 def _is_conv1d(config: GPTConfig, name: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
-from minitrain.checkpoint.saver import NotSaved, Saver, Wait, told
+from minitrain.checkpoint.saver import NotSaved, Saver, Wait
 from minitrain.checkpoint.store import Store
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
@@ -336,9 +336,3 @@ def test_bad_input_is_refused(tmp_path):
         "write='now' with copy='overlapped'": lambda: SavePolicy(copy="overlapped", write="now"),
     }
     check_refusals(refused, ranks=1)
-
-
-def test_errors_are_told_in_one_line():
-    assert told(OSError(28, "No space", "/a")) == "/a: No space"
-    assert told(ValueError("one\n  two")) == "one two"
-    assert told(KeyError()) == "KeyError"

@@ -24,7 +24,7 @@ from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Text
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import config_of, family_of, from_hugging_face
+from minitrain.model.hugging_face import config_of, family_of, incoming
 from minitrain.model.hugging_face_config import settings_of
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
@@ -128,7 +128,7 @@ def test_to_hugging_face_and_back(family, saved, tmp_path):
     assert asdict(config) == asdict(MODELS[family])
     theirs = load_file(model / "model.safetensors")  # by the library of others
     one, other = GPT(config, dtype=torch.float64), GPT(config, dtype=torch.float64)
-    one.load_state_dict(from_hugging_face(theirs, config))
+    one.load_state_dict(dict(incoming(theirs, config)))
     other.load_state_dict(named(weights[family], config))
     tokens = torch.arange(12).view(1, 12) * 7
     assert torch.equal(one(tokens), other(tokens))

@@ -550,25 +550,15 @@ def test_a_dry_run_has_the_same_account(name, dtype):
 
 WRONG_CONFIGS = [
     (dict(num_heads=6), "d_model 64 is not divisible by num_heads 6; try num_heads 4 or 8"),
-    (dict(num_heads=0), "num_heads = 0; use at least 1"),
-    (dict(num_layers=0), "num_layers = 0; use at least 1"),
-    (dict(vocab_size=0), "vocab_size = 0; use at least 1"),
     (dict(d_model=60), "rotated head size 15 is odd; RoPE turns pairs and needs an even one"),
     (
         dict(num_heads=8, num_kv_heads=3),
         "num_heads 8 is not a multiple of num_kv_heads 3; allowed 1, 2, 4, 8",
     ),
-    (dict(num_kv_heads=0), "num_kv_heads = 0; use at least 1, or None for 4"),
     (dict(dropout=1.5), "dropout = 1.5; must be in [0, 1)"),
     (dict(activation="swigelu"), "activation = 'swigelu'; did you mean 'swiglu'?"),
-    (dict(norm="batch"), "norm = 'batch'; allowed: rms, layer"),
     (dict(n_layer=2), "unknown setting 'n_layer'; did you mean 'num_layers'?"),
     (dict(num_layers="4"), "num_layers = '4' is str; expected int"),
-    (dict(tied=1), "tied = 1 is int; expected bool"),
-    (dict(head_dim=0), "head_dim = 0; use at least 1, or None for 16"),
-    (dict(norm_eps=0.0), "norm_eps = 0.0"),
-    (dict(rope_fraction=0.0), "rope_fraction = 0.0; must be in (0, 1]"),
-    (dict(kv_latent=8), "rope_head_dim = 0; with kv_latent 8 (MLA) it must be at least 2"),
     (
         dict(kv_latent=8, rope_head_dim=4, positions="none"),
         "positions = 'none'; with kv_latent 8 (MLA) it must be",
@@ -577,7 +567,6 @@ WRONG_CONFIGS = [
         dict(kv_latent=8, rope_head_dim=4, num_kv_heads=2),
         "num_kv_heads = 2; with kv_latent 8 (MLA) it must be None or",
     ),
-    (dict(kv_latent=8, rope_head_dim=3), "rotated head size 3 is odd"),
 ]
 
 

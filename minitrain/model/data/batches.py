@@ -55,10 +55,6 @@ class Text:
             raise ValueError(f"{self.name} is {kind}, tokens are bytes: pass text.encode()")
         if not self.data.strip():
             raise ValueError(f"{self.name} is empty: {len(self.data)} bytes, nothing but white space")
-        start = self.data[:100].lstrip()
-        if start.lower().startswith((b"<!doctype html", b"<html")):
-            kind = f"starts with '{start[:15].decode(errors='replace')}': a web page, not the text"
-            raise ValueError(f"{self.name} {kind}; download it again, or save the page as plain text")
         if b"\0" in self.data:
             cure = "give plain text, unpacked from any archive"
             raise ValueError(f"{self.name} is binary: it holds zero bytes; {cure}")
@@ -67,11 +63,8 @@ class Text:
     def builtin(cls) -> "Text":
         """English that is on this machine already: the language reference that `help()` shows, about 350 KB.
         It differs a little from one Python version to the next, so nothing exact may depend on it."""
-        try:
-            from pydoc_data.topics import topics
-        except ImportError:
-            cure = "pass a text of your own, Text.open(path)"
-            raise ValueError(f"this Python ships without pydoc_data: {cure}") from None
+        from pydoc_data.topics import topics
+
         paragraphs = (p for name in sorted(topics) for p in re.split("\n\n+", topics[name].strip("\n")))
         # Topics repeat one another: each paragraph once, or the held-out text would hold what was trained on.
         prose = [p for p in dict.fromkeys(paragraphs) if not p.lstrip().startswith(("+-", "|"))]

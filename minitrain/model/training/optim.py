@@ -121,8 +121,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params():
-            if param.grad is not None:
-                param.grad = None if set_to_none else param.grad.detach().zero_()
+            param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given, known = param_group["params"], self._params()
@@ -131,10 +130,8 @@ class AdamW(torch.optim.Optimizer):
         if unknown := sorted(set(group) - set(self.defaults) - {"params"}):
             raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
         _check_settings(**{name: group[name] for name in self.defaults})
-        for param in given:
-            if not isinstance(param, Tensor) or not param.is_leaf:
-                kind = type(param).__name__
-                raise ValueError(f"AdamW updates leaf tensors, got {kind}: pass model.parameters()")
+        if not all(isinstance(param, Tensor) and param.is_leaf for param in given):
+            raise ValueError("AdamW updates leaf tensors: pass model.parameters()")
         if len({*given, *known}) < len(given) + len(known):
             raise ValueError("a parameter is given twice: it would be updated twice; list each one once")
         self.param_groups.append(group)

@@ -144,21 +144,6 @@ def test_a_state_of_another_model_is_refused():
     assert params[1] not in optimizer.state and len(optimizer.state) == 3, "what a state has not begins anew"
 
 
-def test_zero_grad():
-    params = parameters()
-    optimizer = AdamW(params)
-    give_gradients(params, 0, skip={1})
-    kept = params[0].grad
-    optimizer.zero_grad(set_to_none=False)
-    assert (
-        params[0].grad is not None
-        and not params[0].grad.any()
-        and params[0].grad.data_ptr() == kept.data_ptr()
-    )
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in params)
-
-
 def test_steps_and_clips_in_a_dry_run():
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(3, 4, dtype=torch.bfloat16))]
@@ -184,17 +169,9 @@ def test_no_compiler_is_imported():
     "settings, words",
     [
         (dict(lr=-1.0), "lr=-1.0: use a finite number, 0 or more"),
-        (dict(lr=math.inf), "lr=inf"),
-        (dict(lr=math.nan), "lr=nan"),
-        (dict(lr="1e-3"), "lr='1e-3': use a finite number"),
         (dict(betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\): use fractions below 1"),
-        (dict(eps=-1e-8), "eps=-1e-08"),
-        (dict(weight_decay=-0.1), "weight_decay=-0.1"),
         (dict(master_dtype=torch.int8), r"master_dtype=\[torch.int8\]"),
         (dict(params=[dict(params=[torch.zeros(1)], wd=1)]), "unknown setting 'wd'; AdamW knows lr, betas"),
-        (dict(params=[dict(params=[torch.zeros(1)], wd=1, b=2, a=3, c=4)]), "unknown setting 'a'; "),
-        (dict(params=[torch.zeros(1), 3]), "updates leaf tensors, got int"),
-        (dict(params=[torch.zeros(1, requires_grad=True) * 2]), "updates leaf tensors"),
         (dict(params=[TWICE := torch.zeros(1), TWICE]), "given twice"),
         (dict(params=[dict(params=TWICE), dict(params=[TWICE])]), "given twice"),
     ],
@@ -346,14 +323,6 @@ def test_infinite_max_norm_only_measures():
     assert abs(norm - sum((g**2).sum() for g in before).sqrt()) < 1e-12
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
-def test_a_bad_max_norm_is_one_line(max_norm):
-    with pytest.raises(ValueError, match=f"max_norm={max_norm}: must be > 0"):
-        clip_grad_norm(parameters(), max_norm)
-    with pytest.raises(ValueError, match="no parameters"):
-        clip_grad_norm([], 1.0)
-
-
 # ---- the schedule ----------------------------------------------------------------------------------------
 
 
@@ -363,20 +332,6 @@ def test_warmup_cosine():
     assert rates[8] == pytest.approx(0.55) and rates[12] == rates[13] == pytest.approx(0.1)
     assert rates[4:13] == sorted(rates[4:13], reverse=True)
     assert warmup_cosine(0, 1.0, 0, 10) == 1.0 and warmup_cosine(5, 1.0, 5, 5) == 1.0
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ((0, 1.0, 500, 200), "warmup_steps=500 of total_steps=200: the peak is never reached"),
-        ((0, 1.0, -1, 200), "warmup_steps=-1"),
-        ((0, 1.0, 1, 200, 2.0), "min_lr=2.0, peak_lr=1.0"),
-        ((0, math.inf, 1, 200), "peak_lr=inf"),
-    ],
-)
-def test_a_bad_schedule_is_one_line(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        warmup_cosine(*arguments)
 
 
 @pytest.mark.parametrize("tile", [1, 100, 700, 1000, 5000])

@@ -243,8 +243,3 @@ def test_two_levels(tmp_path):
     name, step, passed = found()
     assert (name, step) == ("cold", 2) and "damaged" in passed[0]
     assert newest_whole(Store(tmp_path / "none"), Store(tmp_path / "none")) == (None, None, [])
-
-
-def test_a_keep_that_keeps_nothing_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ValueError, match="keep=0"):
-        Agent(tmp_path, keep=0)
