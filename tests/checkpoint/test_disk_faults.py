@@ -5,7 +5,6 @@ line that names file and cause, and the next save goes well.
 import errno
 import os
 import resource
-import shutil
 
 import pytest
 import torch
@@ -171,28 +170,6 @@ def test_a_limit_of_the_system_is_met_by_the_real_disk(tmp_path):
     assert good(tmp_path) == 1
 
 
-def test_the_folder_is_removed_in_the_middle(tmp_path):
-    store = Store(tmp_path / "runs")
-    save(store, 1)
-    folder = store.begin(2)
-    shutil.rmtree(store.folder)
-    with pytest.raises(DiskError, match="cannot create .*rank-00000.safetensors: No such file or directory"):
-        write_file(store.disk, folder / file_name(0), [], {})
-    with pytest.raises(
-        ValueError, match="rank-00000.safetensors is not there as it was written: .* all ranks"
-    ):
-        store.commit(2, [file_written(tmp_path)], {})
-    save(store, 3)  # in a new folder, with a new lock
-    assert store.steps() == [3]
-    with pytest.raises(ValueError, match="writes checkpoints to"):
-        Store(store.folder).begin(4)
-    store.unlock()
-
-
-def file_written(folder):
-    return write_file(Disk(), folder / file_name(0), [], {})
-
-
 def test_after_an_error_a_file_is_closed_and_the_first_error_is_told(tmp_path):
     disk = Refusing(2, errno.ENOSPC)  # the write, and then the close too
     before = len(os.listdir("/proc/self/fd"))
@@ -222,14 +199,14 @@ def test_what_nobody_can_read_is_damaged_and_what_may_not_be_read_is_an_error(tm
     save(store, 1)
     save(store, 2)
     store.unlock()
-    store, real = Store(tmp_path), os.open
+    store, real = Store(tmp_path), open
 
     def refuse(path, *args, **more):
         if str(path).endswith(f"step-00000002/{file_name(1)}"):
             raise OSError(number, "no")
         return real(path, *args, **more)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     if cause in ("EIO", "ENOENT"):
         step, (line,) = store.newest_good()
         assert step == 1 and line.startswith("step 2 is passed over: ") and file_name(1) in line

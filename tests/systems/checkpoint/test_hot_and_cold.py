@@ -191,7 +191,9 @@ def test_a_damaged_copy_is_made_again(tmp_path):
     save(tiers, 1)
     save(tiers, 2)
     tiers.settle()
-    copy_step(1, tiers, tiers.cold)
+    before = Store(tmp_path / "cold")  # of a process that has ended
+    copy_step(1, tiers, before)
+    before.unlock()
     copy = tmp_path / "cold" / "step-00000001" / "rank-00000.safetensors"
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
