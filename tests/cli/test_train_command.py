@@ -289,12 +289,6 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, minitrain, monkeypat
     )
 
 
-def test_a_flag_that_does_not_exist_or_is_no_number_is_exit_code_2(minitrain):
-    for words, said in (("--ddp 2", "No such option: --ddp"), ("--dp two", "Invalid value for '--dp'")):
-        code, _, err = minitrain("train", *words.split())
-        assert code == 2 and said in err and "Traceback" not in err
-
-
 def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_exit_code_1(minitrain):
     words = ("train", *SMALL, "--text", "text.txt")
     saving = ("--checkpoint", "saved")

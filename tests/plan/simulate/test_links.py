@@ -83,11 +83,6 @@ def test_every_byte_and_second_is_done_on_random_tasks():
             assert all(run.end(a) <= run.start(b) for a, b in zip(names, names[1:]))
 
 
-def test_floats_do_as_well():
-    run = play([Task("a", "1", 0.3, ("bus",)), Task("b", "2", 0.1, ("bus",))], {"bus": 0.7})
-    assert run.end_s == pytest.approx(0.4 / 0.7)
-
-
 @pytest.mark.parametrize(
     "tasks, match",
     [

@@ -108,17 +108,6 @@ def test_a_trace_has_a_process_per_rank_and_a_thread_per_stream(tmp_path):
     assert json.loads(tiny.to_chrome_trace(path).read_text())["traceEvents"][-1]["dur"] == 1.2346
 
 
-def test_what_an_event_says_of_itself():
-    assert MM.read == 25
-    assert [Copy(0, way, 9).axis for way in ("to_host", "to_device", "to_disk", "from_disk")] == [
-        "host",
-        "host",
-        "disk",
-        "disk",
-    ]
-    assert (LEAVES.op, LEAVES.payload_bytes, LEAVES.sent_bytes) == ("to_host", 5, 5)
-
-
 def test_intervals_by_hand():
     assert length([(0, 2), (3, 7)]) == 6
     assert join([(5, 6), (0, 4), (1, 2), (4, 5)]) == [(0, 6)], "in any order, nested, touching"
