@@ -1,6 +1,5 @@
 """`minitrain train`: any layout from flags, here and under torchrun; refused in one line before a rank
-starts; the exit codes.
-"""
+starts; the exit codes."""
 
 import inspect
 import json
@@ -43,8 +42,7 @@ SMALL = "--width 32 --heads 4 --layers 2 --length 16 --batch 4 --steps 4 --repor
 @pytest.fixture
 def minitrain(monkeypatch, tmp_path, capfd):
     """Runs the command line in this process, in an empty folder with text.txt: (exit code, stdout,
-    stderr).
-    """
+    stderr)."""
     (tmp_path / "text.txt").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
 
@@ -63,8 +61,7 @@ def minitrain(monkeypatch, tmp_path, capfd):
 
 def test_any_layout_trains_and_goes_on_in_another(minitrain):
     """dp with tp and ZeRO, a pipeline, a cut sequence, hybrid sharding: each goes on where another one
-    stopped.
-    """
+    stopped."""
     forms = [
         "--dp 2 --tp 2 --zero 1",
         "--pp 2 --microbatches 4 --schedule 1f1b",
@@ -165,8 +162,7 @@ def under_torchrun(folder, *words):
 
 def by_hand(folder):
     """What the job below should have come to: one process, one Trainer, settings written out. Not what the
-    command makes of flags.
-    """
+    command makes of flags."""
     text, held_out = Text((folder / "text.txt").read_bytes()).split()
     config = GPTConfig(d_model=32, num_layers=2, num_heads=4, max_positions=256, dropout=0.1)
     hyper = Hyperparameters(steps=4, batch_size=4, length=16, lr=0.01, seed=3)
@@ -179,8 +175,7 @@ def by_hand(folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
 def test_the_same_command_under_torchrun_and_resumed(tmp_path, minitrain):
     """The job trains to the numbers of one process, and goes on in another layout from the checkpoint of
-    local ranks.
-    """
+    local ranks."""
     settings = ("--precision", "float64", "--seed", "3", "--dropout", "0.1", "--lr", "0.01", "--every", "2")
     settings = (*settings, "--checkpoint", "saved")
     ((records, weights),) = launch.run(by_hand, tmp_path, ranks=1)
@@ -352,8 +347,7 @@ def test_a_field_is_a_flag():
 
 def test_state_bytes_are_those_of_the_formulas():
     """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; whole ones besides for a
-    checkpoint.
-    """
+    checkpoint."""
     config = presets["tiny"]
     count = parameters(config)
     bytes_of = lambda config=config, saves=False, **how: train_command.state_bytes(

@@ -88,8 +88,7 @@ def megatron_flops(B, s, l, h, V):
 )
 def test_flops_are_counted_exactly(config):
     """The ledger's sum over operators is the formula's integer, forward and backward; torch's own counter
-    agrees.
-    """
+    agrees."""
     batch, length = 2, 48
     tokens, targets = random_tokens(0, 0, 1, batch, length, config.vocab_size, seed=1)
     model = GPT(config, attention=naive_attention)
@@ -116,8 +115,7 @@ def test_flops_are_counted_exactly(config):
 )
 def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, scores):
     """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps
-    no scores.
-    """
+    no scores."""
     tokens = torch.zeros(2, 64, dtype=torch.long)
     with Ledger(causal=causal) as ledger:
         with ledger.phase("forward"):
@@ -150,9 +148,8 @@ def test_triangle_and_square():
 
 
 def test_mfu():
-    """PaLM: 45.7 % without attention, 46.2 % with it. GLM-130B: HFU 43.3 %, MFU 32.5 %. And the toy model does the FLOPs that MFU
-    credits.
-    """
+    """PaLM: 45.7 % without attention, 46.2 % with it. GLM-130B: HFU 43.3 %, MFU 32.5 %. And the toy model
+    does the FLOPs that MFU credits."""
     rate, devices, peak = 238.3e3, 6144, 275e12
     attention = 12 * 118 * 48 * 256 * 2048  # 12·L·H·Q·T of table 1 and section 2
     assert round(100 * mfu(rate, 6 * 540e9, devices, peak), 1) == 45.7
@@ -227,8 +224,7 @@ def test_narayanan_table_1(row):
 
 def test_narayanan_flops_are_four_forwards():
     """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs
-    once.
-    """
+    once."""
     config = GPTConfig(
         vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True
     )
@@ -380,8 +376,7 @@ def test_zero_figure_1():
 
 def test_ckpt_size_980gb():
     """14 bytes per parameter on disk: 980 GB for 70B, 5.67 TB for 405B; a file of the toy model is that and
-    headers.
-    """
+    headers."""
     assert checkpoint_bytes(70_000_000_000) == 980e9 == model_state_bytes(70_000_000_000) - 2 * 70_000_000_000
     assert checkpoint_bytes(405_000_000_000) == 5.67e12
     headers = []
@@ -397,8 +392,7 @@ def test_ckpt_size_980gb():
 
 def test_training_data_volume():
     """15T tokens in 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary does not fit 2
-    bytes.
-    """
+    bytes."""
     for vocab, size in ((256, 1), (257, 2), (32_000, 2), (65_536, 2), (65_537, 3), (128_256, 3)):
         words = [0, 1, vocab // 2, vocab - 1]
         text = b"".join(word.to_bytes(size, "little") for word in words)  # fits, and not into a byte less
@@ -428,8 +422,7 @@ def saved_by_a_layer(length, batch, width, heads, device):
 )
 def test_activations_memory(s, b, h, a, device):
     """Korthikanti's sbh(34 + 5as/h), tensor by tensor, on a real layer in fp16 and on GPT-3's without
-    data.
-    """
+    data."""
     saved = saved_by_a_layer(s, b, h, a, device)
     statistics = [item for item in saved.saved if item.shape == (b, s, 1)]  # mean and deviation of two norms
     kept = [item for item in saved.saved if item not in statistics]
@@ -476,8 +469,7 @@ def test_no_tp_memory():
     """DeepSeek-V3's recomputation of norms and up-projections: bytes per token by formula and as really kept.
 
     `checkpoint` also runs the down-projections and the core again, which DeepSeek's kernels need not; it
-    keeps the same tensors. The core here keeps its inputs only, as a fused kernel does.
-    """
+    keeps the same tensors. The core here keeps its inputs only, as a fused kernel does."""
     length, place = 64, dict(dtype=torch.bfloat16, device="meta")
     positions = torch.arange(length, device="meta")
     for config in (DEEPSEEK_V2, DEEPSEEK_V3):
@@ -516,8 +508,7 @@ def test_no_tp_memory():
 
 def test_zero3_instead_of_3d():
     """The batch at which gathered weights and reduced activations cost the same: searched for, and solved
-    for.
-    """
+    for."""
     config, devices = presets["gpt3-175b"], 1024
     P, h, L = parameters(config), config.d_model, config.num_layers
     for t in (2, 4, 8):

@@ -1,6 +1,5 @@
 """Costs of collectives: closed forms, played message by message, and what must hold for every group and
-size.
-"""
+size."""
 
 from dataclasses import replace
 from math import ceil, inf, log2, sqrt

@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace as changed
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.intervals import join, length, outside
 from minitrain.plan.simulate.links import Task, play
@@ -77,8 +77,7 @@ def test_overlap_by_hand():
 @pytest.mark.parametrize("wait_between, seconds", [(False, 1 + 2 + 2), (True, 1 + 2 + 1 + 2)])
 def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
     """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the
-    wire.
-    """
+    wire."""
     ranks = {rank: Program() for rank in PAIR}
     for program, op in zip(ranks.values(), ("send", "receive")):
         first = program.issue(op, "pp", PAIR, 2 * 10**9, seq=0)
@@ -215,47 +214,24 @@ def test_the_algorithm_can_be_fixed():
 
 
 # ---- published bubbles (Huang et al. 2019, Narayanan et al. 2021): schedules as messages, F = 1, B = 2, free network
-def pipeline(order, p, m):
-    """order(stage) -> [("F", microbatch) | ("B", microbatch), ...]; activations go down, gradients come
-    back.
-    """
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_pipeline_bubble_equals_the_paper(name):
+    """Activations go down, gradients come back."""
+    p, m = 4, 8
     programs = {stage: Program() for stage in range(p)}
-    for stage, program in programs.items():
-        for kind, microbatch in order(stage):
-            forward = kind == "F"
-            source, destination = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+    for stage, actions in enumerate(named(name, p, m).ranks):
+        program = programs[stage]
+        for kind, _, microbatch in actions:
+            source, destination = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
             if 0 <= source < p:
                 program.wait(program.issue("receive", "pp", (source, stage), 0, microbatch))
-            program.compute(1 if forward else 2, "forward" if forward else "backward")
+            program.compute(1 if kind == "F" else 2)
             if 0 <= destination < p:
                 program.issue("send", "pp", (stage, destination), 0, microbatch)
-    return {stage: program.events for stage, program in programs.items()}
-
-
-def one_forward_one_backward(p, m):
-    def order(stage):
-        warmup = min(p - 1 - stage, m)
-        steady = [action for i in range(m - warmup) for action in (("F", warmup + i), ("B", i))]
-        return [("F", i) for i in range(warmup)] + steady + [("B", i) for i in range(m - warmup, m)]
-
-    return order
-
-
-def all_forward_all_backward(p, m):
-    return lambda stage: [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
-
-
-@pytest.mark.parametrize("schedule", [all_forward_all_backward, one_forward_one_backward])
-def test_pipeline_bubble_equals_the_paper(schedule):
-    p, m = 4, 8
-    timeline = replay(pipeline(schedule(p, m), p, m), UNIT)
+    timeline = replay({stage: program.events for stage, program in programs.items()}, UNIT)
     assert timeline.step_s == close(33)  # (m + p - 1)(F + B)
     assert all(account.idle_s == close(9) for account in timeline.accounts.values())
-    assert (
-        Fraction(round(timeline.idle_s), round(timeline.step_s))
-        == Fraction(p - 1, m + p - 1)
-        == Fraction(3, 11)
-    )
+    assert timeline.idle_s / timeline.step_s == close((p - 1) / (m + p - 1)) == close(3 / 11)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------
@@ -402,8 +378,7 @@ def longest_path(events, in_order):
     """Relax every constraint until nothing moves. Shares nothing with the replay but the costs.
 
     With `in_order`, transfers of one group follow each other; without, only what waits and computation force
-    remains.
-    """
+    remains."""
     ends, step = {}, 0.0
     while True:
         before = dict(ends)
