@@ -44,11 +44,7 @@ class Result(NamedTuple):
     on: int | None  # the argument whose memory it shares
 
 
-class Recipe(NamedTuple):
-    """What an operator gives for arguments that are described by one key."""
-
-    results: tuple[Result, ...]
-    alone: bool  # one result, not a tuple of one
+Recipe = Result | list[Result]  # what an operator gives for arguments that are described by one key
 
 
 def recipe_of(known) -> Recipe | None:
@@ -60,7 +56,7 @@ def recipe_of(known) -> Recipe | None:
             return None
         layout = meta and (meta.shape, meta.stride, meta.dtype, meta.device, meta.storage_offset)
         results.append(Result(one.inplace_idx, one.constant_value, layout, one.view_idx))
-    return Recipe(tuple(results), not known.is_output_tuple)
+    return results if known.is_output_tuple else results[0]
 
 
 class ShapesMode(FakeTensorMode):
@@ -84,19 +80,14 @@ class ShapesMode(FakeTensorMode):
         if key is None:
             return self.dispatch(func, types, args, kwargs)
         recipe = self.recipes.get(key)
-        if recipe is None:  # perhaps another dry run has asked
-            recipe = recipe_of(self.cache.get(key))
-            if recipe is None:
-                return self._first(key, func, types, args, kwargs)
-            self.recipes[key] = recipe
-        return self.make(recipe, args)
-
-    def _first(self, key, func, types, args, kwargs):
+        if recipe is None and (recipe := recipe_of(self.cache.get(key))) is not None:
+            self.recipes[key] = recipe  # another dry run has asked
+        if recipe is not None:
+            return self.make(recipe, args)
         result = self.dispatch(func, types, args, kwargs)
         if func is UNSAFE_VIEW:
             layout = tuple(result.shape), result.stride(), result.dtype, result.fake_device
-            on_first = Result(None, None, (*layout, result.storage_offset()), 0)
-            self.recipes[key] = Recipe((on_first,), alone=True)
+            self.recipes[key] = Result(None, None, (*layout, result.storage_offset()), 0)
         elif (recipe := recipe_of(self.cache.get(key))) is not None:
             self.recipes[key] = recipe
         return result
@@ -147,9 +138,9 @@ class ShapesMode(FakeTensorMode):
 
     def make(self, recipe: Recipe, args: tuple):
         """The results of a call that is known."""
-        if recipe.alone:
-            return self._made(recipe.results[0], args)
-        return tuple([self._made(one, args) for one in recipe.results])
+        if type(recipe) is Result:
+            return self._made(recipe, args)
+        return tuple([self._made(one, args) for one in recipe])
 
     def _made(self, one: Result, args: tuple):
         if one.argument is not None:

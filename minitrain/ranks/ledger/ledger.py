@@ -113,14 +113,9 @@ class Ledger:
     def flops(self) -> int:
         return sum(self.flops_by_operator.values())
 
-    @property
-    def flops_by_operator(self) -> dict[str, int]:
-        """FLOPs of every operator that has some, the most expensive first."""
-        return self._flops_by(lambda compute: compute.name)
-
-    @property
-    def flops_by_phase(self) -> dict[str, int]:
-        return self._flops_by(lambda compute: compute.phase)
+    # FLOPs of every operator, or phase, that has some, the most expensive first.
+    flops_by_operator = property(lambda self: self._flops_by(lambda compute: compute.name))
+    flops_by_phase = property(lambda self: self._flops_by(lambda compute: compute.phase))
 
     def _flops_by(self, key) -> dict[str, int]:
         total: Counter[str] = Counter()

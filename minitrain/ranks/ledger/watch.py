@@ -36,8 +36,9 @@ class Watch(DispatchMode):
         kwargs, key = kwargs or {}, None
         if self._below is not None:
             key = self._below.key_of(func, args, kwargs)
-            if key in self._known:
-                return self._again(*self._known[key], args)
+            known = self._known.get(key)
+            if known is not None:
+                return self._again(*known, args)
         operator = self._describe(func)
         if operator.composite:
             with self:
