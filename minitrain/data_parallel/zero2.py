@@ -3,11 +3,15 @@
     bucket full  ->  reduce_scatter(bucket)  ->  grad shard[P/n]        and the rest of the bucket is freed
     optimizer.step() on the weight shard, all_gather, as in stage 1
 
-2 + 14/n bytes per parameter with Adam in mixed precision. Each of m microbatches is reduce-scattered: a rank
-has no room for the rest of the gradient. A pipeline has many microbatches and little gradient memory per
-stage: there stage 1 is the better trade. A stage's buckets go after each of its backwards (W, if apart).
-Sends m (n-1)/n of the gradients and (n-1)/n of the parameters per step. Memory beside the shards: one bucket
-being filled, one being sent.
+2 + 14/n bytes per parameter with Adam in mixed precision. m microbatches add up in one of two places:
+
+    accumulate="scatter"   every microbatch is reduce-scattered    sends m (n-1)/n of the gradients, holds P/n
+    accumulate="keep"      the whole gradient adds up first        sends   (n-1)/n of the gradients, holds P
+
+A pipeline has many microbatches and little gradient memory per stage: there stage 1 is the better trade. A
+stage's buckets are sent after each of its backwards (after W, if that is apart), m times (n-1)/n.
+Sends that and (n-1)/n of the parameters per step. Memory beside the shards: one bucket being filled, one
+being sent.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2 (P_os+g). Differs: buckets of equal bytes rather
 than one parameter after another, SUM instead of mean; shards add up in the dtype of the gradients.
 """
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 
 from minitrain.data_parallel.buckets import Flat
 from minitrain.data_parallel.zero1 import WholeParameters
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle, reduce_scatter
 
 
@@ -26,18 +31,28 @@ class Zero2(WholeParameters):
 
     stage = 2
 
-    def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000):
+    def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000, accumulate="scatter"):
+        require_one_of(("scatter", "keep"), accumulate=accumulate)
+        self.keep = accumulate == "keep"
         super().__init__(model, group, make_optimizer, bucket_bytes)
         self._is_last = False  # what is under way: no later microbatch adds to it
 
     def _on_grad(self, param: nn.Parameter) -> None:
         """This parameter's gradient is complete; send the buckets that are full, in order."""
-        if not self.driven:
+        if not self.driven and (self.enabled or not self.keep):
             self.in_order.complete(param)
             if not self.in_order.waiting:
                 self.in_order.reset()  # for the next microbatch
 
     def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
+        if not self.keep:
+            self._send_buckets_of(params)
+
+    def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:
+        if self.keep:
+            self._send_buckets_of(params)
+
+    def _send_buckets_of(self, params: Iterable[nn.Parameter]) -> None:
         bucket_of = self.in_order.bucket_of
         for flat in dict.fromkeys(bucket_of[param] for param in reversed(list(params)) if param in bucket_of):
             self.in_order.send(flat)

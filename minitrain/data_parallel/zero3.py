@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from minitrain.data_parallel.sharded_units import Turns, Unit, UnitBuffer, assign, elements
 from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
 from minitrain.ranks.torch_private import in_backward, tree_leaves
 
@@ -42,7 +43,7 @@ from minitrain.ranks.torch_private import in_backward, tree_leaves
 # and of its gradients:
 #   none
 #      _on_grad of its first parameter makes a whole buffer of zeros
-#   accumulated  over parameters, and with keep_gathered over microbatches
+#   accumulated  over parameters, and with accumulate="keep" over microbatches
 #      _on_grad of its last parameter (in a pipeline `on_microbatch_grads` or `on_step_grads`): _send
 #   scattering   reduce_scatter under way, one buffer at a time
 #      the next _send, or finish: _settle
@@ -56,8 +57,11 @@ class Zero3(Sync):
     groups: tuple = ()  # over whose ranks a gradient is a sum, if they are more than one
     sums_are_final = True  # what is scattered needs no more sums once per step
 
-    def __init__(self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True):
-        self.group, self.reshard, self.prefetch = group, reshard, prefetch
+    def __init__(
+        self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
+    ):
+        require_one_of(("scatter", "keep"), accumulate=accumulate)
+        self.group, self.reshard, self.prefetch, self.keep = group, reshard, prefetch, accumulate == "keep"
         super().__init__(model, self.groups or (group,), make_optimizer)
         modules = list(elements(model) if units is None else units)
         self.units = assign(model, modules, self.make_flat, self.key_of)
@@ -160,7 +164,8 @@ class Zero3(Sync):
         if flat.num_grads == len(flat.params):
             flat.num_grads = 0
             flat.free()  # every operator that used these parameters has been differentiated
-            self._send(flat)
+            if self.enabled or not self.keep:
+                self._send(flat)
 
     def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None:
         """Called by a pipeline: free the stage, send its gradients."""
@@ -168,7 +173,7 @@ class Zero3(Sync):
             for param in flat.params:
                 self._on_grad(flat, param)  # made by W, which no hook sees
             flat.free()
-            if flat.grads is not None and not flat.keep_gathered:
+            if flat.grads is not None and not self.keep and not flat.keep_gathered:
                 self._send(flat)
 
     def keep_gathered(self, params: Iterable[nn.Parameter], keep: bool) -> None:

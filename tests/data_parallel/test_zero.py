@@ -43,7 +43,9 @@ from tests.parallel import (
 WAYS = {
     "stage 1": (Zero1, dict(bucket_bytes=3000)),
     "stage 2": (Zero2, dict(bucket_bytes=3000)),
+    "stage 2, keep": (Zero2, dict(bucket_bytes=3000, accumulate="keep")),
     "stage 3": (Zero3, {}),
+    "stage 3, keep": (Zero3, dict(accumulate="keep")),
     "stage 3, no reshard, no prefetch": (Zero3, dict(reshard=False, prefetch=False)),
 }
 BATCHES = (12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
@@ -178,18 +180,18 @@ def test_bytes_sent_equal_the_formulas(ranks):
     def rank():
         return {way: [traffic(way, untied(microbatches=m)) for m in (1, 3)] for way in WAYS}
 
-    gathers = {"stage 3": 2}  # a microbatch; every other way once
+    gathers = {"stage 3": 2, "stage 3, keep": 2}  # a microbatch; every other way once
     for ways in launch.run(rank, ranks=ranks):
         for way, runs in ways.items():
             for m, (gathered, scattered, calls, whole) in zip((1, 3), runs):
                 share = whole * (ranks - 1) // ranks
-                sends = 1 if way == "stage 1" else m
+                sends = 1 if way == "stage 1" or "keep" in way else m
                 passes = m if way.startswith("stage 3") else 1
                 assert scattered == sends * share
                 assert gathered == gathers.get(way, 1) * passes * share
         calls = {way: [calls for _, _, calls, _ in runs] for way, runs in ways.items()}
         assert calls["stage 2"][1] == 3 * calls["stage 2"][0]  # every microbatch; else once per bucket
-        assert calls["stage 1"][1] == calls["stage 1"][0]
+        assert calls["stage 1"][1] == calls["stage 1"][0] == calls["stage 2, keep"][1]
 
 
 def test_zero1_pp_tp():
