@@ -120,12 +120,9 @@ def readers(graph: Sequence[Op]) -> dict[str, list[Op]]:
 def _checked(graph: Sequence[Op], halves: Iterable[str]) -> frozenset[str]:
     seen, halves = set(), frozenset(halves)
     for op in graph:
-        if op.name in seen or op.name in ("full", "half"):
-            raise ValueError(f"casts: {op.name!r} is taken; use another name for this operator")
-        if unknown := set(op.inputs) - seen:
-            raise ValueError(f"casts: {op.name} reads {sorted(unknown)}, not made before; put inputs first")
-        if not all(cost >= 0 for cost in (op.full, op.half or 0, op.cast)):
-            raise ValueError(f"casts: {op.name} has times {op.full}, {op.half}, {op.cast}; use 0 or more")
+        misplaced = op.name in {*seen, "full", "half"} or not seen.issuperset(op.inputs)
+        if misplaced or not all(cost >= 0 for cost in (op.full, op.half or 0, op.cast)):
+            raise ValueError(f"casts: {op}: use a new name, inputs made before, and times of 0 or more")
         seen.add(op.name)
     if wrong := sorted(halves - all_half(graph)):
         raise ValueError(f"casts: {wrong} cannot be in 16 bits; use some of {sorted(all_half(graph))}")

@@ -5,18 +5,13 @@ N machines stand in rings; each keeps its own state and that of the m - 1 before
     groups    rings of m where m divides N; else the last one has m + N mod m machines ("mixed")
     ring      one ring of N
 
-A state is lost when m neighbours of a ring fail: s/(s-k)·[x^k](1 + x + .. + x^(m-1))^(s-k) sets of k < s
-failures leave a ring of s whole, and rings multiply as polynomials in x. Where m divides N, no placement
-survives k = m more often; else mixed is at most (2m-3)/C(N,m) below the best.
+A state is lost when m neighbours of a ring fail. Where m divides N, no placement survives m failures more
+often than groups; else mixed is at most (2m-3)/C(N,m) below the best.
 Wang et al. 2023 (Gemini), SOSP. Differs: when copies travel is left to systems/checkpoint.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from fractions import Fraction
-from math import comb
 from typing import NamedTuple
-
-import numpy
 
 from minitrain.plan.simulate.links import Number
 from minitrain.ranks.checks import require_nonnegative, require_positive_ints
@@ -48,27 +43,6 @@ def holders(rings: Iterable[Sequence[int]], replicas: int) -> dict[int, frozense
 def recovers(placement: dict[int, frozenset[int]], failed: Collection[int]) -> bool:
     """Whether each state has a holder that did not fail."""
     return all(not held <= set(failed) for held in placement.values())
-
-
-def survivals(rings: Iterable[Sequence[int]], replicas: int) -> list[int]:
-    """The sets of k failed machines that lose nothing, for k = 0 .. N."""
-    total = numpy.array([1], dtype=object)
-    for members in rings:
-        size, one_ring = len(members), []
-        for k in range(size):  # failed machines fill the gaps between those left, at most m - 1 in each
-            gaps = size - k
-            fillings = sum(
-                (-1) ** full * comb(gaps, full) * comb(k - full * replicas + gaps - 1, gaps - 1)
-                for full in range(k // replicas + 1)
-            )
-            one_ring.append(size * fillings // gaps)
-        total = numpy.convolve(total, numpy.array([*one_ring, 0], dtype=object))
-    return total.tolist()
-
-
-def probability(survivals: Sequence[int], failures: int) -> Fraction:
-    """That so many machines at once, any of them, lose nothing."""
-    return Fraction(survivals[failures], comb(len(survivals) - 1, failures))
 
 
 class Protection(NamedTuple):

@@ -21,7 +21,7 @@ measures how much copies slow products; DeepSeek's transfers between pipeline st
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product, zip_longest
+from itertools import chain, count, product, zip_longest
 from math import ceil, floor, sqrt
 from typing import NamedTuple
 
@@ -269,31 +269,6 @@ REPORTED = replace(
 )
 
 
-class Log:
-    """What one rank does, in order."""
-
-    def __init__(self, dtype: str) -> None:
-        self.events: list[Event] = []
-        self.dtype, self.issued = dtype, 0
-
-    def compute(self, name: str, with_weights: float, without: float = 0) -> None:
-        for flops, dtype in ((with_weights, self.dtype), (without, "bfloat16")):
-            self.events += [Compute(name, flops, 0, dtype=dtype)] * (flops > 0)
-
-    def issue(self, legs: Sequence[Leg], name: str) -> list[int]:
-        """All at once; -> their ids."""
-        first = self.issued
-        for axis, members, payload in legs:
-            sent = payload * (len(members) - 1) // len(members)
-            way = "all_to_all", axis, members, payload, sent
-            self.events.append(Issue(self.issued, *way, self.issued, name))
-            self.issued += 1
-        return list(range(first, self.issued))
-
-    def wait(self, ids: Sequence[int]) -> None:
-        self.events += [Wait(id) for id in ids]
-
-
 def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> list[Event]:
     """Backward of one microbatch and forward of another, through so many layers, on rank 0 of ep.
 
@@ -303,33 +278,42 @@ def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int 
     require_one_of(("row", "turns", "weights"), order=order)
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:
         raise ValueError(f"ep={ep}; use 2 to {on.devices_per_node} ranks of a node, or whole nodes")
-    log, flops, later = Log(layer.dtype), layer.flops, []
-    there, back = (layer.legs(element_bytes, ep, on) for element_bytes in (1, 2))
+    events, ids, later, flops = [], count(), [], layer.flops
+
+    def compute(name: str, with_weights: float, without: float = 0) -> None:
+        for number, dtype in ((with_weights, layer.dtype), (without, "bfloat16")):
+            events.extend([Compute(name, number, 0, dtype=dtype)] * (number > 0))
+
+    def all_to_all(element_bytes: int, name: str) -> Iterator[None]:
+        """Issues all legs, and waits for them when it is asked again."""
+        new = []
+        for axis, members, payload in layer.legs(element_bytes, ep, on):
+            new.append(next(ids))
+            sent = payload * (len(members) - 1) // len(members)
+            events.append(Issue(new[-1], "all_to_all", axis, members, payload, sent, new[-1], name))
+        while later:
+            compute(*later.pop())
+        yield
+        events.extend(map(Wait, new))
 
     def forward() -> Iterator[None]:
-        for name, legs in (("attention", there), ("experts", back)) * layers:
-            log.compute(f"{name} F", *flops[name])
-            ids = log.issue(legs, f"{name} F")
-            yield
-            log.wait(ids)
+        for name, element_bytes in (("attention", 1), ("experts", 2)) * layers:
+            compute(f"{name} F", *flops[name])
+            yield from all_to_all(element_bytes, f"{name} F")
 
     def backward() -> Iterator[None]:
-        for name, legs in (("experts", there), ("attention", back)) * layers:
-            ids = log.issue(legs, f"{name} B")
-            while later:
-                log.compute(*later.pop())
-            yield
-            log.wait(ids)
+        for name, element_bytes in (("experts", 1), ("attention", 2)) * layers:
+            yield from all_to_all(element_bytes, f"{name} B")
             with_weights, without = flops[name]
-            log.compute(f"{name} B", with_weights if order == "weights" else 2 * with_weights, 2 * without)
+            compute(f"{name} B", with_weights if order == "weights" else 2 * with_weights, 2 * without)
             if order == "weights":
                 later.append((f"{name} W", with_weights))
         while later:
-            log.compute(*later.pop())
+            compute(*later.pop())
 
     for _ in (chain if order == "row" else zip_longest)(backward(), forward()):
         pass
-    return log.events
+    return events
 
 
 def pair_timeline(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> Timeline:

@@ -147,10 +147,10 @@ def test_a_block_by_hand():
 @pytest.mark.parametrize(
     "graph,halves,complaint",
     [
-        ([Op("a", (), 1, 1, 1)] * 2, (), "casts: 'a' is taken"),
-        ([Op("half", (), 1, 1, 1)], (), "casts: 'half' is taken"),
-        ([Op("a", ("b",), 1, 1, 1)], (), r"casts: a reads \['b'\], not made before; put inputs first"),
-        ([Op("a", (), 1, -1, 1)], (), "casts: a has times 1, -1, 1; use 0 or more"),
+        ([Op("a", (), 1, 1, 1)] * 2, (), "casts: Op.*use a new name"),
+        ([Op("half", (), 1, 1, 1)], (), "casts: Op.*use a new name"),
+        ([Op("a", ("b",), 1, 1, 1)], (), "inputs made before"),
+        ([Op("a", (), 1, -1, 1)], (), "times of 0 or more"),
         (
             [Op("a", (), 1, None, 1), Op("b", (), 1, 1, 1)],
             "a",

@@ -23,7 +23,6 @@ from dataclasses import replace
 from math import inf
 
 from minitrain.systems.plan.search.problem import Graph, Option, Problem, SearchResult, cheapest
-from minitrain.systems.plan.search.stages import Families, Run, message_seconds, stage_graphs
 
 
 def optcnn(problem: Problem, unit: str = "seconds") -> SearchResult:
@@ -108,17 +107,6 @@ def fastest(front: list[Point], memory_bytes: float) -> Point:
     if fitting := [point for point in front if point[1] <= memory_bytes]:
         return fitting[0]
     raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")
-
-
-def fastest_of_stage(problem: Problem, run: Run, behind: int, families: Families | None) -> SearchResult:
-    """Its options within memory; `cost` has the message, and is infinite if nothing fits."""
-    best, looked_at = SearchResult((), inf, 0), 0
-    for graph in stage_graphs(problem, run, behind, families):
-        front, looked = frontier(graph, problem.memory_bytes)
-        looked_at += looked
-        if front and front[0][0] < best.cost:
-            best = SearchResult(graph.choice(front[0][2]), front[0][0], 0)
-    return SearchResult(best.choice, best.cost + message_seconds(problem, *run), looked_at)
 
 
 HYPAR_SHARDINGS = ("dp", "row")  # model parallelism: each device has the weights of some inputs

@@ -92,11 +92,6 @@ def times(program: Program) -> dict[str, float]:
     return ends
 
 
-def peak_bytes(program: Program, device: int) -> float:
-    """The most that an operator of a device needs."""
-    return max((operator.bytes for operator in program.values() if operator.device == device), default=0)
-
-
 Constraint = Callable[[dict[str, int]], bool]  # of devices by name
 
 

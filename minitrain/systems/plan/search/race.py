@@ -16,7 +16,7 @@ from typing import NamedTuple
 from minitrain.ranks.tables import aligned
 from minitrain.systems.plan.search import automap, layerwise, nnscaler, simulated, staged, tofu, unity
 from minitrain.systems.plan.search.problem import Level, Problem, SearchResult, every, exhaustive, least
-from minitrain.systems.plan.search.stages import Cut, all_cuts, every_plan
+from minitrain.systems.plan.search.staged import Cut, all_cuts, every_plan
 
 
 class Row(NamedTuple):

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-import numpy
-
 from minitrain.systems.plan.search.problem import SearchResult
 
 Graph = tuple  # (operator, arguments ..); partition and combine carry their dim: ("partition", 0, x)
@@ -65,40 +63,6 @@ def rewrites(g: Graph, rules) -> Iterator[Graph]:
     for at, part in enumerate(g):
         if type(part) is tuple:
             yield from ((*g[:at], new, *g[at + 1 :]) for new in rewrites(part, rules))
-
-
-def run(g: Graph, arrays: Mapping[str, numpy.ndarray], devices: int):
-    """The result, computed shard by shard: an array where it is whole, else a list of each device's."""
-    match g:
-        case ("input" | "weight", name):
-            return arrays[name]
-        case ("beside", a, b):
-            a, b = run(a, arrays, devices), run(b, arrays, devices)
-            pairs = list(zip(a, b)) if type(a) is list else [(a, b)]
-            joined = [numpy.concatenate(pair, axis=1) for pair in pairs]
-            return joined if type(a) is list else joined[0]
-        case ("partition", dim, x):
-            return numpy.split(run(x, arrays, devices), devices, axis=dim)
-        case ("replicate", x):
-            return [run(x, arrays, devices)] * devices
-        case ("combine", dim, x):
-            return numpy.concatenate(run(x, arrays, devices), axis=dim)
-        case ("reduce", x):
-            return sum(run(x, arrays, devices))
-    arguments = [run(x, arrays, devices) for x in g[1:]]
-    if type(arguments[0]) is list:
-        return [_apply(g[0], *parts) for parts in zip(*arguments)]
-    return _apply(g[0], *arguments)
-
-
-def _apply(operator: str, x, y=None):
-    half = x.shape[1] // 2
-    return {
-        "matmul": lambda: x @ y,
-        "mul": lambda: x * y,
-        "relu": lambda: numpy.maximum(x, 0),
-        "glu": lambda: x[:, :half] * x[:, half:],
-    }[operator]()
 
 
 @dataclass(frozen=True)

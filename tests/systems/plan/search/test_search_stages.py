@@ -1,6 +1,5 @@
 """Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
 
-import sys
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -9,7 +8,7 @@ import pytest
 
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.systems.plan.search import layerwise, staged, stages
+from minitrain.systems.plan.search import staged
 from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
 from minitrain.systems.plan.search.race import every_run
 from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
@@ -23,72 +22,72 @@ def test_step_of_a_pipeline():
     for times in ((1, 1, 1), (1, 5, 2), (4, 1, 3, 2), (7,)):
         for microbatches in (1, 2, 4, 8):
             costs = Costs(F=1, B=2, stage={i: time for i, time in enumerate(times)})
-            step = stages.pipelined([3 * time for time in times], microbatches)
+            step = staged.pipelined([3 * time for time in times], microbatches)
             assert simulate(gpipe(len(times), microbatches), costs).makespan == step
             other = simulate(one_f_one_b(len(times), microbatches), costs).makespan
             assert 0.8 * step < other <= step and (other == step or len(set(times)) > 1)
     problem = example()
     half = [range(0, 2), range(2, 4)]
-    plan = tuple(stages.Stage(run, 2, (Option(("dp",)),) * 2) for run in half)
+    plan = tuple(staged.Stage(run, 2, (Option(("dp",)),) * 2) for run in half)
     own = [problem.cost([Option(("dp",))] * 2, run, 2) for run in half]
     message = 2 * 512 * 1024 * 4 / 2 / 2.0**30  # both ways, half at each of two devices
-    assert stages.seconds(problem, plan) == own[0] + own[1] + message + 3 * max(own[0], own[1] + message)
+    assert staged.seconds(problem, plan) == own[0] + own[1] + message + 3 * max(own[0], own[1] + message)
     held = [16 * 2 * 512 * 4096 + 2 * 4 * 512 * (512 + 4096), 16 * 2 * 512 * 2048 + 4 * 512 * (512 + 2048)]
-    assert stages.peak_bytes(problem, plan) == held  # states; x of two microbatches, and of one
+    assert staged.peak_bytes(problem, plan) == held  # states; x of two microbatches, and of one
     assert str(plan[0]) == "0-1 on 2: dp dp"
     alone = replace(problem, microbatches=1)
-    assert [stages.in_flight(alone, behind) for behind in (0, 1, 5)] == [1, 1, 1], "no more than there are"
-    assert stages.peak_bytes(alone, plan)[0] < held[0]
+    assert [staged.in_flight(alone, behind) for behind in (0, 1, 5)] == [1, 1, 1], "no more than there are"
+    assert staged.peak_bytes(alone, plan)[0] < held[0]
 
 
 def test_all_cuts():
     """Layers in runs, devices in groups that fill levels, none left over."""
-    cuts = stages.all_cuts(example())
+    cuts = staged.all_cuts(example())
     assert (
         len(cuts) == len(set(cuts)) == 1 + 3 + 3 * 3 + 1
     )  # stages of 4; 2, 2; 2, 1, 1 in any order; 1, 1, 1, 1
     assert all(sum(devices for _, devices in cut) == 4 for cut in cuts)
     assert all([i for run, _ in cut for i in run] == [0, 1, 2, 3] for cut in cuts)
-    assert stages.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
-    assert stages.every_plan(example()).looked_at == 16**4 + 3 * 4**4 + 2 * 12 + 4 * 9 + 12 + 1
+    assert staged.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
+    assert staged.every_plan(example()).looked_at == 16**4 + 3 * 4**4 + 2 * 12 + 4 * 9 + 12 + 1
 
 
 def test_every_plan_is_the_best_of_what_the_layers_up_say():
     """Each stage priced once finds what all plans, each computed whole, do; also where a stage fits nowhere."""
     problem = chain(1, layers=3, levels=1, shardings=("dp", "col"))
     every = [
-        tuple(stages.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
-        for cut in stages.all_cuts(problem)
+        tuple(staged.Stage(run, devices, some) for (run, devices), some in zip(cut, options))
+        for cut in staged.all_cuts(problem)
         for options in product(
             *(product(problem.options(problem.mesh(devices)), repeat=len(run)) for run, devices in cut)
         )
     ]
     assert len(every) == len(set(every)) == 2**3 + 1 + 1
-    peak = lambda plan: max(stages.peak_bytes(problem, plan))
+    peak = lambda plan: max(staged.peak_bytes(problem, plan))
     for cap, microbatches in product([inf, *sorted(map(peak, every))[::3]], (1, problem.microbatches)):
         case = replace(problem, memory_bytes=cap, microbatches=microbatches)
-        fitting = [plan for plan in every if max(stages.peak_bytes(case, plan)) <= cap]
-        found = stages.every_plan(case)
+        fitting = [plan for plan in every if max(staged.peak_bytes(case, plan)) <= cap]
+        found = staged.every_plan(case)
         assert found.looked_at == len(every) and found.choice in fitting
-        assert found.cost == min(stages.seconds(case, plan) for plan in fitting)
+        assert found.cost == min(staged.seconds(case, plan) for plan in fitting)
 
 
 def test_a_layer_is_handed_over():
     """The first to the stage before, the last to the one behind; the only one to nobody."""
     runs = [range(0, 2), range(2, 4), range(4, 5)]
-    assert list(stages.handed_over(runs, 0)) == [[range(0, 1), range(1, 4), range(4, 5)]]
-    assert list(stages.handed_over(runs, 1)) == [
+    assert list(staged.handed_over(runs, 0)) == [[range(0, 1), range(1, 4), range(4, 5)]]
+    assert list(staged.handed_over(runs, 1)) == [
         [range(0, 3), range(3, 4), range(4, 5)],
         [range(0, 2), range(2, 3), range(3, 5)],
     ]
-    assert list(stages.handed_over(runs, 2)) == []
+    assert list(staged.handed_over(runs, 2)) == []
 
 
 def capped(search, problem):
     """The problem in 8, 6 and 4 tenths of the memory of its fastest plan, as far as any plan fits."""
     fastest, cases = search(replace(problem, memory_bytes=inf)).choice, []
     for share in (0.8, 0.6, 0.4):
-        cases.append(replace(problem, memory_bytes=share * max(stages.peak_bytes(problem, fastest))))
+        cases.append(replace(problem, memory_bytes=share * max(staged.peak_bytes(problem, fastest))))
         try:
             search(cases[-1])
         except ValueError:
@@ -106,9 +105,9 @@ def test_piper():
         for case in [replace(problem, memory_bytes=inf), *capped(staged.piper, problem)]:
             found, best = staged.piper(case), staged.every_piper_plan(case)
             assert found.cost == best.cost and found.looked_at < best.looked_at
-            times = [stages.stage_seconds(case, stage) for stage in found.choice]
+            times = [staged.stage_seconds(case, stage) for stage in found.choice]
             assert (
-                max(times) == found.cost and max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+                max(times) == found.cost and max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
             )
             recomputed.append(any(option.again for stage in found.choice for option in stage.options))
     assert any(recomputed) and not recomputed[0]
@@ -121,8 +120,8 @@ def test_of_equal_plans_piper_takes_that_with_fewest_stages():
     layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
     problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, shardings=("dp",))
     found = staged.piper(problem)
-    alone = stages.Stage(range(0, 1), 1, (Option(()),))
-    assert found.cost == stages.stage_seconds(problem, alone)
+    alone = staged.Stage(range(0, 1), 1, (Option(()),))
+    assert found.cost == staged.stage_seconds(problem, alone)
     assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
 
 
@@ -154,8 +153,8 @@ def test_alpa():
         assert staged.intra(graph, cap)[0] == every(graph, cap).cost and staged.intra(graph, 1) is None
         for case in (problem, *capped(staged.alpa, problem)[:1]):
             found = staged.alpa(case)
-            assert found.cost == stages.every_plan(case).cost == stages.seconds(case, found.choice)
-            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            assert found.cost == staged.every_plan(case).cost == staged.seconds(case, found.choice)
+            assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         staged.alpa(replace(problem, memory_bytes=1))
     check_megatron()
@@ -181,9 +180,9 @@ def check_megatron():
         for cut in staged.even_cuts(gpt):
             for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
                 plan = tuple(
-                    stages.Stage(run, devices, (Option(shardings),) * len(run)) for run, devices in cut
+                    staged.Stage(run, devices, (Option(shardings),) * len(run)) for run, devices in cut
                 )
-                manual.append(stages.seconds(gpt, plan))
+                manual.append(staged.seconds(gpt, plan))
         assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
 
 
@@ -191,11 +190,11 @@ def test_aceso():
     """On 4 layers and 4 devices it prices under 5 % of the plans there are, and ends within 5 % of the best."""
     shares = []
     for case in (example(), example(rows=512), *(chain(seed) for seed in (4,))):
-        found, best = aceso(case), stages.every_plan(case)
-        assert best.cost <= found.cost <= 1.05 * best.cost and found.cost == stages.seconds(
+        found, best = aceso(case), staged.every_plan(case)
+        assert best.cost <= found.cost <= 1.05 * best.cost and found.cost == staged.seconds(
             case, found.choice
         )
-        assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+        assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
         shares.append(found.looked_at / best.looked_at)
     assert max(shares) < 0.05
     with pytest.raises(ValueError, match="found no plan in 1 bytes"):
@@ -212,20 +211,20 @@ def test_aceso_changes_one_thing():
     assert [len(plan) for plan in begun] == [1, 2, 3, 4]
     for plan in begun:
         cut = tuple((stage.layers, stage.devices) for stage in plan)
-        assert work(cut) == min(work(one) for one in stages.all_cuts(problem) if len(one) == len(cut))
+        assert work(cut) == min(work(one) for one in staged.all_cuts(problem) if len(one) == len(cut))
         assert {sharding for stage in plan for option in stage.options for sharding in option.shardings} <= {
             "dp"
         }
     outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
-    stage = stages.Stage(range(1, 3), 4, (outer, inner))
+    stage = staged.Stage(range(1, 3), 4, (outer, inner))
     assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
     less = resized(problem, stage, range(2, 4), 2)
-    assert less == stages.Stage(range(2, 4), 2, (Option(("row",), True),) * 2)
+    assert less == staged.Stage(range(2, 4), 2, (Option(("row",), True),) * 2)
     assert resized(problem, less, range(3, 4), 4).options == (Option(("dp", "row"), True),)
     assert slowest(problem, [1.0, 3.0, 2.0], [0, 0, problem.memory_bytes]) == [1, 2, 0]
     assert slowest(problem, [2.0, 3.0, 2.0, 3.0], [0] * 4) == [1, 3, 0, 2], "of equals the first"
     assert slowest(problem, [1.0, 3.0, 2.0], [0, 1, problem.memory_bytes + 1]) == [2, 1, 0]
-    plan = (stages.Stage(range(0, 3), 1, (Option(()),) * 3), stages.Stage(range(3, 4), 2, (Option(("dp",)),)))
+    plan = (staged.Stage(range(0, 3), 1, (Option(()),) * 3), staged.Stage(range(3, 4), 2, (Option(("dp",)),)))
     handed, swapped = primitives(problem, plan, 0)
     assert [one.layers for one in handed] == [range(0, 2), range(2, 4)]
     assert [one.devices for one in swapped] == [2, 1] and [one.layers for one in swapped] == [
@@ -245,10 +244,10 @@ def test_galvatron():
         problem = blocks(seed, levels=2 + (seed == 0))
         for case in [problem, *capped(staged.galvatron, problem)]:
             found = staged.galvatron(case)
-            best = stages.every_plan(case, staged.tree_options(case), staged.even_cuts(case))
-            assert found.cost == best.cost == stages.seconds(case, found.choice)
+            best = staged.every_plan(case, staged.tree_options(case), staged.even_cuts(case))
+            assert found.cost == best.cost == staged.seconds(case, found.choice)
             assert found.looked_at < best.looked_at
-            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
 
 
 def test_galvatron_bmw():
@@ -260,9 +259,9 @@ def test_galvatron_bmw():
         problem = blocks(seed, shardings=("sdp", "tp"))
         for case in [problem, *capped(staged.galvatron, problem)]:
             found, before = staged.galvatron_bmw(case), staged.galvatron(case)
-            best = stages.every_plan(case, staged.bmw_options(case), every_run(case))
-            assert best.cost <= found.cost <= before.cost and found.cost == stages.seconds(case, found.choice)
-            assert max(stages.peak_bytes(case, found.choice)) <= case.memory_bytes
+            best = staged.every_plan(case, staged.bmw_options(case), every_run(case))
+            assert best.cost <= found.cost <= before.cost and found.cost == staged.seconds(case, found.choice)
+            assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
             faster += found.cost < before.cost
     assert faster >= 3
     with pytest.raises(ValueError, match="fits into 1 bytes"):
@@ -274,9 +273,9 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     """Also of cuts in which a later stage turns out not to fit."""
     problem = blocks(0, layers=3, shardings=("dp", "tp"))
     tight = capped(search, problem)[-1]
-    counted, whole = [], layerwise.frontier
+    counted, whole = [], staged.frontier
     monkeypatch.setattr(
-        layerwise, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
+        staged, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
     )
     for case in (problem, tight):
         counted.clear()
@@ -299,8 +298,7 @@ def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
 
 
 def test_aceso_counts_the_plans_that_it_priced(monkeypatch):
-    priced = []
-    module = sys.modules[aceso.__module__]
-    monkeypatch.setattr(module, "with_behind", lambda plan: priced.append(plan) or stages.with_behind(plan))
+    priced, with_behind = [], staged.with_behind
+    monkeypatch.setattr(staged, "with_behind", lambda plan: priced.append(plan) or with_behind(plan))
     found = aceso(chain(4, layers=3))
     assert found.looked_at == len(priced) == len(set(priced))
