@@ -179,14 +179,10 @@ def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
     for step in steps:
         ranks, gone = found[step.expert], step[1] if isinstance(step, (Shrink, Migrate)) else None
         new = step.to if isinstance(step, (Expand, Migrate)) else None
-        if new in ranks or (gone is not None and gone not in ranks) or (new is None and len(ranks) == 1):
-            raise ValueError(
-                f"{step} with ranks {ranks}: a rank holds an expert once, and one rank always does"
-            )
-        if gone is None:
-            ranks.append(new)
-        else:
-            ranks[ranks.index(gone) : ranks.index(gone) + 1] = [] if new is None else [new]
+        if new in ranks or gone not in [None, *ranks] or (new is None and len(ranks) == 1):
+            raise ValueError(f"{step} with ranks {ranks}: a rank holds an expert once, and one always does")
+        at = len(ranks) if gone is None else ranks.index(gone)
+        ranks[at : at + 1] = [] if new is None else [new]
     return tuple(map(tuple, found))
 
 

@@ -89,8 +89,6 @@ def _pipeline(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) 
 
 
 def _context(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    if s.cp == 1:
-        return Fraction(0)
     queries, keys = (
         heads * config.head_dim / Fraction(s.tp) for heads in (config.num_heads, config.num_kv_heads)
     )
@@ -99,8 +97,6 @@ def _context(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -
 
 
 def _experts(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    if s.ep == 1:
-        return Fraction(0)
     sent = Fraction(0)
     for block in _blocks(config, layers):
         if experts := config.experts_in(block):
@@ -163,13 +159,7 @@ def _check(config: GPTConfig, s: Any) -> None:
             raise ValueError(f"{name}={getattr(s, name)!r} has no formula here; use {value!r}, or a dry run")
     if config.num_kv_heads % s.tp:
         raise ValueError(f"tp={s.tp} ranks share {config.num_kv_heads} K/V heads: no formula; use a dry run")
-    if s.pipelined and any(len(held) > 1 for held in _holders(s).values()):
-        raise ValueError(f"schedule={s.schedule!r} has stages on two ranks: no formula; use a dry run")
-
-
-def _holders(s: Any) -> dict[int, set[int]]:
-    schedule, found = s.build_schedule(), {}
-    for rank in range(s.pp):
-        for stage in schedule.stages_of(rank):
-            found.setdefault(stage, set()).add(rank)
-    return found
+    if s.pipelined:
+        schedule = s.build_schedule()
+        if sum(len(schedule.stages_of(rank)) for rank in range(s.pp)) > schedule.stages:
+            raise ValueError(f"schedule={s.schedule!r} has stages on two ranks: no formula; use a dry run")

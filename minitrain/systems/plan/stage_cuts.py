@@ -191,26 +191,21 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
     best = simulated_step(cut, forward, backward, m)
     while True:
         master = min(range(p), key=best.idle)
-        tried = [
-            (simulated_step(moved, forward, backward, m), moved) for moved in without_one_unit(cut, master)
-        ]
-        faster = min(tried, key=lambda pair: pair[0].makespan, default=None)
-        if faster is None or faster[0].makespan >= best.makespan:
+        cuts = [cut, *without_one_unit(cut, master)]  # of equal ones this cut
+        steps = [(simulated_step(one, forward, backward, m), one) for one in cuts]
+        best, moved = min(steps, key=lambda step: step[0].makespan)
+        if moved == cut:
             return AutoPipePlan(best.makespan, cut)
-        best, cut = faster
+        cut = moved
 
 
 def simulated_step(
     cut: Sequence[range], forward: Sequence[Number], backward: Sequence[Number], m: int
 ) -> Simulation:
     """1F1B over these stages."""
-    schedule = one_f_one_b(len(cut), m)
-    times = {
-        (kind, stage): sum(numbers[units.start : units.stop])
-        for kind, numbers in (("F", forward), ("B", backward))
-        for stage, units in enumerate(cut)
-    }
-    return simulate(schedule, Measured({action: times[action[:2]] for action in schedule.place}))
+    schedule, times = one_f_one_b(len(cut), m), {"F": forward, "B": backward}
+    sums = {(kind, s): sum(times[kind][run.start : run.stop]) for kind in times for s, run in enumerate(cut)}
+    return simulate(schedule, Measured({action: sums[action[:2]] for action in schedule.place}))
 
 
 def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]]:
@@ -240,8 +235,8 @@ def sliced(p: int, m: int, k: int = 1) -> Schedule:
 
 def sliced_times(schedule: Schedule, k: int, F: Number = 1, B: Number = 2) -> Measured:
     """A half takes half of the time."""
-    share = {action: Fraction(1, 2) if action.microbatch < 2 * k else 1 for action in schedule.place}
-    return Measured({action: (F if action.kind == "F" else B) * part for action, part in share.items()})
+    whole, half = {"F": F, "B": B}, Fraction(1, 2)
+    return Measured({a: whole[a.kind] * (half if a.microbatch < 2 * k else 1) for a in schedule.place})
 
 
 def slices_needed(p: int, m: int, F: Number = 1, B: Number = 2) -> int:
@@ -294,7 +289,6 @@ def depth(stages: int, edges: Edges) -> int:
 
 def graph_one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
-    require_positive_ints(stages=stages, m=m)
     require_positive_ints(stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):

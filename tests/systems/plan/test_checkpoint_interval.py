@@ -165,14 +165,9 @@ def test_the_first_order_plan_has_the_least_first_order_waste(survives):
 def test_two_levels_against_a_simulated_job(chosen, disk_save_s, restart_s):
     levels = Level(5.0, restart_s), Level(disk_save_s, 2 * restart_s)
     draw = random.Random(1)
-    found = run(
-        chosen.interval_s,
-        15_000 if disk_save_s < 1000 else 4_000,
-        memory=levels[0],
-        disk=levels[1],
-        every=chosen.every,
-        memory_survives=lambda failure: draw.random() < SURVIVES,
-    )
+    survives = lambda failure: draw.random() < SURVIVES
+    both = dict(zip(("memory", "disk"), levels), every=chosen.every, memory_survives=survives)
+    found = run(chosen.interval_s, 15_000 if disk_save_s < 1000 else 4_000, **both)
     assert found.waste == pytest.approx(plan.two_levels_waste(chosen, *levels, LLAMA_S, SURVIVES), rel=0.02)
     assert found.to_disk / found.failures == pytest.approx(1 - SURVIVES, abs=0.05)
 

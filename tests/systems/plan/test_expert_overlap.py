@@ -190,10 +190,8 @@ def test_no_second_is_lost():
     """The link is never idle while something waits for it: all that was to be moved has been moved."""
     draw = Random(2)
     for _ in range(300):
-        layers = [
-            (draw.randint(0, 9), draw.randint(0, 9), Fraction(draw.randint(0, 9)))
-            for _ in range(draw.randint(1, 6))
-        ]
+        drawn = ([draw.randint(0, 9) for _ in range(3)] for _ in range(draw.randint(1, 6)))
+        layers = [(compute, transfer, Fraction(reduction)) for compute, transfer, reduction in drawn]
         own = sum(compute + transfer for compute, transfer, _ in layers)
         for policy, micro in (("share", None), ("priority", None), ("priority", Fraction(2, 3))):
             step = lina(layers, policy, micro)
@@ -277,12 +275,8 @@ def test_deepseek_v3_hides_its_all_to_alls():
     assert exposed_us() == [12_443, 271, 0]
     assert exposed_us(layers=4) == [4 * 12_443 + 1, 4 * 271, 0]
     # one node: no network card; two: each token visits both
-    assert {ep: exposed_us(ep=ep) for ep in (2, 8, 16, 32)} == {
-        2: [4412, 0, 0],
-        8: [7760, 0, 0],
-        16: [7760, 0, 0],
-        32: [10_618, 0, 0],
-    }
+    wanted = {2: 4412, 8: 7760, 16: 7760, 32: 10_618}
+    assert {ep: exposed_us(ep=ep) for ep in wanted} == {ep: [us, 0, 0] for ep, us in wanted.items()}
 
 
 def test_in_fp8_there_is_as_much_to_send_as_to_compute():

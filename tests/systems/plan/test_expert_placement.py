@@ -321,10 +321,8 @@ def test_of_equal_choices_the_first_wins():
         assert plan.switched([*others, current], current, ones, free, 9) == current
     # of experts 2 and 3, 4 rows each, the copy of 2 is tried alone: 6 rows here and 6 there
     counts = [[0, 1, 2, 1], [1, 2, 2, 3]]
-    assert [holders for _, holders in plan.prophet(counts, free)] == [
-        plan.owners(4, 2),
-        plan.everywhere([2], 4, 2),
-    ]
+    trace = [holders for _, holders in plan.prophet(counts, free)]
+    assert trace == [plan.owners(4, 2), plan.everywhere([2], 4, 2)]
     # ranks 0 and 1 are the busiest: 0 is relieved, then 1
     steps = plan.flexmoe([3, 3, 2], plan.owners(3, 3), 3, slots=2, threshold=1.0)
     assert steps == [Expand(0, 2), Expand(2, 0)]

@@ -55,10 +55,8 @@ def test_a_pool_is_switched_by_placement_alone():
     moved = 0
     for grid, other in product(every, repeat=2):
         if grid != other:
-            sizes = [
-                sorted(stop - start for start, stop in own.values())
-                for own in (held[grid][0], held[other][0])
-            ]
+            both = held[grid][0], held[other][0]
+            sizes = [sorted(stop - start for start, stop in own.values()) for own in both]
             assert sizes[0] != sizes[1], "ranks of another grid have other shapes"
             continue
         for holders in (round_robin(8, grid.ep), *(greedy(loads, grid.ep) for loads in drawn_loads(4))):
@@ -85,12 +83,8 @@ def test_to_cut_matrices_anew_moves_dense_layers():
 
 def test_shards_of_ranks_by_hand():
     found = shards(Grid(1, 2, 2), ((1,), (0,)), Layer(2, 6, 10))
-    assert found == [
-        {1: (0, 3), "dense": (0, 5)},
-        {1: (3, 6), "dense": (5, 10)},
-        {0: (0, 3), "dense": (0, 5)},
-        {0: (3, 6), "dense": (5, 10)},
-    ]
+    halves = ((0, 3), (0, 5)), ((3, 6), (5, 10))
+    assert found == [{expert: cut, "dense": dense} for expert in (1, 0) for cut, dense in halves]
 
 
 def by_hand(grid, holders, loads, costs):
@@ -119,12 +113,8 @@ def test_smartmoe_chooses_the_pool_offline():
         found = plan.grids(8, LAYER, 2, 2 * most)
         assert found == fit
         pools = plan.pools(found, samples)
-        times = {
-            grid: sum(
-                min(by_hand(grid, holders, loads, costs) for holders in pools[grid]) for loads in samples
-            )
-            for grid in fit
-        }
+        best = lambda grid, loads: min(by_hand(grid, holders, loads, costs) for holders in pools[grid])
+        times = {grid: sum(best(grid, loads) for loads in samples) for grid in fit}
         best = plan.best_grid(pools, samples, LAYER, costs)
         assert times[best] == pytest.approx(min(times.values()), rel=1e-12)
         assert plan.pool_s(best, pools[best], samples, LAYER, costs) == pytest.approx(times[best], rel=1e-12)

@@ -109,16 +109,8 @@ def test_best_fit_and_no_search_leave_holes():
 
 def test_best_fit_by_hand():
     """Of the gaps of 3 and 2 bytes the smaller one that holds 2; what holds nothing goes on top."""
-    lives = [
-        Lifetime(0, 0, 9, 1),
-        Lifetime(1, 1, 4, 3),
-        Lifetime(2, 2, 9, 1),
-        Lifetime(3, 3, 4, 2),
-        Lifetime(4, 3, 9, 1),
-        Lifetime(5, 4, 9, 2),  # when 1 and 3 die
-        Lifetime(6, 6, 9, 4),
-        Lifetime(7, 7, 9, 3),
-    ]
+    spans = [(0, 9, 1), (1, 4, 3), (2, 9, 1), (3, 4, 2), (3, 9, 1), (4, 9, 2), (6, 9, 4), (7, 9, 3)]
+    lives = [Lifetime(block, *span) for block, span in enumerate(spans)]  # 5 is born when 1 and 3 die
     assert best_fit(lives) == {0: 0, 1: 1, 2: 4, 3: 5, 4: 7, 5: 5, 6: 8, 7: 1}
 
 

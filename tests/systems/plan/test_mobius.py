@@ -24,13 +24,8 @@ def alone_s(stages, devices, m, bytes_per_s=4, prefetch=True):
 def loads_at_once(run, stages, devices=4):
     """The most loads under way on one root complex, of the forward behind the first round of stages."""
     names = [f"load F{s}" for s in range(devices, stages)]
-    return max(
-        sum(
-            run.tasks[a].links == run.tasks[b].links and run.start(b) <= run.start(a) < run.end(b)
-            for b in names
-        )
-        for a in names
-    )
+    same = lambda a, b: run.tasks[a].links == run.tasks[b].links
+    return max(sum(same(a, b) and run.start(b) <= run.start(a) < run.end(b) for b in names) for a in names)
 
 
 def test_mobius():

@@ -124,15 +124,11 @@ def test_the_smallest_peak_equals_brute_force(seed):
 def small_case(seed: int) -> stage_memory.Model:
     """6 layers of 2 units each: (seconds, bytes kept) of what may be recomputed."""
     draw = random.Random(seed)
-    layers = [
-        stage_memory.Layer(
-            forward=draw.randint(5, 9),
-            backward=draw.randint(10, 18),
-            fixed=draw.randint(0, 5),
-            units=tuple(stage_memory.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2)),
-        )
-        for _ in range(6)
-    ]
+    layers = []
+    for _ in range(6):
+        times = draw.randint(5, 9), draw.randint(10, 18), draw.randint(0, 5)
+        units = tuple(stage_memory.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2))
+        layers.append(stage_memory.Layer(*times, units))
     return stage_memory.Model(tuple(layers), boundary=draw.randint(1, 2))
 
 
@@ -171,12 +167,8 @@ def held_bytes(model, layers, flags, in_flight):
 
 
 def again(model, layers, flags):
-    return sum(
-        unit.time
-        for number, keeps in zip(layers, flags)
-        for unit, keep in zip(model.layers[number].units, keeps)
-        if not keep
-    )
+    kept = [pair for i, keeps in zip(layers, flags) for pair in zip(model.layers[i].units, keeps)]
+    return sum(unit.time for unit, keep in kept if not keep)
 
 
 def simulated(model, plan, m):
@@ -256,12 +248,8 @@ def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
 
 
 def test_later_stages_recompute_less():
-    layer = stage_memory.Layer(
-        forward=10,
-        backward=20,
-        fixed=2,
-        units=(stage_memory.Unit(2, 3), stage_memory.Unit(3, 4), stage_memory.Unit(5, 5)),
-    )
+    units = stage_memory.Unit(2, 3), stage_memory.Unit(3, 4), stage_memory.Unit(5, 5)
+    layer = stage_memory.Layer(forward=10, backward=20, fixed=2, units=units)
     model, m = stage_memory.Model((layer,) * 8, boundary=1), 8
     plan = stage_memory.plan_adapipe(model, 4, m, cap=70)
     shares = [Fraction(stage.recomputed, 10 * len(stage.layers)) for stage in plan.stages]
@@ -348,26 +336,16 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     tensors = stage_memory.tensors_at_peak(
         one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1]
     )
-    assert [sum(tensor.bytes for tensor in tensors if tensor.rank == rank) for rank in range(4)] == [
-        32,
-        24,
-        16,
-        8,
-    ]
-    assert [tensor.idle for tensor in tensors if tensor.rank == 3] == [0, 0]
-    assert min(tensor.idle for tensor in tensors if tensor.rank == 0) > min(
-        tensor.idle for tensor in tensors if tensor.rank == 2
-    )
+    of_rank = [[tensor for tensor in tensors if tensor.rank == rank] for rank in range(4)]
+    assert [sum(tensor.bytes for tensor in own) for own in of_rank] == [32, 24, 16, 8]
+    idle = [[tensor.idle for tensor in own] for own in of_rank]
+    assert idle[3] == [0, 0] and min(idle[0]) > min(idle[2])
     links = stage_memory.Links(peer=2, host=Fraction(1, 16))
     plan, alone = (
         stage_memory.plan_mpress(tensors, (0,) * 4, 20, links, ways)
         for ways in (stage_memory.PLACES, ("keep", "recompute"))
     )
-    assert (
-        plan.time == 0
-        and alone.time == 3
-        and "peer" in plan.places
-        and fits(tensors, plan.places, (0,) * 4, 20)
-    )
+    assert (plan.time, alone.time) == (0, 3)
+    assert "peer" in plan.places and fits(tensors, plan.places, (0,) * 4, 20)
     nothing_free = stage_memory.plan_mpress(tensors, (0, 0, 4, 12), 20, links)  # less room elsewhere
     assert 0 < nothing_free.time <= alone.time

@@ -30,11 +30,8 @@ def all_there_are(place, m, split):
     ranks = []
     for rank in range(1 + max(place)):
         own = [s for s, at in enumerate(place) if at == rank]
-        way = (
-            [F(s, 0) for s in own]
-            + [(I if split else B)(s, 0) for s in reversed(own)]
-            + ([W(s, 0) for s in own] if split else [])
-        )
+        way = [F(s, 0) for s in own] + [(I if split else B)(s, 0) for s in reversed(own)]
+        way += [W(s, 0) for s in own if split]
         ranks.append([])
         for turns in sorted(set(permutations([i for i in range(m) for _ in way]))):
             if rank == 0 and list(dict.fromkeys(turns)) != list(range(m)):
@@ -62,28 +59,19 @@ def all_there_are(place, m, split):
 )
 def test_the_shortest_of_all(place, m, split, limit, costs):
     every = [schedule for schedule in all_there_are(place, m, split) if max(peaks(schedule)) <= limit]
-    for span, measure in (
-        (False, lambda schedule: simulate(schedule, costs).makespan),
-        (True, lambda schedule: longest_span(schedule, costs)),
-    ):
-        found = shortest(place, m, costs, limit, split=split, span=span)
-        assert max(peaks(found.schedule)) <= limit
-        if span:  # a rank may begin later than it could, which lists alone do not say
-            assert found.time <= min(map(measure, every))
-        else:
-            assert found.time == measure(found.schedule) == min(map(measure, every))
+    found, spans = (shortest(place, m, costs, limit, split=split, span=span) for span in (False, True))
+    assert max(peaks(found.schedule) + peaks(spans.schedule)) <= limit
+    times = [simulate(schedule, costs).makespan for schedule in [found.schedule, *every]]
+    assert found.time == times[0] == min(times[1:])
+    # a rank may begin later than it could, which lists alone do not say
+    assert spans.time <= min(longest_span(schedule, costs) for schedule in every)
 
 
 def test_one_f_one_b_is_optimal():
     """With its memory and with any; and a rank with room for one microbatch fewer takes longer."""
     for p, m in [(2, 2), (2, 4), (3, 2), (3, 3), (3, 4)]:
         found = shortest(range(p), m, WHOLE, [p - s for s in range(p)])
-        assert (
-            found.time
-            == simulate(found.schedule, WHOLE).makespan
-            == simulate(one_f_one_b(p, m), WHOLE).makespan
-            == 3 * (m + p - 1)
-        )
+        assert found.time == simulate(found.schedule, WHOLE).makespan == 3 * (m + p - 1)
         assert found.schedule.ranks == one_f_one_b(p, m).ranks
         assert shortest(range(p), m, WHOLE).time == 3 * (m + p - 1)
     assert shortest(range(2), 4, WHOLE, 1).time == 24 > 15
@@ -232,9 +220,7 @@ def test_warm_up_and_cool_down_are_the_best_of_all(place, m, split, costs):
     for limits in (None, [one + 1 for one in holds], [holds[0] - 1, *holds[1:]]):
         best = best_around(pattern, m, costs, limits or holds)
         if best is None:
-            with pytest.raises(
-                ValueError, match=r"ranks that repeat the pattern hold \[.*\]; search a pattern"
-            ):
+            with pytest.raises(ValueError, match=r"ranks that repeat the pattern hold \[.*\]; search"):
                 completed(pattern, m, limits)
             continue
         found = completed(pattern, m, limits)
@@ -292,28 +278,3 @@ def test_patterns_keep_to_the_limit():
     assert repetend(range(2), WHOLE, 1).period == 6
     for limit in (3, 4):
         assert max(peaks(unroll(repetend([0, 1, 1, 0], Costs(), limit, split=True), 9))) <= limit
-
-
-def test_refusals():
-    for call, message in [
-        (lambda: shortest([0, 2], 2), "place=[0, 2]: give the rank of each stage"),
-        (lambda: shortest([], 2), "place=[]"),
-        (lambda: shortest([0, 1], 0), "m=0"),
-        (lambda: shortest([0, 1, 0], 2, limit=1), "limit=1"),
-        (lambda: shortest([0, 1], 2, limit=[1]), "limit=[1]"),
-        (lambda: repetend([0, 1], Costs(send=1)), "send=0"),
-        (lambda: repetend([0, 1], Costs(F=0)), "above 0"),
-        (lambda: repetend([0, 1], Costs(F=0.5)), "whole numbers or Fractions"),
-        (lambda: shortest([0, 1, 2], 4, Costs(), 2, split=True, most=100), "more than 100 partial orders"),
-        (lambda: repetend([0, 1, 2], WHOLE, 2, most=10), "more than 10 patterns"),
-        (lambda: unroll(repetend([0, 1]), 0), "m=0"),
-        (lambda: completed(repetend([0, 1]), 0), "m=0"),
-        (lambda: completed(repetend([0, 1]), 4, most=3), "more than 3 partial orders; use fewer stages"),
-        (
-            lambda: completed(repetend([0, 1], limit=2), 4, limit=1),
-            "limit=1, and ranks that repeat the pattern hold [2, ",
-        ),
-    ]:
-        with pytest.raises(ValueError) as refused:
-            call()
-        assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -49,16 +49,12 @@ def exhaustive(units) -> set:
 def some_units(seed: int) -> list[Unit]:
     draw = random.Random(seed)
     names = "abcdefgh"[: draw.randint(4, 8)]
-    return [
-        Unit(
-            name,
-            draw.randint(1, 9),
-            draw.randint(1, 9),
-            tuple(draw.sample(names[:i], draw.randint(0, min(i, 3)))),
-            draw.random() < 0.6,
-        )
-        for i, name in enumerate(names)
-    ]
+    units = []
+    for i, name in enumerate(names):
+        sizes = draw.randint(1, 9), draw.randint(1, 9)
+        inputs = tuple(draw.sample(names[:i], draw.randint(0, min(i, 3))))
+        units.append(Unit(name, *sizes, inputs, draw.random() < 0.6))
+    return units
 
 
 def test_yuan_pareto():

@@ -6,7 +6,6 @@ from math import isqrt
 
 import pytest
 
-from minitrain.systems.memory.chain_plan import LayerBytes
 from minitrain.systems.plan.rematerialize import Node, carried_out, checkmate, checkmate_chain
 
 
@@ -51,15 +50,12 @@ def brute_force(nodes, budget):
 
 def some_graph(seed: int) -> list[Node]:
     draw = random.Random(seed)
-    return [
-        Node(
-            draw.randint(1, 9),
-            draw.randint(1, 9),
-            tuple(sorted(draw.sample(range(i), draw.randint(min(i, 1), min(i, 2))))),
-            draw.choice((0, 0, 3)),
-        )
-        for i in range(6)
-    ]
+    nodes = []
+    for i in range(6):
+        sizes = draw.randint(1, 9), draw.randint(1, 9)
+        inputs = sorted(draw.sample(range(i), draw.randint(min(i, 1), min(i, 2))))
+        nodes.append(Node(*sizes, tuple(inputs), draw.choice((0, 0, 3))))
+    return nodes
 
 
 def smallest(nodes) -> int:
@@ -185,10 +181,3 @@ def test_a_chain_of_equal_layers():
         plan = checkmate_chain([1] * 6, [1] * 6, budget)
         assert plan.cost == checkmate(forward_and_back([1] * 6, [1] * 6), budget).cost
         assert plan.recomputed == plan.extra > 0 or budget == 7
-
-
-LAYERS = [
-    LayerBytes(output=o, forward=o + 2, tape=3 * o, taping=4 * o, gradient=g, backward=2 * g + o, left=0)
-    for o, g in ((4, 5), (9, 4), (2, 9), (6, 2), (6, 6), (3, 6))
-]
-COSTS = [3, 1, 4, 1, 5, 2]

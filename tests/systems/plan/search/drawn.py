@@ -21,9 +21,5 @@ def blocks(seed: int, layers: int = 4, levels: int = 2, **changes) -> Problem:
 def sizes(draw: random.Random, levels: int) -> dict:
     rates = sorted(2.0 ** draw.randint(28, 36) for _ in range(levels))
     rows, microbatches = 2 ** draw.randint(6, 11), draw.choice((2, 4, 8))
-    return dict(
-        rows=rows,
-        microbatches=microbatches,
-        levels=tuple(Level(2, rate) for rate in rates),
-        flops_per_s=2.0**42,
-    )
+    levels = tuple(Level(2, rate) for rate in rates)
+    return dict(rows=rows, microbatches=microbatches, levels=levels, flops_per_s=2.0**42)

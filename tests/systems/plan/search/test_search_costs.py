@@ -126,11 +126,9 @@ def whole_tensors(problem):
         inner = layer.keeps
         shapes = [(layer.takes, inner), (inner, layer.gives)] if inner else [(layer.takes, layer.gives)]
         weights.append([integer(*shape) for shape in shapes])
-    return (
-        integer(problem.rows, problem.layers[0].takes),
-        weights,
-        integer(problem.rows, problem.layers[-1].gives),
-    )
+    ends = problem.layers[0].takes, problem.layers[-1].gives
+    x, dy = (integer(problem.rows, width) for width in ends)
+    return x, weights, dy
 
 
 def one_process(problem):
@@ -181,17 +179,8 @@ def run(problem, shardings, numbers=True):
                 y = levels.product(y, counted(("weights", j), levels.gathered, w, shardings[j]))
             results.append(y)
         counted(("forward", count - 1, None), levels.move, results[-1], placement(count - 1, "y"), ends)
-        coming = {
-            count - 1: [
-                counted(
-                    ("backward", count - 1, None),
-                    levels.move,
-                    levels.placed(levels.digits(dy), ends),
-                    ends,
-                    placement(count - 1, "dy"),
-                )
-            ]
-        }
+        last, given = ("backward", count - 1, None), levels.placed(levels.digits(dy), ends)
+        coming = {count - 1: [counted(last, levels.move, given, ends, placement(count - 1, "dy"))]}
         for j in reversed(range(count)):
             gradient = sum(coming[j][1:], coming[j][0])
             for part in reversed(range(len(stored[j]))):
@@ -201,11 +190,9 @@ def run(problem, shardings, numbers=True):
                 gradient = levels.product(gradient, levels.turned(w))
             for i, to in problem.edges:
                 if to == j:
-                    coming.setdefault(i, []).append(
-                        counted(
-                            ("backward", i, j), levels.move, gradient, placement(j, "dx"), placement(i, "dy")
-                        )
-                    )
+                    ways = placement(j, "dx"), placement(i, "dy")
+                    came = counted(("backward", i, j), levels.move, gradient, *ways)
+                    coming.setdefault(i, []).append(came)
     worst = 0.0
     for j, some in enumerate(one_process(problem) if numbers else []):
         for part, (whole, mine) in enumerate(zip(some, grads[j])):
@@ -281,14 +268,9 @@ def replayed(case, events):
     h100 = machine("h100")
     inner, outer = (Link("", 0.0, case.levels[i].bytes_per_s, "") for i in (-1, 0))
     device = replace(h100.device, peak_flops={"float64": case.flops_per_s}, memory_bandwidth_bytes_per_s=1e30)
-    here = replace(
-        h100,
-        device=device,
-        devices_per_node=case.levels[-1].devices,
-        nics_per_node=case.levels[-1].devices,
-        intra=inner,
-        inter=outer,
-    )
+    size = case.levels[-1].devices
+    node = dict(devices_per_node=size, nics_per_node=size, intra=inner, inter=outer)
+    here = replace(h100, device=device, **node)
     ways = {"all_gather": "ring", "reduce_scatter": "ring", "all_to_all": "pairwise"}
     timeline = replay(events, here, algorithms=ways)
     return timeline.step_s

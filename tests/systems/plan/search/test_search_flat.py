@@ -73,11 +73,8 @@ def test_optcnn():
     for seed, (edges, layers) in product(range(4), shapes):
         graph = drawn_graph(seed, layers, 4, edges)
         found = eliminate(graph)
-        assert (
-            found.cost
-            == every(graph).cost
-            == graph.cost([graph.options[0].index(option) for option in found.choice])
-        )
+        picks = [graph.options[0].index(option) for option in found.choice]
+        assert found.cost == every(graph).cost == graph.cost(picks)
         shrinks = len(edges) < 6 or layers == 6
         assert (found.looked_at < graph.size) == shrinks
     assert eliminate(drawn_graph(0, 6, 4, six)).looked_at == 4 * 4**3 + 4**2
@@ -85,13 +82,8 @@ def test_optcnn():
         problem = chain(seed)
         assert optcnn(problem).cost == exhaustive(problem).cost
         assert optcnn(problem).looked_at == 2 * 16**3 + 16**2
-        skipping = Problem(
-            tuple(linear(f"{i}", 64, 64) for i in range(4)),
-            256,
-            problem.levels,
-            2.0**40,
-            skips=((0, 2), (1, 3)),
-        )
+        four = tuple(linear(f"{i}", 64, 64) for i in range(4))
+        skipping = Problem(four, 256, problem.levels, 2.0**40, skips=((0, 2), (1, 3)))
         assert optcnn(skipping).cost == exhaustive(skipping).cost
 
 
@@ -113,10 +105,8 @@ def test_tensoropt():
             point[:2] for point in unbeaten(problem.graph().every())
         ]
         cap = found.choice[len(found.choice) // 2][1]
-        assert (
-            tensoropt(replace(problem, memory_bytes=cap)).cost
-            == exhaustive(replace(problem, memory_bytes=cap)).cost
-        )
+        tight = replace(problem, memory_bytes=cap)
+        assert tensoropt(tight).cost == exhaustive(tight).cost
         with pytest.raises(ValueError, match="the least is"):
             tensoropt(replace(problem, memory_bytes=found.choice[-1][1] - 1))
     assert unbeaten([(2, 5, (0,)), (1, 5, (2,)), (1, 5, (1,)), (3, 4, (0,))]) == [(1, 5, (1,)), (3, 4, (0,))]
@@ -228,10 +218,8 @@ def fetched(problem, seed):
                 mask = lambda shape, letters, along: region(shape, letters, along, worker)
                 parts = []
                 for letters, whole in operands.items():
-                    need, own = (
-                        mask(whole.shape, letters, halved.operators[i, name]),
-                        mask(whole.shape, letters, stored[letters]),
-                    )
+                    cuts = halved.operators[i, name], stored[letters]
+                    need, own = (mask(whole.shape, letters, cut) for cut in cuts)
                     assert own.sum() * 4 == own.size  # 2^2 even pieces
                     total += (need & ~own).sum()
                     parts.append(numpy.where(need, whole, 0))
@@ -328,14 +316,8 @@ def test_automap():
     forward has one all-reduce and nothing else; other seeds and problems end at the best of all reachable cuts.
     """
     levels = (Level(4, 2.0**34),)
-    mlp = Problem(
-        (linear("up", 1024, 4096), linear("down", 4096, 1024)),
-        256,
-        levels,
-        2.0**44,
-        ends="whole",
-        memory_bytes=60 * 2**20,
-    )
+    layers = linear("up", 1024, 4096), linear("down", 4096, 1024)
+    mlp = Problem(layers, 256, levels, 2.0**44, ends="whole", memory_bytes=60 * 2**20)
     found = automap.automap(mlp)
     assert [option.shardings for option in found.choice] == [("col",), ("row",)]
     up, down = mlp.layers
@@ -368,21 +350,11 @@ def test_of_equals_the_first_and_what_is_there_stays():
         cheapest([(math.inf, "a")], 1000)
     with pytest.raises(ValueError, match="^no choice fits into 3 bytes; the least is 4$"):
         fastest([(1, 5, (0,)), (2, 4, (1,))], 3)
-    assert (
-        fastest([(1, 5, (0,)), (2, 4, (1,))], 5) == (1, 5, (0,))
-        and fastest([(1, 5, ()), (2, 4, ())], 4)[0] == 2
-    )
+    front = [(1, 5, (0,)), (2, 4, (1,))]
+    assert [fastest(front, cap) for cap in (5, 4)] == front
     square = Problem((linear("0", 64, 64), linear("1", 64, 64)), 64, (Level(2, 1.0),), 1.0)
-    assert automap.moves({}, square) == [
-        automap.propagate({name: dim}, 2)
-        for name, dims in (
-            ("W0", ("f0", "f1")),
-            ("W1", ("f1", "f2")),
-            ("x0", ("m", "f0")),
-            ("x1", ("m", "f1")),
-        )
-        for dim in dims
-    ]
+    first = "W0 f0, W0 f1, W1 f1, W1 f2, x0 m, x0 f0, x1 m, x1 f1".split(", ")
+    assert automap.moves({}, square) == [automap.propagate(dict([one.split()]), 2) for one in first]
     assert automap.moves({}, replace(square, rows=65))[0] == automap.propagate({"x0": "m"}, 2), (
         "the largest first"
     )
@@ -403,11 +375,8 @@ def test_what_is_looked_at_is_counted(monkeypatch):
         sweeps += descend(graph, [draw.randrange(3) if start else 0 for _ in range(3)])[1]
     assert autoddl(problem, starts=3).looked_at == sweeps * 3 * 3
     sets, prices = [], automap.pricer
-    monkeypatch.setattr(
-        automap,
-        "pricer",
-        lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts),
-    )
+    noted = lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts)
+    monkeypatch.setattr(automap, "pricer", noted)
     assert automap.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
     times, seconds = [], simulated.placement_seconds
     monkeypatch.setattr(
@@ -425,11 +394,8 @@ def test_a_placement_pays_for_its_messages():
     two = Problem((linear("0", 256, 256),) * 2, 8, (Level(2, 8.0), Level(1, 64.0)), 2.0**10)
     layer, message = 3 * 2 * 256 * 256 * 8 / 2**10, 2 * 256 * 8 * 4 / 64
     assert simulated.placement_seconds(two, (0, 0)) == 2 * layer
-    assert (
-        simulated.placement_seconds(two, (0, 1))
-        == simulated.placement_seconds(two, (1, 0))
-        == 2 * layer + message
-    )
+    apart = [simulated.placement_seconds(two, placed) for placed in ((0, 1), (1, 0))]
+    assert apart == [2 * layer + message] * 2
     wide = replace(two, layers=(linear("0", 512, 256), linear("1", 256, 256)))
     assert simulated.placement_seconds(wide, (0, 1)) == 3 * layer + message, (
         "nobody sends the first layer its input"

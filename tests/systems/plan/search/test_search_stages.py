@@ -131,18 +131,12 @@ def test_alpa():
     best that a person would try, uniform in all of them.
     """
     fast = (Level(4, 2.0**34),)
-    shardings = lambda rows, width: [
-        o.shardings[0]
-        for o in program(
-            Problem(
-                (linear("up", 512, width), linear("down", width, 512)),
-                rows,
-                fast,
-                2.0**44,
-                shardings=("dp", "col", "row"),
-            )
-        )
-    ]
+
+    def shardings(rows, width):
+        layers = linear("up", 512, width), linear("down", width, 512)
+        found = program(Problem(layers, rows, fast, 2.0**44, shardings=("dp", "col", "row")))
+        return [option.shardings[0] for option in found]
+
     assert shardings(64, 8192) == ["col", "row"] and shardings(65536, 512) == ["dp", "dp"]
     for seed in range(1):
         problem = chain(seed, shardings=("dp", "col", "row"))
@@ -168,14 +162,9 @@ def program(problem):
 def check_megatron():
     """A GPT of equal blocks: pipeline, data and tensor degrees that are the same everywhere."""
     for microbatches, rate in ((4, 2.0**32), (16, 2.0**33)):
-        gpt = Problem(
-            (block("block", 1024, 4096),) * 4,
-            512,
-            (Level(2, rate), Level(2, 2.0**35)),
-            2.0**44,
-            microbatches=microbatches,
-            shardings=("dp", "tp"),
-        )
+        levels, more = (Level(2, rate), Level(2, 2.0**35)), dict(microbatches=microbatches)
+        layers = (block("block", 1024, 4096),) * 4
+        gpt = Problem(layers, 512, levels, 2.0**44, shardings=("dp", "tp"), **more)
         manual = []
         for cut in staged.even_cuts(gpt):
             for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
