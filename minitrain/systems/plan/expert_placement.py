@@ -19,7 +19,7 @@ pipelines; Lina uses the whole distribution of the next expert, and tokens visit
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, product
 from typing import NamedTuple
@@ -113,30 +113,34 @@ def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tupl
     return tuple(found)
 
 
+def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -> Iterator[tuple]:
+    """From state to state (cost, ..), the least that a move leads to; where none costs less, the best two
+    moves that begin with one of the `few` best, until these do not either."""
+    while True:
+        options = sorted(moves(state))
+        if options and options[0][0] >= state[0]:
+            options = sorted(two for one in options[:few] for two in moves(one))
+        if not options or options[0][0] >= state[0]:
+            return
+        state = options[0]
+        yield state
+
+
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
     """(seconds, holders) whenever the search found better; the first has no copies, the last is the plan.
 
-    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A step adds or
-    removes the copy on one rank that saves most; where none saves, the best two that begin with one of the
-    four best. Ends at most 5 % above the best of all in our small cases."""
+    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A move adds or
+    removes the copy on one rank. Ends at most 5 % above the best of all in our small cases."""
     require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
-
-    def priced(options) -> list[tuple[float, Holders]]:
-        return sorted((seconds(counts, holders, costs), holders) for holders in options)
-
+    priced = lambda holders: (seconds(counts, holders, costs), holders)
+    moves = lambda state: map(priced, _toggled(state[1], ranks))
     order = sorted(range(experts), key=lambda e: (-sum(row[e] for row in counts), e))
-    starts = [everywhere(order[:k], experts, ranks) for k in range(experts + 1)]
-    trace = priced(starts[:1])
-    for here in priced(starts)[:8]:
-        while True:
+    starts = [priced(everywhere(order[:k], experts, ranks)) for k in range(experts + 1)]
+    trace = starts[:1]
+    for start in sorted(starts)[:8]:
+        for here in (start, *descent(start, moves, few=4)):
             trace += [here] if here[0] < trace[-1][0] else []
-            options = priced(_toggled(here[1], ranks))
-            if options and options[0][0] >= here[0]:
-                options = priced(two for _, one in options[:4] for two in _toggled(one, ranks))
-            if not options or options[0][0] >= here[0]:
-                break
-            here = options[0]
     return trace
 
 
@@ -201,28 +205,24 @@ def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most
 
     Each round relieves the busiest rank of one of its experts: a replica of it, or the expert itself, on a
     rank with fewer than `slots` experts; or on a full one, for which a replica there shrinks, or an expert
-    comes in exchange. The round is taken after which the loads, largest first, are least; if they were no
-    less, the best two rounds that begin with one of the eight best."""
+    comes in exchange. A descent; of loads, largest first, the least are best."""
     require_ints(1, MOST, ranks=ranks, slots=slots)
-    steps: list[Step] = []
-    while balance_ratio(now := sorted(shared_loads(loads, holders, ranks), reverse=True)) > threshold:
-        rounds = _rounds(loads, holders, ranks, slots)
-        if not rounds or rounds[0][0] >= now:
-            pairs = [(r, _rounds(loads, applied(holders, r[2]), ranks, slots)) for r in rounds[:8]]
-            both = ((after, n + m, one + two) for (_, n, one), twos in pairs for after, m, two in twos)
-            rounds = sorted(both)
-        if not rounds or rounds[0][0] >= now or len(steps) + rounds[0][1] > most:
+
+    def state(steps: list[Step]) -> tuple:
+        now = sorted(shared_loads(loads, applied(holders, steps), ranks), reverse=True)
+        return now, len(steps), steps
+
+    def rounds(before: tuple) -> Iterator[tuple]:
+        here = applied(holders, before[2])
+        reliefs = _reliefs(shared_loads(loads, here, ranks), here, ranks, slots)
+        return (state(before[2] + relief) for relief in reliefs)
+
+    found = state([])
+    for better in descent(found, rounds, few=8):
+        if balance_ratio(found[0]) <= threshold or better[1] > most:
             break
-        steps += rounds[0][2]
-        holders = applied(holders, rounds[0][2])
-    return steps
-
-
-def _rounds(loads: Sequence[int], holders: Holders, ranks: int, slots: int) -> list[tuple]:
-    """(loads after it, number of steps, steps) of every round, the best first."""
-    rounds = list(_reliefs(shared_loads(loads, holders, ranks), holders, ranks, slots))
-    after = [sorted(shared_loads(loads, applied(holders, r), ranks), reverse=True) for r in rounds]
-    return sorted(zip(after, map(len, rounds), rounds))
+        found = better
+    return found[2]
 
 
 def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> Iterator[list[Step]]:

@@ -20,10 +20,9 @@ et al. 2023, arXiv:2311.01635. Differs: Optimus compares the time of trees, our 
 
 import math
 from collections import Counter
-from dataclasses import astuple, dataclass
-from functools import cache, reduce
+from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
-from operator import add
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive, require_positive_ints
@@ -81,8 +80,7 @@ def grids(ranks: int) -> list[Grid]:
     return [grid for grid in candidates if grid.ranks == ranks]
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Elements along each axis of the grid."""
 
     elements: tuple[float, ...]  # sent in all
@@ -90,13 +88,14 @@ class Sent:
     streamed: tuple[float, ...]  # through links that a collective keeps busy with chunks
     hopped: tuple[float, ...]  # as single messages to a neighbour
 
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(*(tuple(map(add, *pair)) for pair in zip(astuple(self), astuple(other))))
-
 
 def _sent(factors: tuple[float, ...], *blocks: float) -> Sent:
     """The four numbers of Sent as multiples of a block on each axis."""
     return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
+
+
+def _sum(*several: Sent) -> Sent:
+    return Sent(*(tuple(map(sum, zip(*numbers))) for numbers in zip(*several)))
 
 
 _RING, _HOPS = (1, 1, 1, 0), (1, 1, 0, 1)  # elements, path, streamed, hopped
@@ -144,7 +143,7 @@ def cost(layer: Layer, grid: Grid) -> Cost:
     parts = [product(layer.tokens, k, n, grid, index) for index, (k, n) in enumerate(layer.products)]
     forward, backward, weights, activations, working = zip(*parts)
     held = sum(weights), sum(activations), max(working)
-    return Cost(grid, reduce(add, forward), reduce(add, backward), *held)
+    return Cost(grid, _sum(*forward), _sum(*backward), *held)
 
 
 def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
@@ -164,9 +163,9 @@ def _product_25d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
     none = (0,) * len(grid.axes[2:])
     in_turn = q - 1, q * math.ceil(math.log2(q)), q if q > 1 else 0, 0  # q broadcasts, each down a tree
     forward = _sent(in_turn, x, w, *none)
-    backward = forward + _sent(_HOPS, (q - 1) * x, (q - 1) * w, *none)
+    backward = _sum(forward, _sent(_HOPS, (q - 1) * x, (q - 1) * w, *none))
     if none:  # the layers' weight gradients are added up
-        backward += _sent(_RING, 0, 0, 2 * (d - 1) / d * w)
+        backward = _sum(backward, _sent(_RING, 0, 0, 2 * (d - 1) / d * w))
     return forward, backward, w, x, min(2, q) * (x + w)
 
 
@@ -219,7 +218,7 @@ class Row(NamedTuple):
 
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, axis after axis, in the best order from the innermost outwards."""
-    sent = cost.forward_sent + cost.backward_sent
+    sent = _sum(cost.forward_sent, cost.backward_sent)
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
     return min(_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
 

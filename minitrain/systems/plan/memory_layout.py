@@ -18,9 +18,10 @@ below others, not only upon those before it; ROAM solves integer programs over a
 places updates by a rule; here a segment must be small enough to be searched (`most_states`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import exp
 from random import Random
 from typing import NamedTuple
@@ -33,14 +34,10 @@ Addresses = dict[int, int]
 
 def most_live(lifetimes: Sequence[Lifetime]) -> int:
     """The most bytes that live at one moment."""
-    changes = [(life.born, life.bytes) for life in lifetimes] + [
-        (life.dies, -life.bytes) for life in lifetimes
-    ]
-    live = most = 0
-    for _, size in sorted(changes):  # of one moment deaths come first
-        live += size
-        most = max(most, live)
-    return most
+    changes = [(life.born, life.bytes) for life in lifetimes]
+    changes += [(life.dies, -life.bytes) for life in lifetimes]
+    sizes = (size for _, size in sorted(changes))  # of one moment deaths come first
+    return max(accumulate(sizes), default=0)
 
 
 def height(lifetimes: Sequence[Lifetime], addresses: Mapping[int, int]) -> int:
@@ -65,18 +62,18 @@ def annealed(lifetimes: Sequence[Lifetime], *, steps=2000, seed=0, around=()) ->
     """The best layout of so many tries; equal seeds give equal layouts. `around`: (life, address) of others
     that lie there already."""
     require_ints(steps=steps, seed=seed)
-    draw, falling = Random(seed), _Falling(lifetimes, around)
+    draw, drop = Random(seed), falling(lifetimes, around)
     bound = most_live([*lifetimes, *(life for life, _ in around)])
     start = best_fit(lifetimes) if not around else {life.block: life.born for life in lifetimes}
     order = sorted(range(len(lifetimes)), key=lambda i: (start[lifetimes[i].block], lifetimes[i].born))
-    now, found = falling.drop(order)
+    now, found = drop(order)
     best, result = now, found
     for step in range(steps if len(lifetimes) > 1 else 0):
         if best <= bound:
             break
         tried = order.copy()
         tried.insert(draw.randrange(len(order)), tried.pop(draw.randrange(len(order))))
-        new, found = falling.drop(tried)
+        new, found = drop(tried)
         warmth = 0.02 * bound * (1 - step / steps)
         if new <= now or draw.random() < exp((now - new) / warmth):
             order, now = tried, new
@@ -85,32 +82,28 @@ def annealed(lifetimes: Sequence[Lifetime], *, steps=2000, seed=0, around=()) ->
     return {life.block: address for life, address in zip(lifetimes, result)}
 
 
-class _Falling:
-    """Rectangles that fall, one after another, to the lowest place where they overlap none before them."""
+def falling(lifetimes: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]] = ()) -> Callable:
+    """Rectangles that fall, one after another, to the lowest place where they overlap none before them: a
+    function of their order that gives the height, and the address of each."""
+    together = lambda one, other: one.born < other.dies and other.born < one.dies
+    sizes = [life.bytes for life in lifetimes]
+    meets = [
+        [j for j, other in enumerate(lifetimes) if other is not life and together(life, other)]
+        for life in lifetimes
+    ]
+    fixed = [[(at, other.bytes) for other, at in around if together(life, other)] for life in lifetimes]
+    least = max((address + life.bytes for life, address in around), default=0)
 
-    def __init__(self, lifetimes: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]]) -> None:
-        self._sizes = [life.bytes for life in lifetimes]
-        self._meets, self._fixed = [], []
-        for i, life in enumerate(lifetimes):
-            self._meets.append([j for j, other in enumerate(lifetimes) if j != i and _together(life, other)])
-            self._fixed.append([(at, other.bytes) for other, at in around if _together(life, other)])
-        self._least = max((address + life.bytes for life, address in around), default=0)
-
-    def drop(self, order: Sequence[int]) -> tuple[int, list[int]]:
-        """-> the height, and the address of each rectangle."""
-        addresses = [-1] * len(order)
-        top = self._least
+    def drop(order: Sequence[int]) -> tuple[int, list[int]]:
+        addresses, top = [-1] * len(order), least
         for i in order:
-            size = self._sizes[i]
-            below = [(addresses[j], self._sizes[j]) for j in self._meets[i] if addresses[j] >= 0]
-            gaps, end = _gaps(below + self._fixed[i])
-            addresses[i] = next((at for at, room in gaps if room >= size), end)
-            top = max(top, addresses[i] + size)
+            below = [(addresses[j], sizes[j]) for j in meets[i] if addresses[j] >= 0]
+            gaps, end = _gaps(below + fixed[i])
+            addresses[i] = next((at for at, room in gaps if room >= sizes[i]), end)
+            top = max(top, addresses[i] + sizes[i])
         return top, addresses
 
-
-def _together(one: Lifetime, other: Lifetime) -> bool:
-    return one.born < other.dies and other.born < one.dies
+    return drop
 
 
 def _gaps(occupied: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:

@@ -136,13 +136,11 @@ def optimal(tasks: Sequence[RecomputeTask], windows: Sequence[Number], room: Num
     """The places with the least exposed time, kept results within `room` bytes. Exact. OPT."""
     check_tasks(tasks, windows, room)
     last_reader = {task.after: number for number, task in enumerate(tasks) if task.after is not None}
+    windows_of = lambda some: {w for task in some for w in range(task.first, task.last + 1)}
     groups = {(): [((0, 0), ())]}  # still read -> (exposed, kept bytes, loads), places
     for number, task in enumerate(tasks):
         found: dict[tuple, list] = {}
-        used, future = (
-            {w for task in some for w in range(task.first, task.last + 1)}
-            for some in (tasks[: number + 1], tasks[number + 1 :])
-        )
+        used, future = map(windows_of, (tasks[: number + 1], tasks[number + 1 :]))
         for (shown, kept, *loads), places in (plan for plans in groups.values() for plan in plans):
             for place in places_for(task, places):
                 more, size, now = shown, kept, dict(loads)

@@ -118,21 +118,31 @@ def test_of_those_that_are_born_together_the_first_is_put_first():
     assert best_fit([Lifetime(0, 0, 2, 1), Lifetime(1, 0, 2, 2)]) == {0: 0, 1: 1}
 
 
+def watched(monkeypatch) -> list[int]:
+    """Fills with the height of every layout that is tried."""
+    falling, heights = memory_layout.falling, []
+
+    def noting(*given):
+        drop = falling(*given)
+
+        def noted(order):
+            found = drop(order)
+            heights.append(found[0])
+            return found
+
+        return noted
+
+    monkeypatch.setattr(memory_layout, "falling", noting)
+    return heights
+
+
 def test_the_best_of_all_tries_is_returned(monkeypatch):
     """Not the last one; and on the way some changes for the worse are kept."""
-    drop, tried = memory_layout._Falling.drop, []
-
-    def watched(self, order):
-        found = drop(self, order)
-        tried.append((found[0], tuple(order)))
-        return found
-
-    monkeypatch.setattr(memory_layout._Falling, "drop", watched)
+    heights = watched(monkeypatch)
     for seed in range(12):
-        tried.clear()
+        heights.clear()
         lives = drawn(seed, count=40, moments=20, most=40)
         found = annealed(lives, steps=40, seed=seed)
-        heights = [top for top, _ in tried]
         assert height(lives, found) == min(heights) <= height(lives, best_fit(lives))
         assert len(heights) == 41 or heights[-1] == fullest(lives)
         assert fullest(lives) not in heights[:-1], "at the bound it ends"
@@ -153,12 +163,9 @@ def test_annealing_leaves_places_where_descending_stays(monkeypatch):
 def test_around_what_lies_there_already(monkeypatch):
     fixed = [(Lifetime(90, 0, 10, 4), 2), (Lifetime(91, 4, 6, 2), 8)]
     lives = [Lifetime(0, 0, 5, 2), Lifetime(1, 3, 8, 2), Lifetime(2, 7, 10, 2)]
-    drop, tried = memory_layout._Falling.drop, []
-    monkeypatch.setattr(
-        memory_layout._Falling, "drop", lambda self, order: tried.append(order) or drop(self, order)
-    )
+    heights = watched(monkeypatch)
     found = annealed(lives, around=fixed)
-    assert len(tried) == 1, "what lies there is as high as the bound"
+    assert len(heights) == 1, "what lies there is as high as the bound"
     together = [*lives, *(life for life, _ in fixed)]
     assert painted(together, found | {life.block: at for life, at in fixed}) == 10 == fullest(together) + 0
     assert found[0] + found[1] == 6 and {found[0], found[1]} == {0, 6}

@@ -13,10 +13,9 @@ tensors by a learned model; here those with most bytes come first, and one axis 
 
 import math
 import random
-from collections.abc import Iterator
 from functools import cache
 
-from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest
+from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest, least
 
 Decision = tuple[str, str]  # a tensor, one of its dims
 
@@ -111,13 +110,12 @@ def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) 
     return dict(path[-1][0]), path[-1][1]
 
 
-def reachable(problem: Problem) -> Iterator[dict[str, str]]:
-    """Every set of cuts that decisions lead to."""
-    waiting, seen = [{}], {frozenset()}
+def every_set_of_cuts(problem: Problem) -> SearchResult:
+    """The least of all that decisions lead to."""
+    waiting, seen = [{}], {frozenset(): {}}
     while waiting:
-        cuts = waiting.pop()
-        yield cuts
-        for then in moves(cuts, problem):
+        for then in moves(waiting.pop(), problem):
             if (key := frozenset(then.items())) not in seen:
-                seen.add(key)
+                seen[key] = then
                 waiting.append(then)
+    return least(seen.values(), pricer(problem))

@@ -52,12 +52,7 @@ def race(problem: Problem) -> list[Row]:
         ("AutoDDL", "bytes", layerwise.autoddl(free), exhaustive(free, "bytes")),
         ("Tofu", "elements", tofu.tofu(problem), tofu.every_halving(problem)),
         ("RL placement", "simulated", simulated.reinforce(problem), every_placement(problem)),
-        (
-            "Automap",
-            "microbatch",
-            automap.automap(flat),
-            least(automap.reachable(flat), automap.pricer(flat)),
-        ),
+        ("Automap", "microbatch", automap.automap(flat), automap.every_set_of_cuts(flat)),
         ("Unity", "microbatch", unity.optimize(*products), unity.every_graph(*products)),
         ("Piper", "slowest", staged.piper(problem), staged.every_piper_plan(problem)),
         ("Alpa", "step", staged.alpa(problem), every_plan(problem)),
