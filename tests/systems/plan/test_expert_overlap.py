@@ -79,9 +79,8 @@ def shortest(tasks, chunks):
     """The least makespan of all orders: of partial orders that did the same tasks, those that are later in all
     respects are dropped.
     """
-    front = {
-        (0,) * chunks: {(0,) * (2 + chunks)}
-    }  # tasks done by chunk -> (compute free, link free, chunks ready)
+    # tasks done by chunk -> (compute free, link free, chunks ready)
+    front = {(0,) * chunks: {(0,) * (2 + chunks)}}
     for _ in range(len(tasks) * chunks):
         after = {}
         for done, times in front.items():
@@ -118,9 +117,7 @@ def every_order(tasks, chunks):
 
 
 def test_the_search_drops_nothing_that_matters():
-    tasks = [
-        Task("", stream, seconds) for stream, seconds in zip(("compute", "link") * 3, (2, 5, 1, 4, 3, 1))
-    ]
+    tasks = [Task("", *one) for one in zip(("compute", "link") * 3, (2, 5, 1, 4, 3, 1))]
     assert shortest(tasks[:5], 2) == every_order(tasks[:5], 2)
     assert shortest(schemoe_tasks(2, 3, 1, 4), 2) == every_order(schemoe_tasks(2, 3, 1, 4), 2)
     assert shortest(tasks[:3], 3) == every_order(tasks[:3], 3)
@@ -162,9 +159,8 @@ def test_lina():
     first = lina(BACKWARD, "priority", Fraction(1, 2))
     assert first.all_to_all_s == [6] * 5  # 4 seconds are whole micro-ops
     assert first.end_s == 5 * (4 + 6) + 40 < shared.end_s
-    assert (
-        first.reduced_s == 5 * (4 + 6) + 5 * 10 - 4 * 4 < first.end_s
-    )  # what four gaps left, behind the last
+    # what four gaps left, behind the last
+    assert first.reduced_s == 5 * (4 + 6) + 5 * 10 - 4 * 4 < first.end_s
 
 
 def test_a_whole_all_reduce_does_not_give_way():

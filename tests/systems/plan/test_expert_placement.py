@@ -56,9 +56,8 @@ def test_seconds_of_a_layer_by_hand():
     busy = plan.everywhere([0, 1], 3, 3)
     assert plan.loads_of([[0, 0, 0]] * 3, busy).carried == [1.5, 1.5, 2]
     one_sends = [[0, 4, 5], [0, 0, 0], [0, 0, 0]]
-    assert plan.seconds(one_sends, plan.owners(3, 3), costs) == 3 * 5 * 10 + 4 * 9 * 1, (
-        "its link is the busiest"
-    )
+    # its link is the busiest
+    assert plan.seconds(one_sends, plan.owners(3, 3), costs) == 3 * 5 * 10 + 4 * 9 * 1
 
 
 @pytest.mark.parametrize("ranks, experts", [(2, 8), (4, 8), (3, 9)])
@@ -227,9 +226,8 @@ def test_flexmoe_stops_at_its_bound_and_where_nothing_helps():
     holders = plan.owners(4, 4)
     holders = plan.applied(holders, plan.flexmoe([11, 1, 2, 9], holders, 4, slots=2, threshold=1.0))
     assert max(plan.shared_loads([11, 1, 2, 9], holders, 4)) == 6
-    assert plan.flexmoe([100, 0], plan.owners(2, 2), 2, slots=1) == [], (
-        "no room for a replica, no better place"
-    )
+    # no room for a replica, no better place
+    assert plan.flexmoe([100, 0], plan.owners(2, 2), 2, slots=1) == []
 
 
 def test_flexmoe_exchanges_experts_where_all_slots_are_taken():

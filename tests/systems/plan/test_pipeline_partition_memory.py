@@ -54,9 +54,8 @@ def measured() -> dict:
         for cut in cuts:
             with Ledger() as ledger:
                 stage = {group.rank(): GPT(TOY, layers=cut[group.rank()])}
-                runner = Runner(
-                    stage, one_f_one_b(P, M), group, cross_entropy_sum, NoReducer(), width=TOY.d_model
-                )
+                given = stage, one_f_one_b(P, M), group, cross_entropy_sum, NoReducer()
+                runner = Runner(*given, width=TOY.d_model)
                 tokens = torch.zeros(M, LENGTH, dtype=torch.int64)
                 runner(Batch(tokens, tokens, M * LENGTH))
             peaks.append(ledger.peak_bytes)
@@ -85,9 +84,8 @@ def test_mcap():
     largest = {cut: max(found) for cut, found in measured().items()}
     assert 2 * largest[chosen] == 2 * min(largest.values()) < max(largest.values())
 
-    one_number_a_layer = fit(
-        {cut: measured()[cut] for cut in profiled(6, P)}, [1] * P
-    )  # the control: as if all stages kept as many
+    few = {cut: measured()[cut] for cut in profiled(6, P)}
+    one_number_a_layer = fit(few, [1] * P)  # the control: as if all stages kept as many
     assert worst_error(one_number_a_layer) > 0.05
 
 
@@ -100,9 +98,8 @@ def test_of_several_models_the_one_with_the_smallest_numbers():
     """Of two layers in one cut only sums are known: base + fixed + 2 · kept. Any change that leaves the sums makes
     the squares larger."""
     (base, fixed, kept, _) = fit({(range(1), range(1, 2)): [12, 6]}, [2, 1])
-    assert base[0] + fixed[0] + 2 * kept[0] == pytest.approx(12) and base[1] + fixed[1] + kept[
-        1
-    ] == pytest.approx(6)
+    assert base[0] + fixed[0] + 2 * kept[0] == pytest.approx(12)
+    assert base[1] + fixed[1] + kept[1] == pytest.approx(6)
     assert (base, fixed, kept) == (pytest.approx((2, 2)), pytest.approx((2, 2)), pytest.approx((4, 2)))
 
 
@@ -137,20 +134,12 @@ def every_plan(model, p, m, cap):
     for cut in cuts_of(len(model.layers), p):
         stages = []
         for stage, layers in enumerate(cut):
-            subsets = product(
-                *(list(product((True, False), repeat=len(model.layers[number].units))) for number in layers)
-            )
-            stages.append(
-                [
-                    (
-                        sum(model.layers[number].forward for number in layers),
-                        sum(model.layers[number].backward for number in layers) + again(model, layers, flags),
-                        0,
-                    )
-                    for flags in subsets
-                    if held_bytes(model, layers, flags, min(p - stage, m)) <= cap
-                ]
-            )
+            units = [len(model.layers[number].units) for number in layers]
+            subsets = product(*(product((True, False), repeat=count) for count in units))
+            forward = sum(model.layers[number].forward for number in layers)
+            backward = sum(model.layers[number].backward for number in layers)
+            fit = (f for f in subsets if held_bytes(model, layers, f, min(p - stage, m)) <= cap)
+            stages.append([(forward, backward + again(model, layers, flags), 0) for flags in fit])
         for plan in product(*stages):
             yield bound(plan, m)
 
@@ -256,9 +245,8 @@ def test_later_stages_recompute_less():
     assert shares[0] > shares[-1] == 0 and shares == sorted(shares, reverse=True)
     uniform = [stage_cuts.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
     assert plan.time < stage_cuts.latency(uniform, m)
-    assert stage_memory.plan_adapipe(model, 4, m, cap=10**6).time == stage_cuts.latency(
-        [stage_cuts.Stage(20, 40)] * 4, m
-    )  # no cap, nothing recomputed
+    free = stage_memory.plan_adapipe(model, 4, m, cap=10**6)  # nothing recomputed
+    assert free.time == stage_cuts.latency([stage_cuts.Stage(20, 40)] * 4, m)
 
 
 def fits(tensors, ways, fixed, cap):
@@ -290,9 +278,8 @@ def test_a_swap_costs_what_its_copies_leave_exposed(idle):
     events = [out, work(first), Wait(0), back, work(idle - first), Wait(1)]
     step = replay({0: events}, Machine("", device, 1, link, link, 1, host=link)).step_s
     tensor = stage_memory.Tensor(0, 4 * 10**9, idle, None)
-    assert step - idle == pytest.approx(
-        stage_memory.extra_time(tensor, "host", stage_memory.Links(1, 2 * 10**9))
-    )
+    links = stage_memory.Links(1, 2 * 10**9)
+    assert step - idle == pytest.approx(stage_memory.extra_time(tensor, "host", links))
     assert stage_memory.extra_time(tensor, "peer", stage_memory.Links(2 * 10**9, 1)) == max(0, 4 - idle)
 
 
@@ -309,10 +296,8 @@ def test_mpress():
     chosen, better = set(), 0
     for seed in range(12):
         draw = random.Random(seed)
-        tensors = [
-            stage_memory.Tensor(rank, draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6))
-            for rank in (0, 0, 0, 1, 1, 2)
-        ]
+        sizes = lambda: (draw.randint(2, 8), draw.randint(0, 6), draw.randint(1, 6))
+        tensors = [stage_memory.Tensor(rank, *sizes()) for rank in (0, 0, 0, 1, 1, 2)]
         fixed, links = (2, 3, 1), stage_memory.Links(peer=draw.choice([4, 8]), host=draw.choice([1, 2]))
         cap = draw.randint(9, 12)
         plan = stage_memory.plan_mpress(tensors, fixed, cap, links)
@@ -333,9 +318,7 @@ def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     """1F1B on 4 ranks, 2 tensors of 4 bytes per microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
     and 3 16 and 8.
     """
-    tensors = stage_memory.tensors_at_peak(
-        one_f_one_b(4, 8), Costs(F=2, B=4), layers=[4, 4], recompute=[1, 1]
-    )
+    tensors = stage_memory.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), [4, 4], recompute=[1, 1])
     of_rank = [[tensor for tensor in tensors if tensor.rank == rank] for rank in range(4)]
     assert [sum(tensor.bytes for tensor in own) for own in of_rank] == [32, 24, 16, 8]
     idle = [[tensor.idle for tensor in own] for own in of_rank]

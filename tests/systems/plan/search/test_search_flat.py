@@ -54,9 +54,8 @@ def test_exhaustive():
         every(equal, memory_bytes=1)
     problem = chain(0, layers=3)
     found = exhaustive(problem)
-    assert found.looked_at == 16**3 and found.cost == problem.graph().cost(
-        [problem.options(problem.levels).index(o) for o in found.choice]
-    )
+    picks = [problem.options(problem.levels).index(o) for o in found.choice]
+    assert found.looked_at == 16**3 and found.cost == problem.graph().cost(picks)
 
 
 def test_optcnn():
@@ -101,9 +100,8 @@ def test_tensoropt():
     for seed in range(2):
         problem = chain(seed, shardings=("dp", "sdp", "col"))
         found = tensoropt(problem)
-        assert [point[:2] for point in found.choice] == [
-            point[:2] for point in unbeaten(problem.graph().every())
-        ]
+        best = unbeaten(problem.graph().every())
+        assert [point[:2] for point in found.choice] == [point[:2] for point in best]
         cap = found.choice[len(found.choice) // 2][1]
         tight = replace(problem, memory_bytes=cap)
         assert tensoropt(tight).cost == exhaustive(tight).cost
@@ -298,9 +296,8 @@ def test_rl_placement():
     """On 6 operators and 2 devices the policy ends, for at least 9 of 10 seeds, at the fastest of all 64
     placements; it does on 4 layers and 4 devices; without the reward it does not.
     """
-    six = Problem(
-        tuple(linear(f"{i}", 256, 256) for i in range(6)), 1024, (Level(2, 2.0**33),), 2.0**40, microbatches=4
-    )
+    layers = tuple(linear(f"{i}", 256, 256) for i in range(6))
+    six = Problem(layers, 1024, (Level(2, 2.0**33),), 2.0**40, microbatches=4)
     best = every_placement(six)
     assert best.looked_at == 64 and best.choice in ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
     ends = [simulated.reinforce(six, seed=seed) for seed in range(10)]
@@ -378,14 +375,11 @@ def test_what_is_looked_at_is_counted(monkeypatch):
     monkeypatch.setattr(automap, "pricer", noted)
     assert automap.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
     times, seconds = [], simulated.placement_seconds
-    monkeypatch.setattr(
-        simulated, "placement_seconds", lambda *given: times.append(given[1]) or seconds(*given)
-    )
+    noted = lambda *given: times.append(given[1]) or seconds(*given)
+    monkeypatch.setattr(simulated, "placement_seconds", noted)
     found = simulated.reinforce(problem, steps=3, batch=4)
     assert len({*times}) == len(times), "each is timed once"
-    assert times[found.looked_at :] in ([], [found.choice]), (
-        "and its end, if it was never drawn, is not counted"
-    )
+    assert times[found.looked_at :] in ([], [found.choice]), "an end that was never drawn is not counted"
 
 
 def test_a_placement_pays_for_its_messages():

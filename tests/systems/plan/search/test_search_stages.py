@@ -43,9 +43,8 @@ def test_step_of_a_pipeline():
 def test_all_cuts():
     """Layers in runs, devices in groups that fill levels, none left over."""
     cuts = staged.all_cuts(example())
-    assert (
-        len(cuts) == len(set(cuts)) == 1 + 3 + 3 * 3 + 1
-    )  # stages of 4; 2, 2; 2, 1, 1 in any order; 1, 1, 1, 1
+    # stages of 4; 2, 2; 2, 1, 1 in any order; 1, 1, 1, 1
+    assert len(cuts) == len(set(cuts)) == 1 + 3 + 3 * 3 + 1
     assert all(sum(devices for _, devices in cut) == 4 for cut in cuts)
     assert all([i for run, _ in cut for i in run] == [0, 1, 2, 3] for cut in cuts)
     assert staged.sizes_of(replace(example(), levels=(Level(2, 1.0), Level(4, 1.0)))) == [1, 2, 4, 8]
@@ -106,9 +105,8 @@ def test_piper():
             found, best = staged.piper(case), staged.every_piper_plan(case)
             assert found.cost == best.cost and found.looked_at < best.looked_at
             times = [staged.stage_seconds(case, stage) for stage in found.choice]
-            assert (
-                max(times) == found.cost and max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
-            )
+            assert max(times) == found.cost
+            assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
             recomputed.append(any(option.again for stage in found.choice for option in stage.options))
     assert any(recomputed) and not recomputed[0]
     with pytest.raises(ValueError, match="fits into 1 bytes"):
@@ -168,9 +166,8 @@ def check_megatron():
         manual = []
         for cut in staged.even_cuts(gpt):
             for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
-                plan = tuple(
-                    staged.Stage(run, devices, (Option(shardings),) * len(run)) for run, devices in cut
-                )
+                same = lambda run: (Option(shardings),) * len(run)
+                plan = tuple(staged.Stage(run, devices, same(run)) for run, devices in cut)
                 manual.append(staged.seconds(gpt, plan))
         assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
 
@@ -180,9 +177,8 @@ def test_aceso():
     shares = []
     for case in (example(), example(rows=512), *(chain(seed) for seed in (4,))):
         found, best = aceso(case), staged.every_plan(case)
-        assert best.cost <= found.cost <= 1.05 * best.cost and found.cost == staged.seconds(
-            case, found.choice
-        )
+        assert best.cost <= found.cost <= 1.05 * best.cost
+        assert found.cost == staged.seconds(case, found.choice)
         assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
         shares.append(found.looked_at / best.looked_at)
     assert max(shares) < 0.05
@@ -201,9 +197,8 @@ def test_aceso_changes_one_thing():
     for plan in begun:
         cut = tuple((stage.layers, stage.devices) for stage in plan)
         assert work(cut) == min(work(one) for one in staged.all_cuts(problem) if len(one) == len(cut))
-        assert {sharding for stage in plan for option in stage.options for sharding in option.shardings} <= {
-            "dp"
-        }
+        options = {option for stage in plan for option in stage.options}
+        assert {sharding for option in options for sharding in option.shardings} <= {"dp"}
     outer, inner = Option(("sdp", "col")), Option(("col", "row"), again=True)
     stage = staged.Stage(range(1, 3), 4, (outer, inner))
     assert resized(problem, stage, range(0, 4), 4).options == (outer, outer, inner, inner)
@@ -216,9 +211,8 @@ def test_aceso_changes_one_thing():
     plan = (staged.Stage(range(0, 3), 1, (Option(()),) * 3), staged.Stage(range(3, 4), 2, (Option(("dp",)),)))
     handed, swapped = primitives(problem, plan, 0)
     assert [one.layers for one in handed] == [range(0, 2), range(2, 4)]
-    assert [one.devices for one in swapped] == [2, 1] and [one.layers for one in swapped] == [
-        one.layers for one in plan
-    ]
+    assert [one.devices for one in swapped] == [2, 1]
+    assert [one.layers for one in swapped] == [one.layers for one in plan]
 
 
 def test_galvatron():
@@ -263,9 +257,8 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     problem = blocks(0, layers=3, shardings=("dp", "tp"))
     tight = capped(search, problem)[-1]
     counted, whole = [], staged.frontier
-    monkeypatch.setattr(
-        staged, "frontier", lambda *arguments: counted.append(whole(*arguments)) or counted[-1]
-    )
+    noted = lambda *given: counted.append(whole(*given)) or counted[-1]
+    monkeypatch.setattr(staged, "frontier", noted)
     for case in (problem, tight):
         counted.clear()
         assert search(case).looked_at == sum(looked for _, looked in counted) > 0
