@@ -172,16 +172,13 @@ class Graph:
 
 def memory(graph: Graph, order: Sequence[int]) -> list[int]:
     """Live bytes while each operator runs. ValueError if the order is none of the graph."""
-    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
-    found, done, live = [], 0, graph.given_bytes
+    lives, done = lifetimes_in(graph, order), 0
     for number in order:
         if graph.before[number] & ~done:
             name = graph.operators[number].name
             raise ValueError(f"{name} runs before what it reads; give an order that the graph allows")
-        found.append(live + graph.result_bytes(number))
-        live += graph.after(number, done)
         done |= 1 << number
-    return found
+    return [sum(life.bytes for life in lives if life.born <= now < life.dies) for now in range(len(order))]
 
 
 def lifetimes_in(graph: Graph, order: Sequence[int]) -> list[Lifetime]:

@@ -349,10 +349,9 @@ def plan_mobius(
         for inner in combinations(range(1, len(layers)), count):
             cut = tuple(range(a, b) for a, b in pairwise([0, *inner, len(layers)]))
             stages = [StageLayer(*map(sum, zip(*layers[run.start : run.stop]))) for run in cut]
-            pairs = zip(stages, stages[devices:])  # a stage and the next on its device
-            if all(stage.bytes <= room for stage in stages) and all(
-                a.bytes + b.bytes <= room for a, b in pairs
-            ):
+            held = [stage.bytes for stage in stages]
+            pairs = map(sum, zip(held, held[devices:]))  # a stage and the next on its device
+            if max(*held, *pairs, 0) <= room:
                 seconds = play(mobius_tasks(stages, m, range(devices), range(devices)), rates).end_s
                 if best is None or seconds < best.seconds:
                     best = MobiusPlan(seconds, cut)

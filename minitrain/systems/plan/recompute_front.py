@@ -193,10 +193,9 @@ def repeated(
 
 
 def check_tasks(tasks: Sequence[RecomputeTask], windows: Sequence[Number], room: Number) -> None:
-    require_nonnegative(room=room, **{f"windows[{i}]": window for i, window in enumerate(windows)})
+    require_nonnegative(room=room, windows=windows)
     for number, task in enumerate(tasks):
-        if task.first < 0 or task.last >= len(windows):
-            rule = f"there are windows 0 to {len(windows) - 1}"
-            raise ValueError(f"Lynx: task {number} may use windows {task.first} to {task.last}; {rule}")
-        if task.after is not None and not 0 <= task.after < number:
-            raise ValueError(f"Lynx: task {number} reads task {task.after}; it may read earlier ones only")
+        reads_later = task.after is not None and not 0 <= task.after < number
+        if reads_later or task.first < 0 or task.last >= len(windows):
+            rule = f"it has windows 0 to {len(windows) - 1} and reads earlier tasks"
+            raise ValueError(f"Lynx: task {number} is {task}; {rule}")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain, product
 from math import gcd, inf, lcm
+from operator import le
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import undominated
@@ -210,12 +211,9 @@ def repetend(place: Sequence[int], costs=Costs(), limit: Limit = None, *, split=
         ready = 0 if before is None else starts[before] + kinds[before].time
         for late in range(int(period / step)):
             longer = (*starts, ready + late * step)
-            no_overlap = fits(kinds, longer, period)
-            if no_overlap and all(
-                most_activations(kinds, longer, period, rank) <= limits[rank] for rank in ranks
-            ):
-                if found := complete(longer):
-                    return found
+            held = (most_activations(kinds, longer, period, rank) for rank in ranks)
+            if fits(kinds, longer, period) and all(map(le, held, limits)) and (found := complete(longer)):
+                return found
         return None
 
     while (starts := complete(())) is None:

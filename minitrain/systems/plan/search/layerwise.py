@@ -45,12 +45,8 @@ def eliminate(graph: Graph) -> SearchResult:
         left.remove(j)
         gone.append((found, best))
     place = {layer: at for at, layer in enumerate(left)}
-    small = Graph(
-        [graph.options[i] for i in left],
-        [graph.node[i] for i in left],
-        {(place[i], place[j]): costs for (i, j), costs in edges.items()},
-        [[0.0] * len(graph.options[i]) for i in left],
-    )
+    options, nodes, free = zip(*((graph.options[i], graph.node[i], [0.0] * len(graph.node[i])) for i in left))
+    small = Graph(options, nodes, {(place[i], place[j]): costs for (i, j), costs in edges.items()}, free)
     cost, _, few = cheapest(small.every())
     picks = dict(zip(left, few))
     for (i, j, k), best in reversed(gone):
