@@ -1,28 +1,21 @@
 """Searches for plans with stages: layers and devices of each stage outside, options of its layers inside.
 
-    T = sum of t_i + (B - 1) · max of t_i        B microbatches, t_i forward and backward of one in stage i
-    F(l, d, s) = min over ends e and devices h of  join(t(l..e, h, s-1 behind), F(e, d-h, s-1))
-                                                 layers l.. on d devices in s stages (`by_stages`)
+    T = sum of t_i + (B - 1) · max of t_i    B microbatches, t_i forward and backward of one in stage i
+    F(l, d, s) = min over ends e and devices h of join(t(l..e, h, s-1 behind), F(e, d-h, s-1)): `by_stages`
 
 Piper      the least time of the slowest stage: F with join = max; inside, fronts of (dp, tp)
-Alpa       T: for each t_max there is, the least sum of stages no slower, F with join = sum; inside, an
-           integer program over one-hot picks s_i of options and e_ij of pairs of them
-             min  sum s_i·node_i + sum e_ij·edge_ij    rows and columns of e_ij add up to s_i and s_j,
-                                                       the picks' bytes fit into the memory
+Alpa       T: for each t_max the least sum of stages no slower; inside, one-hot picks s_i and e_ij of pairs
+             min  sum s_i·node_i + sum e_ij·edge_ij    rows and columns of e_ij add up to s_i and s_j
 Galvatron  a decision tree: pipeline degree, then dp, sdp and tp on the levels left, each kind in one run of
-           levels, dp never with sdp. Layers are cut evenly; inside, fronts. BMW adds recomputation, and moves
-           layers off the slowest stage while that helps
+           levels, dp never with sdp; cuts are even. BMW recomputes, and moves layers off the slowest stage
 Aceso      the bottleneck (most bytes if too many, else the slowest) gives a layer to a neighbour, swaps
            devices, changes a sharding or recomputation; up to `hops` changes in a row that only help together
 
-T is exact for GPipe where all backwards are as many times their forwards, messages included in t_i (proved
-against pipeline/simulate.py); 1F1B with uneven stages takes up to a fifth less. Stages get 1, 2, 4, ..
-devices of a node or whole nodes; stage i of S holds min(B, S - i) microbatches, as in 1F1B. Its input comes
-over the outermost links, 1/d at each of its d devices, and a gradient leaves likewise.
+T is exact for GPipe with backwards as many times their forwards (proved against pipeline/simulate.py); 1F1B
+takes up to a fifth less. Stage i of S holds min(B, S - i) microbatches; messages are 1/d at each of d devices.
 Tarnawski et al. 2021 (Piper), NeurIPS; Zheng et al. 2022 (Alpa), arXiv:2201.12023, sections 4.2 to 5.2; Miao
 et al. 2022 (Galvatron), arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031; Liu et al. 2024 (Aceso),
-EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given, scipy solves; no overlap; Aceso
-ranks nothing.
+EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no overlap; Aceso ranks nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
