@@ -12,7 +12,7 @@ Aceso      the bottleneck (most bytes if too many, else the slowest) gives a lay
            devices, changes a sharding or recomputation; up to `hops` changes in a row that only help together
 
 T is exact for GPipe with backwards as many times their forwards (proved against pipeline/simulate.py); 1F1B
-takes up to a fifth less. Stage i of S holds min(B, S - i) microbatches; messages are 1/d at each of d devices.
+takes up to a fifth less. Stage i of S holds min(B, S - i) microbatches; messages are 1/d at each device.
 Tarnawski et al. 2021 (Piper), NeurIPS; Zheng et al. 2022 (Alpa), arXiv:2201.12023, sections 4.2 to 5.2; Miao
 et al. 2022 (Galvatron), arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031; Liu et al. 2024 (Aceso),
 EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no overlap; Aceso ranks nothing.
