@@ -399,7 +399,7 @@ class ModelHooks(RunnerHooks):
             self.router_losses.forget()
 
     def around(self, runner: Runner, action: Action) -> AbstractContextManager:
-        self.places.at(runner.batch.step, runner.first_rows[action.microbatch])
+        self.places.at(runner.batch.step, runner.first_rows[action.microbatch // runner.schedule.slices])
         return nullcontext()
 
     def extra_loss(self, stage: int) -> Tensor | None:

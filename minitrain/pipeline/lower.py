@@ -33,16 +33,13 @@ EARLY = 2  # entries between the post of a receive and what uses it
 
 
 def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """The program of every rank. ValueError for what `check` refuses, and for moves that wait in a circle."""
+    """The program of every rank. ValueError for what `check` refuses."""
     if not schedule.chain:
         rule = "its stages branch, and programs are made for chains; simulate it, or cut a chain"
         raise ValueError(f"{schedule.name}: {rule}")
     ranks, sends = range(len(check(schedule).ranks)), messages(schedule)
     most = max(peak(schedule, rank) for rank in ranks) if schedule.evicts else 0
-    programs = tuple(_program(rank, schedule, sends, most) for rank in ranks)
-    if schedule.evicts:
-        _check_moves(programs, schedule)
-    return programs
+    return tuple(_program(rank, schedule, sends, most) for rank in ranks)
 
 
 def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Program]:
@@ -53,11 +50,9 @@ def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Pro
     computed = [step for step in program if isinstance(step, (Action, Pair))]
     own = _forwards(computed)
     for step in own:
-        late = next((before for before in schedule.needs[step] if before not in filling), None)
-        if late:
-            why = f"rank {rank} needs {late}, which comes behind a first backward, for {step}, before its own"
-            rule = "a step can be checked late only where no rank needs that"
-            raise ValueError(f"{schedule.name}: {why}; {rule}")
+        if late := [before for before in schedule.needs[step] if before not in filling]:
+            why = f"rank {rank} needs {late[0]}, behind a first backward, for {step}, before its own"
+            raise ValueError(f"{schedule.name}: {why}; such a step cannot be checked late")
     at = program.index(computed[len(own)])
     late = [step for step in program[:at] if isinstance(step, Receive) and step.what not in filling]
     early = [step for step in program[at:] if isinstance(step, Receive) and step.what in filling]
@@ -171,29 +166,3 @@ def _loads_before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
     """The L that stand before the next entry that computes."""
     moves = takewhile(lambda entry: isinstance(entry, Action) and entry.kind in MOVES, entries)
     return [entry for entry in moves if entry.kind == "L"]
-
-
-def _check_moves(programs: tuple[Program, ...], schedule: Schedule) -> None:
-    """Plays the programs: a move has left when its receive is posted, and E's receive waits for its size."""
-    left, done, posted = [list(program) for program in programs], set(), set()
-
-    def can(step: Step) -> bool:
-        match step:
-            case Sent(what):
-                return what.kind not in "EG" or what in posted
-            case Receive(what, _):
-                return what.kind != "E" or what in done
-            case Send() | Reduce():
-                return True
-        return all(before in done for before in schedule.needs[step])
-
-    while ready := next((program for program in left if program and can(program[0])), None):
-        step = ready.pop(0)
-        if isinstance(step, Action | Pair):
-            done |= set(parts([step]))
-        elif isinstance(step, Receive):
-            posted.add(step.what)
-    stuck = [f"rank {rank} at {program[0]}" for rank, program in enumerate(left) if program]
-    if stuck:
-        where = f"stuck in its moves: {', '.join(stuck[:4])}"
-        raise ValueError(f"{schedule.name} is {where}; put H in front of what waits for it, or lend less")

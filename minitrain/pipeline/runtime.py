@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,13 @@ from torch.distributed import ProcessGroup
 
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
-from minitrain.pipeline.microbatches import cut_evenly, first_rows
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
+
+Unit = tuple[
+    Tensor, Tensor, Tensor
+]  # what one action runs, a microbatch or a slice: tokens, targets, positions
 
 
 class RunnerHooks:
@@ -87,11 +90,26 @@ class InFlight:
     random_state: tuple[Tensor, ...] = ()  # before F, for R
 
 
+def cut_evenly(batch, schedule: Schedule) -> list[Unit]:
+    """The units of a batch. Rows need not divide evenly among the microbatches."""
+    (rows, length), slices, lengths = batch.tokens.shape, schedule.slices, schedule.lengths
+    name, microbatches = schedule.name, schedule.microbatches // slices
+    if rows < microbatches:
+        raise ValueError(f"{name}: {microbatches} microbatches, but this rank has {rows} rows; use fewer")
+    if length < slices or lengths and sum(lengths) != length:
+        wanted = f"{slices} slices" + f" of {sum(lengths)}" * bool(lengths)
+        raise ValueError(f"{name}: {wanted} tokens, and the batch has {length}; make both fit")
+    ends = list(accumulate(lengths))[:-1] or slices
+    plain = batch.positions is None
+    positions = torch.arange(length, device=batch.tokens.device) if plain else batch.positions
+    rows = zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
+    return [unit for row in rows for unit in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
+
+
 class Runner:
     """A stage is a module `(x, positions) -> y`, or `x -> y`; between stages x is
     `[rows, T / sequence_shards, width]` of `dtype`, by default the stage's. `down`, for NCCL, is a second
-    group of the same ranks for messages to lower ranks. `cut(batch, schedule)` makes the units, by default
-    with rows shared evenly."""
+    group of the same ranks for messages to lower ranks."""
 
     methods = {"F": "forward", "R": "forward_again", "B": "backward", "I": "backward", "W": "weights"}
     cut = staticmethod(cut_evenly)
@@ -120,18 +138,22 @@ class Runner:
         tensors = (x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()))
         self.dtype = dtype or next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
         self.width, self.sequence_shards = width, sequence_shards
-        self.with_positions = {number for number, stage in stages.items() if takes_positions(stage)}
+        named = lambda stage: inspect.signature(stage.forward).parameters
+        self.with_positions = {number for number, stage in stages.items() if "positions" in named(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.recomputed = {action[1:] for action in schedule.place if action.kind == "R"}
 
     def __call__(self, batch) -> Tensor:
         """This rank's part of the loss: zero on a rank without the last stage."""
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
-        self.first_rows = first_rows(self.units, self.schedule.slices, getattr(batch, "first_row", 0))
+        rows = (len(tokens) for tokens, *_ in self.units[:: self.schedule.slices])
+        self.first_rows = list(
+            accumulate(rows, initial=batch.first_row)
+        )  # of each microbatch, in the global batch
         self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
         if any(hook.restarts for hook in self.hooks):
-            self.play_with_restart(*self.filling_and_rest)
+            self.play_with_restart(*pause(self.program, self.rank, self.schedule))
         else:
             self.play(self.program)
         for handle in self.sending.values():
@@ -151,11 +173,7 @@ class Runner:
             self.play(filling)
             for handle in stale:
                 handle.wait()
-        self.play(filling + rest, len(filling))
-
-    @cached_property
-    def filling_and_rest(self) -> tuple[Program, Program]:
-        return pause(self.program, self.rank, self.schedule)
+        self.play(rest)
 
     def begin(self) -> None:
         """A step starts with nothing in flight and nothing on its way."""
@@ -168,13 +186,13 @@ class Runner:
         for hook in self.hooks:
             hook.begin(self)
 
-    def play(self, program: Program, start: int = 0) -> None:
-        for number, step in enumerate(program[start:], start):
+    def play(self, program: Program) -> None:
+        for step in program:
             try:
                 self.do(step)
             except Exception as error:
-                where = f"{step} failed, {neighbours(program, number)}: {error}"
-                raise RuntimeError(f"{self.schedule.name}, rank {self.rank}: {where}") from error
+                where = f"{self.schedule.name}, rank {self.rank}: {step} failed"
+                raise RuntimeError(f"{where}: {error}") from error
 
     def do(self, step: Step) -> None:
         match step:
@@ -335,30 +353,10 @@ class Runner:
             raise ValueError(f"stage {stage} gives {found}, stage {stage + 1} expects {expected}; {rule}")
 
 
-def neighbours(program: Program, number: int) -> str:
-    """What is computed right before and after a step of the program."""
-    computed = [str(step) if isinstance(step, (Action, Pair)) else "" for step in program]
-    before = next(filter(None, reversed(computed[:number])), "nothing")
-    return f"after {before} and before {next(filter(None, computed[number + 1 :]), 'the end')}"
-
-
-def takes_positions(stage: nn.Module) -> bool:
-    """Does forward have a second argument that is required or named positions, or take *args?"""
-    first, *others = inspect.signature(stage.forward).parameters.values()
-    return first.kind is first.VAR_POSITIONAL or any(
-        other.kind is other.VAR_POSITIONAL
-        or other.name == "positions"
-        or (other.kind is other.POSITIONAL_OR_KEYWORD and other.default is other.empty)
-        for other in others
-    )
-
-
 def check_fits(stages: Mapping[int, nn.Module], schedule: Schedule, group: ProcessGroup) -> None:
     rank, size, ranks = group.rank(), group.size(), len(schedule.ranks)
     if ranks != size:
-        axis = collectives.axis_of(group)
-        raise ValueError(f"{schedule.name} is for {ranks} ranks, the group {axis} has {size}; make it fit")
-    own = schedule.stages_of(rank)
-    if sorted(stages) != own:
-        found = f"rank {rank} runs the stages {own}, but was given {sorted(stages)}"
+        raise ValueError(f"{schedule.name} is for {ranks} ranks, and the group has {size}; make it fit")
+    if sorted(stages) != schedule.stages_of(rank):
+        found = f"rank {rank} runs the stages {schedule.stages_of(rank)}, but was given {sorted(stages)}"
         raise ValueError(f"{schedule.name}: {found}; build those that schedule.stages_of(rank) names")

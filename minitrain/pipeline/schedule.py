@@ -17,9 +17,8 @@ W are the letters of torch.distributed.pipelining. Differs: no map from stages t
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, partial
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints
@@ -159,28 +158,22 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return before + [back] if back in place else before
 
 
-def in_flight(schedule: Schedule, rank: int, pending: Fraction | int = 1) -> list[Fraction | int]:
-    """Activations held after each entry of a rank's list, in units of one stage and one microbatch or slice.
+def in_flight(schedule: Schedule, rank: int) -> list[int]:
+    """Activations on a rank after each entry of its list, in units of one stage and one microbatch or slice.
 
-    Between I and W the share `pending` of one stays. Before R a recomputed stage counts as nothing."""
+    One counts whole until its W. Before R a recomputed stage counts as nothing."""
     require_ints(0, len(schedule.ranks) - 1, rank=rank)
-    holds = {"F": 1, "R": 1, "B": -1, "I": pending - 1, "W": -pending, "E": -1, "H": 1, "G": -1, "L": 1}
+    holds = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1, "E": -1, "H": 1, "G": -1, "L": 1}
     again = {action[1:] for action in schedule.place if action.kind == "R"}
-    counts, held = [], 0
-    for entry in schedule.ranks[rank]:
-        for action in parts([entry]):
-            held += 0 if action.kind == "F" and action[1:] in again else holds[action.kind]
-        counts.append(held)
-    return counts
+    value = lambda action: 0 if action.kind == "F" and action[1:] in again else holds[action.kind]
+    return list(accumulate(sum(map(value, parts([entry]))) for entry in schedule.ranks[rank]))
 
 
-def peak(schedule: Schedule, rank: int, pending: Fraction | int = 1) -> Fraction | int:
+def peak(schedule: Schedule, rank: int) -> int:
     """The most activations that a rank ever holds; in a pair the forward adds before the backward frees."""
-    require_ints(0, len(schedule.ranks) - 1, rank=rank)
-    high, before = 0, 0
-    for entry, after in zip(schedule.ranks[rank], in_flight(schedule, rank, pending)):
-        high, before = max(high, after, before + 1 if isinstance(entry, Pair) else 0), after
-    return high
+    after = in_flight(schedule, rank)
+    steps = zip(schedule.ranks[rank], [0, *after], after)
+    return max((max(now, before + isinstance(entry, Pair)) for entry, before, now in steps), default=0)
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -193,8 +186,9 @@ def check(schedule: Schedule) -> Schedule:
             found = f"{action} is no action of {stages} stages and {units} microbatches"
             raise ValueError(f"{name}: {found}; the kinds are {', '.join(KINDS)}, both count from 0")
         if times > 1:
-            where = f"{action} stands {times} times (rank {place[action]})"
-            raise ValueError(f"{name}: {where}; every action once")
+            raise ValueError(
+                f"{name}: {action} stands {times} times (rank {place[action]}); every action once"
+            )
     if units % schedule.slices:
         raise ValueError(f"{name}: {units} units are not a multiple of slices={schedule.slices}")
     for pair in (entry for entries in schedule.ranks for entry in entries if isinstance(entry, Pair)):
@@ -213,11 +207,10 @@ def _check_unit(schedule: Schedule, stage: int, unit: int) -> None:
     """All that a stage does for a microbatch must be there, on one rank."""
     here = {kind: rank for kind in KINDS if (rank := schedule.place.get((kind, stage, unit))) is not None}
     split = here.keys() & set("IW")
-    due = "F" + (MOVES if here.keys() & set(MOVES) else "") + ("IW" if split and "B" not in here else "B")
-    missing = next((Action(kind, stage, unit) for kind in due if kind not in here), None)
-    if missing:
+    due = "F" + MOVES * bool(here.keys() & set(MOVES)) + ("IW" if split and "B" not in here else "B")
+    if missing := [kind for kind in due if kind not in here]:
         rule = "each stage does F and then B, or I and W, of each microbatch once"
-        raise ValueError(f"{schedule.name}: {missing} is missing; {rule}")
+        raise ValueError(f"{schedule.name}: {Action(missing[0], stage, unit)} is missing; {rule}")
     if "B" in here and split:
         raise ValueError(f"{B(stage, unit)} stands beside {min(split)}{stage}.{unit}; B is I and W together")
     ranks = {rank for kind, rank in here.items() if kind not in GUEST}
@@ -246,7 +239,7 @@ def in_order(schedule: Schedule, done: set[Action]) -> Iterator[tuple[int, Entry
                 awake += asleep.pop(action, ())
     if asleep:
         stuck = sorted((rank, missing) for missing, ranks in asleep.items() for rank in ranks)
-        head = lambda rank: schedule.ranks[rank][position[rank]]
-        waits = [f"rank {rank} at {head(rank)} waits for {missing}" for rank, missing in stuck]
-        waits = ", ".join(waits[:4] + ["..."] * (len(waits) > 4))
-        raise ValueError(f"{schedule.name} is stuck: {waits}; move an action in front of what waits for it")
+        at = [schedule.ranks[rank][position[rank]] for rank, _ in stuck]
+        waits = [f"rank {rank} at {entry} waits for {missing}" for entry, (rank, missing) in zip(at, stuck)]
+        rule = "move an action in front of what waits for it"
+        raise ValueError(f"{schedule.name} is stuck: {', '.join(waits[:4])}; {rule}")

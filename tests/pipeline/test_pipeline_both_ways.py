@@ -14,9 +14,8 @@ from minitrain import launch
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.schedule import Action, I, Pair, Schedule, W, check, parts, peak
-from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.chimera import chimera, hanayo
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
-from minitrain.pipeline.schedules.hanayo import hanayo
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline

@@ -15,9 +15,8 @@ from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import Stages, cross_entropy_sum
 from minitrain.model.training.step import Batch, NoReducer, valid_tokens
 from minitrain.pipeline.lower import lower
-from minitrain.pipeline.microbatches import cut_evenly
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.runtime import Around, Runner
+from minitrain.pipeline.runtime import Around, Runner, cut_evenly
 from minitrain.pipeline.schedule import I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate

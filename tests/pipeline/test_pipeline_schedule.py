@@ -26,9 +26,8 @@ from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, I, Pair, Schedule, W, check, parts, peak
 from minitrain.pipeline.schedules.bpipe import bpipe
-from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.chimera import chimera, hanayo
 from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
-from minitrain.pipeline.schedules.hanayo import hanayo
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
 from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v

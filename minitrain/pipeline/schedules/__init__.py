@@ -3,7 +3,7 @@
 First  one_direction       GPipe, 1F1B, interleaved, breadth-first
 then   zero_bubble         ZB-H1, ZB-H2, interleaved
        v_shape             ZB-V, V-Half, V-Min
-       chimera, dualpipe, hanayo                two directions, and a wave
+       chimera, dualpipe   two directions, and a wave (Hanayo)
        greedy              a list scheduler: ZB with any memory
        slices              TeraPipe, Seq1F1B
 beside bpipe, varuna       activations lent; recomputation just in time

@@ -1,17 +1,27 @@
-"""Chimera: two pipelines in opposite directions share the ranks; each fills the other's bubbles.
+"""Chimera and Hanayo: what is forward on its way back meets what is backward, and fills its bubbles. No torch.
 
-    p=4 m=4     slot  0    1    2    3    4    5    6    7    8    9
-    rank 0           F0.0  ..  F0.2 F3.1 B3.1 F3.3 B3.3 B0.0  ..  B0.2          "F3.1": stage 3, microbatch 1
+    Chimera, p=4 m=4: two pipelines in opposite directions share the ranks      "F3.1": stage 3, microbatch 1
+    rank 0           F0.0  ..  F0.2 F3.1 B3.1 F3.3 B3.3 B0.0  ..  B0.2
     rank 1            ..  F1.0 F2.1 F1.2 F2.3 B2.1 B1.0 B2.3 B1.2  ..           (2 and 3 are the mirror image)
 
-Stage s is on rank s for even microbatches, which go down, and on rank p-1-s for odd ones, which go up. In
-slots as long as F and as B the j-th microbatch of a direction has stage s forwards in slot s + 2j and
-backwards in slot 2p - 1 - s + 2j; units of p microbatches follow every 2p slots. Only the order is kept.
-Bubble of K units: p-2 forwards of idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank;
-activations of p/2 + 1 stages at the ends, up to p in the middle. Sends 2(p-1) messages per microbatch and,
-once per step, all gradients between ranks r and p-1-r.
-Li and Hoefler 2021, arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one unit.
-Differs: no forward doubling or backward halving, no more than two pipelines.
+    Hanayo, p=3, one wave of 6 stages, m=3: the model is folded over the ranks, no weights stand twice
+    rank 0           F0.0  ..  F0.1  ..  F0.2 F5.0 B5.0 F5.1 B5.1 F5.2 B5.2 B0.0  ..  B0.1  ..  B0.2
+    rank 1            ..  F1.0  ..  F1.1 F4.0 F1.2 F4.1 B4.0 F4.2 B4.1 B1.0 B4.2 B1.1  ..  B1.2  ..
+    rank 2            ..   ..  F2.0 F3.0 F2.1 F3.1 F2.2 F3.2 B3.0 B2.0 B3.1 B2.1 B3.2 B2.2  ..   ..
+
+One rule for both, in slots as long as F and as B (only the order is kept): what begins in slot b has stage s
+of S forwards in slot b + s and backwards in slot b + 2S - 1 - s.
+Chimera: stage s is on rank s for even microbatches, which go down, and on rank p-1-s for odd ones; the j-th
+of a direction begins in slot 2j, units of p microbatches every 2p slots. Bubble of K units: p-2 forwards of
+idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank; activations of p/2 + 1 stages at the
+ends, up to p in the middle. Sends 2(p-1) messages per microbatch and, once per step, all gradients between
+ranks r and p-1-r.
+Hanayo: S = 2·W·p stages of W waves, groups of p microbatches every 2S slots. Bubble if B = F: 2(p-1) slots,
+the share (p-1)/(2·m·W+p-1) for m a multiple of p. Memory: parameters once; activations of (2W-1)·p + r + 1
+stages on rank r. Sends 4·W·(p-1) messages per microbatch.
+Li and Hoefler 2021 (Chimera), arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one
+unit; Liu et al. 2023 (Hanayo), arXiv:2308.15762, section 3. Differs: no forward doubling or backward halving,
+no more than two pipelines; the rule ignores the time of messages.
 """
 
 from collections.abc import Callable
@@ -29,6 +39,15 @@ def chimera(p: int, m: int) -> Schedule:
     rank = lambda stage, i: p - 1 - stage if i % 2 else stage
     ranks = in_slots(p, p, m, rank, lambda i: 2 * p * (i // p) + 2 * (i % p // 2))
     return Schedule(f"Chimera, p={p}, m={m}", ranks, p, m)
+
+
+def hanayo(p: int, m: int, waves: int) -> Schedule:
+    """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up."""
+    require_positive_ints(p=p, m=m, waves=waves)
+    stages = 2 * waves * p
+    rank = lambda stage, i: p - 1 - stage % p if stage // p % 2 else stage % p
+    ranks = in_slots(p, stages, m, rank, lambda i: 2 * stages * (i // p) + 2 * (i % p))
+    return Schedule(f"Hanayo, p={p}, m={m}, {waves} wave{'s' * (waves > 1)}", ranks, stages, m)
 
 
 def in_slots(p: int, stages: int, m: int, rank: Callable, begin: Callable) -> list[list[Action]]:

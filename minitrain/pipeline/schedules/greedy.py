@@ -7,10 +7,9 @@
 `place[stage]`, or `place(stage, microbatch)`, is a rank. Actions whose inputs have arrived (`costs.send`)
 start in the order of `priority(action)`: by default backwards, forwards, then gradients of weights, which
 fill what would be bubbles. With `split` each backward is I and W. `limit` is what a rank may hold, in
-activations of one stage and one microbatch (one number, or one for each rank); after I the share `pending` of
-one stays until W. A rank keeps room for all stages of its oldest unfinished microbatch, so that nobody gets
-stuck (the banker's rule). Greedy is not optimal: to wait for something more urgent can pay. Sends what any
-schedule sends. Memory: at most `limit`.
+activations of one stage and one microbatch (one number, or one for each rank). A rank keeps room for all
+stages of its oldest unfinished microbatch, so that nobody gets stuck (the banker's rule). Greedy is not
+optimal: to wait for something more urgent can pay. Memory: at most `limit`.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 3.1. Differs: theirs keeps the best of several ways to
 place the warm-up forwards; here that is the caller's `priority`.
 """
@@ -38,14 +37,14 @@ def urgency(action: Action) -> tuple[int, int, int]:
 
 
 def greedy(
-    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, pending=1, sizes=()
+    place: Place, stages, m, costs=Costs(), limit=None, split=True, priority=urgency, sizes=()
 ) -> Schedule:
     """`sizes[microbatch]` of an activation, by default 1."""
     name = f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
     home = placement(place, stages, m, name)
     p = max(home.values()) + 1
     sizes = sizes or (1,) * m
-    memory = [Memory(most, pending, sizes) for most in limits(limit, home, p, max(sizes), name)]
+    memory = [Memory(most, sizes) for most in limits(limit, home, p, max(sizes), name)]
     for (_, microbatch), rank in home.items():
         memory[rank].stages[microbatch] += 1
     needs = dependencies(home, stages, m, p, "FIW" if split else "FB")
@@ -84,8 +83,8 @@ def greedy(
 class Memory:
     """What one rank holds, and which of its ready actions it may start."""
 
-    def __init__(self, limit: Amount | None, pending: Amount, sizes: Sequence[Amount]):
-        self.limit, self.pending, self.sizes, self.largest = limit, pending, sizes, max(sizes)
+    def __init__(self, limit: Amount | None, sizes: Sequence[Amount]):
+        self.limit, self.sizes, self.largest = limit, sizes, max(sizes)
         self.used = self.oldest = 0
         self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
 
@@ -94,7 +93,9 @@ class Memory:
         for i, (_, action) in enumerate(ready):
             if action.kind != "F" or self.limit is None or self.fits(action.microbatch):
                 del ready[i]
-                self.account(action)
+                self.used += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * self.sizes[action.microbatch]
+                self.forwards[action.microbatch] += action.kind == "F"
+                self.backwards[action.microbatch] += action.kind in "BI"
                 return action
         return None
 
@@ -105,12 +106,6 @@ class Memory:
         own = self.forwards[self.oldest] - self.backwards[self.oldest]  # what it has freed stays reserved
         room = 0 if microbatch == self.oldest else max(self.stages.values()) - own
         return self.used + self.sizes[microbatch] + room * self.largest <= self.limit
-
-    def account(self, action: Action) -> None:
-        share = {"F": 1, "B": -1, "I": self.pending - 1, "W": -self.pending}[action.kind]
-        self.used += share * self.sizes[action.microbatch]
-        self.forwards[action.microbatch] += action.kind == "F"
-        self.backwards[action.microbatch] += action.kind in "BI"
 
 
 def dependencies(home: Home, stages: int, m: int, p: int, kinds: str) -> dict[Action, list[Action]]:
@@ -129,22 +124,19 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
         raise ValueError(f"{name}: {len(place)} ranks for stages={stages}; name a rank for each stage")
     rank = place if callable(place) else lambda stage, i: place[stage]
     home = {(stage, i): rank(stage, i) for stage in range(stages) for i in range(m)}
-    ranks = sorted(set(home.values()))
-    if ranks != list(range(len(ranks))):
-        raise ValueError(f"{name}: stages stand on the ranks {ranks}; ranks count from 0, each with a stage")
+    if set(home.values()) != set(range(len(set(home.values())))):
+        raise ValueError(f"{name}: ranks {sorted(set(home.values()))}; they count from 0, each has a stage")
     return home
 
 
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One limit per rank, each enough for one microbatch to get through."""
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
-    if len(each) != p:
-        raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
     stages = Counter((rank, i) for (_, i), rank in home.items())
     for rank, given in enumerate(each):
         count = max(count for (at, _), count in stages.items() if at == rank)
-        if given is not None and given < (least := count * size):
+        if given is not None and given < count * size:
             what = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
             why = "all must forward before one goes backward: it would wait for ever"
-            raise ValueError(f"{name}: {what} and {why}; use limit={least} or more")
+            raise ValueError(f"{name}: {what} and {why}; use limit={count * size} or more")
     return each

@@ -17,9 +17,11 @@ Athlur et al. 2022 (Varuna), arXiv:2111.04007, section 3.2, whose rules are in p
 reading. Differs: deviations are simulated only (`jitter`), the interpreter runs lists.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import inf
 
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check, parts
 from minitrain.pipeline.simulate import Costs, Time
@@ -38,45 +40,49 @@ def recomputed(schedule: Schedule) -> Schedule:
 def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     """The list that the rules give with these times, messages included."""
     require_positive_ints(p=p, m=m)
-    ranks: list[list[Action]] = [[] for _ in range(p)]
-    done = [{kind: 0 for kind in "FRB"} for _ in range(p)]
-    free: list[Time] = [0] * p
-    ended: dict[Action, Time] = {}  # known as soon as an action starts
-    clock: list[Time] = [0]
-    while clock:
-        now = heappop(clock)
-        for rank in reversed(range(p)):  # the next rank first: its gradient, begun now, is seen
-            if free[rank] > now:
-                continue
-            kind = _by_rules(rank, p, m, done[rank], ended, now, costs)
-            if kind:
-                action = Action(kind, rank, done[rank][kind])
-                ranks[rank].append(action)
-                done[rank][kind] += 1
-                free[rank] = end = ended[action] = now + costs.of(action)
-                for when in (end, end + costs.send, end + costs.send - costs.of(R(rank, 0))):
-                    if when > now:
-                        heappush(clock, when)
-        while clock and clock[0] == now:
-            heappop(clock)
+    again = costs.of(R(0, 0))
+    done = [Counter() for _ in range(p)]
+
+    def by_rules(rank: int, now: Time, ended: dict[Action, Time]) -> str:
+        f, r, b = (done[rank][kind] for kind in "FRB")
+        arrival = lambda action: ended[action] + costs.send if action in ended else inf
+        fed = f < m and (rank == 0 or arrival(F(rank - 1, f)) <= now)
+        here = arrival(B(rank + 1, b))  # when the gradient arrives
+        if rank == p - 1:
+            return "B" if f > b else "F" * fed
+        if r > b:
+            return "B" if here <= now else ""
+        if here <= now + again:
+            return "R"
+        if fed:
+            return "F"
+        return "R" if here < inf else ""
+
+    def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
+        if kind := by_rules(rank, now, ended):
+            done[rank][kind] += 1
+            return Action(kind, rank, done[rank][kind] - 1)
+        return None
+
+    ranks, _ = play(p, choose, costs, lambda action: (costs.send, costs.send - again))
     return check(Schedule(f"Varuna, p={p}, m={m}", ranks, p, m))
 
 
-def _by_rules(rank: int, p: int, m: int, done: dict, ended: dict, now: Time, costs: Costs) -> str:
-    """The kind of action that the rank starts now, with its next microbatch of that kind; "" to wait."""
-    if rank == p - 1:
-        here = now if done["F"] > done["B"] else None
-    else:
-        here = ended.get(B(rank + 1, done["B"]))  # when the gradient arrives; None: not known yet
-        here = None if here is None else here + costs.send
-    if done["R"] > done["B"] or rank == p - 1 and here is not None:
-        return "B" if here is not None and here <= now else ""
-    if here is not None and here <= now + costs.of(R(rank, 0)):
-        return "R"
-    before = F(rank - 1, done["F"])
-    if done["F"] < m and (rank == 0 or before in ended and ended[before] + costs.send <= now):
-        return "F"
-    return "R" if here is not None else ""
+def play(p: int, choose: Callable, costs: Costs, later: Callable) -> tuple[list[list[Action]], Time]:
+    """(lists, makespan): a free rank starts what choose(rank, now, ended) gives, None to wait.
+
+    All are asked when an action ends, and each of `later(action)` after that, the last rank first: what it
+    begins is seen at once, as `ended[action]` is known from the start."""
+    ranks, free, ended, clock = [[] for _ in range(p)], [0] * p, {}, [0]
+    while clock:
+        now = heappop(clock)
+        for rank in reversed(range(p)):
+            if free[rank] <= now and (action := choose(rank, now, ended)):
+                ranks[rank].append(action)
+                free[rank] = ended[action] = now + costs.of(action)
+                for after in (0, *later(action)):
+                    heappush(clock, max(now, free[rank] + after))
+    return ranks, max(free)
 
 
 def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) -> Time:
@@ -88,35 +94,26 @@ def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) 
     late = {action: delay(action) for action in sorted(place)}  # in an order that does not depend on the play
     left = [list(parts(entries)) for entries in schedule.ranks]
     waits: list[Action | None] = [None] * len(left)  # the backward whose activations are there again
-    free: list[Time] = [0] * len(left)
-    ended: dict[Action, Time] = {}
-    clock: list[Time] = [0]
 
-    def here(before: Action, rank: int) -> bool:
-        return before in ended and ended[before] + (late[before] if place[before] != rank else 0) <= now
+    def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
+        here = lambda b: b in ended and ended[b] + (late[b] if place[b] != rank else 0) <= now
+        ready = lambda action: all(map(here, needs[action]))
 
-    def ready(action: Action) -> bool:
-        return all(here(before, place[action]) for before in needs[action])
+        def timely(action: Action) -> bool:
+            gradients = [b for b in needs[B(*action[1:])] if b.kind in "BI"] if action.kind == "R" else []
+            return ready(action) and all(map(here, gradients))
 
-    def timely(action: Action) -> bool:
-        gradients = [b for b in needs[B(*action[1:])] if b.kind in "BI"] if action.kind == "R" else []
-        return ready(action) and all(here(before, place[action]) for before in gradients)
-
-    def choose(rank: int) -> Action | None:
+        if not left[rank]:
+            return None
         head = waits[rank] or left[rank][0]
         if opportunistic and not waits[rank]:
             forward = next((action for action in left[rank] if action.kind == "F"), head)
             other = next((action for action in left[rank] if action.kind != "F"), head)
             head = next((action for action in (head, forward, other) if timely(action)), head)
-        return head if ready(head) else None
+        if not ready(head):
+            return None
+        left[rank].remove(head)
+        waits[rank] = B(*head[1:]) if head.kind == "R" else None
+        return head
 
-    while clock:
-        now = heappop(clock)
-        for rank in range(len(left)):
-            if free[rank] <= now and left[rank] and (action := choose(rank)):
-                left[rank].remove(action)
-                waits[rank] = B(*action[1:]) if action.kind == "R" else None
-                free[rank] = ended[action] = now + costs.of(action)
-                heappush(clock, free[rank])
-                heappush(clock, free[rank] + late[action])
-    return max(free)
+    return play(len(left), choose, costs, lambda action: (late[action],))[1]
