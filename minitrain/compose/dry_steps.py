@@ -20,7 +20,6 @@ from __future__ import annotations
 from functools import partial
 
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.run import Run
 from minitrain.compose.run_states import make_states
 from minitrain.memory.host_optimizer import fused_adamw
 from minitrain.model.config import GPTConfig
@@ -38,9 +37,8 @@ def dry_steps(
     """{rank: the account of its step}, one rank of every stage. ValueError for what cannot be."""
     strategy.check(config, strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
-    step = partial(_step, config, strategy, hyper, fused)
-    ranks = stage_ranks(strategy)
-    return {rank: dryrun.run(step, rank=rank, ranks=strategy.ranks) for rank in ranks}
+    step, every = partial(_step, config, strategy, hyper, fused), strategy.ranks
+    return {rank: dryrun.run(step, rank=rank, ranks=every) for rank in stage_ranks(strategy)}
 
 
 def stage_ranks(strategy: Strategy) -> list[int]:
@@ -61,24 +59,19 @@ def _step(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, fused: 
     rows = Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape)
     make_states(run)
     ledger = Ledger()
-    _name_phases(run, ledger)
+
+    def within(phase_now, function):
+        def named(*args, **kwargs):
+            with ledger.phase(phase_now()):
+                return function(*args, **kwargs)
+
+        return named
+
+    for layer in run.model.layers:
+        layer.forward = within(lambda: "backward" if in_backward() else "forward", layer.forward)
+    run.sync.step = within(lambda: "optimizer", run.sync.step)
     batch = run.batch(rows, 0)  # by the host
     with ledger, ledger.phase("backward"):  # but for what is inside a layer or the update
         run.step(batch, hyper.clip)
         run.settle()
     return ledger
-
-
-def _name_phases(run: Run, ledger: Ledger) -> None:
-    for layer in run.model.layers:
-        phase = lambda: "backward" if in_backward() else "forward"
-        layer.forward = _within(ledger, layer.forward, phase)
-    run.sync.step = _within(ledger, run.sync.step, lambda: "optimizer")
-
-
-def _within(ledger: Ledger, function, phase):
-    def named(*args, **kwargs):
-        with ledger.phase(phase()):
-            return function(*args, **kwargs)
-
-    return named

@@ -26,7 +26,6 @@ from operator import attrgetter
 import torch
 
 from minitrain.compose.parallelize import parallelize
-from minitrain.data_parallel.sync import Sync
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.layers import Dropout, naive_attention
@@ -50,21 +49,21 @@ def work_of(
     config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
 ) -> Work:
     """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
-    key = _key(config, strategy, microbatch, length, fused_attention)
-    if key not in _measured:
-        _measured[key] = measure(config, strategy, microbatch, length, fused_attention)
+    asked = config, strategy, microbatch, length, fused_attention
+    if (key := _key(*asked)) not in _measured:
+        _measured[key] = measure(*asked)
     return _measured[key][splits(strategy.schedule)]
 
 
-def known(
-    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
-) -> bool:
+def known(config: GPTConfig, strategy: Strategy, *sizes: int) -> bool:
     """Whether `work_of` was asked before, and answers at once."""
-    return _key(config, strategy, microbatch, length, fused_attention) in _measured
+    return _key(config, strategy, *sizes) in _measured
 
 
-def _key(config: GPTConfig, strategy: Strategy, *sizes: int) -> tuple:
-    return config, _what_matters(strategy), *sizes
+def _key(
+    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
+) -> tuple:
+    return config, _what_matters(strategy), microbatch, length, fused_attention
 
 
 def measure(
@@ -87,10 +86,8 @@ def measure(
         alone = replace(config, num_layers=1, experts=experts, dropout=0.0)
         ask = alone, one_rank, microbatch, length, config.dropout, fused_attention
         works.append(dryrun.run(_two_microbatches, *ask, ranks=one_rank.ranks))
-    if len(works) == 1:
-        return works[0]
-    whole, apart = (replace(routed, dense=dense.block) for routed, dense in zip(*works))
-    return whole, apart
+    mixed = (replace(routed, dense=dense.block) for routed, dense in zip(works[0], works[-1]))
+    return works[0] if len(works) == 1 else tuple(mixed)
 
 
 def _two_microbatches(config, strategy, microbatch, length, dropout, fused_attention) -> tuple[Work, Work]:
@@ -103,7 +100,11 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
             part.config = replace(config, dropout=in_core)
             part.core = part.core if fused_attention else naive_attention
     shape = dict(batch_size=strategy.microbatches * microbatch * strategy.dp, length=length)
-    _add_up(run.sync)
+    for reducer in getattr(run.sync, "reducers", ()):
+        reducer.close()  # no gradient travels at the end
+    for param in run.sync.trainable:
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+    run.sync.on_microbatch_grads(run.sync.trainable)  # they are there already
     with Ledger() as ledger:
         batch = run.batch(Rows(partial(random_tokens, vocab=config.vocab_size, **shape), **shape), step=0)
         marks = _Marks(ledger, run.model.layers)
@@ -115,21 +116,11 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
     return _work(run, ledger, marks, last, at_once), _work(run, ledger, marks, last + 1, later)
 
 
-def _add_up(sync: Sync) -> None:
-    """Gradients are there already, and none travels at the end."""
-    for reducer in getattr(sync, "reducers", ()):
-        reducer.close()
-    for param in sync.trainable:
-        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-    sync.on_microbatch_grads(sync.trainable)
-
-
 class _Marks:
     """Where in the events, and with how many bytes alive, each pass through a layer begins."""
 
     def __init__(self, ledger: Ledger, layers) -> None:
-        self.ledger, self.marks, self.layers = ledger, [], len(layers)
-        self.forward = True
+        self.ledger, self.marks, self.forward = ledger, [], True
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self.begin_forward, number))
             layer.register_forward_hook(partial(self.end_forward, number))
@@ -154,11 +145,6 @@ class _Marks:
     def begin_backward(self, number: int, gradient) -> None:
         self.forward = False
         self.add("backward", number)
-
-    def of_microbatch(self, number: int) -> list[tuple[str, int, int, int]]:
-        """And where the next begins."""
-        each = 2 * self.layers
-        return self.marks[number * each : (number + 1) * each + 1]
 
 
 def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -> list[tuple[Pass, int]]:
@@ -188,7 +174,8 @@ def _gradients(layer) -> frozenset[int]:
 
 
 def _work(run, ledger: Ledger, all_marks: _Marks, microbatch: int, later: list[tuple[Pass, int]]) -> Work:
-    events, marks = ledger.events, all_marks.of_microbatch(microbatch)
+    events, each = ledger.events, 2 * len(run.model.layers)
+    marks = all_marks.marks[microbatch * each : (microbatch + 1) * each + 1]  # and where the next begins
     alive = {index: live["activations"] + live["buffers"] for index, live in ledger.timeline()}
     *_, head = range(len(run.model.layers))
     after = range(marks[head][2], len(events))

@@ -29,18 +29,19 @@ from minitrain.systems.memory.files import FileStore
 
 def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     """All that `strategy.offload` names, in the order in which one needs the other."""
-    parameters_on_host(sync, strategy)
-    update_on_host(sync, strategy)
-    keep_on_host(module, sync, strategy)
+    if "parameters" in strategy.offloads:
+        parameters_on_host(sync)
+    if "optimizer" in strategy.offloads and sync.optimizer is not None:
+        update_on_host(sync, strategy)
+    if "activations" in strategy.offloads:
+        keep_on_host(module, sync)
 
 
-def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
+def parameters_on_host(sync: Sync) -> None:
     """Each rank reads its 1/n of a unit from its own host, and the ranks gather it: ZeRO-Infinity
     (Rajbhandari et al. 2021, arXiv:2104.07857, section 6.1, bandwidth-centric partitioning).
 
     Over the link in a step: the shards up twice for each microbatch, the gradients down."""
-    if "parameters" not in strategy.offloads:
-        return
     for flat in sync.shards:
         shard = flat.shard.detach()
         host = new_host(shard.shape, shard.dtype, pinned=shard.is_cuda, kind="parameters")
@@ -56,10 +57,8 @@ def parameters_on_host(sync: Sync, strategy: Strategy) -> None:
     sync.gather = gather
 
 
-def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
+def keep_on_host(module: nn.Module, sync: Sync) -> None:
     """Of a pipeline each stage watches its own forwards."""
-    if "activations" not in strategy.offloads:
-        return
     for stage in [part for _, part in module.items()] if isinstance(module, Stages) else [module]:
 
         def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
@@ -69,10 +68,7 @@ def keep_on_host(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
 
 
 def update_on_host(sync: Sync, strategy: Strategy) -> None:
-    """Does nothing without `offload="optimizer"`, or where nothing is updated."""
     optimizer = sync.optimizer
-    if "optimizer" not in strategy.offloads or optimizer is None:
-        return
     if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
         optimizer.update = fused_adamw
     sync.optimizer = sync.listener = HostOptimizer(optimizer, delayed=strategy.delayed_update)
@@ -80,19 +76,12 @@ def update_on_host(sync: Sync, strategy: Strategy) -> None:
 
 def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
     """After `parallelize`: `update_in_files(run.sync, folder)`. A folder is of a machine and no part of a
-    strategy; a checkpoint goes on with or without.
-
-    Each rank has a file of its own, with the states of what it updates: with ZeRO 1/n. Host memory: nine
-    buffers of a piece. None where nothing is updated. ValueError: the host has the states, a wrong folder."""
+    strategy; a checkpoint goes on with or without. Each rank has a file of its own, with the states of what
+    it updates: with ZeRO 1/n. Host memory: nine buffers of a piece. None where nothing is updated."""
     optimizer = sync.optimizer
     if optimizer is None:
         return None
-    if isinstance(optimizer, HostOptimizer):
-        cure = "leave it out to keep them in files"
-        raise ValueError(f"offload='optimizer' keeps the states on the host: {cure}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if is_fake(params[0]):
-        raise ValueError("a dry run has no numbers to write; states in files are for a real one")
     sizes = [4 * max(1, param.itemsize // 4) * piece_of(param, piece) for param in params]
     store = FileStore(folder, collectives.world().rank(), buffer_bytes=max(sizes), buffers=9)
     sync.optimizer = FileOptimizer(optimizer, store, piece)

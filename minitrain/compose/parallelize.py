@@ -21,8 +21,7 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
 from minitrain.compose.expert_passes import ExpertGroups, expert_hooks, place_on_ranks
 from minitrain.compose.offload_passes import offload
-from minitrain.compose.product_passes import multiply_in
-from minitrain.compose.products_by_name import PRODUCTS
+from minitrain.compose.product_passes import PRODUCTS, multiply_in
 from minitrain.compose.recompute_passes import recompute_in
 from minitrain.compose.run import Run
 from minitrain.context.layout import Layout
@@ -153,22 +152,14 @@ def check(build: Build) -> None:
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
-    policy, name = strategy.policy, type(module).__name__
-    dtypes, wanted = {param.dtype for param in module.parameters()}, getattr(torch, policy.weights)
-    said = f"precision={strategy.precision!r}"
-    if max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1 or strategy.recompute != "none":
-        why = "a module of your own gets dp and ZeRO, for nobody knows its layers; use these, or a GPTConfig"
+    """Nobody knows its layers: it gets dp and ZeRO."""
+    policy, name, wanted = strategy.policy, type(module).__name__, getattr(torch, strategy.policy.weights)
+    known = strategy.products != "plain" or policy.copies or strategy.recompute != "none"
+    if known or max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1:
+        why = "a module of your own gets dp and ZeRO; for products in few bits swap its layers for LowLinear"
         raise ValueError(f"{name} with {strategy}: {why}")
-    if strategy.products != "plain":
-        cure = "swap its linear layers for LowLinear (precision/quantized_linear.py)"
-        raise ValueError(f"{name} with products={strategy.products!r}: {cure}")
-    if policy.copies:
-        why = (
-            f"makes copies for the layers of a GPTConfig, and {name} is none; use another precision: bfloat16"
-        )
-        raise ValueError(f"{said} {why}")
-    if policy.narrow and dtypes != {wanted}:
-        raise ValueError(f"{said} is for weights in {wanted}; convert the module first")
+    if policy.narrow and {param.dtype for param in module.parameters()} != {wanted}:
+        raise ValueError(f"precision={strategy.precision!r} is for weights in {wanted}; convert {name} first")
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
 
@@ -178,9 +169,8 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
     sizes = (len(schedule.ranks), schedule.microbatches // schedule.slices, schedule.slices)
     wanted = (strategy.pp, strategy.microbatches, strategy.slices)
     if sizes != wanted:
-        said = ", ".join(f"{name}={size}" for name, size in zip(("pp", "microbatches", "slices"), sizes))
-        ours = f"and the strategy has {', '.join(map(str, wanted))}; make both for the same"
-        raise ValueError(f"{schedule.name} is for {said}, {ours}")
+        what = "pp={}, microbatches={}, slices={}".format(*sizes)
+        raise ValueError(f"{schedule.name} is for {what}, and the strategy has {', '.join(map(str, wanted))}")
 
 
 def make_groups(build: Build) -> None:
@@ -200,16 +190,14 @@ def build_layers(build: Build) -> None:
     if config is None:
         build.module = build.model
         return
-    part = build.experts.part if build.experts else (0, 1)
-    settings = dict(seed=build.seed, dtype=build.dtype, device=build.device)
-    settings |= dict(expert_part=part, hooks=build.model_hooks)
+    settings = dict(seed=build.seed, dtype=build.dtype, device=build.device, hooks=build.model_hooks)
+    settings["expert_part"] = build.experts.part if build.experts else (0, 1)
     if schedule is None:
         build.module = GPT(config, **settings)
     else:
         cuts = cuts or even(config.num_layers, schedule.stages)
         if len(cuts) != schedule.stages:
-            where = f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}"
-            raise ValueError(f"{where}; give the layers of each stage")
+            raise ValueError(f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}")
         stages = schedule.stages_of(build.mesh.rank("pp"))
         build.module = Stages(config, {stage: cuts[stage] for stage in stages}, **settings)
     mixed.widen(build.module.parameters(), build.strategy.policy)
@@ -319,8 +307,12 @@ def sync_gradients(build: Build) -> None:
     mixed.keep_gradients(build.module.parameters(), policy)
     rows = mesh.group(*strategy.data_axes, *strategy.context_axes) if not strategy.hybrid else None
     given = build.module, rows, build.make_optimizer
-    if strategy.hybrid:
-        build.sync = shard_inside_a_node(build)
+    if strategy.hybrid:  # sharded inside a node
+        inside, names = ("intra", *strategy.context_axes), ("node", "nodes")
+        several = strategy.nodes > 1
+        by_node = mesh.blocks(*inside, size=strategy.node * strategy.cp, names=names) if several else None
+        given = build.module, mesh.group(*inside), mesh.group("inter"), build.make_optimizer
+        build.sync = Hybrid(*given, strategy.zero, by_node=by_node)
     elif policy.scaled:
         build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
     elif strategy.zero == 3:
@@ -335,15 +327,6 @@ def sync_gradients(build: Build) -> None:
     build.scale = mixed.loss_scale(optimizer, policy, factor, window)
 
 
-def shard_inside_a_node(build: Build) -> Hybrid:
-    strategy, mesh, by_node = build.strategy, build.mesh, None
-    inside = ("intra", *strategy.context_axes)
-    if strategy.nodes > 1:
-        by_node = mesh.blocks(*inside, size=strategy.node * strategy.cp, names=("node", "nodes"))
-    groups = mesh.group(*inside), mesh.group("inter")
-    return Hybrid(build.module, *groups, build.make_optimizer, strategy.zero, by_node=by_node)
-
-
 def save_memory(build: Build) -> None:
     offload(build.module, build.sync, build.strategy)
     mixed.copy_in_time(build.module.layers if build.config else (), build.strategy.policy)
@@ -353,13 +336,10 @@ def save_memory(build: Build) -> None:
 def clip_late(build: Build) -> None:
     if not build.strategy.post_validation:
         return
-    sync, device = build.sync, next(build.module.parameters()).device
-    like = torch.zeros((), dtype=torch.float64, device=device)
-
-    def squares() -> Tensor:
-        return sum_of_squares([param for group in sync.param_groups for param in group["params"]], like)
-
-    build.late = PostValidation(sync, math.inf, build.mesh.group("pp"), squares)
+    params = [param for group in build.sync.param_groups for param in group["params"]]
+    like = torch.zeros((), dtype=torch.float64, device=next(build.module.parameters()).device)
+    squares = partial(sum_of_squares, params, like)
+    build.late = PostValidation(build.sync, math.inf, build.mesh.group("pp"), squares)
     build.runner_hooks.append(build.late)
 
 

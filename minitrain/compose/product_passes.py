@@ -9,26 +9,28 @@ with other tokens, or another part of it: 8 bytes a matrix in one message a bloc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.compose.products_by_name import PRODUCTS
 from minitrain.model.mixture import mixtures
 from minitrain.moe.experts import LowBits
 from minitrain.plan.strategy import Strategy
+from minitrain.precision import products as eight_bits
 from minitrain.precision.products import Scales, emulated
 from minitrain.precision.quantized_linear import LowLinear
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement
+from minitrain.systems.precision import bitnet, early_fp8, int4, int8
+
+# Every way to compute the products of linear layers, by the names of policies.PRODUCTS.
+PRODUCTS = eight_bits.PRODUCTS | bitnet.PRODUCTS | early_fp8.PRODUCTS | int4.PRODUCTS | int8.PRODUCTS
 
 
 def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
-    """Says once, on a GPU, if products are emulated there."""
     if (products := PRODUCTS.get(strategy.products)) is None:
         return
     group = mesh.group("tp") if strategy.tp > 1 else None
@@ -40,9 +42,6 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
         device = mixture.experts.up.device
         scales = [Scales(products.history, group, cut if group else "", device) for cut in "NK"]
         mixture.experts.work = LowBits(products, *scales)
-    said = emulation(module.layers, strategy)
-    if said and "cuda" in said and collectives.world().rank() == 0:
-        warnings.warn(said, stacklevel=4)
 
 
 def swap(module: nn.Module | None, products) -> None:

@@ -6,9 +6,8 @@
     run.evaluate(batch), run(tokens)            the loss, and the logits of whole rows, on every rank
     run.pieces(), run.load_pieces(saved)        its state for a checkpoint of any layout (run_states.py)
 
-Every rank calls the same methods in the same order.
-Sends what the technique sends, and 8 bytes a batch for the number of valid targets; `run(tokens)` gathers
-logits over tp and cp and sends them to all stages.
+Every rank calls the same methods in the same order. Sends what the technique sends, and 8 bytes a batch for
+the number of valid targets; `run(tokens)` gathers logits over tp and cp and sends them to all stages.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ class Run(RunStates):
         length, pieces = tokens.size(1), self.strategy.pieces
         padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
         if self.config and length + padding > (most := self.config.max_positions):
-            what = f"sequence {length}, padded to a multiple of {pieces}"
-            raise ValueError(f"{what}, > max_positions {most}; cut the sequence")
+            raise ValueError(f"sequence {length}, padded to {length + padding}, > max_positions {most}")
         x = self._shard(F.pad(tokens, (0, padding)))
         logits = self._through(x, self._positions(length + padding))
         if self.runner:
@@ -166,11 +164,11 @@ class Run(RunStates):
         self.settle()
         training, _ = self.training, self.train(False)
         try:
-            if self.runner is None and positions is None:
-                return self.model(tokens)
+            if self.runner is None:
+                return self.model(tokens, *(() if positions is None else (positions,)))
             if positions is None:
                 positions = torch.arange(tokens.size(1), device=tokens.device)
-            return (self.runner.through if self.runner else self.model)(tokens, positions)
+            return self.runner.through(tokens, positions)
         finally:
             self.train(training)
 
@@ -184,11 +182,8 @@ class Run(RunStates):
         self.model.train(mode)
         return self
 
-    @property
-    def training(self) -> bool:
-        return self.model.training
+    training = property(lambda self: self.model.training)
 
     def attach(self, saver) -> None:
-        """Updates wait for what a checkpoint/saver.py has not copied yet. The last thing before training: not
-        before `update_in_files`."""
+        """Updates wait for what a checkpoint/saver.py has not copied yet; after `update_in_files`."""
         tell_updates(self.sync, saver.before_update)

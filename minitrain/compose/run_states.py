@@ -17,8 +17,7 @@ Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs:
 from __future__ import annotations
 
 import io
-import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,7 +38,6 @@ from minitrain.ranks.random_state import random_state, set_random_state
 from minitrain.ranks.sharding import placement, whole_shape
 
 Shapes = dict[str, tuple[int, ...]]
-LAYER = re.compile(r"layers\.\d+\.")
 
 
 class RunStates:
@@ -62,8 +60,8 @@ class RunStates:
 
     def load_pieces(self, saved) -> list[str]:
         """Take a checkpoint's `Saved` (checkpoint/load.py); returns what could not be restored, a line each.
-        ValueError, the same on all ranks: it is of another model, and nothing has changed; or it is Damaged,
-        and this run is of no use until it has loaded another."""
+        ValueError, on all ranks: it is of another model, and nothing has changed; or it is Damaged, and this
+        run is of no use until it has loaded another."""
         self.settle()
         world = collectives.world()
         agree(lambda: self._check(saved), world, self.device)
@@ -96,10 +94,10 @@ class RunStates:
         saved.finish()
         if before != ranks:
             lost.append(f"random states of {before} ranks: this run has {ranks}, which draw on as they are")
-            return lost
-        if not kinds:
-            return [*lost, f"random states: none of a generator on {self.device.type} was saved"]
-        set_random_state(tuple(piece.values for piece in own), self.device)
+        elif not kinds:
+            lost.append(f"random states: none of a generator on {self.device.type} was saved")
+        else:
+            set_random_state(tuple(piece.values for piece in own), self.device)
         return lost
 
     def _same_params(self) -> list[ProcessGroup]:
@@ -126,23 +124,16 @@ class RunStates:
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale",
         and "amax", the histories of delayed scaling."""
-        full = self._whole_state()
-        return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
-
-    def _whole_state(self) -> dict[str, Any]:
         self.settle()
         full, group = states.full_state_dict(self.sync), self.stage_group
         if self.config:
             kept = saved_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
             full["amax"] = histories(self.model.layers)
-        if group is None:
-            return full
-        stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
-        return {
-            what: {name: value for stage in reversed(stages) for name, value in stage[what].items()}
-            for what in full
-        }
+        if group is not None:
+            stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
+            full = {what: dict(ChainMap(*(stage[what] for stage in stages))) for what in full}
+        return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave under any strategy."""
@@ -150,9 +141,8 @@ class RunStates:
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
         if self.config:
-            check_names(
-                {name: tuple(x.shape) for name, x in state["parameters"].items()}, shapes_of(self.config)
-            )
+            given = {name: tuple(x.shape) for name, x in state["parameters"].items()}
+            check_names(given, shapes_of(self.config))
             for name, buffer in saved_buffers(self.model.layers).items():
                 buffer.copy_(state["parameters"][name])
             load_histories(self.model.layers, state.get("amax", {}))
@@ -194,13 +184,6 @@ def shapes_of(config: GPTConfig) -> Shapes:
 
 def check_names(saved: Shapes, wanted: Shapes) -> None:
     """ValueError if what was saved is not of a model that wants these."""
-
-    def layers(names: Iterable[str]) -> int:
-        return max((int(name.split(".")[1]) + 1 for name in names if LAYER.match(name)), default=0)
-
-    if layers(saved) != layers(wanted):
-        both = f"{layers(saved)} layers, this model {layers(wanted)}, embedding and head included"
-        raise ValueError(f"the state has {both}: it is of another model")
     for name in sorted(wanted.keys() | saved.keys()):
         if wanted.get(name) != saved.get(name):
             here = list(saved[name]) if name in saved else "not at all"
@@ -220,6 +203,6 @@ def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.devi
     if group.rank() == source:
         torch.save(value, data)
     size = collectives.broadcast(torch.tensor([len(data.getvalue())], device=device), source, group).item()
-    held = torch.frombuffer(bytearray(data.getvalue() or size), dtype=torch.uint8).to(device)
-    data = io.BytesIO(collectives.broadcast(held, source, group).cpu().numpy().tobytes())
+    sent = torch.frombuffer(bytearray(data.getvalue() or size), dtype=torch.uint8).to(device)
+    data = io.BytesIO(collectives.broadcast(sent, source, group).cpu().numpy().tobytes())
     return torch.load(data, map_location=device, weights_only=True)

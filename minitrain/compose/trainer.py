@@ -21,13 +21,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -122,9 +121,9 @@ class Trainer:
 
     def check(self, record: dict[str, Any], good: int) -> None:
         """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
-        loss, norm, held_out = record["loss"], record["norm"], record["held_out"]
-        if not math.isfinite(loss + (norm or 0.0) + (held_out or 0.0)):
-            what = f"loss {loss}, gradient norm {norm}, held-out loss {held_out}"
+        numbers = [record[name] for name in ("loss", "norm", "held_out")]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            what = "loss {}, gradient norm {}, held-out loss {}".format(*numbers)
             cure = f"lower lr={self.hyper.lr} or clip={self.hyper.clip}; all was well at step {good}"
             raise ValueError(f"{what} between steps {good} and {self.step}: {cure}")
 
@@ -152,8 +151,9 @@ class Trainer:
         """All records so far: going on from an older checkpoint writes the later ones again."""
         if self.out is not None and self.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in self.records)
-            replace_file(self.out / "log.jsonl", lambda file: file.write(lines.encode()))
+            new = self.out / "log.jsonl.new"
+            new.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+            new.replace(self.out / "log.jsonl")  # a crash leaves the old one or the new
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""
@@ -164,9 +164,7 @@ class Trainer:
             position=self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
             records=self.records,
             ranks=self.ranks,
-            versions=dict(
-                python=platform.python_version(), torch=torch.__version__, machine=platform.machine()
-            ),
+            versions=dict(python=platform.python_version(), torch=torch.__version__),
         )
         self.trying(lambda: self.saver.save(self.step, run.pieces(), run.plain_state(), manifest))
 
@@ -211,28 +209,20 @@ class Trainer:
         return ""
 
     def agree(self, steps: list[int]) -> list[int]:
-        """All ranks see the same checkpoints: they compare how many, the newest and what it holds."""
-        newest = [0, 0]
-        if steps:
-            path = self.store.path(steps[-1]) / MANIFEST
-            digest = hashlib.blake2b(path.read_bytes(), digest_size=7).digest()
-            newest = [steps[-1], int.from_bytes(digest)]
-        newest = torch.tensor([newest], device=self.parallel.device)
+        """All ranks see the same checkpoints: they compare the newest and what it holds."""
+        manifest = (self.store.path(steps[-1]) / MANIFEST).read_bytes() if steps else b""
+        digest = int.from_bytes(hashlib.blake2b(manifest, digest_size=7).digest())
+        newest = torch.tensor([[len(steps), digest]], device=self.parallel.device)
         seen = collectives.all_gather(newest, collectives.world()).tolist()
-        for rank, newest in enumerate(seen):
-            if newest != seen[0]:
-                first, other = (
-                    f"one of step {step}" if step else "no checkpoint" for step, _ in (seen[0], newest)
-                )
-                sees = f"rank 0 sees {first} and rank {rank} {other if other != first else 'another one'}"
-                raise ValueError(f"{sees}: {self.store.folder} must be a folder that all ranks see")
+        if other := [rank for rank, newest in enumerate(seen) if newest != seen[0]]:
+            what = f"rank {other[0]} sees other checkpoints than rank 0"
+            raise ValueError(f"{what}: {self.store.folder} must be a folder that all ranks see")
         return steps
 
     def identity(self) -> dict[str, Any]:
         run = self.parallel
         precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
-        model = run.config or type(run.model).__name__
-        return identity(model, self.hyper, precision, run.strategy.products)
+        return identity(run.config or type(run.model).__name__, self.hyper, precision, run.strategy.products)
 
 
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:
@@ -252,13 +242,3 @@ def check_identity(
             what = f"made with {name}={was.get(name)}, this run has {name}={now}"
             raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
     text.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write another, force it to the disk, rename: a crash at any point leaves the old file or the new."""
-    new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)

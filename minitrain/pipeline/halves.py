@@ -31,12 +31,10 @@ from minitrain.ranks.torch_private import dispatch_modes
 
 
 class Half:
+    """A part of a pair; between its turns it waits for the baton."""
+
     def __init__(self, run: Callable[[], None], turn: Callable[[], AbstractContextManager]):
         self.run, self.turn, self.baton, self.around = run, turn, Semaphore(0), ExitStack()
-
-    def begin_turn(self) -> None:
-        self.baton.acquire()
-        self.around.enter_context(self.turn())
 
 
 class Halves(RunnerHooks):
@@ -58,8 +56,19 @@ class Halves(RunnerHooks):
         `turn(action)` is entered around each turn."""
         first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
         self.going, self.error = [first, second], None
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        first.run = partial(on_another_thread, first.run, dispatch_modes(), gpu)
+        modes, gpu = dispatch_modes(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def on_another_thread() -> None:
+            """With the modes (ledger, dry run) that a new thread lacks. On a GPU a backward holds autograd's
+            only thread for that device until it ends: the other half must not ask for gradients."""
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)
+                run(actions[0])
+
+        first.run = on_another_thread
         thread = Thread(target=self._all_of, args=(first,), daemon=True)
         thread.start()
         first.baton.release()
@@ -76,17 +85,17 @@ class Halves(RunnerHooks):
             self.going = [other, this]
             this.around.close()
             other.baton.release()
-            this.begin_turn()
-            self._check_other()
+            self._begin_turn(this)
 
-    def _check_other(self) -> None:
+    def _begin_turn(self, half: Half) -> None:
+        half.baton.acquire()
+        half.around.enter_context(half.turn())
         if self.error is not None:
             raise RuntimeError("the other half of the pair has failed")
 
     def _all_of(self, half: Half) -> None:
         try:
-            half.begin_turn()
-            self._check_other()
+            self._begin_turn(half)
             half.run()
         except BaseException as error:
             self.error = self.error or error
@@ -95,14 +104,3 @@ class Halves(RunnerHooks):
             self.going.remove(half)
             for other in self.going:
                 other.baton.release()
-
-
-def on_another_thread(run: Callable[[], None], modes: list, gpu: int | None) -> None:
-    """With the modes (ledger, dry run) that a new thread lacks. On a GPU a backward
-    holds autograd's only thread for that device until it ends: the other half must not ask for gradients."""
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        run()

@@ -4,9 +4,8 @@
     balanced([1, 3, 3, 3, 3, 5], 3)  ->  [range(0, 3), range(3, 5), range(5, 6)]                costs 7 6 5
     pipedream([4, 8, 4], 4)          ->  slowest stage 4 with layers 0..2 on 4 workers          data parallel
 
-A pipeline in its steady state is as fast as its slowest stage: messages and sums run beside the computation.
-A(j, m) is the slowest stage's time for the first j layers on m workers, T(i, j, r) that of layers i..j-1 on r
-workers:
+A pipeline in its steady state is as fast as its slowest stage; messages and sums run beside it. A(j, m) is
+the slowest stage's time for the first j layers on m workers, T(i, j, r) that of layers i..j-1 on r workers:
 
     A(j, m)    = min(T(0, j, m), min over i < j, r < m of max(A(i, m-r), 2·acts_i/bandwidth, T(i, j, r)))
     T(i, j, r) = max(sum of times, 2(r-1)·(sum of weights) / bandwidth) / r
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
-from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 
 
 def even(num_blocks: int, stages: int) -> list[range]:
@@ -75,19 +74,20 @@ class Partition(NamedTuple):
     stages: tuple[tuple[range, int], ...]
 
 
-def pipedream(times, workers, weights=None, activations=None, bandwidth=None) -> Partition:
+def pipedream(times, workers, weights=None, activations=None, bandwidth=inf) -> Partition:
     """The partition whose slowest stage is fastest, on all `workers`; of equal ones, with fewest stages.
 
     times[l] forward and backward of layer l for a microbatch; weights[l] its bytes; activations[i] the bytes
-    that layer i takes from layer i-1; bandwidth in bytes per time, None for links that cost nothing."""
-    check_costs("pipedream", times=times, weights=weights or (), activations=activations or ())
-    for name, given in (("weights", weights), ("activations", activations)):
-        if given is not None and len(given) != len(times):
-            raise ValueError(f"pipedream: {len(given)} {name} of {len(times)} layers; give one per layer")
+    that layer i takes from layer i-1; bandwidth in bytes per time."""
+    weights, activations = weights or [0] * len(times), activations or [0] * len(times)
+    check_costs("pipedream", times=times, weights=weights, activations=activations)
+    if not len(times) == len(weights) == len(activations):
+        given = f"{len(weights)} weights, {len(activations)} activations"
+        raise ValueError(f"pipedream: {given} of {len(times)} layers; give one per layer")
     require_positive_ints(workers=workers)
-    if bandwidth is not None:
-        require_positive(bandwidth=bandwidth)
-    time, size = [0, *accumulate(times)], [0, *accumulate(weights or [0] * len(times))]
+    if not bandwidth > 0:
+        raise ValueError(f"pipedream: bandwidth={bandwidth}; use one above 0")
+    time, size = [0, *accumulate(times)], [0, *accumulate(weights)]
 
     @cache
     def best(end: int, workers: int) -> list[tuple]:
@@ -95,7 +95,7 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
         whole = stage_time(time[end], size[end], workers, bandwidth)
         found = [((whole, 1), ((range(end), workers),))]
         for cut in range(1, end):
-            message = sending(2 * activations[cut], bandwidth) if activations else 0
+            message = divided(2 * activations[cut], bandwidth)
             for replicas in range(1, workers):
                 here = stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth)
                 for (slowest, count), stages in best(cut, workers - replicas):
@@ -107,13 +107,9 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=None) ->
     return Partition(slowest, stages)
 
 
-def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number | None) -> Number:
+def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number) -> Number:
     """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
-    return divided(max(time, sending(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
-
-
-def sending(size: Number, bandwidth: Number | None) -> Number:
-    return 0 if bandwidth is None else divided(size, bandwidth)
+    return divided(max(time, divided(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def undominated(points: Iterable[tuple[tuple, object]]) -> list[tuple[tuple, object]]:

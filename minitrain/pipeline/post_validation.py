@@ -11,10 +11,8 @@
 
 An all-reduce of the norm would make all ranks wait for the last one. What is done again uses the learning
 rate and the random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1)
-numbers per step. Memory: a copy of parameters and optimizer state, and the gradients, until the check. No dry
-run.
-Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse, no
-copy.
+numbers per step. Memory: a copy of parameters and optimizer state, and the gradients, until the check.
+Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse.
 """
 
 import copy
@@ -50,8 +48,9 @@ class PostValidation(RunnerHooks):
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: must be > 0")
         if squares is None and any(placement(param).cut_over for param in self.params):
-            rule = "give squares=, which sums over those ranks, or use optim.clip_grad_norm before the step"
-            raise ValueError(f"parameters are cut over other ranks; {rule}")
+            raise ValueError(
+                "parameters are cut over other ranks; give squares=, which sums over those ranks"
+            )
 
     @property
     def param_groups(self) -> list[dict]:
@@ -64,8 +63,7 @@ class PostValidation(RunnerHooks):
     def step(self) -> None:
         """In place of clipping and `optimizer.step()`."""
         if self.unchecked:
-            rule = "append it to the runner's hooks, or call post.validate()"
-            raise ValueError(f"the step before has not been checked; {rule}")
+            raise ValueError("the step before has not been checked; append it to the runner's hooks")
         self.squares = self.sum_squares().to(torch.float64)
         if self.group.rank():
             self.squares = self.squares + self.receive(-1)

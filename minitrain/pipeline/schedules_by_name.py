@@ -18,12 +18,11 @@ from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleave
 from minitrain.ranks.checks import require_positive_ints
 
 PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}
-PLAIN |= {
-    f.__name__: f for f in (zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna)
-}
+FIXED = zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna
+PLAIN |= {f.__name__: f for f in FIXED}
 CHUNKED = {
     f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)
-}  # stages per rank, waves
+}  # stages a rank, waves
 SLICED = {f.__name__: f for f in (terapipe, seq1f1b)}  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
@@ -33,15 +32,11 @@ def named(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> 
     if name not in NAMES:
         raise ValueError(f"schedule={name!r}; use {', '.join(NAMES)}")
     sizes = []
-    for what, given, table, why in (
-        ("chunks", chunks, CHUNKED, "whose stages are fixed"),
-        ("slices", slices, SLICED, "which runs whole sequences"),
-    ):
+    for what, given, table in (("chunks", chunks, CHUNKED), ("slices", slices, SLICED)):
         if name in table:
             sizes.append(given)
         elif given > 1:
-            rule = f"use {what}=1, or {', '.join(table)}"
-            raise ValueError(f"{what}={given} with schedule={name!r}, {why}; {rule}")
+            raise ValueError(f"{what}={given} with schedule={name!r}; use {what}=1, or {', '.join(table)}")
     schedule = (PLAIN | CHUNKED | SLICED)[name](p, m, *sizes)
     return recomputed(schedule) if recompute and not schedule.recomputes else schedule
 

@@ -4,7 +4,6 @@ trained or nothing is a number.
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import lower
-from minitrain.pipeline.runtime import Runner, takes_positions
+from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Pair, Schedule, check
 from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
@@ -20,6 +19,7 @@ from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from tests.parallel import TOLERANCE
+from tests.pipeline.lists import said_by
 
 WIDTH, ROWS, LENGTH = 6, 7, 3
 linear = partial(nn.Linear, dtype=torch.float64)
@@ -130,11 +130,8 @@ def far(cases):
         differences = [abs(sum(part for part, _ in ranks) - loss)]
         for number, ((_, found), expected) in enumerate(zip(ranks, grads)):
             assert [grad is None for grad in found] == [number in case[1]] * len(expected), case
-            differences += [
-                (ours - (0 if theirs is None else theirs)).abs().max().item()
-                for ours, theirs in zip(found, expected)
-                if ours is not None
-            ]
+            both = [pair for pair in zip(found, expected) if pair[0] is not None]
+            differences += [(a - (0 if b is None else b)).abs().max().item() for a, b in both]
         yield case, max(differences)
 
 
@@ -146,60 +143,26 @@ def test_plain_modules_and_stages_without_parameters():
         assert difference < TOLERANCE, case
 
 
-@pytest.mark.parametrize("frozen", [(0,), (2,), (3,), (0, 1), (1, 2, 3), (0, 1, 2, 3)], ids=str)
-def test_frozen_stages(frozen):
+def test_frozen_stages():
     """At the start, in the middle, at the end, all; whole and split backwards; gradients are right elsewhere,
-    and None here.
-    """
-    for case, difference in far([("plain modules", frozen, schedule) for schedule in SCHEDULES]):
+    and None here."""
+    frozen = (0,), (2,), (3,), (0, 1), (1, 2, 3), (0, 1, 2, 3)
+    for case, difference in far([("plain modules", some, s) for some in frozen for s in SCHEDULES]):
         assert difference < TOLERANCE, case
 
 
 def test_a_list_of_plain_tuples_is_a_schedule():
-    mine = Schedule(
-        "mine",
-        [
-            [("F", 0, 0), ("F", 0, 1), (("F", 0, 2), ("B", 0, 0)), ("B", 0, 1), ["B", 0, 2]],
-            [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 1, 2), ("B", 1, 1), ("B", 1, 2)],
-            *[[(kind, stage, i) for i in range(3) for kind in "FB"] for stage in (2, 3)],
-        ],
-        4,
-        3,
-    )
-    assert (
-        check(mine).ranks[0][2:4] == (Pair(Action("F", 0, 2), Action("B", 0, 0)), Action("B", 0, 1))
-        and str(mine.ranks[1][0]) == "F1.0"
-    )
-    assert lower(mine) and len(set(mine.ranks)) == 4
+    first = [("F", 0, 0), ("F", 0, 1), (("F", 0, 2), ("B", 0, 0)), ("B", 0, 1), ["B", 0, 2]]
+    second = [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 1, 2), ("B", 1, 1), ("B", 1, 2)]
+    others = [[(kind, stage, i) for i in range(3) for kind in "FB"] for stage in (2, 3)]
+    mine = check(Schedule("mine", [first, second, *others], 4, 3))
+    assert mine.ranks[0][2:4] == (Pair(Action("F", 0, 2), Action("B", 0, 0)), Action("B", 0, 1))
+    assert lower(mine) and len(set(mine.ranks)) == 4 and str(mine.ranks[1][0]) == "F1.0"
     ((_, difference),) = far([("plain modules", (), mine)])
     assert difference < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [("F", 0), "F0.1", ("F", "0", 1), (0, "F", 1), ("F", 0, 0, 1), None, (("F", 0, 1),), (("F", 0, 1), "B")],
-    ids=str,
-)
-def test_what_is_no_action_is_refused(entry):
-    with pytest.raises(ValueError) as error:
-        Schedule("mine", ((("F", 0, 0), entry),), 1, 1)
-    text = str(error.value)
-    assert "mine: entry 1 of rank 0 is " in text and "an entry is an Action" in text and "\n" not in text
-
-
-def test_who_is_given_positions():
-    class Any(nn.Module):
-        def forward(self, *inputs):
-            return inputs[0]
-
-    class Optional(nn.Module):
-        def forward(self, x, positions=None):
-            return x
-
-    assert [
-        takes_positions(stage)
-        for stage in (Table(), Wave(), nn.Sequential(), nn.Tanh(), Turned(), Any(), Optional())
-    ] == [False, False, False, False, True, True, True]
+    for wrong in [("F", 0), "F0.1", ("F", "0", 1), (0, "F", 1), None, (("F", 0, 1),), (("F", 0, 1), "B")]:
+        said = said_by(lambda: Schedule("mine", ((("F", 0, 0), wrong),), 1, 1))
+        assert "mine: entry 1 of rank 0 is " in said and "an entry is an Action" in said
 
 
 def test_the_dtype_without_parameters():

@@ -3,7 +3,6 @@ whatever the schedule.
 """
 
 from collections import defaultdict
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,7 +16,6 @@ from minitrain.model.training.step import Batch, NoReducer, valid_tokens
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Around, Runner, cut_evenly
-from minitrain.pipeline.schedule import I, Schedule, W
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
@@ -32,6 +30,7 @@ from tests.parallel import (
     small,
     train_pipeline,
 )
+from tests.pipeline.lists import split
 
 # 8 units, with table and head, for up to 8 stages.
 PROBLEM = Problem(
@@ -44,19 +43,12 @@ def reference():
     return one_process(PROBLEM)
 
 
-def split(schedule: Schedule) -> Schedule:
-    """The same with each B as I and W in a row."""
-    halves = lambda action: [I(*action[1:]), W(*action[1:])] if action.kind == "B" else [action]
-    ranks = [[part for action in entries for part in halves(action)] for entries in schedule.ranks]
-    return replace(schedule, name=f"{schedule.name}, split", ranks=ranks)
-
-
 SCHEDULES = {
     "gpipe": lambda p: gpipe(p, 4),
     "1f1b": lambda p: one_f_one_b(p, 4),
     "interleaved": lambda p: interleaved(p, 4, 2),
     "breadth-first": lambda p: breadth_first(p, 4, 2),
-    "split": lambda p: split(one_f_one_b(p, 4)),
+    "split": lambda p: split(one_f_one_b(p, 4), late=0),
 }
 
 
@@ -89,7 +81,9 @@ def test_equals_one_process(name, ranks):
 def test_pipelines_compose(shape, settings):
     problem = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 9), microbatches=4)
     assert (
-        pipeline_difference(problem, shape, split(one_f_one_b(2, 4)), one_process(problem), **settings)
+        pipeline_difference(
+            problem, shape, split(one_f_one_b(2, 4), late=0), one_process(problem), **settings
+        )
         < TOLERANCE
     )
 
@@ -132,7 +126,8 @@ def test_mpmd():
 
 def test_both_halves_of_a_backward_cost_what_the_whole_costs():
     whole, halves = (
-        launch.run(account, schedule, ranks=2) for schedule in (one_f_one_b(2, 4), split(one_f_one_b(2, 4)))
+        launch.run(account, schedule, ranks=2)
+        for schedule in (one_f_one_b(2, 4), split(one_f_one_b(2, 4), late=0))
     )
     for (whole_flops, _, _), (flops, _, _) in zip(whole, halves):
         for action, cost in whole_flops.items():
@@ -187,29 +182,11 @@ def test_without_the_last_w_the_gradient_is_wrong():
         Runner.weights = lambda self, action: (
             weights(self, action) if action.microbatch else self.in_flight.pop(action[1:])
         )
-        return train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4)))
+        return train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4), late=0))
 
     outcomes = launch.run(train, ranks=2)
     name = "layers.2.mlp.up.weight"
     assert (outcomes[0].params[name] - reference().params[name]).abs().max() > 1e-6
-
-
-def test_a_failing_action_is_named_with_its_neighbours():
-    def fail():
-        forward = Runner.forward
-
-        def broken(self, action):
-            if str(action) == "F1.2":
-                raise FloatingPointError("planted")
-            forward(self, action)
-
-        Runner.forward = broken
-        account(one_f_one_b(2, 4))
-
-    with pytest.raises(
-        launch.RankError, match=r"1F1B, p=2, m=4, rank 1: F1\.2 failed, after B1\.1 and before B1\.2: planted"
-    ):
-        launch.run(fail, ranks=2)
 
 
 def test_refusals():

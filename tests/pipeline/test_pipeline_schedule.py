@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import groupby
@@ -24,15 +23,10 @@ from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.schedule import Action, B, F, I, Pair, Schedule, W, check, parts, peak
-from minitrain.pipeline.schedules.bpipe import bpipe
-from minitrain.pipeline.schedules.chimera import chimera, hanayo
-from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from minitrain.pipeline.schedule import Action, B, F, Pair, Schedule, check, parts, peak
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
-from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
-from minitrain.pipeline.schedules.varuna import recomputed, varuna
-from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from minitrain.pipeline.schedules.slices import terapipe
+from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay
@@ -50,71 +44,9 @@ from tests.parallel import (
     small,
     together,
 )
+from tests.pipeline.lists import GRID, everything, folded, peaks, refuse, split
 
-GRID = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 64), (8, 3), (8, 16), (16, 16), (16, 64)]
 TWICE = Costs(F=1, B=2)
-
-
-def split(schedule: Schedule) -> Schedule:
-    """Each B as I, and W when the next backward has been."""
-
-    def rank(entries):
-        late = []
-        for action in entries:
-            yield I(*action[1:]) if action.kind == "B" else action
-            if action.kind == "B":
-                yield from late
-                late = [W(*action[1:])]
-        yield from late
-
-    return replace(schedule, name=f"{schedule.name}, split", ranks=map(rank, schedule.ranks))
-
-
-def paired(schedule: Schedule) -> Schedule:
-    """Neighbours F and B of different microbatches as one entry, where that leaves nobody stuck."""
-
-    def rank(entries):
-        entries = list(entries)
-        while entries:
-            first = entries.pop(0)
-            together = first.kind == "B" and entries and entries[0].kind == "F"
-            yield Pair(entries.pop(0), first) if together else first
-
-    return replace(schedule, name=f"{schedule.name}, paired", ranks=map(rank, schedule.ranks))
-
-
-def folded(p: int, m: int) -> Schedule:
-    """A V: rank r has the stages r and 2p-1-r; all forwards, then all backwards."""
-    late = [(r, 2 * p - 1 - r) for r in range(p)]
-    ranks = [
-        [F(s, i) for s in own for i in range(m)] + [B(s, i) for s in own[::-1] for i in range(m)]
-        for own in late
-    ]
-    return Schedule(f"V, p={p}, m={m}", ranks, 2 * p, m)
-
-
-@cache
-def everything() -> list[Schedule]:
-    made = [
-        make(p, m)
-        for p, m in GRID[:-1]
-        for make in (
-            gpipe,
-            one_f_one_b,
-            lambda p, m: split(one_f_one_b(p, m)),
-            lambda p, m: recomputed(one_f_one_b(p, m)),
-        )
-    ]
-    for p, m, v in [(2, 4, 3), (4, 8, 2), (4, 12, 4), (8, 16, 2)]:
-        made += [interleaved(p, m, v), breadth_first(p, m, v)]
-    for p, m in [(2, 4), (4, 8), (6, 13)]:
-        made += [make(p, m) for make in (zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, bpipe, varuna)]
-    for p in (2, 4, 6):
-        made += [chimera(p, 2 * p), dualpipe(p, 2 * p)]
-    made += [folded(p, m) for p, m in [(1, 2), (2, 3), (4, 8)]]
-    made += [hanayo(4, 8, 2), zb_interleaved(4, 8, 2), terapipe(4, 2, 3), terapipe(2, 2, 3), seq1f1b(4, 4, 2)]
-    made += [split(one_f_one_b(16, 64)), split(interleaved(4, 8, 2)), split(folded(4, 4))]
-    return [*made, recomputed(gpipe(3, 4)), paired(one_f_one_b(1, 6)), paired(interleaved(2, 8, 2))]
 
 
 # ---- nobody gets stuck -----------------------------------------------------------------------------------
@@ -175,15 +107,8 @@ def test_links_agree_and_nothing_is_lost():
 
 def test_a_sent_tensor_is_freed_as_soon_as_an_answer_says_that_it_has_arrived():
     """Right behind the first entry with an input that was made from it, or after it, where it went."""
-    schedule = one_f_one_b(2, 3)
-    first, last = (
-        [
-            f"{step.what} sent" if isinstance(step, Sent) else str(step)
-            for step in program
-            if isinstance(step, (Action, Sent))
-        ]
-        for program in lower(schedule)
-    )
+    computed = [[s for s in program if isinstance(s, (Action, Sent))] for program in lower(one_f_one_b(2, 3))]
+    first, last = ([f"{s.what} sent" if isinstance(s, Sent) else str(s) for s in steps] for steps in computed)
     assert first == ["F0.0", "F0.1", "B0.0", "F0.0 sent", "F0.2", "B0.1", "F0.1 sent", "B0.2", "F0.2 sent"]
     assert last == ["F1.0", "B1.0", "F1.1", "B1.1", "F1.2", "B1.0 sent", "B1.2"]
 
@@ -194,11 +119,7 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
             posted, begun, ahead = {}, 0, 0
             for step in program:
                 if isinstance(step, Receive):
-                    posted[
-                        F(step.what.stage + 1, step.what.microbatch)
-                        if step.what.kind == "F"
-                        else B(step.what.stage - 1, step.what.microbatch)
-                    ] = begun
+                    posted[used_by(step.what, schedule)] = begun
                 elif isinstance(step, Action):
                     if step in posted:
                         assert posted.pop(step) == max(begun - EARLY, 0)
@@ -240,10 +161,7 @@ def waits(schedule: Schedule) -> list:
 
 
 def test_programs_end_though_sends_wait_for_their_receives():
-    # (what BPipe moves is sent by its own interpreter)
-    assert not any(
-        waits(schedule) for schedule in everything() if len(schedule.place) < 700 and not schedule.evicts
-    )
+    assert not any(waits(schedule) for schedule in everything() if len(schedule.place) < 700)
 
 
 def circular(schedule: Schedule) -> bool:
@@ -261,12 +179,8 @@ def test_random_deadlocks_are_found():
     draw, stuck = random.Random(7), 0
     for _ in range(300):
         p, m = draw.randint(1, 3), draw.randint(1, 3)
-        ranks = [
-            list(entries)
-            for entries in draw.choice([gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m))])(
-                p, m
-            ).ranks
-        ]
+        make = draw.choice([gpipe, one_f_one_b, lambda p, m: split(one_f_one_b(p, m))])
+        ranks = [list(entries) for entries in make(p, m).ranks]
         for _ in range(draw.randint(1, 4)):
             entries = draw.choice(ranks)
             i, j = draw.randrange(len(entries)), draw.randrange(len(entries))
@@ -282,7 +196,7 @@ def test_random_deadlocks_are_found():
     assert 50 < stuck < 250
 
 
-# ---- what is refused -------------------------------------------------------------------------------------
+# ---- what is refused
 
 STUCK = "is stuck: "
 REFUSED = {  # the lists of ranks, microbatches (or slices: two of each)
@@ -314,14 +228,6 @@ REFUSED = {  # the lists of ranks, microbatches (or slices: two of each)
         "F0.0 B0.0 B0.1 F0.1 | F1.0 B1.0 B1.1 F1.1",
         2,
     ),
-    "rank 2 at B2.0 waits for F2.0, rank 3 at B3.0 waits for F3.0; move": (
-        "B0.0 F0.0 | B1.0 F1.0 | B2.0 F2.0 | B3.0 F3.0",
-        1,
-    ),
-    r"rank 3 at B3.0 waits for F3.0, \.\.\.; move": (
-        "B0.0 F0.0 | B1.0 F1.0 | B2.0 F2.0 | B3.0 F3.0 | B4.0 F4.0",
-        1,
-    ),
     r"\(B0.0 F0.1\) is no pair": ("F0.0 (B0.0 F0.1) B0.1", 2),
     r"\(F0.0 B0.0\) is no pair": ("(F0.0 B0.0)", 1),
     "3 units are not a multiple of slices=2": ("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0", "3 slices"),
@@ -347,31 +253,25 @@ def test_bad_schedules_are_refused(message):
     text, units = REFUSED[message]
     slices = 2 if "slices" in str(units) else 1
     units = {"slices": 2, "3 slices": 3}.get(units, units)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=message):
         check(listed(text, slices, units))
-    assert "\n" not in str(refused.value)
 
 
 def test_bad_sizes_and_costs_are_refused():
-    for call, message in [
-        (lambda: interleaved(4, 6, 2), "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8"),
-        (lambda: interleaved(4, 3, 2), "ranks; use 4"),
-        (lambda: Costs(F=-1), "F=-1; a time is 0 or more"),
-        (lambda: Costs(W=float("nan")), "W=nan"),
-        (lambda: Costs(send=-Fraction(1, 2)), "send=-1/2"),
-    ]:
-        with pytest.raises(ValueError) as refused:
-            call()
-        assert message in str(refused.value) and "\n" not in str(refused.value)
+    refuse(
+        {
+            "m=6 microbatches are not a multiple of p=4 ranks; use 8": lambda: interleaved(4, 6, 2),
+            "F=-1; a time is 0 or more": lambda: Costs(F=-1),
+            "W=nan": lambda: Costs(W=float("nan")),
+        }
+    )
 
 
 def test_longer_actions_never_end_earlier():
     draw = random.Random(3)
     for _ in range(60):
-        schedule = draw.choice(
-            everything()[:12]
-            + [interleaved(4, 8, 2), folded(3, 4), terapipe(3, 2, 2), split(interleaved(2, 4, 2))]
-        )
+        more = interleaved(4, 8, 2), folded(3, 4), terapipe(3, 2, 2), split(interleaved(2, 4, 2))
+        schedule = draw.choice([*everything()[:12], *more])
         times = {kind: draw.randint(0, 6) for kind in ("F", "I", "W", "R", "send")}
         longer = times | {(kind := draw.choice(list(times))): times[kind] + draw.randint(1, 3)}
         stages = {draw.randrange(schedule.stages): 2}
@@ -380,11 +280,8 @@ def test_longer_actions_never_end_earlier():
             for costs in (Costs(**times), Costs(**longer), Costs(**times, stage=stages))
         )
         assert before.makespan <= after.makespan and before.makespan <= uneven.makespan
-        assert all(
-            ours.start <= theirs.start
-            for was, now in zip(before.spans, after.spans)
-            for ours, theirs in zip(was, now)
-        )
+        for was, now in zip(before.spans, after.spans):
+            assert all(ours.start <= theirs.start for ours, theirs in zip(was, now))
 
 
 def test_what_moves_takes_its_own_time():
@@ -411,10 +308,6 @@ def test_a_pair_takes_the_mean_of_its_stages_factors():
 # ---- the systems -----------------------------------------------------------------------------------------
 
 
-def in_flight_peaks(schedule: Schedule) -> list[int]:
-    return [peak(schedule, rank) for rank in range(len(schedule.ranks))]
-
-
 DEEP = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
 
 
@@ -433,12 +326,11 @@ def test_gpipe():
         schedule = gpipe(p, m)
         for costs in (TWICE, Costs(F=3, B=5)):
             assert simulate(schedule, costs).makespan == (m + p - 1) * (costs.F + costs.B)
-        assert in_flight_peaks(schedule) == [m] * p
+        assert peaks(schedule) == [m] * p
     assert simulate(gpipe(4, 8), TWICE).makespan == 33
     again = recomputed(gpipe(4, 8))
-    assert (
-        simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3 and in_flight_peaks(again) == [1] * 4
-    )  # an R waits for no other rank
+    assert simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3  # an R waits for no other rank
+    assert peaks(again) == [1] * 4
     assert trained_alike(recomputed(gpipe(2, 4))) < TOLERANCE
     assert trained_alike(gpipe(2, 4)) < TOLERANCE
 
@@ -448,7 +340,7 @@ def test_one_f_one_b():
         schedule = one_f_one_b(p, m)
         for costs in (TWICE, Costs(F=3, B=5)):
             assert simulate(schedule, costs).makespan == simulate(gpipe(p, m), costs).makespan
-        assert in_flight_peaks(schedule) == [min(m, p - s) for s in range(p)]
+        assert peaks(schedule) == [min(m, p - s) for s in range(p)]
     assert simulate(one_f_one_b(4, 8), TWICE).makespan == 33
     assert trained_alike(one_f_one_b(2, 4)) < TOLERANCE
 
@@ -459,20 +351,15 @@ def test_dapple():
     def early_backward(p, m):
         for i in range(p):
             K = min(p - i, m)
-            turns = [
-                action for j in range(m) for action in ([B(i, j), F(i, j + K)] if j + K < m else [B(i, j)])
-            ]
-            yield tuple([F(i, j) for j in range(K)] + turns)
+            turns = [[B(i, j), F(i, j + K)][: 1 + (j + K < m)] for j in range(m)]
+            yield tuple([F(i, j) for j in range(K)] + sum(turns, []))
 
     for p, m in GRID:
         assert tuple(early_backward(p, m)) == one_f_one_b(p, m).ranks
-    assert (
-        in_flight_peaks(one_f_one_b(8, 16)) == in_flight_peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
-    )
-    few, many = (launch.run(kept_at_most, one_f_one_b(2, m), ranks=2) for m in (3, 9))
-    assert (
-        few == many == [(2, 0), (1, 0)]
-    )  # on ranks: microbatches that autograd keeps at most, and in the end
+    assert peaks(one_f_one_b(8, 16)) == peaks(one_f_one_b(8, 64)) == [8, 7, 6, 5, 4, 3, 2, 1]
+    # on ranks: microbatches that autograd keeps at most, and in the end
+    few_and_many = launch.run(lambda: [kept_at_most(one_f_one_b(2, m)) for m in (3, 9)], ranks=2)
+    assert few_and_many == [[(2, 0)] * 2, [(1, 0)] * 2]
 
 
 def messages(schedule: Schedule) -> int:
@@ -480,10 +367,9 @@ def messages(schedule: Schedule) -> int:
 
 
 def test_forwards_ahead_of_1f1b_and_room_of_interleaving():
-    for extra, makespan, held in ((-1, 54, [3, 2, 1, 1]), (0, 33, [4, 3, 2, 1]), (2, 33, [6, 5, 4, 3])):
+    for extra, makespan, counts in ((-1, 54, [3, 2, 1, 1]), (0, 33, [4, 3, 2, 1]), (2, 33, [6, 5, 4, 3])):
         schedule = check(one_f_one_b(4, 8, extra))
-        assert simulate(schedule, TWICE).makespan == makespan
-        assert [peak(schedule, rank) for rank in range(4)] == held
+        assert (simulate(schedule, TWICE).makespan, peaks(schedule)) == (makespan, counts)
     close, wide = (check(interleaved(4, 16, 2, room)) for room in (1, 2))
     for send, times in ((0, (52.5, 52.5)), (Fraction(1, 4), (66, 56))):
         costs = Costs(F=Fraction(1, 2), B=1, send=send)
@@ -499,15 +385,9 @@ def test_interleaved():
             assert run.overhead == Fraction(p - 1, v * m)
             assert run.makespan == (m + Fraction(p - 1, v)) * sum(times)
         assert Fraction(peak(schedule, 0), v) == p * (1 + Fraction(p - 1, p * v))
-        assert [peak(schedule, rank) for rank in range(p)] == [
-            2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)
-        ]
+        assert peaks(schedule) == [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)]
         # between ranks: p-1 boundaries of 1F1B, and from the last rank round to the first as well
         assert messages(schedule) == 2 * m * (p * v - 1) and messages(one_f_one_b(p, m)) == 2 * m * (p - 1)
-    overheads = [
-        simulate(interleaved(4, 8, v), Costs(F=Fraction(1, v), B=Fraction(2, v))).overhead for v in (1, 2, 4)
-    ]
-    assert overheads == [Fraction(3, 8), Fraction(3, 16), Fraction(3, 32)]
     assert trained_alike(interleaved(2, 4, 2)) < TOLERANCE
 
 
@@ -516,14 +396,8 @@ def sharded_step(schedule: Schedule):
     the share of the largest stage that was ever whole and the bytes that are in the end, what was trained.
     """
     strategy = Strategy(dp=2, pp=2, zero=3, microbatches=4, precision="float64")
-    run = parallelize(
-        SHARDED.config,
-        strategy,
-        lambda params: AdamW(params, lr=SHARDED.lr),
-        seed=3,
-        frozen=[SHARDED.frozen],
-        schedule=schedule,
-    )
+    settings = dict(seed=3, frozen=[SHARDED.frozen], schedule=schedule)
+    run = parallelize(SHARDED.config, strategy, lambda params: AdamW(params, lr=SHARDED.lr), **settings)
     whole, parts_of = [], [{run.sync.flat_of[p] for p in s.parameters()} for s in run.runner.stages.values()]
     largest = max(8 * sum(flat.numel for flat in flats) for flats in parts_of)
     for flat in run.sync.shards:
@@ -562,16 +436,13 @@ def test_breadth_first():
         wide, deep = breadth_first(p, m, v), interleaved(p, m, v)
         run = simulate(wide, Costs(F=Fraction(1, v), B=Fraction(2, v)))
         assert run.overhead == Fraction(p - 1, v * m)
-        assert in_flight_peaks(wide) == [m * v] * p
+        assert peaks(wide) == [m * v] * p
         assert wide.breadth_first and not deep.breadth_first and not gpipe(p, m).breadth_first
         assert all(runs(wide, rank) == dict.fromkeys(wide.stages_of(rank), 2) for rank in range(p))
         for rank in range(p):
             ahead = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
-            # the runs of p ahead and at the end, and between them no two neighbours alike: 2m a stage less
-            # those
-            assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * (-(-ahead // p)) - (
-                2 if ahead % p else 0
-            )
+            # the runs of p ahead and at the end; between them no two neighbours alike: 2m a stage less those
+            assert runs(deep, rank).total() == 2 * (m * v - ahead) + 2 * -(-ahead // p) - 2 * bool(ahead % p)
     for m in 8, 64, 512:
         assert runs(interleaved(4, m, 2), 3).total() == 2 * (2 * m - 3)
 
@@ -586,17 +457,12 @@ def test_breadth_first():
 
 
 class Clock(nn.Module):
-    """A stage without arithmetic: what travels is the time at which it was ready, and the rank's clock moves
-    on.
-    """
+    """A stage without arithmetic: the time at which it was ready travels, and the rank's clock moves on."""
 
     def __init__(self, now: list[int], forward: int, backward: int):
         super().__init__()
-        self.now, self.times, self.weight = (
-            now,
-            (forward, backward),
-            nn.Parameter(torch.zeros((), dtype=torch.float64)),
-        )
+        self.now, self.times = now, (forward, backward)
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def forward(self, x, positions):
         x = x.unsqueeze(-1).double() * 0 if not x.is_floating_point() else x
@@ -622,20 +488,17 @@ def clocks(schedule: Schedule) -> list[int]:
     group, now = collectives.world(), [0]
     stages = {stage: Clock(now, 1, 2) for stage in schedule.stages_of(group.rank())}
     run = Runner(stages, schedule, group, lambda y, targets: (y * 0).sum(), NoReducer(), width=1)
-    run(
-        Batch(
-            torch.zeros(schedule.microbatches, 2, dtype=torch.int64),
-            torch.zeros(schedule.microbatches, 2),
-            torch.tensor(1),
-        )
-    )
+    run(zeros(schedule))
     return now[0]
 
 
+def zeros(schedule: Schedule) -> Batch:
+    rows = torch.zeros(schedule.microbatches, 2)
+    return Batch(rows.long(), rows, torch.tensor(1.0))
+
+
 class Work(nn.Module):
-    """A product, forward 2·n·k² FLOPs and backward twice as many: the first stage takes no gradient, but a
-    start that is learnt does.
-    """
+    """A product, forward 2·n·k² FLOPs and backward twice as many: the first stage's start is learnt."""
 
     def __init__(self, k: int = 16):
         super().__init__()
@@ -647,11 +510,11 @@ class Work(nn.Module):
 
 def events_of_work(schedule: Schedule) -> list:
     """What this rank computes and sends in one step of equal stages, by the ledger."""
-    group, m = collectives.world(), schedule.microbatches
+    group = collectives.world()
     stages, loss_fn = {stage: Work() for stage in schedule.stages_of(group.rank())}, lambda y, _: y.sum()
     run = Runner(stages, schedule, group, loss_fn, NoReducer(), width=16)
     with Ledger() as ledger:
-        run(Batch(torch.zeros(m, 2, dtype=torch.int64), torch.zeros(m, 2), torch.tensor(1)))
+        run(zeros(schedule))
     return ledger.events
 
 
@@ -663,17 +526,12 @@ def test_pipeline_bubble():
         for schedule in gpipe(p, m), one_f_one_b(p, m):
             run = simulate(schedule, TWICE)
             assert (run.bubble, run.overhead) == (Fraction(p - 1, m + p - 1), Fraction(p - 1, m))
-    assert (simulate(gpipe(4, 8), TWICE).bubble, simulate(gpipe(4, 8), TWICE).overhead) == (
-        Fraction(3, 11),
-        Fraction(3, 8),
-    )
     assert simulate(one_f_one_b(8, 4224 // 24)).bubble == Fraction(7, 183)  # GLM-130B
     shares = [simulate(one_f_one_b(35, m)).bubble for m in (1920 // 8, 1920 // 10, 1920 // 12)]
     assert [round(float(100 * share), 1) for share in shares] == [12.4, 15.0, 17.5]  # MT-NLG
     schedules = gpipe(4, 8), one_f_one_b(4, 8)
-    ended, events = zip(
-        *launch.run(lambda: (tuple(map(clocks, schedules)), list(map(events_of_work, schedules))), ranks=4)
-    )
+    on_rank = lambda: (tuple(map(clocks, schedules)), list(map(events_of_work, schedules)))
+    ended, events = zip(*launch.run(on_rank, ranks=4))
     assert ended[0] == (33, 33)
     for rank in range(4):
         assert ended[rank] == tuple(simulate(schedule, TWICE).spans[rank][-1].end for schedule in schedules)
@@ -687,18 +545,14 @@ def test_pipeline_bubble():
 
 
 class Meter:
-    """What autograd keeps now and kept at most: each tensor handed over is held by a slip that dies with the
-    graph.
-    """
+    """What autograd keeps now and kept at most: each tensor is held by a slip that dies with the graph."""
 
     def __init__(self, parameters):
         self.live, self.peak = 0, 0
         self.skip = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def keep(self, tensor):
-        if tensor.untyped_storage().data_ptr() in self.skip:
-            return tensor
-        return Slip(self, tensor)
+        return tensor if tensor.untyped_storage().data_ptr() in self.skip else Slip(self, tensor)
 
 
 class Slip:
@@ -719,9 +573,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(4, 4, bias=False)
 
     def forward(self, x, positions):
-        return torch.tanh(
-            self.linear(x if x.is_floating_point() else torch.zeros(*x.shape, 4, device=x.device))
-        )
+        return torch.tanh(self.linear(x if x.is_floating_point() else torch.zeros(*x.shape, 4)))
 
 
 def kept_at_most(schedule: Schedule) -> tuple[float, int]:
@@ -733,16 +585,9 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
             y.sum() / torch.tensor(1.0)  # the loss keeps its divisor
     meter = Meter(stage.parameters())
     run = Runner({group.rank(): stage}, schedule, group, lambda y, targets: y.sum(), NoReducer(), width=4)
-    with torch.autograd.graph.saved_tensors_hooks(
-        meter.keep, lambda slip: slip.tensor if isinstance(slip, Slip) else slip
-    ):
-        run(
-            Batch(
-                torch.zeros(schedule.microbatches, 2, dtype=torch.int64),
-                torch.zeros(schedule.microbatches, 2),
-                torch.tensor(1.0),
-            )
-        )
+    unpack = lambda slip: slip.tensor if isinstance(slip, Slip) else slip
+    with torch.autograd.graph.saved_tensors_hooks(meter.keep, unpack):
+        run(zeros(schedule))
     return meter.peak / saved.bytes, meter.live
 
 
@@ -753,10 +598,10 @@ def test_memory_imbalance():
     schedules = one_f_one_b(4, 8), gpipe(4, 8), one_f_one_b(4, 2)
     measured = launch.run(lambda: [kept_at_most(schedule) for schedule in schedules], ranks=4)
     for schedule, outcome in zip(schedules, zip(*measured)):
-        assert [high for high, _ in outcome] == in_flight_peaks(schedule)
+        assert [high for high, _ in outcome] == peaks(schedule)
         assert [left for _, left in outcome] == [0] * 4
-    assert in_flight_peaks(schedules[0]) == [4, 3, 2, 1]
-    assert in_flight_peaks(schedules[2]) == [min(2, 4 - s) for s in range(4)] == [2, 2, 2, 1]
+    assert peaks(schedules[0]) == [4, 3, 2, 1]
+    assert peaks(schedules[2]) == [min(2, 4 - s) for s in range(4)] == [2, 2, 2, 1]
 
 
 def test_schedules_by_name_need_no_torch():
@@ -765,7 +610,5 @@ def test_schedules_by_name_need_no_torch():
         "import sys; from minitrain.plan.strategy import Strategy; from minitrain.pipeline.schedules_by_name import NAMES; "
         "made = [Strategy(pp=2, schedule=name, microbatches=4) for name in NAMES]; print('bpipe' in NAMES, 'torch' in sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "True False\n"
-    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "True False\n"

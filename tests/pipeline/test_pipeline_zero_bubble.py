@@ -30,7 +30,8 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
-from tests.pipeline.test_pipeline_runtime import account, split
+from tests.pipeline.lists import peaks, refuse, split
+from tests.pipeline.test_pipeline_runtime import account
 
 PROBLEM = Problem(
     config=small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
@@ -45,10 +46,6 @@ def reference():
 
 def waiting(schedule: Schedule, costs: Costs = Costs()):
     return bubble(simulate(schedule, costs))
-
-
-def peaks(schedule: Schedule) -> set:
-    return {peak(schedule, rank) for rank in range(len(schedule.ranks))}
 
 
 def folded(p: int) -> list[int]:
@@ -74,7 +71,9 @@ def test_zero_bubble():
                 assert waiting(h1, costs) == (p - 1) * (f + i - w)
                 assert waiting(h2, costs) == (p - 1) * (f + i - 2 * w)
             assert simulate(h1).makespan == 3 * m + (p - 1)
-            assert max(peaks(one_f_one_b(p, m))) == p and peaks(h1) == {p} and peaks(h2) == {2 * p - 1}
+            assert (
+                max(peaks(one_f_one_b(p, m))) == p and set(peaks(h1)) == {p} and set(peaks(h2)) == {2 * p - 1}
+            )
     for p in (4, 8):
         found = greedy(range(p), p, 3 * p, limit=2 * p - 1)
         assert waiting(found) == 0 and max(peaks(found)) == 2 * p - 1
@@ -87,7 +86,7 @@ def test_the_smallest_m_and_a_long_w():
         assert waiting(zb_h1(p, p)) == p - 1 and waiting(zb_h1(p, p - 1)) > p - 1
         assert waiting(zb_h2(p, 2 * p - 1)) == 0 and waiting(zb_h2(p, 2 * p - 2)) > 0
         for m in (1, p):
-            assert peaks(zb_h1(p, m)) == peaks(zb_h2(p, m)) == {m}
+            assert set(peaks(zb_h1(p, m)) + peaks(zb_h2(p, m))) == {m}
         for f, i, w in [(1, 1, 2), (2, 1, 3), (1, 3, 2), (1, 1, 4)]:
             costs = Costs(F=f, I=i, W=w)
             assert waiting(zb_h1(p, 4 * p), costs) == (p - 1) * i
@@ -117,7 +116,7 @@ def test_interleaved_zero_bubble():
         costs = Costs(F=Fraction(3, v), I=Fraction(4, v), W=Fraction(2, v))
         assert waiting(schedule, costs) == Fraction((p - 1) * (3 + 4 - 2), v)
         assert waiting(plain, costs) == Fraction((p - 1) * 9, v)
-        assert peaks(schedule) == {v * p}
+        assert set(peaks(schedule)) == {v * p}
         assert m == p or max(peaks(plain)) == v * p + p - 1
         assert {link: len(sent) for link, sent in messages(schedule).items()} == {
             link: len(sent) for link, sent in messages(plain).items()
@@ -162,16 +161,16 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
         p, m, v = draw.randint(1, 4), draw.randint(1, 9), draw.randint(1, 3)
         place = [draw.randrange(p) for _ in range(p * v)]
         place = [sorted(set(place)).index(rank) for rank in place]
-        p, split_it, kept = max(place) + 1, draw.random() < 0.7, draw.choice([1, Fraction(1, 2), 0])
+        p, split_it = max(place) + 1, draw.random() < 0.7
         limit = [place.count(rank) + draw.randint(0, 4) for rank in range(p)]
         order = {action: draw.random() for action in product("BFIW", range(len(place)), range(m))}
         costs = Costs(**{kind: draw.randint(1, 3) for kind in "FIW"})
         costs = replace(costs, send=draw.randint(0, 2))
         priority = draw.choice([{}, {"priority": order.__getitem__}])
-        found = greedy(place, len(place), m, costs, limit, split_it, pending=kept, **priority)
+        found = greedy(place, len(place), m, costs, limit, split_it, **priority)
         assert check(found) is found and found.splits_backward == split_it
         for rank in range(p):
-            assert peak(found, rank, kept) <= limit[rank] and in_flight(found, rank, kept)[-1] == 0
+            assert peak(found, rank) <= limit[rank] and in_flight(found, rank)[-1] == 0
             with pytest.raises(ValueError, match="would wait for ever"):
                 greedy(place, len(place), m, limit=[place.count(r) - (r == rank) for r in range(p)])
 
@@ -217,18 +216,16 @@ def test_every_list_is_valid_and_holds_what_its_module_says():
 
 
 def test_bad_sizes():
-    for words, call in {
-        "m=6 microbatches are not a multiple of p=4 ranks; use 4 or 8": lambda: zb_interleaved(4, 6, 2),
-        "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
-        "stages stand on the ranks \\[0, 2\\]; ranks count from 0": lambda: greedy([0, 2], 2, 3),
-        "1 limits for 2 ranks; give one for each": lambda: greedy([0, 1], 2, 3, limit=[4]),
-        "rank 0 may hold 1 activations, but a microbatch has 2 stages there.*use limit=2": lambda: greedy(
-            [0, 1, 1, 0], 4, 3, limit=1
-        ),
-    }.items():
-        with pytest.raises(ValueError, match=words) as error:
-            call()
-        assert "\n" not in str(error.value)
+    refuse(
+        {
+            "m=6 microbatches are not a multiple of p=4 ranks; use 8": lambda: zb_interleaved(4, 6, 2),
+            "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
+            "ranks [0, 2]; they count from 0, each has a stage": lambda: greedy([0, 2], 2, 3),
+            "a microbatch has 2 stages there": lambda: greedy([0, 1, 1, 0], 4, 3, limit=1),
+            "limit=(1, 9): rank 0 may hold 1 activations": lambda: greedy([1, 0, 0], 3, 2, limit=(1, 9)),
+            "limit=(9, 1): rank 1 may hold 1 activations": lambda: greedy([1, 0, 1], 3, 2, limit=(9, 1)),
+        }
+    )
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------
@@ -328,7 +325,7 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
     arrived, alive = [], []
 
     def on_rank():
-        schedule, stage = split(one_f_one_b(2, 3)), torch.nn.LayerNorm(4, dtype=torch.float64)
+        schedule, stage = split(one_f_one_b(2, 3), late=0), torch.nn.LayerNorm(4, dtype=torch.float64)
         runner = Runner(
             {1: stage}, schedule, collectives.world(), lambda y, _: y.square().sum(), NoReducer(), width=4
         )

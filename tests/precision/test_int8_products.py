@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.compose.products_by_name import PRODUCTS
+from minitrain.compose.product_passes import PRODUCTS
 from minitrain.model.experts_config import ExpertsConfig
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.products import Scales

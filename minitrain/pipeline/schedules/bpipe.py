@@ -8,9 +8,8 @@ Rank x of 1F1B holds p-x microbatches and its partner p-1-x holds x+1; with one 
 that is ceil((p+2)/2) on each. A move runs beside one entry that computes, and meanwhile counts at both ends:
 E stands an entry ahead of the forward that needs the room, L arrives beside the entry before its backward.
 No more is evicted than must be, the newest first: about every second microbatch. While a move takes no longer
-than a forward, the makespan is that of 1F1B.
-Sends what a forward keeps at each eviction, and the same back. Memory: moves under way included, no
-rank holds more than the largest `schedule.peak`. eviction.py runs it.
+than a forward, the makespan is that of 1F1B. Sends what a forward keeps at each eviction, and the same back.
+Memory: moves under way included, at most the largest `schedule.peak`. bpipe_eviction.py runs it.
 Kim et al. 2023 (BPipe), ICML, PMLR 202, section 3, whose bound is for even p.
 """
 
@@ -32,13 +31,13 @@ def bpipe(p: int, m: int) -> Schedule:
         start = {span.entry: span.start for span in spans[rank]}
         guests: list[tuple[int, int, Action]] = []  # (before which entry of the partner, order, what)
         for at, action in enumerate(ranks[rank]):
-            then = next((start[other] for other in ranks[rank][at:] if other in start), None)
-            if action.kind == "E":  # it arrives one forward later
-                before = (i for i, span in enumerate(spans[partner]) if span.start >= then + 1)
-                guests.append((next(before, 2 * m), at, Action("H", *action[1:])))
-            if action.kind == "L":  # it leaves one forward earlier
-                before = (i for i, span in enumerate(spans[partner]) if span.end > then - 1)
-                guests.append((next(before, 2 * m), at, Action("G", *action[1:])))
+            if (
+                action.kind in "EL"
+            ):  # it arrives one forward after the next entry begins, or leaves one before
+                then = next(start[other] for other in ranks[rank][at:] if other in start)
+                behind = lambda span: span.start >= then + 1 if action.kind == "E" else span.end > then - 1
+                before = next((i for i, span in enumerate(spans[partner]) if behind(span)), 2 * m)
+                guests.append((before, at, Action("H" if action.kind == "E" else "G", *action[1:])))
         for before, _, action in sorted(guests, reverse=True):
             ranks[partner].insert(before, action)
     return check(Schedule(f"BPipe, p={p}, m={m}", ranks, p, m))
@@ -47,8 +46,7 @@ def bpipe(p: int, m: int) -> Schedule:
 def _with_moves(entries: tuple[Action, ...], limit: int) -> list[Entry]:
     """A rank's list with E where the limit demands it and L before the backward of what was evicted.
 
-    The limit is for what is here while an entry computes, a microbatch that left right before it and one
-    that arrives for the next included."""
+    What left right before an entry, and what arrives for the next one, counts while it computes."""
     moves: list[list[Entry]] = [[] for _ in entries]
     here, away = [], set()
     could_leave: list[int] = []  # here since before the last entry began

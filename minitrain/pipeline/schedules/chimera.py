@@ -1,4 +1,4 @@
-"""Chimera and Hanayo: what is forward on its way back meets what is backward, and fills its bubbles. No torch.
+"""Chimera and Hanayo: forwards on their way back meet backwards, and fill each other's bubbles. No torch.
 
     Chimera, p=4 m=4: two pipelines in opposite directions share the ranks      "F3.1": stage 3, microbatch 1
     rank 0           F0.0  ..  F0.2 F3.1 B3.1 F3.3 B3.3 B0.0  ..  B0.2
@@ -11,14 +11,6 @@
 
 One rule for both, in slots as long as F and as B (only the order is kept): what begins in slot b has stage s
 of S forwards in slot b + s and backwards in slot b + 2S - 1 - s.
-Chimera: stage s is on rank s for even microbatches, which go down, and on rank p-1-s for odd ones; the j-th
-of a direction begins in slot 2j, units of p microbatches every 2p slots. Bubble of K units: p-2 forwards of
-idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank; activations of p/2 + 1 stages at the
-ends, up to p in the middle. Sends 2(p-1) messages per microbatch and, once per step, all gradients between
-ranks r and p-1-r.
-Hanayo: S = 2·W·p stages of W waves, groups of p microbatches every 2S slots. Bubble if B = F: 2(p-1) slots,
-the share (p-1)/(2·m·W+p-1) for m a multiple of p. Memory: parameters once; activations of (2W-1)·p + r + 1
-stages on rank r. Sends 4·W·(p-1) messages per microbatch.
 Li and Hoefler 2021 (Chimera), arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one
 unit; Liu et al. 2023 (Hanayo), arXiv:2308.15762, section 3. Differs: no forward doubling or backward halving,
 no more than two pipelines; the rule ignores the time of messages.
@@ -32,7 +24,12 @@ from minitrain.ranks.checks import require_positive_ints
 
 
 def chimera(p: int, m: int) -> Schedule:
-    """Even microbatches start on rank 0, odd ones on rank p-1."""
+    """Stage s is on rank s for even microbatches, which go down, on rank p-1-s for odd ones, which go up.
+
+    The j-th of a direction begins in slot 2j, units of p microbatches every 2p slots. Bubble of K units: p-2
+    forwards of idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank; activations of p/2 + 1
+    stages at the ends, up to p in the middle. Sends 2(p-1) messages per microbatch and, once per step, all
+    gradients between ranks r and p-1-r."""
     require_positive_ints(p=p, m=m)
     check_even("chimera", "two pipelines meet between two ranks", "p", p, "ranks")
     check_even("chimera", "half of them goes each way", "m", m, "microbatches")
@@ -42,7 +39,11 @@ def chimera(p: int, m: int) -> Schedule:
 
 
 def hanayo(p: int, m: int, waves: int) -> Schedule:
-    """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up."""
+    """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up; groups of p every 2S slots.
+
+    Bubble if B = F: 2(p-1) slots, the share (p-1)/(2·m·W+p-1) for W waves and m a multiple of p. Memory:
+    parameters once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages per microbatch.
+    """
     require_positive_ints(p=p, m=m, waves=waves)
     stages = 2 * waves * p
     rank = lambda stage, i: p - 1 - stage % p if stage // p % 2 else stage % p

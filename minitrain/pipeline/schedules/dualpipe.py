@@ -30,9 +30,8 @@ def dualpipe(p: int, m: int) -> Schedule:
     """Microbatches 0 to m/2-1 enter on rank 0, the others on rank p-1."""
     require_positive_ints(p=p, m=m)
     check_even("dualpipe", "two directions meet between two ranks", "p", p, "ranks")
-    if m % 2 or m < 2 * p:
-        rule = f"m must be even and >= 2p, use {max(2 * p, m + 1)} or more"
-        raise ValueError(f"dualpipe: m={m} microbatches on p={p} ranks; {rule}")
+    check_even("dualpipe", "half of them goes each way", "m", m, "microbatches")
+    _check_enough("dualpipe", p, m)
     down, up = range(m // 2), range(m // 2, m)
     ranks = [steps(p, r, down, up) if r < p // 2 else steps(p, p - 1 - r, up, down) for r in range(p)]
     return Schedule(f"DualPipe, p={p}, m={m}", ranks, p, m)
@@ -41,11 +40,14 @@ def dualpipe(p: int, m: int) -> Schedule:
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DualPipe of 2p ranks folded in the middle: rank r has the late stage of rank 2p-1-r too."""
     require_positive_ints(p=p, m=m)
-    if m < 2 * p:
-        rule = f"m must be >= 2p, use {2 * p} or more"
-        raise ValueError(f"dualpipe_v: m={m} microbatches on p={p} ranks; {rule}")
+    _check_enough("dualpipe_v", p, m)
     ranks = [steps(2 * p, r, range(m), range(m)) for r in range(p)]
     return Schedule(f"DualPipeV, p={p}, m={m}", ranks, 2 * p, m)
+
+
+def _check_enough(what: str, p: int, m: int) -> None:
+    if m < 2 * p:
+        raise ValueError(f"{what}: m={m} microbatches on p={p} ranks; use {2 * p} or more")
 
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:

@@ -11,8 +11,7 @@ Depth-first (interleaved 1F1B) holds at most p·(1 + (p-1)/(p·v)) microbatches'
 holds all m, but gathers sharded weights twice per step, not 2m times (whole_stages.py).
 Huang et al. 2019 (GPipe), arXiv:1811.06965, section 2; Narayanan et al. 2021, arXiv:2104.04473, sections
 2.2.1 and 2.2.2; Fan et al. 2021 (DAPPLE: 1F1B as early backward), arXiv:2007.01045, section 3; Lamy-Poirier
-2023 (breadth-first), arXiv:2211.05953. Differs: GPipe's backwards come in the order of the forwards, not
-reversed.
+2023 (breadth-first), arXiv:2211.05953. Differs: GPipe's backwards come in the order of the forwards.
 """
 
 from minitrain.pipeline.schedule import Action, B, F, Schedule
@@ -31,10 +30,8 @@ def one_f_one_b(p: int, m: int, extra: int = 0) -> Schedule:
 
     `extra` more forwards ahead give messages time to travel; fewer (below 0) make every backward wait."""
     require_positive_ints(p=p, m=m)
-    ranks = []
-    for r in range(p):
-        forwards, backwards = [F(r, i) for i in range(m)], [B(r, i) for i in range(m)]
-        ranks.append(alternate(forwards, backwards, max(0, p - r - 1 + extra)))
+    every = lambda kind, r: [kind(r, i) for i in range(m)]
+    ranks = [alternate(every(F, r), every(B, r), max(0, p - r - 1 + extra)) for r in range(p)]
     return Schedule(f"1F1B{f' {extra:+}' if extra else ''}, p={p}, m={m}", ranks, p, m)
 
 
@@ -70,12 +67,10 @@ def depth_first(what: str, p: int, m: int, v: int) -> list[tuple[int, int]]:
     """(which of its v stages, microbatch) of each forward: p microbatches go through all, then the next p."""
     require_positive_ints(p=p, m=m, v=v)
     if m % p:
-        fits = f"{f'{m // p * p} or ' * (m > p)}{(m // p + 1) * p}"
-        raise ValueError(f"{what}: m={m} microbatches are not a multiple of p={p} ranks; use {fits}")
+        raise ValueError(f"{what}: m={m} microbatches are not a multiple of p={p} ranks; use {m + -m % p}")
     return [(k // p % v, k // (p * v) * p + k % p) for k in range(m * v)]
 
 
 def check_even(what: str, why: str, name: str, size: int, of: str) -> None:
     if size % 2:
-        near = f"{size - 1 or 2} or {size + 1}"
-        raise ValueError(f"{what}: {name}={size} {of}; {why}, use an even number, {near}")
+        raise ValueError(f"{what}: {name}={size} {of}; {why}, use an even number")

@@ -36,10 +36,9 @@ def terapipe(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
 def seq1f1b(p: int, m: int, k: int, lengths: tuple[int, ...] = ()) -> Schedule:
     """Rank s runs p-s-1 + k-1 slices ahead, then one forward and one backward in turn, then what is left."""
     _check("seq1f1b", p, m, k, lengths)
-    ranks = []
-    for r in range(p):
-        forwards, backwards = [F(r, unit) for unit in range(m * k)], [B(r, unit) for unit in _backwards(m, k)]
-        ranks.append(alternate(forwards, backwards, p - r - 1 + k - 1))
+    forwards = lambda r: [F(r, unit) for unit in range(m * k)]
+    backwards = lambda r: [B(r, unit) for unit in _backwards(m, k)]
+    ranks = [alternate(forwards(r), backwards(r), p - r - 1 + k - 1) for r in range(p)]
     return Schedule(f"Seq1F1B, p={p}, m={m}, k={k}", ranks, p, m * k, k, lengths)
 
 
@@ -98,10 +97,10 @@ def _cheapest(length: int, k: int, costs: dict[tuple[int, int], Time], bound: Ti
     for _ in range(k):
         longer = {}
         for start in range(length):
-            for end in sorted(behind, reverse=True):
-                if end > start and costs[start, end] <= bound:
-                    total = costs[start, end] + behind[end][0]
-                    if start not in longer or total < longer[start][0]:
-                        longer[start] = (total, (end - start, *behind[end][1]))
+            ends = [end for end in sorted(behind, reverse=True) if end > start and costs[start, end] <= bound]
+            if ends:
+                total = lambda end: costs[start, end] + behind[end][0]
+                end = min(ends, key=total)
+                longer[start] = total(end), (end - start, *behind[end][1])
         behind = longer
     return behind.get(0)

@@ -64,12 +64,10 @@ def rank_of(stage: int, p: int) -> int:
 def block_order(p: int, m: int, block: Block, rank: int) -> list[Action]:
     """F and I of a rank in the order of the block, a copy of it every 6 units."""
     early, late = rank, 2 * p - 1 - rank
-    at = {}
-    for i in range(m):
-        for start, action in zip(block(rank), (F(early, i), F(late, i), I(late, i), I(early, i))):
-            assert start + PERIOD * i not in at, "the block's offsets must differ modulo 6"
-            at[start + PERIOD * i] = action
-    return [at[start] for start in sorted(at)]
+    kinds = (F, early), (F, late), (I, late), (I, early)
+    starts = [(start, *kind) for start, kind in zip(block(rank), kinds)]
+    every = [(start + PERIOD * i, kind(stage, i)) for start, kind, stage in starts for i in range(m)]
+    return [action for _, action in sorted(every)]
 
 
 def squeezed(name: str, p: int, m: int, block: Block, limit: int, early: bool = False) -> Schedule:
@@ -88,15 +86,12 @@ def squeezed(name: str, p: int, m: int, block: Block, limit: int, early: bool = 
             return order[0]
         if later[rank]:
             return later[rank][0]
-        turned = any(action.kind == "I" for action in ranks[rank])
-        if early and not turned and held[rank] + 2 <= limit:  # room stays for the one whose turn it is
-            ahead = next((other for other in order if other.kind == "F" and other.stage < p), None)
-            return ahead if ahead and can(ahead) else None
+        if early and all(action.kind == "F" for action in ranks[rank]) and held[rank] + 2 <= limit:
+            ahead = [action for action in order if action.kind == "F" and action.stage < p][:1]
+            return next(filter(can, ahead), None)  # room stays for the one whose turn it is
         return None
 
-    while any(orders) or any(later):
-        now = [(rank, action) for rank in range(p) if (action := choose(rank))]  # in this unit of time
-        assert now, f"{name}: the block's order is stuck with limit={limit}"
+    while now := [(rank, action) for rank in range(p) if (action := choose(rank))]:
         for rank, action in now:
             (later if action.kind == "W" else orders)[rank].remove(action)
             ranks[rank].append(action)

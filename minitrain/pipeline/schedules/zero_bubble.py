@@ -25,14 +25,14 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
     require_positive_ints(p=p, m=m)
-    ranks = [_straight(r, m, ahead=p - r - 1, w_delay=r) for r in range(p)]
+    ranks = [delayed(*_straight(r, m), ahead=p - r - 1, w_delay=r) for r in range(p)]
     return Schedule(f"ZB-H1, p={p}, m={m}", ranks, p, m)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
     require_positive_ints(p=p, m=m)
-    ranks = [_straight(r, m, ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
+    ranks = [delayed(*_straight(r, m), ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
     return Schedule(f"ZB-H2, p={p}, m={m}", ranks, p, m)
 
 
@@ -63,5 +63,5 @@ def bubble(simulation: Simulation) -> Time:
     return max(spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in ranks)
 
 
-def _straight(r: int, m: int, ahead: int, w_delay: int) -> list[Action]:
-    return delayed([F(r, i) for i in range(m)], [I(r, i) for i in range(m)], ahead, w_delay)
+def _straight(stage: int, m: int) -> tuple[list[Action], list[Action]]:
+    return [F(stage, i) for i in range(m)], [I(stage, i) for i in range(m)]

@@ -14,9 +14,10 @@ Narayanan et al. 2019, arXiv:1806.03377, sections 3.1 and 3.3; 2021 (2BW), arXiv
 Differs: no vertical sync, no replicated stages; parameters that two stages share train separately.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from minitrain.pipeline.schedule import Action, Schedule, parts
 Update = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """An update after `every` microbatches; the forward of `unit` uses `version(unit, newest)`."""
 
     every: int
@@ -54,10 +54,9 @@ class AsynchronousRunner(Runner):
 
     def __init__(self, stages, schedule, group, loss_fn, policy: Policy, update: Update, **settings):
         check_policy(schedule, policy)
-        no_reducer = SimpleNamespace(
-            on_microbatch_grads=lambda params: None, on_step_grads=lambda params: None
-        )
-        super().__init__(stages, schedule, group, loss_fn, no_reducer, **settings)
+        nothing = lambda params: None
+        reducer = SimpleNamespace(on_microbatch_grads=nothing, on_step_grads=nothing)
+        super().__init__(stages, schedule, group, loss_fn, reducer, **settings)
         self.policy, self.update, self.weights = policy, update, {}
 
     def __call__(self, batch) -> Tensor:
@@ -90,7 +89,11 @@ class AsynchronousRunner(Runner):
         _, stage, unit = action
         version = self.used.pop((stage, unit))
         if (unit + 1) % self.policy.every == 0:
-            grads = pop_gradients(self.versions[stage][version])
+            grads = {}
+            for name, weight in self.versions[stage][version].items():
+                if weight.requires_grad:
+                    grads[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    weight.grad = None
             self.forget(stage, unit)
             self.step(stage, grads)
             self.forget(stage, unit)
@@ -114,35 +117,22 @@ class AsynchronousRunner(Runner):
             del self.versions[stage][version]
 
 
-def pop_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of the trained weights; they are cleared, so the next ones start from zero."""
-    grads = {}
-    for name, weight in weights.items():
-        if weight.requires_grad:
-            grads[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            weight.grad = None
-    return grads
-
-
 def check_policy(schedule: Schedule, policy: Policy) -> None:
-    def refuse(words: str) -> None:
-        raise ValueError(f"{schedule.name}: {words}")
-
-    p, m, k = len(schedule.ranks), schedule.microbatches, policy.every
+    p, m, k, wrong = len(schedule.ranks), schedule.microbatches, policy.every, None
     if schedule.splits_backward or schedule.recomputes:
-        found = "W" if schedule.splits_backward else "R"
-        refuse(f"has {found}; stashed weights go with whole backwards: use F and B only")
-    if k < 1 or m % k:
-        refuse(f"{m} microbatches are not a multiple of the {k} of an update; use a multiple")
-    if 1 < k < p:
-        refuse(f"{k} microbatches per update for {p} ranks; two versions of the weights need at least {p}")
-    for entries in schedule.ranks:
-        done = dict.fromkeys((action.stage for action in parts(entries)), 0)
-        for action in parts(entries):
-            kind, stage, unit = action
-            if kind == "B" and unit != done[stage]:
-                refuse(f"{action} comes before B{stage}.{done[stage]}; updates need backwards in order")
-            newest = done[stage] // k
-            if kind == "F" and policy.version(unit, newest) > newest:
-                refuse(f"{action} comes before the update whose weights it takes; run fewer ahead")
-            done[stage] += kind == "B"
+        wrong = "stashed weights go with whole backwards; use F and B only"
+    elif k < 1 or m % k:
+        wrong = f"{m} microbatches are not a multiple of the {k} of an update; use a multiple"
+    elif 1 < k < p:
+        wrong = f"{k} microbatches per update; two versions of the weights need at least {p} for {p} ranks"
+    done = dict.fromkeys(product(range(p), range(schedule.stages)), 0)  # backwards
+    for rank, action in ((rank, action) for rank in range(p) for action in parts(schedule.ranks[rank])):
+        kind, stage, unit = action
+        newest = done[rank, stage] // max(k, 1)
+        if kind == "B" and unit != done[rank, stage]:
+            wrong = wrong or f"{action} comes too early or late; updates need backwards in order"
+        if kind == "F" and not wrong and policy.version(unit, newest) > newest:
+            wrong = f"{action} comes before the update whose weights it takes; run fewer ahead"
+        done[rank, stage] += kind == "B"
+    if wrong:
+        raise ValueError(f"{schedule.name}: {wrong}")

@@ -16,7 +16,7 @@ microbatch exists twice.
 Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save_on_cpu: views travel once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -56,10 +56,6 @@ class SavedTensors:
         block = self.blocks[number]
         offset += block.storage_offset() // dtype.itemsize
         return block[:0].view(dtype).as_strided(size, stride, offset)
-
-    @property
-    def bytes(self) -> int:
-        return sum(block.numel() for block in self.blocks)
 
     def evict(self) -> tuple[Tensor, Places]:
         sizes = [-(-block.numel() // ALIGNED) * ALIGNED for block in self.blocks]
@@ -102,27 +98,20 @@ def without_input(x: Tensor, input_grad: InputGrad) -> Tensor:
 
 
 class Balanced(Runner):
-    """Runner for lists with E, H, G and L. `lent`: how many bytes a forward keeps, by Shape.
-
-    It grows as this rank evicts, or is told. A dry run of a rank that hosts must be given `lent`."""
+    """Runner for lists with E, H, G and L. `lent`: how many bytes a forward keeps, by Shape; it grows as this
+    rank evicts, or is told. A dry run of a rank that hosts must be given it."""
 
     methods = Runner.methods | {"E": "evict", "H": "host", "G": "give_back", "L": "load"}
 
-    def __init__(self, *args, lent: Mapping[Shape, int] | None = None, **settings):
+    def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.lent: dict[Shape, int] = dict(lent or {})
+        self.lent: dict[Shape, int] = {}
         self.told: set[Shape] = set()
 
     def begin(self) -> None:
         super().begin()
         self.saved: dict[tuple[int, int], SavedTensors] = {}
         self.places: dict[tuple[int, int], Places] = {}
-
-    @property
-    def activation_bytes(self) -> int:
-        """All that this rank holds for backwards: its own, guests, and moves under way."""
-        moving = (self.lent[self.unit(what)] for what in (*self.boundary, *self.sending) if what.kind in "EG")
-        return sum(saved.bytes for saved in self.saved.values()) + sum(moving)
 
     def unit(self, what: Action) -> Shape:
         rows, length = self.units[what.microbatch][0].shape
@@ -142,10 +131,6 @@ class Balanced(Runner):
     def learn(self, what: Action, source: int) -> None:
         length = self.receive(source, (1,), torch.int64)
         if self.unit(what) not in self.lent:
-            if type(length) is not Tensor:
-                why = f"rank {self.rank} hosts what {what} lends, and a dry run cannot learn how much"
-                cure = f"give lent=, as `Balanced.lent` is after a dry run of rank {source}"
-                raise ValueError(f"{why}; {cure}")
             self.lent[self.unit(what)] = int(length)
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
@@ -169,10 +154,10 @@ class Balanced(Runner):
 
     def evict(self, action: Action) -> None:
         flat, self.places[action[1:]] = self.saved[action[1:]].evict()
-        size, told = flat.numel(), self.lent.setdefault(self.unit(action), flat.numel())
-        if size != told:
-            found = f"{action} moves {size} bytes, and {told} in another microbatch of its shape"
-            raise ValueError(f"{found}; what a stage keeps must not depend on the data")
+        if flat.numel() != self.lent.setdefault(self.unit(action), flat.numel()):
+            raise ValueError(
+                f"{action} moves {flat.numel()} bytes; what a stage keeps must not depend on the data"
+            )
         self.boundary[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:

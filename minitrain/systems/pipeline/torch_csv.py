@@ -5,12 +5,10 @@
     theirs = _PipelineScheduleRuntime(stages, m, loss_fn, scale_grads=False); theirs._load_csv(file)
     theirs._dump_csv(file, format="compute_only"); from_csv(text)
 
-A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. `comms=True` writes the
-format "compute_comms": `0SEND_F0`, `1RECV_F0` (the stage is that of the rank which does it), `0REDUCE_GRAD`
-after the last gradient. Their runtime has one channel between two ranks, so both list all their messages in
-one order: by when, simulated, they can be sent. `from_csv` keeps the computation, as messages follow from it.
-A stage on two ranks, slices, R, moves and other pairs have no letters there. Their gradients are divided by
-the number of microbatches unless `scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13,
+A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. Of their format with messages
+(`0SEND_F0`, `1RECV_F0`) `from_csv` keeps the computation, as messages follow from it. A stage on two ranks,
+slices, R, moves and other pairs have no letters there. Their gradients are divided by the number of
+microbatches unless `scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13,
 torch.distributed.pipelining, schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it
 is read, not when it runs.
 """
@@ -18,47 +16,24 @@ is read, not when it runs.
 import csv
 import io
 import re
-from collections import Counter
 
-from minitrain.pipeline.lower import user_of
 from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, parts
-from minitrain.pipeline.simulate import simulate
 from minitrain.ranks.checks import require_text
 
 CELL = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|I|B|W)(\d*)")
 PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
-def to_csv(schedule: Schedule, comms: bool = False) -> str:
-    """The text for `_load_csv(file, format="compute_comms" if comms else "compute_only")`."""
+def to_csv(schedule: Schedule) -> str:
+    """The text for `_load_csv(file, format="compute_only")`."""
     check_writable(check(schedule))
-    ranks = with_messages(schedule) if comms else (map(cell, entries) for entries in schedule.ranks)
-    return "".join(",".join(cells) + "\n" for cells in ranks)
+    return "".join(",".join(map(cell, entries)) + "\n" for entries in schedule.ranks)
 
 
 def cell(entry: Entry) -> str:
     if isinstance(entry, Pair):
         return f"({cell(entry.forward)};{cell(entry.backward)})OVERLAP_F_B"
     return f"{entry.stage}{entry.kind}{entry.microbatch}"
-
-
-def with_messages(schedule: Schedule) -> list[list[str]]:
-    """Every message stands at the end of both lists as soon as it can be sent: in one order on both."""
-    cells: list[list[str]] = [[] for _ in schedule.ranks]
-    left = Counter(action.stage for action in schedule.place if action.kind in "BW")
-    by_rank = enumerate(simulate(schedule).spans)
-    for _, rank, entry in sorted((span.end, rank, span.entry) for rank, spans in by_rank for span in spans):
-        cells[rank].append(cell(entry))
-        for what in parts([entry]):
-            user = user_of(what, schedule)
-            if user is not None and (there := schedule.place[user]) != rank:
-                direction = "F" if what.kind == "F" else "B"
-                cells[rank].append(f"{what.stage}SEND_{direction}{what.microbatch}")
-                cells[there].append(f"{user.stage}RECV_{direction}{what.microbatch}")
-            left[what.stage] -= what.kind in "BW"
-            if what.kind in "BW" and not left[what.stage]:
-                cells[rank].append(f"{what.stage}REDUCE_GRAD")
-    return cells
 
 
 def from_csv(text: str, name: str = "from PyTorch") -> Schedule:
@@ -95,16 +70,14 @@ def entry_of(written: str, where: str) -> Entry | None:
 
 
 def check_writable(schedule: Schedule) -> None:
-    refused = [
-        (schedule.slices > 1, f"no slices of a sequence, this has {schedule.slices}; use whole microbatches"),
-        (schedule.recomputes, "no R; leave recomputation to the stages (torch.utils.checkpoint)"),
-        (schedule.evicts, "no E, H, G and L; use a schedule whose activations stay, 1F1B say"),
-    ]
-    for words in (words for found, words in refused if found):
-        raise ValueError(f"{schedule.name}: PyTorch's format has {words}")
-    homes: dict[int, int] = {}
+    homes: dict[int, set[int]] = {}
     for (_, stage, _), rank in schedule.place.items():
-        if homes.setdefault(stage, rank) != rank:
-            rule = "PyTorch has each stage on one rank, so use a schedule without copies, such as a V"
-            where = f"stage {stage} is on rank {homes[stage]} and on rank {rank}"
-            raise ValueError(f"{schedule.name}: {where}; {rule}")
+        homes.setdefault(stage, set()).add(rank)
+    refused = {
+        f"no slices of a sequence, this has {schedule.slices}": schedule.slices > 1,
+        "no R; leave recomputation to the stages (torch.utils.checkpoint)": schedule.recomputes,
+        "no E, H, G and L; use a schedule whose activations stay, 1F1B say": schedule.evicts,
+        "each stage on one rank; use one without copies, such as a V": max(map(len, homes.values())) > 1,
+    }
+    for words in (words for words, found in refused.items() if found):
+        raise ValueError(f"{schedule.name}: PyTorch's format has {words}")

@@ -39,24 +39,20 @@ def operators(traced: fx.GraphModule) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.op == "call_function"]
 
 
-class _Counting(fx.Interpreter):
-    def __init__(self, traced: fx.GraphModule):
-        super().__init__(traced)
-        self.flops: dict[str, int] = {}
-
-    def run_node(self, node: fx.Node):
-        with FlopCounterMode(display=False) as counter:
-            result = super().run_node(node)
-        self.flops[node.name] = counter.get_total_flops()
-        return result
-
-
 def flops(traced: fx.GraphModule, *inputs: Tensor) -> list[int]:
     """Of each operator in forward."""
-    counting = _Counting(traced)
+    found: dict[str, int] = {}
+
+    class Counting(fx.Interpreter):
+        def run_node(self, node: fx.Node):
+            with FlopCounterMode(display=False) as counter:
+                result = super().run_node(node)
+            found[node.name] = counter.get_total_flops()
+            return result
+
     with torch.no_grad():
-        counting.run(*inputs)
-    return [counting.flops[node.name] for node in operators(traced)]
+        Counting(traced).run(*inputs)
+    return [found[node.name] for node in operators(traced)]
 
 
 def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[TracedStage]:
@@ -71,7 +67,7 @@ def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[T
     made, takes = [], _inputs(traced)
     for run in balanced(units, stages):
         start, end = starts[run.start], starts[run.stop]
-        gives = crossing[end - 1] if end < len(nodes) else _outputs(traced)
+        gives = crossing[end - 1] if end < len(nodes) else list(traced.graph.output_node().all_input_nodes)
         module = _module(traced, nodes[start:end], takes, gives)
         names = tuple(node.name for node in takes), tuple(node.name for node in gives)
         made.append(TracedStage(module, *names, sum(costs[start:end])))
@@ -81,27 +77,20 @@ def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[T
 
 def run(stages: Sequence[TracedStage], *inputs: Tensor) -> Tensor:
     """One stage after the other, in one process."""
-    values = inputs
     for stage in stages:
-        values = stage.module(*values)
-    return values[0]
+        inputs = stage.module(*inputs)
+    return inputs[0]
 
 
 def _inputs(traced: fx.GraphModule) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.op == "placeholder"]
 
 
-def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
-    return list(traced.graph.output_node().all_input_nodes)
-
-
 def _crossing(traced: fx.GraphModule, before: Sequence[fx.Node]) -> list[fx.Node]:
     """Inputs and results of `before` that others use: those are behind the cut, as their order is kept."""
     inside = set(before)
-    behind = lambda node: any(
-        user not in inside and user.op in ("call_function", "output") for user in node.users
-    )
-    return [node for node in (*_inputs(traced), *before) if behind(node)]
+    outside = lambda user: user not in inside and user.op in ("call_function", "output")
+    return [node for node in (*_inputs(traced), *before) if any(map(outside, node.users))]
 
 
 def _is_float(node: fx.Node) -> bool:

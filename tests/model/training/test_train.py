@@ -19,7 +19,7 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import Store
 from minitrain.compose import trainer
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.trainer import Trainer, replace_file
+from minitrain.compose.trainer import Trainer
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, Text, random_tokens
@@ -590,15 +590,8 @@ def test_ranks_that_do_not_see_one_folder_are_told_alike(tmp_path):
         return [*said, said_by(lambda: start(CONFIG, Strategy(dp=2), HYPER, mine))]
 
     first, second = launch.run(rank, ranks=2)
-    for said, words in zip(
-        first,
-        (
-            "rank 0 sees one of step 2 and rank 1 no checkpoint",
-            "rank 0 sees one of step 2 and rank 1 another one",
-        ),
-    ):
-        assert said.startswith(words) and "must be a folder that all ranks see" in said
-    assert [said.split(":")[0] for said in first] == [said.split(":")[0] for said in second]
+    for said in (*first, *second):
+        assert said.startswith("rank 1 sees other checkpoints than rank 0")
 
 
 def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
@@ -622,21 +615,6 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
             said == "resumed at step 2; it was saved by Strategy(dp=2, zero=3)"
             and largest(weights, whole[0][1]) < TOLERANCE
         )
-
-
-def test_a_file_is_replaced_in_one_piece_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    replace_file(path, lambda file: file.write(b"old"))
-
-    def die_half_way(file):
-        file.write(b"ne")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError):
-        replace_file(path, die_half_way)
-    assert path.read_bytes() == b"old"
-    replace_file(path, lambda file: file.write(b"new"))
-    assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 # ---- hyperparameters -------------------------------------------------------------------------------------

@@ -112,9 +112,8 @@ class Unstashed(AsynchronousRunner):
 
     def step(self, stage, grads):
         weights = self.versions[stage][0]
-        for name, new in zip(
-            grads, self.update([weights[name].detach() for name in grads], list(grads.values()))
-        ):
+        stepped = self.update([weights[name].detach() for name in grads], list(grads.values()))
+        for name, new in zip(grads, stepped):
             weights[name].data.copy_(new)  # behind the back of autograd, which would refuse
 
 
@@ -180,9 +179,7 @@ def test_a_long_pipeline_has_no_bubble_but_at_its_ends():
         for costs in Costs(F=1, B=2), Costs(F=3, B=5):
             run = simulate(one_f_one_b(p, m), costs)
             for rank, spans in enumerate(run.spans):
-                steady = spans[
-                    p - rank : len(spans) - (p - rank - 1)
-                ]  # from the first backward to the last forward's
+                steady = spans[p - rank : len(spans) - (p - rank - 1)]  # first backward to last forward's
                 assert all(first.end == second.start for first, second in zip(steady, steady[1:]))
                 starts = [span.start for span in steady if span.entry.kind == "F"]
                 assert {late - early for early, late in zip(starts, starts[1:])} == {costs.F + costs.B}
@@ -195,29 +192,20 @@ def test_refusals():
         given = stages, schedule, collectives.world(), cross_entropy_sum, policy, sgd(LR)
         return AsynchronousRunner(*given, width=CONFIG.d_model)
 
-    two = tuple((F(s, 0), B(s, 0)) for s in range(2))
+    one_by_one, in_twos = per_microbatch(), double_buffered(2)
+    alone = lambda *entries, m=1: Schedule("", (entries,), 1, m)
+    backwards_turned = alone(F(0, 0), F(0, 1), B(0, 1), B(0, 0), m=2)
     check_refusals(
         {
-            "has W; stashed weights go with whole backwards": lambda: runner(
-                Schedule("", ((F(0, 0), I(0, 0), W(0, 0)),), 1, 1), per_microbatch()
+            "go with whole backwards": lambda: runner(alone(F(0, 0), I(0, 0), W(0, 0)), one_by_one),
+            "go with whole backwards; use F and B": lambda: runner(
+                alone(F(0, 0), R(0, 0), B(0, 0)), one_by_one
             ),
-            "has R; stashed weights": lambda: runner(
-                Schedule("", ((F(0, 0), R(0, 0), B(0, 0)),), 1, 1), per_microbatch()
-            ),
-            "3 microbatches are not a multiple of the 2 of an update": lambda: runner(
-                one_f_one_b(1, 3), double_buffered(2)
-            ),
-            "are not a multiple of the 0 of an update": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
-            "2 microbatches per update for 4 ranks; two versions of the weights need at least 4": lambda: (
-                runner(one_f_one_b(4, 8), double_buffered(2))
-            ),
-            "B0.1 comes before B0.0; updates need backwards in order": lambda: runner(
-                Schedule("", ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),), 1, 2), per_microbatch()
-            ),
-            "F0.4 comes before the update whose weights it takes; run fewer ahead": lambda: runner(
-                gpipe(1, 6), double_buffered(2)
-            ),
-            "is for 2 ranks": lambda: runner(Schedule("", two, 2, 1), per_microbatch()),
+            "not a multiple of the 2 of an update": lambda: runner(one_f_one_b(1, 3), in_twos),
+            "not a multiple of the 0 of an update": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
+            "two versions of the weights need at least 4": lambda: runner(one_f_one_b(4, 8), in_twos),
+            "updates need backwards in order": lambda: runner(backwards_turned, one_by_one),
+            "F0.4 comes before the update whose weights": lambda: runner(gpipe(1, 6), in_twos),
         },
         ranks=1,
     )

@@ -2,9 +2,9 @@
 simulated here.
 """
 
-import re
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +17,19 @@ from minitrain.pipeline.schedules.chimera import chimera
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.slices import terapipe
 from minitrain.pipeline.schedules.varuna import recomputed
-from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.pipeline.schedules.zero_bubble import bubble
+from minitrain.pipeline.simulate import simulate
 from minitrain.systems.pipeline.torch_csv import from_csv, to_csv
-from tests.pipeline.test_pipeline_schedule import everything, folded, paired, split
+from tests.pipeline.lists import everything, folded, paired, refuse, split
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 8
 
 
 def test_the_text():
     assert to_csv(one_f_one_b(2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    assert (
-        to_csv(gpipe(2, 1), comms=True)
-        == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
-    )
-    pair = Schedule(
-        "pair", ((F(0, 0), F(1, 0), Pair(F(0, 1), B(1, 0)), F(1, 1), B(1, 1), B(0, 0), B(0, 1)),), 2, 2
-    )
-    assert "(0F1;1B0)OVERLAP_F_B" in to_csv(pair)
-    assert from_csv("0F0,,0B0\r\n").ranks == ((F(0, 0), B(0, 0)),)
+    entries = F(0, 0), F(1, 0), Pair(F(0, 1), B(1, 0)), F(1, 1), B(1, 1), B(0, 0), B(0, 1)
+    assert "(0F1;1B0)OVERLAP_F_B" in to_csv(Schedule("pair", (entries,), 2, 2))
+    assert from_csv("0F0,,0SEND_F1,0B0\r\n").ranks == ((F(0, 0), B(0, 0)),)
 
 
 def test_round_trip():
@@ -42,69 +37,25 @@ def test_round_trip():
     for schedule in everything():
         once = sum(len(schedule.stages_of(rank)) for rank in range(len(schedule.ranks))) == schedule.stages
         if once and schedule.slices == 1 and not schedule.recomputes and not schedule.evicts:
-            for comms in False, True:
-                again = from_csv(to_csv(schedule, comms), schedule.name)
-                assert again == schedule
+            assert from_csv(to_csv(schedule), schedule.name) == schedule
             written += 1
     assert written > 30
 
 
-def test_both_ends_name_their_messages_in_one_order():
-    """So that they end though each blocks until both ends are there, in whatever direction, as over one NCCL
-    channel.
-    """
-    other = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
-    for schedule in [
-        one_f_one_b(4, 8),
-        split(interleaved(4, 8, 2)),
-        folded(4, 4),
-        paired(interleaved(2, 8, 2)),
-    ]:
-        messages = [
-            [
-                re.fullmatch(r"(\d+)(SEND_.|RECV_.)(\d+)", cell).groups()
-                for cell in row.split(",")
-                if "SEND" in cell or "RECV" in cell
-            ]
-            for row in to_csv(schedule, comms=True).splitlines()
-        ]
-        matched = 0
-        while any(messages):
-            heads = {(int(row[0][0]), *row[0][1:]): row for row in messages if row}
-            met = [
-                (heads[head], heads[partner])
-                for head in heads
-                if head[1] in other
-                and (partner := (head[0] + other[head[1]][1], other[head[1]][0], head[2])) in heads
-            ]
-            assert met, f"{schedule.name}: {list(heads)} wait for one another"
-            for rows in met:
-                matched += 1
-                for row in rows:
-                    row.pop(0)
-        assert matched
-
-
-REFUSED = {
-    "stage 0 is on rank 0 and on rank 1; PyTorch has each stage on one rank": lambda: to_csv(chimera(2, 2)),
-    "no slices of a sequence, this has 2": lambda: to_csv(terapipe(2, 2, 2)),
-    "no R; leave recomputation to the stages": lambda: to_csv(recomputed(gpipe(2, 2))),
-    "is stuck: rank 0 at B0.0": lambda: to_csv(Schedule("", ((B(0, 0), F(0, 0)),), 1, 1)),
-    "row 0, column 1 is '0X0'; cells are": lambda: from_csv("0F0,0X0"),
-    "row 1, column 0 is '1F'": lambda: from_csv("0F0\n1F\n"),
-    "is '(0F0;0SEND_F1)OVERLAP_F_B'": lambda: from_csv("(0F0;0SEND_F1)OVERLAP_F_B"),
-    "is '(0F0)OVERLAP_F_B'": lambda: from_csv("(0F0)OVERLAP_F_B"),
-    "no action in this text": lambda: from_csv("\n"),
-    "B0.1 is missing": lambda: from_csv("0F0,0F1,0B0"),
-    "(F0.0 F0.1) is no pair": lambda: from_csv("(0F0;0F1)OVERLAP_F_B,0B0,0B1"),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
-    with pytest.raises(ValueError) as refused:
-        REFUSED[message]()
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+def test_refusals():
+    refuse(
+        {
+            "each stage on one rank; use one without copies": lambda: to_csv(chimera(2, 2)),
+            "no slices of a sequence, this has 2": lambda: to_csv(terapipe(2, 2, 2)),
+            "no R; leave recomputation to the stages": lambda: to_csv(recomputed(gpipe(2, 2))),
+            "is stuck: rank 0 at B0.0": lambda: to_csv(Schedule("", ((B(0, 0), F(0, 0)),), 1, 1)),
+            "row 0, column 1 is '0X0'; cells are": lambda: from_csv("0F0,0X0"),
+            "row 1, column 0 is '1F'": lambda: from_csv("0F0\n1F\n"),
+            "is '(0F0;0SEND_F1)OVERLAP_F_B'": lambda: from_csv("(0F0;0SEND_F1)OVERLAP_F_B"),
+            "no action in this text": lambda: from_csv("\n"),
+            "B0.1 is missing": lambda: from_csv("0F0,0F1,0B0"),
+        }
+    )
 
 
 # ---- on real ranks ---------------------------------------------------------------------------------------
@@ -141,33 +92,24 @@ def runtime(numbers: list[int], num_stages: int):
     def example(with_gradient: bool):
         return (torch.zeros(ROWS // MICROBATCHES, WIDTH, dtype=torch.float64, requires_grad=with_gradient),)
 
+    make_stage = partial(PipelineStage, output_args=example(True), group=group)
     stages = [
-        PipelineStage(
-            module,
-            number,
-            num_stages,
-            torch.device("cpu"),
-            input_args=example(number > 0),
-            output_args=example(True),
-            group=group,
-        )
+        make_stage(module, number, num_stages, torch.device("cpu"), input_args=example(number > 0))
         for number, module in modules.items()
     ]
-    return modules, lambda kind=_PipelineScheduleRuntime, **settings: kind(
-        stages, MICROBATCHES, loss_fn=loss_of, **settings
-    )
+
+    def make(kind=_PipelineScheduleRuntime, **settings):
+        return kind(stages, MICROBATCHES, loss_fn=loss_of, **settings)
+
+    return modules, make
 
 
-def theirs_runs_ours(
-    schedule: Schedule, comms: bool, folder: str, scale_grads: bool = False
-) -> dict[int, list[torch.Tensor]]:
+def theirs_runs_ours(schedule: Schedule, folder: str, scale_grads: bool = False) -> dict[int, list]:
     rank = collectives.world().rank()
     modules, make = runtime(schedule.stages_of(rank), schedule.stages)
-    run = make(scale_grads=scale_grads)
-    path = f"{folder}/{rank}.csv"
-    with open(path, "w") as file:
-        file.write(to_csv(schedule, comms))
-    run._load_csv(path, format="compute_comms" if comms else "compute_only")
+    run, path = make(scale_grads=scale_grads), Path(folder) / f"{rank}.csv"
+    path.write_text(to_csv(schedule))
+    run._load_csv(str(path), format="compute_only")
     x, targets = batch()
     first, last = 0 in modules, schedule.stages - 1 in modules
     run.step(*((x,) if first else ()), **(dict(target=targets, losses=[]) if last else {}))
@@ -187,89 +129,55 @@ def furthest(per_rank: list[dict[int, list[torch.Tensor]]], num_stages: int) -> 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_theirs_runs_ours(ranks, tmp_path):
     """With their default for the divisor, the control, every gradient is an eighth."""
-    schedules = [
-        (one_f_one_b(ranks, MICROBATCHES), False),
-        (split(interleaved(ranks, MICROBATCHES, 2)), True),
-        (paired(interleaved(ranks, MICROBATCHES, 2)), True),
-    ]
-    if hasattr(
-        PipelineScheduleMulti, "_warmup_p2p"
-    ):  # before, a V's turn sent its rank a message to itself, which gloo refuses
-        schedules.append((folded(ranks, MICROBATCHES), False))
+    plain = interleaved(ranks, MICROBATCHES, 2)
+    schedules = [one_f_one_b(ranks, MICROBATCHES), split(plain), paired(plain)]
+    if hasattr(PipelineScheduleMulti, "_warmup_p2p"):  # before, a V's rank sent to itself: gloo refuses
+        schedules.append(folded(ranks, MICROBATCHES))
 
     def rank():
-        folder = str(tmp_path)
-        return [theirs_runs_ours(*schedule, folder) for schedule in schedules] + [
-            theirs_runs_ours(*schedules[0], folder, scale_grads=True)
-        ]
+        found = [theirs_runs_ours(schedule, str(tmp_path)) for schedule in schedules]
+        return [*found, theirs_runs_ours(schedules[0], str(tmp_path), scale_grads=True)]
 
     *outcomes, control = zip(*launch.run(rank, ranks=ranks, checked=False))
-    for (schedule, _), grads in zip(schedules, outcomes, strict=True):
+    for schedule, grads in zip(schedules, outcomes, strict=True):
         assert furthest(grads, schedule.stages) < 1e-12, schedule.name
     assert furthest(control, ranks) > 1
 
 
-def theirs(ranks: int, folder: str) -> dict[str, tuple[str, str]]:
-    """What PyTorch's own schedules say, in both formats; every rank knows all lists, so one rank's dump is
-    enough.
-    """
+OVERHEADS = {  # of 4 ranks and 8 microbatches
+    "ScheduleInterleaved1F1B": Fraction(3, 16),
+    "ScheduleInterleavedZeroBubble": Fraction(1, 16),
+    "ScheduleLoopedBFS": Fraction(3, 16),
+    "ScheduleZBVZeroBubble": Fraction(1, 16),
+    "ScheduleDualPipeV": Fraction(1, 8),
+}
+
+
+def theirs(ranks: int, folder: str) -> dict[str, list[str]]:
+    """What PyTorch's own schedules say, in both formats; every rank knows all lists."""
     from torch.distributed.pipelining import schedules
 
     rank, found = collectives.world().rank(), {}
-    for name, numbers in {
-        "ScheduleInterleaved1F1B": [rank, rank + ranks],
-        "ScheduleInterleavedZeroBubble": [rank, rank + ranks],
-        "ScheduleLoopedBFS": [rank, rank + ranks],
-        "ScheduleZBVZeroBubble": [rank, 2 * ranks - 1 - rank],
-        "ScheduleDualPipeV": [rank, 2 * ranks - 1 - rank],
-    }.items():
-        _, make = runtime(numbers, 2 * ranks)
-        dumped, path = make(getattr(schedules, name)), f"{folder}/{rank}.csv"
-        texts = []
+    for name in OVERHEADS:
+        late = 2 * ranks - 1 - rank if "V" in name else rank + ranks
+        _, make = runtime([rank, late], 2 * ranks)
+        dumped, path, found[name] = make(getattr(schedules, name)), Path(folder) / f"{rank}.csv", []
         for what in "compute_only", "compute_comms":
-            dumped._dump_csv(path, format=what)
-            with open(path, newline="") as file:
-                texts.append(file.read())
-        found[name] = tuple(texts)
+            dumped._dump_csv(str(path), format=what)
+            found[name].append(path.read_text())
     return found
 
 
 def test_ours_reads_theirs(tmp_path):
     ranks, m = 4, MICROBATCHES
-    read = {
-        name: [from_csv(text, name) for text in texts]
-        for name, texts in launch.run(theirs, ranks, str(tmp_path), ranks=ranks)[0].items()
-    }
-    even = Costs(F=1, I=1, W=1)
+    texts = launch.run(theirs, ranks, str(tmp_path), ranks=ranks)[0]
+    read = {name: [from_csv(text, name) for text in both] for name, both in texts.items()}
     for name, (computation, with_messages) in read.items():
         assert computation.ranks == with_messages.ranks and check(computation)
         assert (computation.stages, computation.microbatches) == (8, m)
-        assert simulate(computation, even).bubble < Fraction(1, 2)
-    bubbles = {name: simulate(schedule, even).overhead for name, (schedule, _) in read.items()}
-    assert (
-        bubbles["ScheduleInterleaved1F1B"]
-        == simulate(interleaved(ranks, m, 2), even).overhead
-        == Fraction(3, 16)
-    )
-    assert bubbles == {
-        "ScheduleInterleaved1F1B": Fraction(3, 16),
-        "ScheduleInterleavedZeroBubble": Fraction(1, 16),
-        "ScheduleLoopedBFS": Fraction(3, 16),
-        "ScheduleZBVZeroBubble": Fraction(1, 16),
-        "ScheduleDualPipeV": Fraction(1, 8),
-    }
-    pairs = [
-        entry
-        for entries in read["ScheduleDualPipeV"][0].ranks
-        for entry in entries
-        if isinstance(entry, Pair)
-    ]
-    assert pairs
+        assert simulate(computation).overhead == OVERHEADS[name]
+    assert simulate(interleaved(ranks, m, 2)).overhead == OVERHEADS["ScheduleInterleaved1F1B"]
+    assert read["ScheduleDualPipeV"][0].pairs
     zbv = read["ScheduleZBVZeroBubble"][0]
     assert [zbv.stages_of(rank) for rank in range(ranks)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    run = simulate(
-        zbv, even
-    )  # 3 of waiting in 48 of work, all of it before a rank's first action or after its last
-    assert [spans[-1].end - spans[0].start - run.busy(rank) for rank, spans in enumerate(run.spans)] == [
-        0
-    ] * ranks
+    assert bubble(simulate(zbv)) == 0  # all waiting is before a rank's first action or after its last
