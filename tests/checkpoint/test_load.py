@@ -225,7 +225,7 @@ REFUSALS = [
     "layers.1.attention.q.weight not at all, this model [16, 16]",
     "layers.1.attention.q.weight not at all",
     "elements of optimizer/layers.2.mlp.up.weight/exp_avg",
-    "4 layers, this model 6",
+    "layers.3.attention.k.",
     "layers.1.mlp.down.weight [16, ",
     "layers.1.attention.k.bias not at all, this model [8]",
     "torch.float64 in the checkpoint, [29, 16] torch.bfloat16 in this run",

@@ -42,8 +42,7 @@ def hanayo(p: int, m: int, waves: int) -> Schedule:
     """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up; groups of p every 2S slots.
 
     Bubble if B = F: 2(p-1) slots, the share (p-1)/(2·m·W+p-1) for W waves and m a multiple of p. Memory:
-    parameters once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages per microbatch.
-    """
+    parameters once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages each."""
     require_positive_ints(p=p, m=m, waves=waves)
     stages = 2 * waves * p
     rank = lambda stage, i: p - 1 - stage % p if stage // p % 2 else stage % p

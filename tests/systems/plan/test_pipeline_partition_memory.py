@@ -27,7 +27,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan import stage_cuts, stage_memory
 from minitrain.systems.plan.stage_memory import fit, mcap, profiled
 from tests.parallel import small
-from tests.pipeline.test_pipeline_partition import bound
+from tests.systems.plan.test_stage_cuts import bound
 
 
 def cuts_of(layers: int, stages: int):
