@@ -4,10 +4,9 @@
     data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
     core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)      attend(q, k, v, lengths, bias=, dropout=)
 
-`groups` are those of the axes that core_names.CORES has for the core, and cp is all of them together, first
-outermost: batches are cut over that group, by `data_layout`. Where heads are dealt by Ulysses the layout is
-that of the rings, whose ranks deal their tokens further. With slices (how many, or the tokens of each) every
-slice is laid out for itself, and so is the whole sequence of an evaluation. Sends nothing itself.
+`groups` are those of the axes that core_names.CORES has for the core; cp is all of them together, first
+outermost, and cuts batches. Where heads are dealt by Ulysses the layout is that of the rings, whose ranks
+deal their tokens further. With slices (how many, or the tokens of each) every slice is laid out for itself.
 """
 
 import math

@@ -4,10 +4,9 @@
     timeline = replay({rank: ledger.events for rank, ledger in ledgers.items()}, machine("h100"))
 
 One rank per stage is enough: ranks that differ in dp, cp or tp alone run the same layers on as many tokens
-with as many FLOPs, and issue the same collectives of the same sizes, so on equal machines they are in step.
-Where they are not quite (rows that do not divide, a contiguous layout, whose last rank attends to most) those
-taken are the last of dp and cp, the fullest. Stages differ, in layers and in how far they run ahead, and wait
-for each other: every stage is run, and the replay brings them together by their messages.
+and issue the same collectives, so on equal machines they are in step. Where they are not quite (rows that do
+not divide, a contiguous layout) those taken are the last of dp and cp, the fullest. Stages differ, in layers
+and in how far they run ahead: the replay brings them together by their messages.
 
 The account is that of any step but the first, from its batch to the update: what is made once, weights and
 states of the optimizer, is there before and counts as memory. The update is AdamW's, `fused` in one kernel

@@ -2,13 +2,12 @@
 
     work = work_of(presets["llama3-8b"], Strategy(tp=8, sequence_parallel=True), microbatch=1, length=8192)
 
-One embedding, one block and one head of that width go through `parallelize` and two microbatches as one
-rank of tp · cp · ep ranks, which add to gradients that are there and send none of them: one with whole
-backwards, one with W apart, so a run answers for all schedules. (One more goes before where layers remember
-something of the last: routers their loads, low-bit products their scales.) Hooks on the layers' outputs say
-where in the ledger's events a layer begins, forward and back. A block is like every other of its kind, so one
-answers for all; other dp, pp and microbatches change nothing in it. A quarter of a second each, kept in
-memory: a few dozen distinct ones serve thousands of candidates.
+One embedding, one block of each kind and one head of that width go through `parallelize` and two
+microbatches as one rank of tp · cp · ep ranks, which add to gradients that are there and send none of them:
+one with whole backwards, one with W apart, so a run answers for all schedules. (One more goes before where
+layers remember something of the last: routers their loads, low-bit products their scales.) Hooks on the
+layers' outputs say where in the ledger's events a layer begins, forward and back. A quarter of a second each,
+kept in memory: a few dozen distinct ones serve thousands of candidates.
 
 Differs from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with,
 and not by place (attention/dropout.py), and a fused attention draws its mask again; `fused_attention=False`

@@ -1,11 +1,9 @@
 """What a Strategy leaves to the host, applied to what `parallelize` has made: who updates, and where.
 
-    parameters_on_host  ZeRO-3's shards lie on the host; a unit is copied from there and gathered
-    update_on_host      the optimizer's states and its work go to the host (memory/host_optimizer.py)
-    update_in_files     or the states go to files, each rank's own (systems/memory/file_optimizer.py)
-    keep_on_host        so does what layers keep for their backward (memory/activations.py)
-
-Sends what the techniques send.
+parameters_on_host  ZeRO-3's shards lie on the host; a unit is copied from there and gathered
+update_on_host      the optimizer's states and its work go to the host (memory/host_optimizer.py)
+update_in_files     or the states go to files, each rank's own (systems/memory/file_optimizer.py)
+keep_on_host        so does what layers keep for their backward (memory/activations.py)
 """
 
 from pathlib import Path

@@ -3,11 +3,10 @@
     stage          blocks 1 2 3 4 5, recompute="every:2"         [1 2] [3 4] [5]     each kept as one input
 
 Tables and the head keep what they always keep. With `recompute_partition` (ZeRO-R's Pa) a rank of tp keeps
-1/tp of such an input, which is alike on all of them: kept bytes fall by tp, and backward sends one more
-all-gather of it, (t-1)/t · B·T·D elements a segment. What is computed again sends again: of a block with
-"full" the all-reduce behind attention's output, and with sequence parallelism the gathers in front of each
-pair of matrices; not the sum of the MLP's, for the second pass stops before its last product. A kept
-result sends nothing twice.
+1/tp of such an input, which is alike on all of them, and backward sends one more all-gather of it,
+(t-1)/t · B·T·D elements a segment. What is computed again sends again: of a block with "full" the all-reduce
+behind attention's output, and with sequence parallelism the gathers in front of each pair of matrices; not
+the sum of the MLP's, for the second pass stops before its last product. A kept result sends nothing twice.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa).
 """
 

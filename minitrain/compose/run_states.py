@@ -7,10 +7,9 @@
     plain_state()                               counts of steps, the scale of the loss
 
 `pieces` sends nothing. `load_pieces` looks at names, shapes and dtypes before it writes anything, and all
-ranks agree on that, and again at the end: 8 bytes each, and what Saved sends to broadcast. Random states are
-a rank's own, so they come back if as many ranks go on; the masks of a GPT's dropout follow from the step and
-do not need them. `state_dict` gathers everything on every rank, 16 bytes per parameter with Adam, for models
-that one rank can hold. What else makes a run go on alike is the caller's: step, position in the data, rate.
+ranks agree on that, and again at the end: 8 bytes each. Random states come back if as many ranks go on; the
+masks of a GPT's dropout follow from the step and do not need them. `state_dict` gathers everything on every
+rank, 16 bytes per parameter with Adam. Step, position in the data and rate are the caller's.
 Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs: loads without a conversion.
 """
 

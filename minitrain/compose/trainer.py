@@ -7,11 +7,10 @@ In the same layout a run goes on bit for bit as if it had never stopped; in anot
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
     OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
 
-All ranks do the same in the same order. A loss or norm that is no number, or ranks that see different
-folders, is the same error on every rank; such a number never reaches a checkpoint. A damaged checkpoint is
-passed over for the one before it, and that is said.
-Sends what the run's steps send, per report the loss and the held-out loss, and per save what checkpoint/
-saver.py says. Memory: as the step, and on the host this rank's share of what is saved.
+A loss or norm that is no number, or ranks that see different folders, is one error on every rank; such a
+number never reaches a checkpoint. A damaged checkpoint is passed over for the one before it, as is said.
+Sends what the run's steps send, per report the loss and the held-out loss, and per save what
+checkpoint/saver.py says. Memory: as the step, and on the host this rank's share of what is saved.
 Differs from nanoGPT's train.py: hyperparameters are one object, resuming is exact, the loop is a generator,
 so it does not know who watches.
 """

@@ -31,9 +31,7 @@ from minitrain.ranks.torch_private import tree_leaves
 class PostValidation(RunnerHooks):
     """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
 
-    `squares()`, where parameters are cut over other groups (tp, ZeRO), is the sum of the squares of this
-    rank's stage over those groups (optim.sum_of_squares). Without it a parameter that has copies counts on
-    the first of their ranks only."""
+    Where parameters are cut over other groups (tp, ZeRO) `squares()` is optim.sum_of_squares of the stage."""
 
     restarts = True
 

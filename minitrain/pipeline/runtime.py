@@ -12,8 +12,7 @@ Every rank is given the same rows. The last stage computes the loss, a sum over 
 what the ranks return adds up to the loss, and each gradient is that of the whole batch. Sends, per microbatch
 and boundary between ranks, rows · T · D elements forward and as many backward. Memory: x and what autograd
 saved, not y, of each microbatch in flight; two tensors received ahead.
-What else a technique does in a step stands in `RunnerHooks`: slices of sequences (sliced_attention.py), pairs
-in turns (halves.py), late clipping (post_validation.py), stages gathered once (whole_stages.py).
+What else a technique does in a step stands in `RunnerHooks`.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
 a function for each schedule.
 """

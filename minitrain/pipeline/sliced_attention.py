@@ -10,10 +10,9 @@ of the newest slice's queries over all slices so far, on one rank or on ranks th
 with `lengths` tokens of the slices; outside of a step `lengths` is None: the tokens are a whole sequence.
 Sends only what `attend` sends. Memory: the fused attention keeps [K_0..K_j] in one piece, so the slices hold
 K and V (k+1)/2 times, and (k-1)/k as leaves; masks of T²·(k+1)/2k - (T/k)² numbers, with ALiBi T²·(k+1)/2k
-for each head; dK and dV while backwards run. Dropout by place keeps all scores. Values narrower than keys
-(latent attention) are kept padded to the keys' width.
-Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, section
-3.
+for each head; dK and dV while backwards run. Dropout by place keeps all scores, and values narrower than keys
+(latent attention) are padded.
+Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, 3.
 """
 
 import math
