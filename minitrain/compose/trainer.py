@@ -152,7 +152,7 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             new = self.out / "log.jsonl.new"
             new.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-            new.replace(self.out / "log.jsonl")  # a crash leaves the old one or the new
+            new.replace(self.out / "log.jsonl")  # nobody reads half of it
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""
@@ -211,7 +211,7 @@ class Trainer:
         """All ranks see the same checkpoints: they compare the newest and what it holds."""
         manifest = (self.store.path(steps[-1]) / MANIFEST).read_bytes() if steps else b""
         digest = int.from_bytes(hashlib.blake2b(manifest, digest_size=7).digest())
-        newest = torch.tensor([[len(steps), digest]], device=self.parallel.device)
+        newest = torch.tensor([[sum(steps[-1:]), digest]], device=self.parallel.device)
         seen = collectives.all_gather(newest, collectives.world()).tolist()
         if other := [rank for rank, newest in enumerate(seen) if newest != seen[0]]:
             what = f"rank {other[0]} sees other checkpoints than rank 0"
