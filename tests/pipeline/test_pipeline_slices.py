@@ -252,7 +252,7 @@ def test_refusals_on_ranks():
             "balanced: 2 slices of a sequence in the pipeline": lambda: build(
                 None, pp=1, cp=2, core="balanced", layout="contiguous", recompute="stage"
             ),
-            "are 7, the batch has 8": wrong_sum,
+            "2 slices of 7 tokens, and the batch has 8": wrong_sum,
         },
         ranks=2,
     )
