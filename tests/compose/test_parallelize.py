@@ -142,7 +142,7 @@ def test_refusals_are_one_line_on_every_rank():
         "6 stages of a model of 4 layers": lambda: parallelize(
             config, Strategy(pp=2, schedule="interleaved", chunks=3, microbatches=2)
         ),
-        "dp='two'; use a whole number": lambda: built(dp="two"),
+        "dp='two': use a whole number": lambda: built(dp="two"),
         "core='rings'; use ring": lambda: built(cp=2, core="rings"),
         "make_optimizer left out layers.0.tokens": lambda: parallelize(
             config, Strategy(dp=2), lambda params: AdamW(params[1:])
