@@ -211,6 +211,12 @@ def test_a_shard_is_dropped_before_the_next_but_one_sets_out():
     assert lent == 8 and held == [False] * 6
 
 
+def said(attempt):
+    with pytest.raises(ValueError) as error:
+        attempt()
+    return str(error.value)
+
+
 def refusals():
     group, mesh = collectives.world(), Mesh(ring=2)
     linear, layer = whole_linear(), rotate_linears(Block("swiglu"), group)
@@ -227,11 +233,7 @@ def refusals():
         lambda: rotate_linears(tied, group),
         lambda: RotatedLinear(linear, group)(random(4, 5, seed=0)),
     ]
-    texts = []
-    for attempt in attempts:
-        with pytest.raises(ValueError) as error:
-            attempt()
-        texts.append(str(error.value))
+    texts = [said(attempt) for attempt in attempts]
     assert isinstance(odd.attention.q, nn.Linear)  # nothing was cut before all were checked
     return texts
 
