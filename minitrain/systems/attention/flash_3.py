@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from minitrain.plan.simulate.links import Task
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 def _block(group: str, j: int, gemm: float, softmax: float) -> list[Task]:
     """S, softmax and P·V of key block j, chained by their data."""
+    require_positive(gemm=gemm, softmax=softmax)
     product, exponential, weighted = (f"{group}.{kind}{j}" for kind in ("S", "softmax", "PV"))
     return [
         Task(product, "products", gemm / 2),
