@@ -288,8 +288,9 @@ def test_a_model_equals_one_process(name, expected):
     shape, ways = MODELS[name]
 
     def rank():
-        problems = [(Strategy(**shape, **how), replace(PROBLEM, microbatches=m)) for how, m in ways]
-        return [train_parallel(problem, strategy) for strategy, problem in problems]
+        problems = [replace(PROBLEM, microbatches=m) for _, m in ways]
+        strategies = [Strategy(**shape, **how, microbatches=m) for how, m in ways]
+        return [train_parallel(*both) for both in zip(problems, strategies)]
 
     for outcomes in launch.run(rank, ranks=math.prod(shape.values())):
         for way, outcome in zip(ways, outcomes):

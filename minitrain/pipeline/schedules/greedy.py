@@ -132,6 +132,8 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
 def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
     """One limit per rank, each enough for one microbatch to get through."""
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
+    if len(each) != p:
+        raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
     stages = Counter((rank, i) for (_, i), rank in home.items())
     for rank, given in enumerate(each):
         count = max(count for (at, _), count in stages.items() if at == rank)

@@ -21,10 +21,9 @@ import signal
 import subprocess
 import sys
 import threading
-from bisect import bisect_left
 from collections.abc import Callable
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
@@ -34,7 +33,8 @@ from minitrain.ranks.checks import require_ints
 MALLOC = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
 ONE_THREAD = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
+PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_BYTES = 1 << 60
 START = "import sys; sys.path[:0] = {path!r}; from minitrain.systems.memory.limits import serve; serve({fd})"
 
@@ -49,11 +49,10 @@ class LimitedRuns:
         files = dict(stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._helper = subprocess.Popen(command, env=os.environ | MALLOC | ONE_THREAD, **files)
         theirs.close()
-        try:
-            self.run(warm_up)
-        except RuntimeError as error:
+        _send(self._line, warm_up)
+        if (error := self._line.recv()) is not None:
             self.close()
-            raise ValueError(f"the warm-up failed: {error}; it must run without a limit") from None
+            raise ValueError(f"the warm-up failed: {error}; it must run without a limit")
 
     def __enter__(self) -> "LimitedRuns":
         return self
@@ -92,59 +91,64 @@ class LimitedRuns:
         ValueError: `most_bytes` will not do."""
         # without a limit, so that from here on only memory can be missing
         self.run(function, *args, timeout_s=timeout_s)
+        fails, fits = 0, -(-most_bytes // step_bytes)
 
-        def fits(steps: int) -> bool:
+        def will_do(steps: int) -> bool:
             try:
                 self.run(function, *args, limit_bytes=steps * step_bytes, timeout_s=timeout_s)
             except MemoryError:
                 return False
             return True
 
-        most = -(-most_bytes // step_bytes)
-        if not fits(most):
+        if not will_do(fits):
             raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
-        return bisect_left(range(1, most), True, key=fits) * step_bytes + step_bytes
+        while fits - fails > 1:
+            middle = (fails + fits) // 2
+            fails, fits = (fails, middle) if will_do(middle) else (middle, fits)
+        return fits * step_bytes
 
 
 # ---- the helper process ----------------------------------------------------------------------------------
 
 
 def serve(fd: int) -> None:
-    """Answer requests that come over a connection, until it ends: the first one, a warm-up, here, and every
-    other in a child."""
-    line, system = Connection(fd), ctypes.CDLL(None)
-    system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with who started it
+    """Answer requests that come over a connection, until it ends."""
+    line = Connection(fd)
     os.dup2(2, 1)  # what runs print is not mixed with what their caller prints
     threading.stack_size(STACK_BYTES)
-    with contextlib.suppress(EOFError, OSError):  # the caller is gone
-        function, args, _, _ = line.recv()
-        _send(line, _limited(function, args, None))
-        gc.collect()  # what the warm-up left would be room for every run
-        while True:
-            function, args, limit_bytes, timeout_s = line.recv()
-            answer, write = Pipe(duplex=False)
-            child = os.fork()
-            if not child:
-                system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                _send(write, _limited(function, args, limit_bytes))
-                os._exit(0)
-            write.close()
-            with answer:
-                _send(line, _answer_of(child, answer, timeout_s))
-
-
-def _answer_of(child: int, answer: Connection, timeout_s: float) -> tuple[bool, Any]:
-    """(True, result) or (False, why not)."""
-    said = f"no answer in {timeout_s} s"
     try:
-        if answer.poll(timeout_s):
-            return answer.recv()
+        line.recv()()
+        gc.collect()  # what the warm-up left would be room for every run
+        error = None
+    except Exception as raised:
+        error = _said(raised)
+    with contextlib.suppress(EOFError, OSError):  # the caller is gone
+        _send(line, error)
+        while True:
+            _send(line, _in_a_child(line, *line.recv()))
+
+
+def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, timeout_s: float) -> tuple:
+    answer, write = Pipe(duplex=False)
+    child = os.fork()
+    if not child:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _send(write, _limited(function, args, limit_bytes))
+        os._exit(0)
+    write.close()
+    ready = wait([answer, line], timeout_s)  # it has answered, it is gone, or our caller is
+    if answer not in ready:
         os.kill(child, signal.SIGKILL)
-    except EOFError:
-        said = "its process ended without an answer"
-    finally:
+    with answer, contextlib.suppress(EOFError):
+        found = answer.recv()
         os.waitpid(child, 0)
-    return False, said
+        return found
+    _, status = os.waitpid(child, 0)
+    if not ready:
+        return False, f"no answer in {timeout_s} s"
+    ended = os.waitstatus_to_exitcode(status)
+    how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
+    return False, f"its process {how}"
 
 
 def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[bool, Any]:
@@ -153,17 +157,21 @@ def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[
     if limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + limit_bytes, hard))
     try:
-        return True, function(*args)
-    except BaseException as error:
-        return False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # there is room to say it
+        found = True, function(*args)
+    except BaseException as raised:
+        found = False, raised
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # there is room to say it
+    return found if found[0] else (False, _said(found[1]))
 
 
 def mapped_bytes() -> int:
     """Of this process's address space: what RLIMIT_AS counts."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read().split()[0]) * PAGE
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _send(line: Connection, thing) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Schedule, parts
+from minitrain.ranks.checks import require_positive_ints
 
 Update = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 
@@ -42,6 +43,7 @@ def per_microbatch() -> Policy:
 
 def double_buffered(k: int) -> Policy:
     """PipeDream-2BW: an update after k microbatches; batch t uses the weights after t-1 updates."""
+    require_positive_ints(k=k)
     return Policy(k, lambda unit, newest: max(unit // k - 1, 0))
 
 

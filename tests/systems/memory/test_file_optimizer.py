@@ -17,7 +17,6 @@ from minitrain.model.data.batches import Rows
 from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.file_optimizer import FileOptimizer
 from minitrain.systems.memory.files import BLOCK, FileStore
@@ -315,20 +314,3 @@ def equal(one, other):
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def test_states_on_the_host_stay_there(tmp_path):
-    def rank(folder):
-        run = parallelize(small(), Strategy(offload="optimizer"), AdamW)
-        update_in_files(run.sync, folder)
-
-    with pytest.raises(launch.RankError, match="offload='optimizer' keeps the states on the host: leave"):
-        launch.run(rank, tmp_path, ranks=1)
-
-
-def test_a_dry_run_has_nothing_to_write(tmp_path):
-    def rank():
-        update_in_files(parallelize(small(), Strategy(), AdamW).sync, tmp_path)
-
-    with pytest.raises(ValueError, match="a dry run has no numbers to write"):
-        dryrun.run(rank, rank=0, ranks=1)

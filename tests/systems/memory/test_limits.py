@@ -76,9 +76,9 @@ def test_an_error_that_is_not_of_memory_is_not_called_so(runs):
         runs.run(lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         runs.smallest_limit(lambda: 1 / 0, most_bytes=MEGA)
-    with pytest.raises(RuntimeError, match="ended without an answer"):
+    with pytest.raises(RuntimeError, match="ended with status 3"):
         runs.run(lambda: os._exit(3))
-    with pytest.raises(MemoryError, match="ended without an answer"):  # as libraries do who cannot say it
+    with pytest.raises(MemoryError, match="killed by SIGABRT"):  # as libraries do who cannot say it
         runs.run(lambda: os.abort(), limit_bytes=MEGA)
     with pytest.raises(RuntimeError, match="no answer in 0.2 s"):
         runs.run(lambda: time.sleep(30), timeout_s=0.2)
@@ -149,9 +149,7 @@ def test_wrong_use_is_refused(runs):
         runs.smallest_limit(hold, 5 * MEGA, most_bytes=MEGA)
     with pytest.raises(ValueError, match="limit_bytes=-1"):
         runs.run(hold, 1, limit_bytes=-1)
-    with pytest.raises(
-        ValueError, match="the warm-up failed: <lambda>: ZeroDivisionError: division by zero; it must"
-    ):
+    with pytest.raises(ValueError, match="the warm-up failed: ZeroDivisionError: division by zero; it must"):
         LimitedRuns(lambda: 1 / 0)
 
 
