@@ -147,7 +147,7 @@ def test_refusals_are_one_line_on_every_rank():
         "make_optimizer left out layers.0.tokens": lambda: parallelize(
             config, Strategy(dp=2), lambda params: AdamW(params[1:])
         ),
-        "it must use just these": lambda: parallelize(
+        "of the tensors it was given; use just these": lambda: parallelize(
             config, Strategy(dp=2), lambda params: AdamW([nn.Parameter(torch.ones(1))])
         ),
         "AdamW was built before sharding": lambda: parallelize(

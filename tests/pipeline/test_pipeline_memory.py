@@ -260,16 +260,10 @@ def held_at_most(schedule, interpreter):
         runner.__class__, runner.lent, runner.told = interpreter, {}, set()
     do = runner.do
 
-    def activation_bytes():
-        """All that this rank holds for backwards: its own, guests, and moves under way."""
-        under_way = [what for what in (*runner.boundary, *runner.sending) if what.kind in "EG"]
-        own = (block.numel() for saved in runner.saved.values() for block in saved.blocks)
-        return sum(own) + sum(runner.lent[runner.unit(what)] for what in under_way)
-
     def watched(step):
         do(step)
         if interpreter is Balanced:
-            held.append(activation_bytes())
+            held.append(runner.activation_bytes)
             first.append(held[-1]) if isinstance(step, Action) and step.kind == "F" else None
 
     first, runner.do = [], watched

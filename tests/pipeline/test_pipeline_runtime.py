@@ -200,7 +200,7 @@ def test_refusals():
 
     check_refusals(
         {
-            "is for 3 ranks, the group world has 2": lambda: pipeline(one_f_one_b(3, 4)),
+            "is for 3 ranks, and the group has 2": lambda: pipeline(one_f_one_b(3, 4)),
             "but was given [0, 1]": lambda: pipeline(numbers=[0, 1]),
             "4 microbatches, but this rank has 3 rows": lambda: pipeline(rows=3),
             "7 stages of a model of 6 layers": lambda: even(4, 7),

@@ -113,6 +113,12 @@ class Balanced(Runner):
         self.saved: dict[tuple[int, int], SavedTensors] = {}
         self.places: dict[tuple[int, int], Places] = {}
 
+    @property
+    def activation_bytes(self) -> int:
+        """All that this rank holds for backwards: its own, guests, and moves under way."""
+        moving = (self.lent[self.unit(what)] for what in (*self.boundary, *self.sending) if what.kind in "EG")
+        return sum(block.numel() for saved in self.saved.values() for block in saved.blocks) + sum(moving)
+
     def unit(self, what: Action) -> Shape:
         rows, length = self.units[what.microbatch][0].shape
         return what.stage, what.microbatch % self.schedule.slices, rows, length
