@@ -202,7 +202,7 @@ def test_refusals():
                 alone(F(0, 0), R(0, 0), B(0, 0)), one_by_one
             ),
             "not a multiple of the 2 of an update": lambda: runner(one_f_one_b(1, 3), in_twos),
-            "not a multiple of the 0 of an update": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
+            "k=0: use a whole number from 1": lambda: runner(one_f_one_b(1, 3), double_buffered(0)),
             "two versions of the weights need at least 4": lambda: runner(one_f_one_b(4, 8), in_twos),
             "updates need backwards in order": lambda: runner(backwards_turned, one_by_one),
             "F0.4 comes before the update whose weights": lambda: runner(gpipe(1, 6), in_twos),
