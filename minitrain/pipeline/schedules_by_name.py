@@ -22,7 +22,7 @@ FIXED = zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe,
 PLAIN |= {f.__name__: f for f in FIXED}
 CHUNKED = {
     f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)
-}  # stages a rank, waves
+}  # stages per rank, waves
 SLICED = {f.__name__: f for f in (terapipe, seq1f1b)}  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
