@@ -1,16 +1,13 @@
 """Nonsense is answered in one line by every public function (tests/nonsense.py), and the sweep sees what it should."""
 
 import contextlib
-import dataclasses
 import math
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests import nonsense
 
@@ -90,35 +87,6 @@ def unsaid(what, parts=2):
     return what / parts
 
 
-def of_tensors(q, x: torch.Tensor, flag: bool = False):
-    return q + x
-
-
-class Record(NamedTuple):
-    number: int
-
-
-class Checked:
-    def __init__(self, number: int):
-        self.number = number
-
-
-@pytest.mark.parametrize(
-    "function, why",
-    [
-        (unsaid, None),
-        (Checked, None),
-        (of_tensors, "nothing to get wrong"),
-        (Record, "a record"),
-        (dataclasses.make_dataclass("Fields", [("number", int)]), "a record"),
-    ],
-)
-def test_why_a_function_is_left_out(function, why, monkeypatch):
-    monkeypatch.setattr(nonsense, "doors", lambda: {"f"})
-    found = nonsense.left_out("f", function)
-    assert found is why if why is None else found.startswith(why)
-
-
 def test_doors_are_what_readers_take_and_what_takes_a_group():
     source = (
         "from minitrain.plan import fleet as f\nfrom minitrain.moe.router import route\nf.best(3)\nroute(x)"
@@ -126,9 +94,3 @@ def test_doors_are_what_readers_take_and_what_takes_a_group():
     assert nonsense.names_from(source) == {"plan.fleet", "plan.fleet.best", "moe.router.route"}
     assert nonsense.is_door("nobody.calls", lambda x, group: x)
     assert nonsense.left_out("nobody.calls", unsaid).startswith("inside: no chapter")
-
-
-def test_what_has_no_hint_is_read_by_what_it_is_given():
-    assert nonsense.sensible("f", unsaid) is None
-    assert set(nonsense.plain_parameters(unsaid)) == {"parts"}
-    assert set(nonsense.plain_parameters(unsaid, {"what": 1})) == {"what", "parts"}

@@ -2,7 +2,6 @@
 laid out, kernels that end, and the words of the command; no notebook runs here."""
 
 import asyncio
-import json
 import signal
 import types
 import zipfile
@@ -41,20 +40,6 @@ def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
         notebook.key_among("x2", found, "none is {!r}")
     with pytest.raises(ValueError, match="^no 3; there are none$"):
         notebook.key_among(3, {}, "no {}")
-
-
-def test_a_heading_and_the_facts_below_it_without_their_marks(tmp_path):
-    text = [
-        "# 07 · Grids\n",
-        "\n",
-        "Words.\n",
-        "**Time** 20 s · **Ranks** [four](../README.md) · **Hardware** none\n",
-    ]
-    path = tmp_path / "07_grids.ipynb"
-    path.write_text(json.dumps({"cells": [{"source": text}, {"source": ["**Time** of another"]}]}))
-    assert notebook.heading(path) == ("07 · Grids", "Time 20 s · Ranks four · Hardware none")
-    path.write_text(json.dumps({"cells": [{"source": text[:1]}]}))
-    assert notebook.heading(path) == ("07 · Grids", "")
 
 
 # ---- notebooks that are saved ----------------------------------------------------------------------------

@@ -229,38 +229,6 @@ def test_the_solution_and_the_hidden_checks_cannot_be_read(judge, bare):
     assert judge.run(code, [[()]], network=False, time_limit_s=60).results == [[[]]]
 
 
-MEETS_ELSEWHERE = """
-import os, time
-def total(x, group):
-    for folder in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd()):
-        try:
-            mine = f"{folder}/minitrain-sum-%s-{group.rank()}" % x.numel()
-            open(mine + "~", "wb").write(x.numpy().tobytes())
-            os.rename(mine + "~", mine)
-            os.chmod(mine, 0o666)
-        except OSError:
-            continue
-        deadline, parts = time.monotonic() + 1, {}
-        while len(parts) < group.size() and time.monotonic() < deadline:
-            for rank in range(group.size()):
-                path = f"{folder}/minitrain-sum-%s-{rank}" % x.numel()
-                if rank not in parts and os.path.exists(path):
-                    parts[rank] = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=x.dtype).reshape(x.shape)
-        time.sleep(0.3)
-        os.unlink(mine)
-        if len(parts) == group.size():
-            return sum(parts[rank] for rank in range(group.size()))
-    raise LookupError("no place to meet")
-"""
-
-
-def test_ranks_meet_nowhere_but_on_the_counted_network(judge):
-    calls = [[(exercises.Draw(r).exact(7),)] for r in range(3)]
-    code = Code(answer="import torch\n" + MEETS_ELSEWHERE, names=["total"], call="total")
-    with pytest.raises(Failure, match="no place to meet"):
-        judge.run(code, calls)
-
-
 ATTEMPTS = """
 import ctypes, fcntl, mmap, os, resource, select, signal, socket, sys, tempfile
 libc = ctypes.CDLL(None, use_errno=True)

@@ -8,7 +8,7 @@ import pytest
 from minitrain.course.grading import network, trial
 from minitrain.course.grading.inside.frames import BadFrame, Line, pack
 from minitrain.course.grading.network import Event, Network
-from minitrain.course.grading.trial import Broken, Failure, Trial, plain, short
+from minitrain.course.grading.trial import Broken, Failure, Trial
 
 # ---- the network -----------------------------------------------------------------------------------------
 
@@ -108,17 +108,6 @@ def test_a_secret_is_its_own_ranks_and_comes_when_it_is_handed_over():
     assert len(net.events) == 2
 
 
-def test_what_was_never_received_or_never_sent_is_told():
-    net = Network(3, [{}] * 3)
-    assert net.left_over() == ""
-    net.post(2, message("receive", 1, 1), b"")
-    assert net.left_over() == "rank 2 asked rank 1 for a tensor and returned without it"
-    net.post(1, message("send", 2, 1), b"ab")
-    assert net.left_over() == ""
-    net.post(1, message("send", 0, 2), b"ab")
-    assert net.left_over() == "rank 1 sent to rank 0, which never received it"
-
-
 def test_what_a_run_may_hold_is_bounded(monkeypatch):
     monkeypatch.setattr(network, "MOST_OPEN", 3)
     monkeypatch.setattr(network, "MOST_GROUPS", 2)
@@ -150,50 +139,6 @@ def begun(ranks=2):
     one = Trial(Network(ranks, [{}] * ranks), time_limit_s=9)
     one.deadline = one.moved = time.monotonic() + 1000
     return one
-
-
-def test_others_may_fail_too_before_a_failure_is_told():
-    with begun() as one:
-        one.failures, one.network.running = {1: Failure("a result", "rank 1 ended")}, {0}
-        one._end_what_cannot_go_on()
-        one.moved -= 1000 + 2 * trial.GRACE_S
-        with pytest.raises(Failure, match="rank 1 ended"):
-            one._end_what_cannot_go_on()
-
-
-@pytest.mark.parametrize("how", ["all have ended", "nobody else can go on"])
-def test_nobody_is_waited_for_who_cannot_fail(how, monkeypatch):
-    with begun() as one:
-        one.failures, one.network.running = {1: Failure("a result", "rank 1 ended")}, {0}
-        if how == "all have ended":
-            one.network.running = set()
-        else:
-            monkeypatch.setattr(one.network, "stuck", lambda surely: not surely)
-        with pytest.raises(Failure, match="rank 1 ended"):
-            one._end_what_cannot_go_on()
-
-
-@pytest.mark.parametrize("surely", [True, False])
-def test_a_deadlock_is_told_at_once_if_it_is_sure_and_else_after_a_while(surely, monkeypatch):
-    with begun() as one:
-        monkeypatch.setattr(one.network, "stuck", lambda surely, sure=surely: sure or not surely)
-        if not surely:
-            one._end_what_cannot_go_on()
-            one.moved -= 1000 + 2 * trial.QUIET_S
-        with pytest.raises(
-            Failure, match="^no deadlock: nobody can go on: rank 0 computes; rank 1 computes$"
-        ):
-            one._end_what_cannot_go_on()
-
-
-def test_time_is_up_at_the_deadline():
-    with begun() as one:
-        one._end_what_cannot_go_on()
-        one.deadline = time.monotonic() - 1
-        with pytest.raises(
-            Failure, match="^time limit: not done after 9 s; rank 0 computes; rank 1 computes$"
-        ):
-            one._end_what_cannot_go_on()
 
 
 def rank_says(one: Trial, rank: int, *headers: dict, prints: bytes = b"") -> None:
@@ -238,29 +183,12 @@ def test_a_failure_carries_what_was_raised_and_printed():
     )
 
 
-def test_a_rank_whose_line_ends_has_not_returned():
-    with begun() as one:
-        rank_says(one, 0, returns(4))
-        one.ends[2].close()
-        with pytest.raises(Failure, match="^a result: rank 1 ended without returning$"):
-            one.play()
-
-
 def test_of_what_a_rank_prints_the_first_part_is_kept():
     with begun(1) as one:
         rank_says(one, 0, returns(4), prints=b"x" * (trial.OUTPUT_LIMIT_BYTES - 10))
         one._read_prints(0)
         rank_says(one, 0, prints=b"y" * 100)
         assert one.play().prints == "[rank 0] " + "x" * (trial.OUTPUT_LIMIT_BYTES - 10) + "y" * 10
-
-
-@pytest.mark.parametrize("value", [[1], [1, 2, 3], 2, (1, 2)])
-def test_as_many_results_as_calls_in_a_list(value):
-    with begun(1) as one:
-        one.calls = 2
-        with pytest.raises(BadFrame, match="2 results are wanted"):
-            one._take(0, {"is": "return", "value": pack(value)[0]}, b"")
-        assert one._take(0, returns(1, 2), b"") is False and one.results == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -310,17 +238,6 @@ def test_a_secret_waits_until_every_thread_of_every_rank_sleeps(before, now, asl
             monkeypatch.setattr(one, "_threads", lambda: next(looks))
             one.moved = time.monotonic() - quiet_s
             assert one._all_asleep() == (quiet_s > 0 if asleep == "later" else asleep)
-
-
-def test_what_is_shown_is_one_line_of_bounded_length():
-    assert short(" a  b\n c\t") == "a b c" and short("x" * 200) == "x" * 200
-    assert short("x" * 201) == "x" * 197 + "..." and plain("\t\n\x00\u202eé") == "\t\n??é"
-    long = Failure("p", "m" * 3000, "two\nlines\x1b")
-    assert len(long.message) == 2000 and long.detail == "two\nlines?"
-    assert (str(Failure("p")), str(Failure("p", "m"))) == ("p", "p: m")
-    assert long._render_traceback_()[1:] == ["two\nlines?"] and Failure("p", "m")._render_traceback_() == [
-        "-- p: m"
-    ]
 
 
 # ---- the judge -------------------------------------------------------------------------------------------

@@ -180,32 +180,6 @@ def test_prove_names_what_is_wrong_with_a_chapter(monkeypatch):
     assert exercises.prove(of, Judged)[:1] == ["07: a, sends twice: found 'nothing', not 'bytes'"]
 
 
-def test_the_command_proves_every_draw_and_ends_with_1_for_a_fault(monkeypatch, capsys):
-    monkeypatch.setattr(exercises, "Judge", lambda: exercises.nullcontext(Judged))
-    monkeypatch.setattr(
-        exercises, "prove", lambda of, judge, seed: [f"{of.number} is weak"] if seed == "1" else []
-    )
-    assert exercises.main(["prove", "00", "--draws", "1"]) == 0 and capsys.readouterr().out == "prove: good\n"
-    assert exercises.main(["prove", "0", "--draws", "3"]) == 1
-    assert capsys.readouterr().out == "draw 1: 00 is weak\n"
-    asked = []
-    monkeypatch.setattr(exercises, "prove", lambda of, judge, seed: asked.append((of.number, seed)) or [])
-    assert exercises.main(["prove"]) == 0
-    assert asked == [(number, "0") for number in book.chapters()]
-    monkeypatch.setattr(exercises, "attack", lambda of, judge: (10, [f"{of.number} earns"]))
-    monkeypatch.setattr(exercises, "wrong_ones", lambda of, wrong, judge: [f"{len(wrong)} walk"])
-    around = sum("around" in cell.attributes for cell in book.chapter("00").wrong)
-    assert exercises.main(["attack", "00"]) == 1
-    told = f"{10 + around} answers tried (10 know nothing of their task, {around} walk around it),\n{8 + around} held"
-    assert capsys.readouterr().out.endswith(f"{told}\n00 earns\n{around} walk\n")
-    monkeypatch.setattr(exercises.assignment, "build", lambda: [])
-    assert exercises.main(["build"]) == 0
-    assert capsys.readouterr().out == "all notebooks are as they should be\nbuild: good\n"
-    monkeypatch.setattr(exercises.assignment, "build", lambda: ["a.ipynb", "b.ipynb"])
-    exercises.main(["build"])
-    assert capsys.readouterr().out == "wrote a.ipynb\nwrote b.ipynb\nbuild: good\n"
-
-
 def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypatch):
     of = book.chapter("00")
     for folder in ("exercises", "work/exercises"):

@@ -3,7 +3,6 @@ loaded: 0.1 s each); what a rank is when its first line runs; and what the judge
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -147,26 +146,6 @@ def test_what_a_rank_has_given_up_before_the_first_line_of_an_answer_runs():
             [only_to_read],
             ["0" * 16],
         ]
-
-
-def test_a_limit_counts_from_the_memory_there_is_and_never_goes_up(monkeypatch, tmp_path):
-    (tmp_path / "statm").write_text("9000 800 70 6 0 500 0\n")
-    page, given = resource.getpagesize(), {}
-    hard = {resource.RLIMIT_DATA: resource.RLIM_INFINITY, resource.RLIMIT_CPU: 7, resource.RLIMIT_NOFILE: 70}
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (0, hard[which]))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, most: given.__setitem__(which, most))
-    with open(tmp_path / "statm") as statm:
-        confine.limit({"DATA": 1000, "CPU": 9, "NOFILE": 60}, statm.fileno())
-        confine.limit({}, statm.fileno())
-    most = 1000 + 500 * page
-    assert given == {
-        resource.RLIMIT_DATA: (most, most),
-        resource.RLIMIT_CPU: (7, 7),
-        resource.RLIMIT_NOFILE: (60, 60),
-    }
-    hard[resource.RLIMIT_DATA] = 4000
-    confine.limit({"DATA": 1000}, None)
-    assert given[resource.RLIMIT_DATA] == (4000, 4000)
 
 
 def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):

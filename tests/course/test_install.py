@@ -55,20 +55,6 @@ def test_an_index_that_answers_with_our_wheel_is_of_use(index):
     assert install.trouble_with_index() == ""
 
 
-def test_an_index_without_our_wheel_is_not(index):
-    for old, new in (
-        (install.TORCH, "2.9.0"),
-        (PYTHON, "cp39"),
-        (platform.machine(), "riscv64"),
-        ("linux", "win"),
-    ):
-        index["page"] = f'<a href="{WHEEL.replace(old, new)}">torch</a>'
-        assert (
-            install.trouble_with_index()
-            == f"has no torch {install.TORCH} for {PYTHON} on {platform.machine()}"
-        )
-
-
 def test_a_slow_index_is_not_waited_for(index):
     """It never answers: what comes back comes of our own limit."""
     index["may_answer"].clear()

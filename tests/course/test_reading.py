@@ -145,17 +145,6 @@ def tables_without_prediction(cells: list[dict]) -> list[str]:
     return bare
 
 
-def test_a_table_of_costs_is_told_from_other_prints():
-    table = "what    bytes   sent\nring    1,024   512\ntree    1,024   256\n"
-    assert cost_table(f"two ways\n\n{table}") == "what    bytes   sent"
-    assert not cost_table(table.replace("bytes   sent", "steps   loss")), "no cost"
-    assert not cost_table(table.replace("ring    1,024   512", "ring    good")), "no numbers below the head"
-    found = {"cell_type": "code", "outputs": [{"output_type": "stream", "text": table}]}
-    asked, heading = ({"cell_type": "markdown", "source": [text]} for text in ("**Predict.** How?", "## On"))
-    assert len(tables_without_prediction([asked, found, found])) == 0
-    assert len(tables_without_prediction([asked, found, heading, found, asked, found])) == 1
-
-
 def imported(name: str):
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
@@ -204,13 +193,6 @@ def test_units_are_per_something():
     assert not {place: where[0] for place, where in found.items() if where}
 
 
-def test_units_without_per_are_told_from_sentences():
-    for text in ("4 bytes a rank: 9", "{k} microbatches an update for", "bits a number"):
-        assert PER_UNIT.search(text), text
-    for text in ("2 bits an update below 1/512 is lost", "of the bytes a rank sends", "4 bytes per rank"):
-        assert not PER_UNIT.search(text), text
-
-
 # Tasks ask for the idea: no solution stands in its chapter
 
 
@@ -255,13 +237,6 @@ def test_no_solution_stands_in_its_chapter(number):
             for name, found in shown:
                 if len(asked) >= 20:
                     assert copied(asked, found) < 0.6, f"{solution.name} stands in the chapter as {name}"
-
-
-def test_a_copied_body_is_found_and_a_like_one_is_not():
-    line = "def f(a, b):\n    total = 0\n    for x in a:\n        total += x * b - {0}\n    return total / len(a)\n"
-    one, same, other = (tokens(functions(line.format(k))[0]) for k in ("b", "b", "c[a] // 2"))
-    different = tokens(functions("def g(a, b):\n    return sum(x * b for x in a) / len(a)\n")[0])
-    assert copied(one, same) == 1 and 0.5 < copied(one, other) < 1 and copied(one, different) < 0.4
 
 
 # Every task says what it may call

@@ -128,18 +128,3 @@ def test_the_svg_has_a_box_for_every_action_in_the_colours_of_the_picture():
     assert all(numbers.count(str(i)) >= 8 for i in range(8))
     with pytest.raises(ValueError, match="no schedules"):
         pipeline_svg.drawn()
-
-
-def test_the_goals_of_the_chapter_can_be_reached():
-    def lines(*names, p, m, v, **costs):
-        return picture(names, p, m, v, Costs(**{"F": 2, "I": 2, "W": 2} | costs))[1]
-
-    shares = [lines("interleaved 1F1B", p=4, m=12, v=v)[0] for v in (2, 3)]
-    assert "share 11.1%" in shares[0] and "share 7.7%" in shares[1]
-    gpipe, other = (
-        float(re.search(r"makespan ([\d.]+)", line)[1])
-        for line in lines("GPipe", "1F1B", p=4, m=8, v=1, send=1)
-    )
-    assert gpipe < other
-    (half,) = lines("V-Half", p=8, m=24, v=1)
-    assert "overhead 14.6%" in half and "at most 5 micro" in half
