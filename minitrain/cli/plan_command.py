@@ -53,6 +53,8 @@ def plan(
     require_positive_ints(top=top)
     writer = None if emit is None else known(EMIT, system=emit)
     writable(out=out)
+    if out and not writer:
+        raise ValueError(f"out={out} without --emit; say for which system: {', '.join(EMIT)}")
     of, on = known(presets, model=model), known(MACHINES, machine=machine)
     task = Task(of, on, ranks, batch, length, known(STACKS, stack=stack), precision, room)
     theirs = task.run(read(compare, task).strategy) if compare else None

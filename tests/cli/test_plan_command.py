@@ -117,6 +117,7 @@ def test_flags_may_not_contradict_a_plan(words, said, tmp_path):
         (["--room", "1.5"], "room=1.5"),
         (["--length", "100000"], "max_positions"),
         (["--out", "nowhere/x"], "out=nowhere/x"),
+        (["--out", "x"], "out=x without --emit"),
         (["--compare", "nowhere"], "compare=nowhere: no such file"),
         (["--precision", "bf16"], "precision='bf16'"),
         (["--top", "0"], "top=0"),

@@ -121,7 +121,8 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params():
-            param.grad = None
+            if param.grad is not None:
+                param.grad = None if set_to_none else param.grad.detach().zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given, known = param_group["params"], self._params()
