@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitrain.attention.score_tiles import score_matrix, wide
 from minitrain.ranks import torch_private
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 
 class Kernel(NamedTuple):
@@ -252,4 +252,4 @@ def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: T
         out, lse = forward(q, k, v, *way)
         return out, (q, k, v, out, lse)
 
-    return saving(run, lambda dys, saved, _: backward(*dys, *saved, *way), q, k, v)
+    return custom_vjp(run, lambda dys, saved, _: backward(*dys, *saved, *way), q, k, v)

@@ -23,7 +23,7 @@ from minitrain.attention.kernel import GradSum, OnlineSoftmax, add_tiles_backwar
 from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of, tiles
 from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 
 def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:
@@ -45,7 +45,7 @@ def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=T
         add_tiles_backward(seen, *dys, q, k, v, out, lse, dq, dk, dv, kernel)
         return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype)
 
-    return saving(forward, backward, q, k, v)
+    return custom_vjp(forward, backward, q, k, v)
 
 
 def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 Meanwhile = Callable[[], None] | None
 
@@ -110,7 +110,7 @@ def permuted(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
     def backward(dys: tuple[Tensor], *_) -> tuple[Tensor]:
         return (dys[0].index_select(0, back),)
 
-    return saving(lambda rows: (rows.index_select(0, order), ()), backward, rows)
+    return custom_vjp(lambda rows: (rows.index_select(0, order), ()), backward, rows)
 
 
 def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor:
@@ -130,4 +130,4 @@ def combined(y: Tensor, weights: Tensor | None, tokens: Tensor, num_tokens: int)
         dweights = None if y is None else (drows * y).sum(1)
         return drows if weights is None else drows.mul_(weights[:, None]), dweights
 
-    return saving(forward, backward, y, weights)
+    return custom_vjp(forward, backward, y, weights)

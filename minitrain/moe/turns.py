@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 Given = Tensor | None
 Tensors = Sequence[Tensor]
@@ -53,7 +53,7 @@ def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, 
             del given, drows
         return dx, dweights, *grads
 
-    return saving(forward, backward, x, weights, down, up, *(() if gate is None else (gate,)))
+    return custom_vjp(forward, backward, x, weights, down, up, *(() if gate is None else (gate,)))
 
 
 def hidden(act: Act, up: Tensor, gate: Given = None) -> Tensor:

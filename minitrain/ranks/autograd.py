@@ -1,10 +1,10 @@
-"""Passes that are written by hand, as functions of autograd, which only saves and calls.
+"""Forward and backward as two plain functions, made one step of autograd, which only saves and calls.
 
-    ys = by_hand(forward, backward, *tensors)        forward(*tensors) -> ys
-                                                     backward(dys, tensors, wanted) -> a gradient for each
+    ys = custom_vjp(forward, backward, *tensors)       forward(*tensors) -> ys, saved
+                                                       backward(dys, saved, wanted) -> a gradient for each
+    ys = vjp_of_inputs(forward, backward, *tensors)    forward(*tensors) -> ys; saved are the tensors
 
-`wanted` says which gradients are asked for (none of a frozen parameter). Saves these tensors only, `saving`
-those that forward returns beside ys, which backward is given.
+`wanted` says which gradients are asked for (none of a frozen parameter). Named as in JAX.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 
-def by_hand(forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    return saving(lambda *tensors: (forward(*tensors), tensors), backward, *tensors)
+def custom_vjp(forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    return _CustomVJP.apply(forward, backward, *tensors)
 
 
-def saving(forward: Callable, backward: Callable, *tensors: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-    return _Saving.apply(forward, backward, *tensors)
+def vjp_of_inputs(forward: Callable, backward: Callable, *tensors: Tensor | None):
+    return custom_vjp(lambda *tensors: (forward(*tensors), tensors), backward, *tensors)
 
 
-class _Saving(torch.autograd.Function):
+class _CustomVJP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, forward: Callable, backward: Callable, *tensors: Tensor | None):
         ys, saved = forward(*tensors)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import by_hand
+from minitrain.ranks.autograd import vjp_of_inputs
 from minitrain.ranks.sharding import placement, shard
 
 
@@ -109,7 +109,7 @@ def check_width(x: Tensor, weight: Tensor, give: str) -> None:
 # ---- passes that are written by hand ---------------------------------------------------------------------
 
 
-def columns_by_hand(x: Tensor, linears: Sequence[nn.Module], forward: Callable, backward: Callable):
+def columns_vjp(x: Tensor, linears: Sequence[nn.Module], forward: Callable, backward: Callable):
     """By `forward(x, weights, biases) -> ys` and `backward(dys, x, weights, wanted) -> dx, dweights`."""
     weights, biases = zip(*(linear.local_params() for linear in linears))
     count = len(linears)
@@ -122,10 +122,10 @@ def columns_by_hand(x: Tensor, linears: Sequence[nn.Module], forward: Callable, 
         dx, dweights = backward(dys, x, weights, wanted[1 : count + 1])
         return dx, *dweights, *(tokens(dy).sum(0) if want else None for dy, want in zip(dys, of_biases))
 
-    return by_hand(run, run_backward, x, *weights, *biases)
+    return vjp_of_inputs(run, run_backward, x, *weights, *biases)
 
 
-def linear_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, forward: Callable, backward: Callable):
+def linear_vjp(x: Tensor, weight: Tensor, bias: Tensor | None, forward: Callable, backward: Callable):
     """`forward(x, weight, bias)` and `backward(dy, x, weight, bias)`, of x `[m, k]`, for x `[.., k]`."""
 
     def run(x: Tensor, *params: Tensor | None) -> Tensor:
@@ -136,7 +136,7 @@ def linear_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, forward: Call
         dx, *dparams = backward(dys[0].flatten(0, -2), x.flatten(0, -2), *params)
         return dx.view_as(x), *dparams
 
-    return by_hand(run, run_backward, x, weight, bias)
+    return vjp_of_inputs(run, run_backward, x, weight, bias)
 
 
 def tokens(x: Tensor) -> Tensor:

@@ -22,21 +22,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import by_hand
+from minitrain.ranks.autograd import vjp_of_inputs
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.tensor_parallel.linear import columns_by_hand, tokens
+from minitrain.tensor_parallel.linear import columns_vjp, tokens
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, chunks=4) -> tuple[Tensor, ...]:
     """x `[.., D]`, the same on all ranks -> for each matrix this rank's slice of the output, `[.., F/t]`."""
     require_positive_ints(chunks=chunks)
-    return columns_by_hand(x, linears, column_forward, partial(column_backward, group=group, chunks=chunks))
+    return columns_vjp(x, linears, column_forward, partial(column_backward, group=group, chunks=chunks))
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, chunks: int = 4) -> Tensor:
     """x `[.., F/t]`, this rank's slice -> the product `[.., D]`, the same on all ranks; the bias once."""
     require_positive_ints(chunks=chunks)
-    y = by_hand(partial(row_forward, group=group, chunks=chunks), row_backward, x, linear.weight)
+    y = vjp_of_inputs(partial(row_forward, group=group, chunks=chunks), row_backward, x, linear.weight)
     return y if linear.bias is None else y.add_(linear.bias)
 
 

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import by_hand
+from minitrain.ranks.autograd import vjp_of_inputs
 from minitrain.tensor_parallel import sequence
-from minitrain.tensor_parallel.linear import add_bias, columns_by_hand, tokens
+from minitrain.tensor_parallel.linear import add_bias, columns_vjp, tokens
 from minitrain.tensor_parallel.sequence import TIME, check_time
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True):
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, its columns."""
     backward = column_backward if dw_by_slice else sequence.column_backward
-    return columns_by_hand(x, linears, partial(column_forward, group=group), partial(backward, group=group))
+    return columns_vjp(x, linears, partial(column_forward, group=group), partial(backward, group=group))
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool = True) -> Tensor:
@@ -44,7 +44,7 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool 
     def backward(dys: Sequence, saved: Sequence, wanted: Sequence[bool]) -> tuple[Tensor, Tensor | None]:
         return row_backward(*dys, *saved, wanted[1], group, dw_by_slice)
 
-    return add_bias(by_hand(partial(row_forward, group=group), backward, x, linear.weight), linear)
+    return add_bias(vjp_of_inputs(partial(row_forward, group=group), backward, x, linear.weight), linear)
 
 
 def pass_round(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], None]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.tensor_parallel.linear import add_bias, columns_by_hand, tokens
+from minitrain.tensor_parallel.linear import add_bias, columns_vjp, tokens
 
 TIME = -2  # the dim of the sequence in [.., T, D]
 
@@ -35,7 +35,7 @@ def column_keeping(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup)
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup) -> tuple[Tensor, ...]:
     """The same, keeping this rank's tokens only."""
     passes = partial(column_forward, group=group), partial(column_backward, group=group)
-    return columns_by_hand(x, linears, *passes)
+    return columns_vjp(x, linears, *passes)
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup) -> Tensor:

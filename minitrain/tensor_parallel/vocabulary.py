@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.checks import require_positive_ints
 
 MASKED = -100  # a target that does not count
@@ -60,7 +60,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, voca
     def backward(dys: Sequence[Tensor], kept: Sequence[Tensor], _) -> tuple[Tensor]:
         return ((cross_entropy_backward(*kept) * dys[0]).to(dtype),)
 
-    return saving(forward, backward, logits)
+    return custom_vjp(forward, backward, logits)
 
 
 def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int):

@@ -28,7 +28,7 @@ from minitrain.attention.kernel import repeat_kv, sum_kv_copies
 from minitrain.attention.placed import Alibi
 from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
@@ -43,7 +43,7 @@ def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, caus
     def backward(dys: Tensors, saved: Tensors, _) -> Tensors:
         return rows_backward(*dys, *saved, rows)
 
-    return saving(forward, backward, q, k, v)
+    return custom_vjp(forward, backward, q, k, v)
 
 
 class Rows(NamedTuple):

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.moe.turns import of, slices, turn, turn_backward
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 
 
 def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, sizes=None) -> Tensor:
@@ -69,7 +69,7 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
         home.arrive()
         return drows, *(sums.pop(0) if want else None for want in wanted)
 
-    return saving(forward, backward, rows, down, up, *(() if gate is None else (gate,)))
+    return custom_vjp(forward, backward, rows, down, up, *(() if gate is None else (gate,)))
 
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:

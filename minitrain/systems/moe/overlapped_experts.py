@@ -28,7 +28,7 @@ from minitrain.moe import dispatch
 from minitrain.moe.dispatch import Dispatch, combined, inverse
 from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
-from minitrain.ranks.autograd import saving
+from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.checks import require_positive_ints
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
@@ -73,12 +73,12 @@ class Flight:
 
 def leave(rows: Tensor, flight: Flight) -> Tensor:
     """Hand the rows over; backward: their gradient has arrived. The empty ticket joins this and `arrive`."""
-    return saving(lambda rows: (flight.leave(rows), ()), lambda *_: (flight.arrive(),), rows)
+    return custom_vjp(lambda rows: (flight.leave(rows), ()), lambda *_: (flight.arrive(),), rows)
 
 
 def arrive(ticket: Tensor, flight: Flight) -> Tensor:
     """The rows have arrived; backward: hand over their gradient."""
-    return saving(lambda _: (flight.arrive(), ()), lambda dys, *_: (flight.leave_back(*dys),), ticket)
+    return custom_vjp(lambda _: (flight.arrive(), ()), lambda dys, *_: (flight.leave_back(*dys),), ticket)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=
     def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], _) -> list:
         return reused_backward(*dys, *saved, tokens=tokens, parts=parts, work=work)
 
-    return combine([saving(forward, backward, x, *params)], parts, trip, routing.weights)
+    return combine([custom_vjp(forward, backward, x, *params)], parts, trip, routing.weights)
 
 
 def in_parts(

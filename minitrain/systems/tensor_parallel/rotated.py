@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import all_gather, reduce_scatter, rotate
 from minitrain.ranks.sharding import shard
-from minitrain.tensor_parallel.linear import check_divides, check_whole, linear_by_hand
+from minitrain.tensor_parallel.linear import check_divides, check_whole, linear_vjp
 
 PIECE_BYTES = 2**20  # of a shard on its way in place
 
@@ -95,7 +95,7 @@ class RotatedLinear(nn.Module):
             raise ValueError(f"RotatedLinear: x {list(x.shape)}, but the layer takes [.., {width}], uncut")
         way = dict(group=self.group, in_place=self.in_place)
         passes = partial(rotated_forward, **way), partial(rotated_backward, **way)
-        return linear_by_hand(x, self.weight, self.bias, *passes)
+        return linear_vjp(x, self.weight, self.bias, *passes)
 
 
 def rotate_linears(module: nn.Module, group: ProcessGroup, in_place: bool = False) -> nn.Module:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from minitrain.context.double_ring import check_crossing
 from minitrain.ranks.collectives import all_gather, reduce_scatter
 from minitrain.ranks.sharding import Shard, shard
-from minitrain.tensor_parallel.linear import check_whole, linear_by_hand
+from minitrain.tensor_parallel.linear import check_whole, linear_vjp
 
 
 def cube_forward(x: Tensor, weight: Tensor, bias, input_group, weight_group, output_group) -> Tensor:
@@ -61,7 +61,7 @@ class Linear3D(nn.Module):
             piece = f"[.., {self.weight.size(1)}], 1/{self.side} of the width"
             raise ValueError(f"Linear3D: x {list(x.shape)}, but this rank has {piece}: use cut_activations")
         passes = (partial(way, **self.groups) for way in (cube_forward, cube_backward))
-        return linear_by_hand(x, self.weight, self.bias, *passes)
+        return linear_vjp(x, self.weight, self.bias, *passes)
 
 
 def cut_mlp(mlp: nn.Module, input_group, weight_group, output_group) -> nn.Module:

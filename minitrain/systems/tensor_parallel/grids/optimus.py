@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.ranks.autograd import by_hand, saving
+from minitrain.ranks.autograd import custom_vjp, vjp_of_inputs
 from minitrain.ranks.collectives import all_reduce, copy_to
 from minitrain.ranks.sharding import shard
 from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_gro
         return linear_backward(*dys, *saved, row_group, column_group)
 
     forward = partial(linear_forward, row_group=row_group, column_group=column_group)
-    y = by_hand(forward, backward, x, weight)
+    y = vjp_of_inputs(forward, backward, x, weight)
     return y if bias is None else y + copy_to(bias, column_group)
 
 
@@ -101,7 +101,7 @@ def norm(x, weight, bias, eps: float, centred: bool, row_group, column_group) ->
     def backward(dys: tuple, saved: tuple, wanted: tuple) -> tuple[Tensor, Tensor]:
         return norm_backward(*dys, *saved, centred, row_group)
 
-    y = saving(forward, backward, x, copy_to(weight, column_group))
+    y = custom_vjp(forward, backward, x, copy_to(weight, column_group))
     return y if bias is None else y + copy_to(bias, column_group)
 
 
