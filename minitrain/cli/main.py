@@ -62,6 +62,7 @@ app = typer.Typer(
     help="Learn how large models are trained on many machines, by running it.",
 )
 ROOT = notebook.CHAPTERS.parent
+MOST_LETTERS = 800  # of a complaint
 
 
 def main() -> None:
@@ -75,8 +76,11 @@ def main() -> None:
 
 
 def complain(text: str) -> None:
-    """On one line, whatever was given: names of files may have line breaks, or be no text."""
-    echo("minitrain: " + " ".join(text.split()).encode(errors="backslashreplace").decode(), err=True)
+    """On one line that ends, whatever was given: names of files may have line breaks, or be no text."""
+    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2 :]}"
+    echo(f"minitrain: {text}", err=True)
 
 
 def usage(error: UsageError) -> str:
