@@ -250,7 +250,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ),
         ("--cp 2 --core rings", "core='rings'; use ring, ring_self_attention"),
         ("--pp 2 --schedule nonsense", "schedule='nonsense'; use gpipe, 1f1b"),
-        ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b', whose stages are fixed"),
+        ("--pp 2 --chunks 2", "chunks=2 with schedule='1f1b'; use chunks=1"),
         ("--pp 8", "layers"),
         ("--zero IV", "zero='IV'; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding: NNN"),
         ("--zero 4", "zero=4; use 0"),
