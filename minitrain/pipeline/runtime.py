@@ -34,9 +34,8 @@ from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
 
-Unit = tuple[
-    Tensor, Tensor, Tensor
-]  # what one action runs, a microbatch or a slice: tokens, targets, positions
+# What one action runs, a microbatch or a slice: tokens, targets, positions.
+Unit = tuple[Tensor, Tensor, Tensor]
 
 
 class RunnerHooks:
@@ -146,9 +145,8 @@ class Runner:
         """This rank's part of the loss: zero on a rank without the last stage."""
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
         rows = (len(tokens) for tokens, *_ in self.units[:: self.schedule.slices])
-        self.first_rows = list(
-            accumulate(rows, initial=batch.first_row)
-        )  # of each microbatch, in the global batch
+        # of each microbatch, in the global batch
+        self.first_rows = list(accumulate(rows, initial=batch.first_row))
         self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
         if any(hook.restarts for hook in self.hooks):

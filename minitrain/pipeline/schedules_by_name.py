@@ -20,9 +20,8 @@ from minitrain.ranks.checks import require_positive_ints
 PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}
 FIXED = zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna
 PLAIN |= {f.__name__: f for f in FIXED}
-CHUNKED = {
-    f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)
-}  # stages per rank, waves
+# by stages per rank, or waves
+CHUNKED = {f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)}
 SLICED = {f.__name__: f for f in (terapipe, seq1f1b)}  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
