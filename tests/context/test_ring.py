@@ -285,6 +285,8 @@ def test_blockwise_ring():
     forward."""
     for ranks in (4, 16):
         travelling = dryrun.run(moving, 8, 1024, ranks=ranks)
+        if ranks == 4:
+            assert launch.run(moving, 8, 1024, ranks=ranks) == [travelling] * ranks
         assert travelling == 4  # K and V in use, K and V arriving: with q and out the paper's 6bch
         forward, backward = dryrun.run(peaks, (8, 8), 1024, torch.float32, ranks=ranks)
         # beside these this rank's own k and v, which backward needs, and a tile's output
