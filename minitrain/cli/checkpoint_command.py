@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option, echo
 
-app = typer.Typer(no_args_is_help=True, help="What is in a folder of checkpoints, and is it whole?")
+app = typer.Typer(help="What is in a folder of checkpoints, and is it whole?")
 Folder = Annotated[Path, Argument(help="of checkpoints")]
 Step = Annotated[int | None, Option(help="of the checkpoint; else the newest")]
 

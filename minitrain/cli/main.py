@@ -1,7 +1,7 @@
 """The `minitrain` command: check this machine, train, run chapters, grade exercises, replay a big machine.
 
 Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an
-interrupt. Names are looked up before torch is imported, so a wrong one is refused at once.
+interrupt. Names are looked up before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,57 +18,29 @@ from typing import Annotated
 import psutil
 import typer
 from typer import Argument, Option, echo
-from typer.core import TyperGroup
 
 from minitrain.cli import checkpoint_command, plan_command, replay_command, train_command
 from minitrain.cli.replay_command import among
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
 
-UsageError = typer.BadParameter.__mro__[1]  # typer has click's exceptions, and gives them no name
-
-
-class Commands(TyperGroup):
-    def main(self, *args, standalone_mode: bool = True, **more):
-        """Wrong words are one line, too, which says where help is."""
-        try:
-            code = super().main(*args, standalone_mode=False, **more)
-        except UsageError as error:
-            if not standalone_mode:
-                raise
-            if type(error).__name__ == "NoArgsIsHelpError":
-                error.show()
-            else:
-                complain(usage(error))
-            sys.exit(error.exit_code)
-        if standalone_mode:
-            sys.exit(code or 0)
-        return code
-
-    def invoke(self, ctx: typer.Context):
-        """An interrupt is one line; a command that has more to say says it itself."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            echo("minitrain: interrupted", err=True)
-            raise typer.Exit(130) from None
-
-
+UsageError = typer.BadParameter.__mro__[1]  # typer gives this exception of click's no name
+ROOT = notebook.CHAPTERS.parent
+MOST_LETTERS = 800  # of a complaint
 app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Learn how large models are trained on many machines, by running it.",
 )
-ROOT = notebook.CHAPTERS.parent
-MOST_LETTERS = 800  # of a complaint
 
 
 def main() -> None:
     """An error of ours is one line on stderr, never a traceback; under torchrun the first rank says it."""
     try:
-        app()
+        sys.exit(app(prog_name="minitrain", standalone_mode=False))
+    except UsageError as error:
+        complain(f"{error.format_message().rstrip('.')}; see {error.ctx.command_path} --help")
+        sys.exit(2)
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(str(error))
@@ -83,23 +55,16 @@ def complain(text: str) -> None:
     echo(f"minitrain: {text}", err=True)
 
 
-def usage(error: UsageError) -> str:
-    """What is wrong with the words of a command."""
-    said = error.format_message().rstrip(".")
-    for detail in getattr(error.__cause__, "errors", list)()[:1]:
-        said += f": {detail['input']!r}"
-    words, ctx = [], error.ctx
-    while ctx is not None and ctx.parent is not None:
-        words, ctx = [ctx.info_name, *words], ctx.parent
-    return f"{said}; see {' '.join(['minitrain', *words, '--help'])}"
-
-
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, Option("--version", help="versions, and end")] = False) -> None:
+def options(
+    context: typer.Context, version: Annotated[bool, Option("--version", help="versions, and end")] = False
+) -> None:
     if version:
         found = [f"{name} {metadata.version(name)}" for name in ("minitrain", "torch")]
         echo(f"{', '.join(found)}, Python {platform.python_version()}")
         raise typer.Exit()
+    if context.invoked_subcommand is None:
+        echo(context.get_help())
 
 
 app.command()(train_command.train)
@@ -113,48 +78,33 @@ def doctor() -> None:
     """Check Python, torch, four ranks over loopback and the GPUs; exit 1 if something needed is missing."""
     import torch
 
-    problems = 0
-
-    def line(good: bool, what: str, found: str, cure: str = "") -> None:
-        nonlocal problems
-        problems += not good
-        echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
-
-    line(sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer")
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    line(version >= (2, 11), "torch", torch.__version__, "make install")
-    line(True, "cores", str(os.cpu_count()))
-    free_gb = psutil.virtual_memory().available / 1e9
-    line(free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something")
-    line(torch.distributed.is_available(), "distributed", "gloo", "this torch build has no torch.distributed")
-    try:
-        first, later = _time_to_launch(), _time_to_launch()
-        line(True, "4 ranks", f"first launch {first:.1f} s, next {later:.2f} s")
-    except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
-        line(False, "4 ranks", str(error).splitlines()[0], "see 'When ranks cannot meet' in docs/commands.md")
-    gpus = torch.cuda.device_count()
-    found = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (every chapter runs without)"
-    line(True, "GPUs", found)
-    if problems:
-        raise typer.Exit(1)
-
-
-def _sum_of_ranks() -> float:
-    import torch
-
+    from minitrain.ranks import launch
     from minitrain.ranks.collectives import all_reduce, world
 
-    return all_reduce(torch.ones(1), world()).item()
+    def meet() -> float:
+        started = time.perf_counter()
+        sums = launch.run(lambda: all_reduce(torch.ones(1), world()).item(), ranks=4)
+        assert sums == [4.0] * 4, f"four ranks added 1 and got {sums}"
+        return time.perf_counter() - started
 
-
-def _time_to_launch() -> float:
-    from minitrain.ranks import launch
-
-    started = time.perf_counter()
-    sums = launch.run(_sum_of_ranks, ranks=4)
-    if sums != [4.0] * 4:
-        raise RuntimeError(f"four ranks added 1 and got {sums}")
-    return time.perf_counter() - started
+    free_gb, gpus = psutil.virtual_memory().available / 1e9, torch.cuda.device_count()
+    new_enough = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+    checks = [
+        (sys.version_info >= (3, 11), "python", platform.python_version(), "install Python 3.11 or newer"),
+        (new_enough, "torch", torch.__version__, "make install"),
+        (True, "cores", str(os.cpu_count()), ""),
+        (free_gb > 2, "free memory", f"{free_gb:.1f} GB", "the chapters need 2 GB; close something"),
+        (True, "GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none (none is needed)", ""),
+    ]
+    try:
+        checks.append((True, "4 ranks", f"first launch {meet():.1f} s, next {meet():.2f} s", ""))
+    except Exception as error:  # whatever stops four ranks from meeting is what the reader must see
+        cure = "see 'When ranks cannot meet' in docs/commands.md"
+        checks.append((False, "4 ranks", str(error).splitlines()[0], cure))
+    for good, what, found, cure in checks:
+        echo(f"{'ok  ' if good else 'FAIL'}  {what:14} {found}" + ("" if good else f"   -> {cure}"))
+    if not all(good for good, *_ in checks):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -205,9 +155,8 @@ def run_chapters(
                 echo(f"interrupted in {path.stem}; {ran} of {len(paths)} chapters ran", err=True)
                 raise typer.Exit(130) from None
         echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
-    folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
-    where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
-    echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
+    where, elapsed_s = "in place" if save else f"in {out}", time.perf_counter() - started
+    echo(f"{len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

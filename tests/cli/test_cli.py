@@ -70,7 +70,7 @@ def test_a_complaint_is_one_line(capsys):
 
 @pytest.mark.parametrize("error, code", [(ValueError, 2), (OSError, 2), (RuntimeError, 1)])
 def test_what_went_wrong_is_in_the_exit_code(error, code, monkeypatch, capsys):
-    def fails():
+    def fails(**_):
         raise error("this")
 
     monkeypatch.setattr(main, "app", fails)
@@ -200,7 +200,10 @@ def test_the_tab_key_offers_names():
         ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),
         ("run 00 --out file", "File exists: 'file'"),
         ("run 00 --out file/below", "Not a directory: 'file/below'"),
-        ("replay tiny --ranks nan", "'nan'; see minitrain replay --help"),
+        (
+            "replay tiny --ranks nan",
+            "a valid integer, unable to parse string as an integer; see minitrain replay --help",
+        ),
         ("checkpoint ls", "Missing argument 'folder'; see minitrain checkpoint ls --help"),
         ("--nope", "No such option: --nope; see minitrain --help"),
         ("nope", "No such command 'nope'; see minitrain --help"),
