@@ -303,10 +303,10 @@ def test_doctor_ends_with_1_for_what_is_missing_and_says_what_to_do(what, monkey
         "memory": "free memory    1.9 GB   -> the chapters need 2 GB; close something",
     }
     assert failed == ([f"FAIL  {words[what]}"] if what in words else [])
-    assert result.output.count("ok  ") == 7 - len(failed)
+    assert result.output.count("ok  ") == 6 - len(failed)
 
 
-def test_an_interrupt_of_a_command_is_one_line(monkeypatch):
+def test_an_interrupt_of_a_command_is_exit_code_130(monkeypatch):
     monkeypatch.setattr(home, "at_home", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     result = invoke("list")
-    assert result.exit_code == 130 and result.output == "minitrain: interrupted\n"
+    assert (result.exit_code, result.output) == (130, "")
