@@ -116,10 +116,9 @@ def ranks_there(strategy: Strategy) -> int:
     """Those of torchrun; else as many as are asked for."""
     if "WORLD_SIZE" not in os.environ:
         return strategy.ranks  # known without torch
-    from minitrain.ranks.launch.job import VARIABLES
+    from minitrain.ranks.launch.start import in_a_job
 
-    job = all(variable in os.environ for variable in VARIABLES)
-    return int(os.environ["WORLD_SIZE"]) if job else strategy.ranks
+    return int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks
 
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:

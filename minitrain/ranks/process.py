@@ -28,7 +28,7 @@ class Process:
         self.lost_since, self.patience_s = None, None
         # launch: the helper of a caller, the job of a rank that torchrun has started
         self.helper, self.job = None, None
-        self.lock = threading.Lock()  # of the helper, and of cloudpickle's lists
+        self.lock = threading.Lock()  # one launch at a time: of the helper, and of cloudpickle's lists
 
     def __reduce__(self) -> str:
         return "PROCESS"  # in a function that travels to ranks it is theirs

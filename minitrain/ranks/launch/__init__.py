@@ -6,7 +6,6 @@ First  start               launch.run(fn, ranks=4): the reader's function on N r
        shapes              its tensors, quickly
 then   local               the caller's side of a launch on this machine
        ranks               the other: a helper that has loaded what ranks are forked with, and a rank
-       job                 ranks that torchrun has started
        report              who is to blame, in one sentence
        pickled             what travels between them: anything, tensors of all dtypes
 beside shared_cores        what Linux's scheduler is asked when ranks share cores
@@ -14,8 +13,7 @@ beside shared_cores        what Linux's scheduler is asked when ranks share core
 This folder is one module to its users: `from minitrain import launch`.
 """
 
-from minitrain.ranks.launch.job import leave
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
-from minitrain.ranks.launch.start import device, run
+from minitrain.ranks.launch.start import device, leave, run
 
 __all__ = ["LaunchTimeout", "RankError", "device", "leave", "run"]

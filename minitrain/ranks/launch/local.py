@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
@@ -69,18 +68,18 @@ class Launch:
         self.exits: dict[int, int] = {}  # of ranks that are gone although nobody asked
         self.shown: dict[tuple, int] = {}  # (rank, "stdout") -> bytes echoed
         self.helper, self.reaped, self.unread = Helper.find(), False, b""
-        self.helper.launches.add(self)
         self.directory = os.path.join(tempfile.gettempdir(), f"minitrain-{secrets.token_hex(6)}")
-        self.events, self.their_events = os.pipe()
-        self.lifeline, self.their_lifeline = socket.socketpair()
+        self.events, their_events = os.pipe()
+        self.lifeline, their_lifeline = socket.socketpair()
+        self.theirs = open(their_events, "wb"), their_lifeline
 
     # ---- from start to end --------------------------------------------------------------------------------
 
     def start(self, call: bytes, **settings) -> None:
         # the helper knows of the directory before it is there, and removes it if this process is killed
         self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
-        with suppress(OSError), self.helper.lock:
-            socket.send_fds(self.helper.requests, [b"L"], [self.their_events, self.their_lifeline.fileno()])
+        with suppress(OSError):
+            socket.send_fds(self.helper.requests, [b"L"], [end.fileno() for end in self.theirs])
         self.let_go_of_their_ends()
         os.mkdir(self.directory, 0o700)  # for its owner only
         environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
@@ -99,10 +98,8 @@ class Launch:
             self.lifeline.sendall(json.dumps(order).encode() + b"\n")
 
     def let_go_of_their_ends(self) -> None:
-        if self.their_events is not None:
-            os.close(self.their_events)
-            self.their_lifeline.close()
-            self.their_events = None
+        for end in self.theirs:
+            end.close()
 
     def wait(self, timeout_s: float, start_timeout_s: float) -> None:
         if not self.wait_until({"ready", "done"}, start_timeout_s):
@@ -176,8 +173,6 @@ class Launch:
                 self.reaped = True
             elif event == "pid":
                 self.pids[int(who)] = int(value[0])
-            elif event == "unborn":
-                raise RankError(report.unborn(f"rank {who} of {self.ranks}", int(value[0])), (int(who),))
             elif event == "exit":
                 self.exits[int(who)] = int(value[0])
             else:
@@ -196,7 +191,6 @@ class Launch:
         except RankError:
             pass  # the helper is gone, and the kernel has killed its ranks
         finally:
-            self.helper.launches.discard(self)
             self.lifeline.close()
             os.close(self.events)
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -240,10 +234,9 @@ class Launch:
             time.sleep(0.02)
         dumps, where = {rank: self.text(rank, "stack") for rank in busy}, {}
         for rank in self.states:
-            stuck = rank in busy
-            where[rank] = (
-                report.stuck(dumps[rank], self.calls(rank), self.cells) if stuck else report.RETURNED
-            )
+            where[rank] = report.RETURNED
+            if rank in busy:
+                where[rank] = report.stuck(dumps[rank], self.calls(rank), self.cells)
         return report.hang(timeout_s, where, dumps, self.cells)
 
     def show_all(self) -> None:
@@ -279,59 +272,46 @@ class Helper:
 
     @classmethod
     def find(cls) -> "Helper":
-        with PROCESS.lock:
-            helper = PROCESS.helper
-            if helper is None or not helper.usable():
-                PROCESS.helper = cls()
-                if helper is not None and not helper.launches:
-                    helper.close()
-            return PROCESS.helper
+        if PROCESS.helper is None or not PROCESS.helper.usable():
+            if PROCESS.helper is not None:
+                PROCESS.helper.close()
+            PROCESS.helper = cls()
+        return PROCESS.helper
 
     def __init__(self):
-        self.owner, self.lock, self.log = os.getpid(), threading.Lock(), tempfile.TemporaryFile()
+        self.owner, self.log = os.getpid(), tempfile.TemporaryFile()
         self.heavy: set[str] = set()  # modules that ranks had to import themselves: next time it has them
-        self.launches: set = set()  # that run on it: a helper takes its ranks with it when it is closed
         self.files: dict[str, int] = {}  # of minitrain's modules that it has: when each was last changed
         self.requests, theirs = socket.socketpair()
         code = "import sys; sys.path[:] = sys.argv[3:]; from minitrain.ranks.launch.ranks import serve; "
         code += "serve(int(sys.argv[1]), int(sys.argv[2]))"
-        command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, ROOT]
         with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.log,
-                    stderr=self.log,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
-                    env=HUGE_PAGES | os.environ | ONE_THREAD,
-                )
-            except OSError as error:
-                self.requests.close()
-                self.log.close()
-                raise RankError(report.unborn("the helper process that forks ranks", error.errno)) from None
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(self.owner), *sys.path, ROOT],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
+                env=HUGE_PAGES | os.environ | ONE_THREAD,
+            )
         atexit.register(self.close)
 
     def usable(self) -> bool:
         """It runs, its files are as it read them, and it is ours: not a parent's, of which we are a fork."""
         if self.owner != os.getpid() or self.process.poll() is not None:
             return False
-        # a copy: another thread that launches may add files meanwhile
-        return all(changed_at(file) == time for file, time in self.files.copy().items())
+        return all(changed_at(file) == time for file, time in self.files.items())
 
     def modules(self) -> list[str]:
         """What it should import before it forks ranks: heavy ones, which the caller has or ranks had to
         import; and those of minitrain in use here."""
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.heavy]
-        ours = {
-            name: module.__file__
-            for name, module in sys.modules.copy().items()
-            if name.startswith("minitrain.") and not name.startswith(NOT_FOR_RANKS)
-        }
-        for file in ours.values():
+        ours = [name for name in sys.modules.copy() if name.startswith("minitrain.")]
+        ours = [name for name in ours if not name.startswith(NOT_FOR_RANKS)]
+        for file in (sys.modules[name].__file__ for name in ours):
             self.files.setdefault(file, changed_at(file))
-        return heavy + list(ours)
+        return heavy + ours
 
     def close(self) -> None:
         self.requests.close()
@@ -350,7 +330,4 @@ class Helper:
 
 def changed_at(file: str) -> int:
     """In nanoseconds; 0 if the file is gone."""
-    try:
-        return os.stat(file).st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    return os.stat(file).st_mtime_ns if os.path.exists(file) else 0

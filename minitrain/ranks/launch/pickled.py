@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from minitrain.ranks.launch import report
-from minitrain.ranks.process import PROCESS
 
 EIGHT_BITS = {getattr(torch, name) for name in dir(torch) if name.startswith("float8_")}
 ODD = EIGHT_BITS | {torch.uint16, torch.uint32, torch.uint64}
@@ -48,16 +47,15 @@ def dumps(thing) -> bytes:
 
 def call(fn: Callable, args: tuple) -> bytes:
     for modules in (single_files(), []):  # by reference where by value fails, over a global lock for instance
-        with PROCESS.lock:  # cloudpickle's list of modules that go by value belongs to the whole process
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            return dumps((fn, args))
+        except Exception as failure:
+            error = failure
+        finally:
             for module in modules:
-                cloudpickle.register_pickle_by_value(module)
-            try:
-                return dumps((fn, args))
-            except Exception as failure:
-                error = failure
-            finally:
-                for module in modules:
-                    cloudpickle.unregister_pickle_by_value(module)
+                cloudpickle.unregister_pickle_by_value(module)
     cure = "make files, locks, groups and generators in fn"
     raise ValueError(f"fn and its arguments cannot be sent to the ranks: {error}; {cure}")
 

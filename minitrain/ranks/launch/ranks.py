@@ -17,7 +17,6 @@ import ctypes
 import datetime
 import faulthandler
 import gc
-import glob
 import importlib
 import json
 import linecache
@@ -66,37 +65,23 @@ def say(events: int, *words) -> None:
 
 
 def serve(requests_fd: int, caller_pid: int) -> None:
-    """Fork ranks for every request (a directory and two descriptors) until the caller is gone."""
+    """Fork ranks for one request (two descriptors) after the other until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     requests = socket.socket(fileno=requests_fd)
     preload([])
-    wakeup = os.pipe()  # written to by the kernel when a rank ends
-    for end in wakeup:
+    ended, wakeup = os.pipe()  # written to by the kernel when a rank ends
+    for end in (ended, wakeup):
         os.set_blocking(end, False)
-    signal.set_wakeup_fd(wakeup[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
-    launches: list[RankGroup] = []
-    while True:
-        lifelines = [launch.lifeline for launch in launches]
-        ready, _, _ = select.select([requests, wakeup[0], *lifelines], [], [], 0.5)
-        if wakeup[0] in ready:
-            os.read(wakeup[0], 4096)
-        reap(launches)
-        for launch in launches:
-            if launch.lifeline in ready:
-                launch.listen(alone=len(launches) == 1)
-        launches = [launch for launch in launches if not launch.ended]
-        if requests in ready:
+    while os.getppid() == caller_pid:
+        if select.select([requests], [], [], 0.5)[0]:
             _, fds, _, _ = socket.recv_fds(requests, 1, 2)
             if not fds:
                 break
-            launches.append(RankGroup(*fds))
-        elif os.getppid() != caller_pid:
-            break
-    for launch in launches:
-        launch.end(alone=True)
+            RankGroup(*fds).run(ended, caller_pid)
 
 
 def preload(names: list[str]) -> None:
@@ -109,20 +94,13 @@ def preload(names: list[str]) -> None:
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
 
 
-def reap(launches: list["RankGroup"]) -> None:
-    """Take note of every child that has ended: ranks, and what ranks had left to us."""
-    with suppress(ChildProcessError):  # there is no child any more
-        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            for launch in launches:
-                launch.note_the_end(*ended)
-
-
 class RankGroup:
     """The ranks of one launch, as the helper sees them: process ids to reap and to kill."""
 
     def __init__(self, events: int, lifeline: int):
-        self.events, self.lifeline, self.ended = events, socket.socket(fileno=lifeline), False
-        self.gone, self.gone_writer = os.pipe()
+        self.events, self.lifeline = events, socket.socket(fileno=lifeline)
+        self.gone, gone_writer = os.pipe()
+        self.gone_writer = open(gone_writer, "wb")
         self.pids: dict[int, int] = {}
         self.directory = self.line()
 
@@ -136,73 +114,62 @@ class RankGroup:
             line += byte
         return os.fsdecode(line[:-1])
 
-    def listen(self, alone: bool) -> None:
-        """The order to start, or the end."""
-        order = "" if self.pids else self.line()
-        if order:
-            self.start(json.loads(order))
-        else:
-            self.end(alone)
+    def run(self, ended: int, caller_pid: int) -> None:
+        """From the order to start, a line on the lifeline, to its end."""
+        while os.getppid() == caller_pid:
+            ready, _, _ = select.select([self.lifeline, ended], [], [], 0.5)
+            if ended in ready:
+                os.read(ended, 4096)
+                self.reap()
+            if self.lifeline in ready:
+                if not (order := self.line()):
+                    break
+                self.start(**json.loads(order))
+        self.end()
 
-    def start(self, order: dict) -> None:
-        if missing := [name for name in order["modules"] if name not in sys.modules]:
+    def start(self, ranks: int, modules: list[str]) -> None:
+        if missing := [name for name in modules if name not in sys.modules]:
             preload(missing)
-        for rank in range(order["ranks"]):
-            try:
-                pid = os.fork()
-            except OSError as error:
-                say(self.events, rank, "unborn", error.errno)
-                break
+        for rank in range(ranks):
+            pid = os.fork()
             if pid == 0:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    its_own = {0, 1, 2, self.events, self.lifeline.fileno(), self.gone}
-                    for fd in {int(fd) for fd in os.listdir("/dev/fd")} - its_own:
-                        with suppress(OSError):  # it was that of the list itself
-                            os.close(fd)
-                    more = self.directory, self.events, self.lifeline, self.gone
-                    Rank(rank, order["ranks"], *more).live()
+                    self.gone_writer.close()
+                    Rank(rank, ranks, self).live()
                 finally:
                     os._exit(70)  # never fall back into the helper's loop
             self.pids[pid] = rank
 
-    def note_the_end(self, pid: int, status: int) -> None:
-        """Of one of the ranks: what it started ends with it; the caller and the other ranks hear of it."""
-        if pid in self.pids:
-            kill(os.killpg, pid)
-            say(self.events, self.pids.pop(pid), "exit", os.waitstatus_to_exitcode(status))
-            self.tell_the_others()
+    def reap(self) -> None:
+        """What a dead rank had started ends with it; the caller and the other ranks hear of it."""
+        with suppress(ChildProcessError):  # there is no child any more
+            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                pid, status = child
+                if pid in self.pids:
+                    kill(os.killpg, pid)
+                    say(self.events, self.pids.pop(pid), "exit", os.waitstatus_to_exitcode(status))
+                    self.gone_writer.close()
 
-    def tell_the_others(self) -> None:
-        if self.gone_writer is not None:
-            os.close(self.gone_writer)
-            self.gone_writer = None
-
-    def end(self, alone: bool) -> None:
-        """`alone`: no other launch is under way, so whatever else is a child of this process was a rank's."""
-        family = [pid for rank in self.pids for pid in descendants(rank)]
+    def end(self) -> None:
         for pid in self.pids:
             kill(os.killpg, pid)
             kill(os.kill, pid)  # in case it had not reached setpgid
-        for pid in family:
-            kill(os.kill, pid)
         for pid in self.pids:
             os.waitpid(pid, 0)
         for _ in range(ROUNDS):
-            left = children(os.getpid()) if alone else []
-            for pid in left:
+            for pid in (left := children()):  # what ranks had started, ours by now
                 kill(os.kill, pid)
                 os.waitpid(pid, 0)
             if not left:
                 break
         shutil.rmtree(self.directory, ignore_errors=True)  # here, for the caller may be dead
         say(self.events, "-", "reaped")
-        self.tell_the_others()
+        self.gone_writer.close()
         os.close(self.gone)
         os.close(self.events)
         self.lifeline.close()
-        self.ended = True
 
 
 def kill(how: Callable, pid: int) -> None:
@@ -210,17 +177,11 @@ def kill(how: Callable, pid: int) -> None:
         how(pid, signal.SIGKILL)
 
 
-def children(pid: int) -> list[int]:
-    """None where there is no /proc."""
-    pids = []
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with suppress(OSError), open(path) as file:  # the thread may have ended
-            pids += map(int, file.read().split())
-    return pids
-
-
-def descendants(pid: int) -> list[int]:
-    return [one for child in children(pid) for one in (child, *descendants(child))]
+def children() -> list[int]:
+    """Of this process, which has one thread; none where there is no /proc."""
+    with suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+    return []
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------
@@ -236,25 +197,27 @@ class Rank:
                 caller gives grace, a wait lasts `grace_s / 3` from then on (ranks/collectives/channel.py)
     """
 
-    def __init__(self, rank: int, ranks: int, directory: str, events: int, lifeline, gone: int):
-        self.rank, self.ranks, self.directory = rank, ranks, directory
-        self.events, self.lifeline, self.gone = events, lifeline, gone
+    def __init__(self, rank: int, ranks: int, launch: RankGroup):
+        self.rank, self.ranks, self.launch = rank, ranks, launch
 
     def path(self, kind: str) -> str:
         """Of what this rank writes."""
-        return f"{self.directory}/{self.rank}.{kind}"
+        return f"{self.launch.directory}/{self.rank}.{kind}"
+
+    def say(self, *words) -> None:
+        say(self.launch.events, self.rank, *words)
 
     def live(self) -> None:
-        say(self.events, self.rank, "pid", os.getpid())
+        self.say("pid", os.getpid())
         try:
             self.tie_to_caller()
             self.redirect_output()
-            with open(f"{self.directory}/request", "rb") as file:
+            with open(f"{self.launch.directory}/request", "rb") as file:
                 request = pickle.load(file)
             fn, args = self.settle(request)
-            say(self.events, self.rank, "there")
+            self.say("there")
             self.join(request)
-            say(self.events, self.rank, "ready")
+            self.say("ready")
             result = fn(*args)
             collectives.settle()
             data = pickled.result(result)
@@ -276,11 +239,11 @@ class Rank:
         threading.Thread(target=self.watch_lifeline, daemon=True).start()
 
     def watch_lifeline(self) -> None:
-        self.lifeline.recv(1)
+        self.launch.lifeline.recv(1)
         os._exit(0)
 
     def watch_others(self) -> None:
-        os.read(self.gone, 1)
+        os.read(self.launch.gone, 1)
         PROCESS.lost_since = time.monotonic()
 
     def redirect_output(self) -> None:
@@ -289,8 +252,8 @@ class Rank:
             file = os.open(self.path(kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(file, fd)
             os.close(file)
-        sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        sys.stderr = open(self.path("stderr"), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+        how = dict(mode="w", buffering=1, encoding="utf-8", errors="backslashreplace")
+        sys.stdout, sys.stderr = open(1, closefd=False, **how), open(self.path("stderr"), **how)
         self.stack = open(self.path("stack"), "w")
         faulthandler.enable(self.stack)
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
@@ -304,7 +267,7 @@ class Rank:
         linecache.cache.update(request["sources"])
         for file in request["cells"]:
             collectives.name_file(file, "cell")
-        with open(f"{self.directory}/call", "rb") as file:
+        with open(f"{self.launch.directory}/call", "rb") as file:
             fn, args = cloudpickle.load(file)
         if getattr(fn, "__module__", "") == "__main__":  # plain pickle finds a notebook's classes there
             vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
@@ -314,7 +277,7 @@ class Rank:
         torch.set_num_threads(1)
         seed_all()
         PROCESS.on_open = shared_cores.calm
-        path = os.fsencode(f"{self.directory}/rendezvous")  # a name that the locale cannot write, too
+        path = os.fsencode(f"{self.launch.directory}/rendezvous")  # a name that the locale cannot write, too
         patience = datetime.timedelta(seconds=request["patience_s"])
         init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
         collectives.set_checked(request["checked"])
@@ -328,7 +291,7 @@ class Rank:
         report an error of its own ("Connection closed by peer"), and the wrong rank would be blamed."""
         sys.stdout.flush()
         sys.stderr.flush()
-        say(self.events, self.rank, event, *(name for name in HEAVY if name in sys.modules))
+        self.say(event, *(name for name in HEAVY if name in sys.modules))
         while True:
             signal.pause()
 

@@ -33,14 +33,12 @@ LOST = (
     "another rank is gone"
 )
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:job|ranks)\.py", line \d+ in (?:live|run)\n)'
+CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'
 NO_COLLECTIVE = ("_", "get_", "is_", "pg_", "default_")  # in torch's file of them
 COLLECTIVES = os.path.join(RANKS, "collectives", "")
 NOISE_LETTERS = 2000  # of what native code wrote to stderr
 MESSAGE_LETTERS, TRACEBACK_LETTERS = 1000, 40_000  # of an exception: its text may be a tensor, or a log
 SIGNALS = {one.value: one.name for one in signal.Signals}
-# What the processor or native code itself runs into; any other signal was sent by somebody.
-CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
 class RankError(RuntimeError):
@@ -59,11 +57,6 @@ class RankError(RuntimeError):
 
 class LaunchTimeout(RankError):
     """The ranks did not start, or did not finish, in the time given."""
-
-
-def unborn(who: str, number: int) -> str:
-    """Why the system has no process for `who`."""
-    return f"{who} cannot be started: {os.strerror(number)} (see ulimit -u); use fewer ranks"
 
 
 # ---- one rank: a record is {type, message, frames, traceback}, and survives JSON -------------------------
@@ -96,16 +89,13 @@ def shortened(text: str, letters: int) -> str:
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
     """The record of a rank that ended without a word; `code`: its exit status, or minus the signal."""
-    frames, named = stack_frames(dump), SIGNALS.get(-code, f"signal {-code}")
-    at = f" at {place(frames, cells)}" if frames else ""
+    frames = stack_frames(dump)
     if code >= 0:
         what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
-    elif named == "SIGKILL":
-        what = "died of SIGKILL (kill -9, or the system ran out of memory: try fewer ranks, smaller tensors)"
-    elif named in CRASHES:
-        what = f"crashed in native code ({named}){at}"
     else:
-        what = f"died of {named}{at} (a signal that somebody sent, a timer or a limit)"
+        what = f"died of {SIGNALS.get(-code, -code)}"
+        what += " (kill -9, or the system ran out of memory: try fewer ranks)" * (code == -signal.SIGKILL)
+    what += f" at {place(frames, cells)}" if frames else ""
     if calls and not frames:
         what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
     return {"type": None, "message": what, "frames": frames, "traceback": stack_text(dump, cells)}

@@ -11,20 +11,41 @@ listens on every interface, needs a free port, and stalled 5 s in one start of f
 
 The first rank that fails ends the launch within a second with a `RankError` that names it; a launch that
 takes longer than `timeout_s` ends with a `LaunchTimeout` that says where each rank was. Either way, and after
-an interrupt, every process is killed before `run` returns. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT are set) `run` starts nothing: see `job.py`.
+an interrupt, every process is killed before `run` returns.
+
+Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) `run` starts nothing: the ranks there are,
+on however many nodes, run fn, and all results reach all of them. A rank cannot stop its neighbours there: if
+one fails while others wait, or time is up, the process ends, and torchrun ends the job.
 """
 
+import atexit
+import datetime
+import faulthandler
+import gc
+import json
 import math
 import os
-from collections.abc import Callable
+import pickle
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
+from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive, require_positive_ints
-from minitrain.ranks.launch import job, local, pickled
+from minitrain.ranks.launch import local, pickled, report
+from minitrain.ranks.launch import ranks as launch_ranks
+from minitrain.ranks.launch.report import LaunchTimeout, RankError
+from minitrain.ranks.process import PROCESS
 
 LONGEST_S = 10 * 24 * 3600.0  # what torch can count in milliseconds, twice; `timeout_s=inf` means this
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_S = 3.0  # for others of a job to come to an end too, after this rank failed
+FOREVER = datetime.timedelta(days=30)  # the time-out of a job's groups: ours is the alarm
 
 
 def run(
@@ -44,7 +65,7 @@ def run(
     ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
     all seeds at 0. When fn has returned everywhere the ranks are killed, not asked to leave: what must be
-    closed is closed in fn, with `with`.
+    closed is closed in fn, with `with`. Threads that launch wait for each other.
 
     `grace_s`: after the first failure the other ranks have that long to see it and come to an end by
     themselves, to save what they have say: a collective in which one waits for a rank that is gone fails
@@ -65,13 +86,119 @@ def run(
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
     checked = os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
     timeout_s, start_timeout_s = min(timeout_s, LONGEST_S), min(start_timeout_s, LONGEST_S)
-    if job.here():
-        return job.Job.find(ranks, start_timeout_s).run(fn, args, timeout_s, checked)
-    call = pickled.call(fn, args)
-    return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, grace_s)
+    if in_a_job():
+        PROCESS.job = job = PROCESS.job or Job(start_timeout_s)
+        if ranks != job.size and job.rank == 0:
+            print(f"this job has {job.size} ranks: running on all of them instead of ranks={ranks}")
+        return job.run(fn, args, timeout_s, checked)
+    with PROCESS.lock:
+        call = pickled.call(fn, args)
+        return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, grace_s)
 
 
 def device() -> torch.device:
     """This rank's: a GPU of its own if there are enough, a shared one if there are fewer, else the CPU."""
     gpus = torch.cuda.device_count()
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
+
+
+# ---- under torchrun --------------------------------------------------------------------------------------
+
+
+def in_a_job() -> bool:
+    return all(variable in os.environ for variable in VARIABLES)
+
+
+class Job:
+    """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
+
+    def __init__(self, start_timeout_s: float):
+        self.launches, self.rank = 0, int(os.environ["RANK"])
+        self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
+        self.log = f"/dev/fd/{self.file.fileno()}"
+        cure = f"outside a job unset {' '.join(VARIABLES)}, which are left over from one"
+        with self.alarm(start_timeout_s, f"the ranks of this job have not all joined ({cure})"):
+            wait = datetime.timedelta(seconds=start_timeout_s)
+            self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
+            if not dist.is_initialized():
+                store = dist.PrefixStore("default", self.store)
+                launch_ranks.init_group(store, self.rank, self.size, FOREVER)
+            atexit.register(leave)
+            # results travel as bytes in host memory, whatever moves the tensors
+            self.talk = dist.group.WORLD
+            if dist.get_backend() != "gloo":
+                self.talk = dist.new_group(backend="gloo", timeout=FOREVER)
+        collectives.log_to(self.log)
+
+    def run(self, fn: Callable, args: tuple, timeout_s: float, checked: bool) -> list:
+        collectives.set_checked(checked)
+        self.launches += 1
+        launch_ranks.seed_all()
+        os.environ["MINITRAIN_INSIDE"] = "1"
+        try:
+            with self.alarm(timeout_s, "this rank has not finished"):
+                data, error = None, None
+                try:
+                    result = fn(*args)
+                    collectives.settle()
+                    try:  # every rank runs the same program: with plain pickle classes keep their identity
+                        data = pickle.dumps(result)
+                    except Exception:
+                        data = pickled.result(result)
+                except BaseException as failure:  # sys.exit included
+                    error = report.record(failure)
+                self.agree(error, timeout_s)
+                everyone = [None] * self.size
+                dist.all_gather_object(everyone, data, group=self.talk)
+        finally:
+            del os.environ["MINITRAIN_INSIDE"]
+        return [result if rank == self.rank else pickle.loads(data) for rank, data in enumerate(everyone)]
+
+    def agree(self, error: dict | None, timeout_s: float) -> None:
+        """Return if no rank failed; the same RankError on all if all came to an end; else end the job."""
+        keys = [f"launch-{self.launches}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(error))
+        try:
+            self.store.wait(keys, datetime.timedelta(seconds=GRACE_S if error else timeout_s + GRACE_S))
+        except dist.DistError:
+            late = LaunchTimeout("other ranks are late")
+            self.end(report.failure({self.rank: error}, {}) if error else late)
+        errors = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+        if any(errors.values()):
+            raise report.failure({rank: error for rank, error in errors.items() if error}, {})
+
+    def end(self, error: RankError) -> None:
+        sys.stdout.flush()
+        print(f"{type(error).__name__}: {error}", error.traceback, sep="\n\n", file=sys.stderr, flush=True)
+        os._exit(1)  # torchrun stops the other ranks, which may wait in native code for this one
+
+    @contextmanager
+    def alarm(self, seconds: float, complaint: str) -> Iterator[None]:
+        """Ends this process, saying where it is, unless the block ends in time."""
+
+        def ring() -> None:
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                stuck = report.stuck(file.read(), collectives.read_log(self.log), {})
+            where = report.say(stuck.text, [self.rank])
+            print(f"LaunchTimeout: {complaint} after {seconds:g} s: {where}", file=sys.stderr, flush=True)
+            threading.Event().wait(GRACE_S)  # let the other ranks say where they are
+            os._exit(1)
+
+        timer = threading.Timer(seconds, ring)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # it refers to the job, and the job to its groups: see `leave`
+
+
+def leave() -> None:
+    """Let go of every group: gloo joins its threads then; a process that ends before may abort."""
+    PROCESS.job = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # what still refers to a group may be a cycle

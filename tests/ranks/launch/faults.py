@@ -36,7 +36,7 @@ ENDS = {
     "os_exit": "ended the process with status 3",
     "kill": "died of SIGKILL",
     "term": "died of SIGTERM",
-    "segfault": "crashed in native code (SIGSEGV) at faults.py:",
+    "segfault": "died of SIGSEGV at faults.py:",
     "unpicklable": "raised Odd: (its message could not be printed)",
     "long": "raised ValueError: xxx",
 }

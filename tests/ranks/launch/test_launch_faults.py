@@ -195,7 +195,7 @@ def native_abort():
 @pytest.mark.parametrize(
     "fn, message",
     [
-        (segfault, f"rank 1 crashed in native code (SIGSEGV) at {line_of(segfault, 'string_at')}"),
+        (segfault, f"rank 1 died of SIGSEGV at {line_of(segfault, 'string_at')}"),
         (killed, "rank 1 died of SIGKILL (kill -9, or the system ran out of memory"),
         (killed, f"; last collective: all_reduce #0 ({line_of(together, 'return')})"),
         (silent_exit, "rank 1 ended the process with status 0 (os._exit?) before fn returned"),
@@ -203,7 +203,7 @@ def native_abort():
             polite_exit,
             f"rank 1 called sys.exit(3) ({line_of(polite_exit, 'sys.exit')}); return from fn instead",
         ),
-        (native_abort, f"rank 1 crashed in native code (SIGABRT) at {line_of(native_abort, 'os.abort')}"),
+        (native_abort, f"rank 1 died of SIGABRT at {line_of(native_abort, 'os.abort')}"),
     ],
 )
 def test_a_process_that_ends_is_named_and_its_neighbours_are_not(fn, message):
