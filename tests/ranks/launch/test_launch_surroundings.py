@@ -51,7 +51,7 @@ def test_a_limit_on_processes_ends_the_launch(tmp_path):
     command = ["setpriv", *user, f"--inh-caps={may_read}", f"--ambient-caps={may_read}"]
     needs(command, "to run as another user")
     said = under([*command, "prlimit", "--nproc=3"], tmp_path)
-    assert said.startswith("RankError: the helper process that forks ranks is gone"), said
+    assert said.startswith("RankError: "), said
 
 
 @pytest.mark.parametrize("moment", ["the helper is there", "the directory is there"])
