@@ -62,7 +62,7 @@ REFUSED = {
     "wallfacer_attention: values 7 wide, queries and keys 4": call(wallfacer_attention, width=7),
     "teams of C=4 on P=4 ranks: 0.25 blocks": call(wallfacer_attention, axes=dict(ring=1, team=4)),
     "backward_sends='values'; choose from queries, keys": call(burst_attention, backward_sends="values"),
-    "Ulysses: 2 heads cannot be dealt to the 4 ranks": call(ulysses_attention, heads=2, kv_heads=2, core=0),
+    "each takes whole ones; take 1 or 2 ranks, and": call(ulysses_attention, heads=2, kv_heads=2, core=0),
     "take 1 or 2 or 3 ranks, and a ring over the others": call(
         ulysses_attention, heads=6, kv_heads=6, core=0
     ),
