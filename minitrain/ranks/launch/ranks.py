@@ -76,12 +76,14 @@ def serve(requests_fd: int, caller_pid: int) -> None:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
-    while os.getppid() == caller_pid:
+    while True:
         if select.select([requests], [], [], 0.5)[0]:
             _, fds, _, _ = socket.recv_fds(requests, 1, 2)
             if not fds:
                 break
             RankGroup(*fds).run(ended, caller_pid)
+        elif os.getppid() != caller_pid:  # and no request is left, of which a directory may be there
+            break
 
 
 def preload(names: list[str]) -> None:
