@@ -5,24 +5,24 @@
 A graph is operators in an order in which inputs come first. A result is cast at most once, however many read
 it. What a framework does operator by operator is `wrapped`: inputs of each are cast down, its result is cast
 up; between two neighbours in 16 bits these are a pair that undoes itself, and a tensor with two such readers
-is cast twice. `cheapest` is exact, of all 2^n choices the one of the least time, by a minimum cut:
+is cast twice. `cheapest` is exact, of all 2^n choices the one of the least time, so it is never slower than
+all in 32 bits or all in 16. It is an integer program over half_i, down_i and up_i, each 0 or 1,
 
-    an operator in 16 bits is cut from 32: half        in 32 bits from 16: full
-    apart from one of its readers: cast, once, through one node more for each direction
+    min Σ half_i·(16 bits - 32 bits) + (down_i + up_i)·cast_i     down_i >= half_j - half_i, j a reader of i
+                                                                 up_i   >= half_i - half_j
 
-so it is never slower than all in 32 bits or all in 16. Flow along shortest paths: at most O(V·E²) steps.
 `block_graph` has the operators of a Transformer block by a roofline: the longer of FLOPs and bytes.
 He et al. 2022 (Campo), USENIX ATC. Differs: times are given or a roofline's, not predicted from profiles;
-forward alone; the choice is a minimum cut, not theirs.
+forward alone; the choice is an integer program's, not theirs.
 """
 
-import math
-from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.systems.plan.rematerialize import IntegerProgram
 
 
 class Op(NamedTuple):
@@ -43,11 +43,11 @@ class Cast(NamedTuple):
 
 def casts(graph: Sequence[Op], halves: Iterable[str]) -> list[Cast]:
     """The casts that are left when each result is cast once, and only for who wants it otherwise."""
-    halves, found, reading = _checked(graph, halves), [], readers(graph)
+    halves, found = _checked(graph, halves), []
     for op in graph:
-        wanted = {reader.name in halves for reader in reading[op.name]}
-        if (op.name not in halves) in wanted:
-            found.append(Cast(op.name, "full" if op.name in halves else "half"))
+        half = op.name in halves
+        if any((reader.name in halves) != half for reader in graph if op.name in reader.inputs):
+            found.append(Cast(op.name, "full" if half else "half"))
     return found
 
 
@@ -76,51 +76,21 @@ def all_half(graph: Sequence[Op]) -> frozenset[str]:
 def cheapest(graph: Sequence[Op]) -> frozenset[str]:
     """Who computes in 16 bits, so that `time` is least."""
     _checked(graph, ())
-    room, reading = defaultdict(lambda: defaultdict(int)), readers(graph)  # from -> to: capacity left
+    program, costs = IntegerProgram(), {}
     for op in graph:
-        room["full"][op.name] = math.inf if op.half is None else op.half
-        room[op.name]["half"] = op.full
-        if reading[op.name]:
-            down, up = (op.name, "down"), (op.name, "up")
-            room[op.name][down] = room[up][op.name] = op.cast
-            for reader in reading[op.name]:
-                room[down][reader.name] = room[reader.name][up] = math.inf
-    while "half" in (before := _reached(room)):
-        path, here = [], "half"
-        while here != "full":
-            path.append((before[here], here))
-            here = before[here]
-        flow = min(room[a][b] for a, b in path)
-        for a, b in path:
-            room[a][b] -= flow
-            room[b][a] += flow
-    return frozenset(op.name for op in graph if op.name not in before)
-
-
-def _reached(room: dict) -> dict:
-    """What is reached from "full", breadth first, and from where."""
-    before, waiting = {"full": None}, deque(["full"])
-    while waiting and "half" not in before:
-        here = waiting.popleft()
-        for there, left in room[here].items():
-            if left > 0 and there not in before:
-                before[there] = here
-                waiting.append(there)
-    return before
-
-
-def readers(graph: Sequence[Op]) -> dict[str, list[Op]]:
-    found = {op.name: [] for op in graph}
-    for op in graph:
+        half, down, up = ((which, op.name) for which in ("half", "down", "up"))
+        costs |= {half: 0 if op.half is None else op.half - op.full, down: op.cast, up: op.cast}
+        program.add({half: 1}, 0, 0 if op.half is None else 1)
         for name in op.inputs:
-            found[name].append(op)
-    return found
+            program.add({("down", name): 1, ("half", name): 1, half: -1}, 0, inf)
+            program.add({("up", name): 1, ("half", name): -1, half: 1}, 0, inf)
+    return frozenset(name for which, name in program.solve(costs) if which == "half")
 
 
 def _checked(graph: Sequence[Op], halves: Iterable[str]) -> frozenset[str]:
     seen, halves = set(), frozenset(halves)
     for op in graph:
-        misplaced = op.name in {*seen, "full", "half"} or not seen.issuperset(op.inputs)
+        misplaced = op.name in seen or not seen.issuperset(op.inputs)
         if misplaced or not all(cost >= 0 for cost in (op.full, op.half or 0, op.cast)):
             raise ValueError(f"casts: {op}: use a new name, inputs made before, and times of 0 or more")
         seen.add(op.name)

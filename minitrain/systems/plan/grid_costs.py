@@ -40,7 +40,6 @@ class Layer:
 
 
 def mlp(tokens: int, width: int, inner: int) -> Layer:
-    """width -> inner -> width."""
     return Layer(tokens, ((width, inner), (inner, width)))
 
 
@@ -89,6 +88,9 @@ class Sent(NamedTuple):
     hopped: tuple[float, ...]  # as single messages to a neighbour
 
 
+_RING, _HOPS = (1, 1, 1, 0), (1, 1, 0, 1)  # elements, path, streamed, hopped
+
+
 def _sent(factors: tuple[float, ...], *blocks: float) -> Sent:
     """The four numbers of Sent as multiples of a block on each axis."""
     return Sent(*(tuple(factor * block for block in blocks) for factor in factors))
@@ -98,12 +100,8 @@ def _sum(*several: Sent) -> Sent:
     return Sent(*(tuple(map(sum, zip(*numbers))) for numbers in zip(*several)))
 
 
-_RING, _HOPS = (1, 1, 1, 0), (1, 1, 0, 1)  # elements, path, streamed, hopped
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One rank's part in a layer, in elements; `both` is forward and backward together.
+class Cost(NamedTuple):
+    """One rank's part in a layer, in elements; `both` and `path` are of forward and backward together.
 
              weights   activations: inputs kept              working: the most that one product needs besides
     1-D      kn/p      mk of the first, mk/p of the second   mn, a sum that is not complete
@@ -114,36 +112,25 @@ class Cost:
     grid: Grid
     forward_sent: Sent
     backward_sent: Sent
+    forward: float
+    both: float
+    forward_path: float
+    path: float
     weights: float
     activations: float
     working: float
 
-    @property
-    def forward(self) -> float:
-        return sum(self.forward_sent.elements)
-
-    @property
-    def both(self) -> float:
-        return self.forward + sum(self.backward_sent.elements)
-
-    @property
-    def forward_path(self) -> float:
-        return sum(self.forward_sent.path)
-
-    @property
-    def path(self) -> float:
-        return self.forward_path + sum(self.backward_sent.path)
-
 
 def cost(layer: Layer, grid: Grid) -> Cost:
-    """What a layer costs on a grid, per rank."""
     if grid.kind == "1-D" and len(layer.products) % 2:
         raise ValueError(f"1-D cuts products in pairs, by columns and by rows; not {len(layer.products)}")
     product = {"1-D": _product_1d, "3-D": _product_3d, "RTP": _product_rotated}.get(grid.kind, _product_25d)
     parts = [product(layer.tokens, k, n, grid, index) for index, (k, n) in enumerate(layer.products)]
-    forward, backward, weights, activations, working = zip(*parts)
-    held = sum(weights), sum(activations), max(working)
-    return Cost(grid, _sum(*forward), _sum(*backward), *held)
+    forward_parts, backward_parts, weights, activations, working = zip(*parts)
+    forward, backward = _sum(*forward_parts), _sum(*backward_parts)
+    elements, path = sum(forward.elements), sum(forward.path)
+    sent = elements, elements + sum(backward.elements), path, path + sum(backward.path)
+    return Cost(grid, forward, backward, *sent, sum(weights), sum(activations), max(working))
 
 
 def _product_1d(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
@@ -187,8 +174,7 @@ def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 
 
 def crossover(layer: Layer, *, path=False, backward=False, most: int = 2**20) -> int | None:
-    """The smallest square 1 < p <= most at which 2-D sends less than 1-D (has the shorter `path`), forward
-    only or with `backward`."""
+    """The smallest square 1 < p <= most at which 2-D sends less than 1-D (or its path is shorter)."""
     what = ("path" if backward else "forward_path") if path else ("both" if backward else "forward")
     for side in range(2, math.isqrt(most) + 1):
         flat, square = cost(layer, Grid("1-D", side**2)), cost(layer, Grid("2-D", side))
@@ -209,31 +195,24 @@ class Links:
         require_positive_ints(per_node=self.per_node)
 
 
-class Row(NamedTuple):
-    grid: Grid
-    cost: Cost
-    memory_bytes: float  # of a rank
-    seconds: float  # of its communication in forward and backward
-
-
 def seconds(cost: Cost, links: Links, element_bytes: int = 2) -> float:
     """Forward and backward, axis after axis, in the best order from the innermost outwards."""
     sent = _sum(cost.forward_sent, cost.backward_sent)
     axes = zip(cost.grid.axes, sent.streamed, sent.hopped)
-    return min(_in_order(order, cost.grid.ranks, links) for order in permutations(axes)) * element_bytes
+    near, far = links.intra_bytes_per_s, links.inter_bytes_per_s
 
+    def in_order(axes: tuple[tuple[int, float, float], ...]) -> float:
+        total, stride = 0.0, 1  # neighbours on an axis are `stride` ranks apart
+        for size, streamed, hopped in axes:
+            inside = _ranks_inside(cost.grid.ranks, size, stride, links.per_node)
+            if inside < size:
+                total += streamed / min(near, inside * far) + hopped / min(near, far)
+            else:
+                total += (streamed + hopped) / near
+            stride *= size
+        return total
 
-def _in_order(axes: tuple[tuple[int, float, float], ...], ranks: int, links: Links) -> float:
-    total, stride = 0.0, 1  # neighbours on an axis are `stride` ranks apart
-    for size, streamed, hopped in axes:
-        inside = _ranks_inside(ranks, size, stride, links.per_node)
-        stream_rate = hop_rate = links.intra_bytes_per_s
-        if inside < size:
-            stream_rate = min(links.intra_bytes_per_s, inside * links.inter_bytes_per_s)
-            hop_rate = min(links.intra_bytes_per_s, links.inter_bytes_per_s)
-        total += streamed / stream_rate + hopped / hop_rate
-        stride *= size
-    return total
+    return min(map(in_order, permutations(axes))) * element_bytes
 
 
 @cache
@@ -243,11 +222,16 @@ def _ranks_inside(ranks: int, size: int, stride: int, per_node: int) -> int:
     return min(Counter(places).values())
 
 
+class Row(NamedTuple):
+    grid: Grid
+    cost: Cost
+    memory_bytes: float  # of a rank
+    seconds: float  # of its communication in forward and backward
+
+
 def table(layer: Layer, ranks: int, links: Links, weight_bytes=16, element_bytes=2) -> list[Row]:
     """A row for every grid of so many ranks, the fastest first, of equally fast ones the smallest.
-
-    A weight has 16 bytes with its gradient and AdamW's state; an element kept, worked on or sent has
-    `element_bytes`."""
+    `weight_bytes`: with gradient and AdamW's state; one that is kept or sent `element_bytes`."""
     require_positive(weight_bytes=weight_bytes, element_bytes=element_bytes)
     rows = []
     for grid in grids(ranks):

@@ -106,7 +106,7 @@ class IntegerProgram:
         y, x, values = zip(*entries)
         matrix = csr_array((values, (y, x)), shape=(len(self.rows), len(self.numbers)))
         limits = LinearConstraint(matrix, *([row[side] for row in self.rows] for side in (1, 2)))
-        whole, most = [name[0] != "free" for name in self.numbers], max(costs.values()) or 1
+        whole, most = [name[0] != "free" for name in self.numbers], max(map(abs, costs.values())) or 1
         goal = [costs.get(name, 0) / most for name in self.numbers]
         rules = dict(integrality=whole, bounds=Bounds(0, 1), constraints=limits)
         found = milp(goal, **rules, options={"mip_rel_gap": 0})

@@ -14,7 +14,6 @@ from minitrain.systems.plan.casts import (
     block_graph,
     casts,
     cheapest,
-    readers,
     time,
     wrapped,
 )
@@ -80,7 +79,6 @@ def test_casts_that_cost_more_than_they_gain_are_not_made():
     assert sum(cast.tensor == "x" for cast in wrapped(three, "qkv")) == 3
     idle = [Op("a", (), 4, 2, 1), Op("b", ("a",), 1, 1, 1), Op("c", ("b",), 4, 2, 1)]
     assert "b" in cheapest(idle), "what gains nothing itself is cheaper than two casts around it"
-    assert [len(found) for found in readers(idle).values()] == [1, 1, 0]
 
 
 def test_a_block():
@@ -130,7 +128,7 @@ def test_a_block_by_hand():
 
 def test_refusals():
     a, b = Op("a", (), 1, 1, 1), Op("b", (), 1, 1, 1)
-    for graph in ([a, a], [a._replace(name="half")], [a._replace(inputs=("b",))], [a._replace(half=-1)]):
+    for graph in ([a, a], [a._replace(inputs=("b",))], [a._replace(half=-1)]):
         with pytest.raises(ValueError, match="use a new name, inputs made before, and times of 0 or more"):
             cheapest(graph)
     with pytest.raises(ValueError, match=r"\['a'\] cannot be in 16 bits; use some of \['b'\]"):
