@@ -18,7 +18,8 @@ below others, not only upon those before it; ROAM solves integer programs over a
 places updates by a rule; here a segment must be small enough to be searched (`most_states`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -122,52 +123,46 @@ class Operator(NamedTuple):
     writes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
 class Graph:
-    """Operators in the order of the program, and the bytes of every tensor."""
+    """Operators in the order of the program, and the bytes of every tensor. `results` live to the end."""
 
-    def __init__(self, sizes: dict[str, int], operators: Sequence[Operator], results: Sequence[str] = ()):
-        self.sizes, self.operators = dict(sizes), tuple(operators)
-        self.names = tuple(self.sizes)
-        self.results = frozenset(results)
+    sizes: dict[str, int]
+    operators: Sequence[Operator]
+    results: Sequence[str] = ()
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        return {name: number for number, one in enumerate(self.operators) for name in one.writes}
+
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        numbered = list(enumerate(self.operators))
+        return {name: [number for number, one in numbered if name in one.reads] for name in self.sizes}
 
     @cached_property
     def before(self) -> list[int]:
         """Bits of all operators that must run before each."""
-        writer = {name: number for number, one in enumerate(self.operators) for name in one.writes}
         found: list[int] = []
         for one in self.operators:
             bits = 0
-            for number in {writer[name] for name in one.reads if name in writer}:
+            for number in {self.writer[name] for name in one.reads if name in self.writer}:
                 bits |= 1 << number | found[number]
             found.append(bits)
         return found
 
-    @cached_property
-    def readers(self) -> dict[str, int]:
-        """Bits of the operators that read each tensor."""
-        found = dict.fromkeys(self.sizes, 0)
-        for number, one in enumerate(self.operators):
-            for name in one.reads:
-                found[name] |= 1 << number
-        return found
+    def bytes(self, names: Iterable[str]) -> int:
+        return sum(self.sizes[name] for name in names)
+
+    def wanted(self, name: str, done: int = 0) -> bool:
+        """Once the operators of `done` have run, does anybody still need the tensor?"""
+        return name in self.results or any(not done >> number & 1 for number in self.readers[name])
 
     def after(self, number: int, done: int) -> int:
         """How many bytes more, or fewer, live when operator `number` has run after those of `done`."""
-        one, readers = self.operators[number], self.readers
-        grown = sum(self.sizes[name] for name in one.writes if name in self.results or readers[name])
-        done |= 1 << number
-        dead = {name for name in one.reads if name not in self.results and not readers[name] & ~done}
-        return grown - sum(self.sizes[name] for name in dead)
-
-    @property
-    def given_bytes(self) -> int:
-        """Of tensors that are there from the start."""
-        written = {name for one in self.operators for name in one.writes}
-        given = (name for name, readers in self.readers.items() if readers or name in self.results)
-        return sum(self.sizes[name] for name in given if name not in written)
-
-    def result_bytes(self, number: int) -> int:
-        return sum(self.sizes[name] for name in self.operators[number].writes)
+        one, done = self.operators[number], done | 1 << number
+        dead = {name for name in one.reads if not self.wanted(name, done)}
+        return self.bytes(filter(self.wanted, one.writes)) - self.bytes(dead)
 
 
 def memory(graph: Graph, order: Sequence[int]) -> list[int]:
@@ -184,15 +179,12 @@ def memory(graph: Graph, order: Sequence[int]) -> list[int]:
 def lifetimes_in(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
     """Of every tensor by its number in `graph.sizes`, in steps of the order."""
     require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
-    place = {number: step for step, number in enumerate(order)}
-    writer = {name: number for number, one in enumerate(graph.operators) for name in one.writes}
-    found = []
-    for number, name in enumerate(graph.names):
-        born = place[writer[name]] if name in writer else 0
-        readers = [place[reader] for reader, one in enumerate(graph.operators) if name in one.reads]
-        end = len(order) if name in graph.results else max([born, *readers]) + 1
-        if graph.sizes[name] and (name in writer or readers or name in graph.results):
-            found.append(Lifetime(number, born, end, graph.sizes[name]))
+    place, found = {number: step for step, number in enumerate(order)}, []
+    for number, (name, size) in enumerate(graph.sizes.items()):
+        born = place[graph.writer[name]] if name in graph.writer else 0
+        last = max([born, *(place[reader] for reader in graph.readers[name])])
+        if size and (name in graph.writer or graph.wanted(name)):
+            found.append(Lifetime(number, born, len(order) if name in graph.results else last + 1, size))
     return found
 
 
@@ -212,10 +204,10 @@ def segments(graph: Graph) -> list[list[int]]:
 def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
     """An order with the lowest peak. ValueError if a segment has more than `most_states` sets to look at."""
     order: list[int] = []
-    done, live = 0, graph.given_bytes
+    given = {name for name in graph.sizes if name not in graph.writer and graph.wanted(name)}
+    done, live = 0, graph.bytes(given)
     # Below this no order comes: the largest operator with all that it reads and writes.
-    own = ({*one.reads, *one.writes} for one in graph.operators)
-    peak = max((sum(graph.sizes[name] for name in names) for names in own), default=0)
+    peak = max((graph.bytes({*one.reads, *one.writes}) for one in graph.operators), default=0)
     for group in segments(graph):
         peak, found = _searched(graph, group, done, live, peak, most_states)
         for number in found:
@@ -227,36 +219,28 @@ def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
 
 def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states: int) -> tuple:
     """The lowest peak, at least `peak`, with which the group runs after `done`, and an order that has it."""
-    goal = done | sum(1 << number for number in group)
-    came: dict[int, tuple[int, int]] = {}  # set -> the operator that completed it, and the set before
-    waiting, settled = [(peak, 0, done, live, -1, -1)], 0
-    while waiting:
-        peak, left, state, live, number, previous = heappop(waiting)
-        if state in came:
+    waiting, seen = [(peak, 0, done, live, ())], set()  # the lowest peak first, then the longest order
+    while True:
+        peak, _, state, live, order = heappop(waiting)
+        if len(order) == len(group):
+            return peak, order
+        if state in seen:
             continue
-        came[state] = number, previous
-        if state == goal:
-            break
-        settled += 1
-        if settled > most_states:
+        seen.add(state)
+        if len(seen) > most_states:
             what = f"a segment of {len(group)} operators has more than {most_states:,} sets to look at"
             raise ValueError(f"{what}; raise most_states, or give a graph of fewer branches")
         steps = []
         for number in group:
             if not state >> number & 1 and not graph.before[number] & ~state:
-                during, change = live + graph.result_bytes(number), graph.after(number, state)
-                steps.append((number, during, change))
-                if during <= peak and change <= 0:
+                during = live + graph.bytes(graph.operators[number].writes)
+                steps.append((number, during, graph.after(number, state)))
+                if during <= peak and steps[-1][2] <= 0:
                     steps = steps[-1:]  # whenever it ran later, running it now would do no harm
                     break
         for number, during, change in steps:
-            new = state | 1 << number
-            heappush(waiting, (max(peak, during), left - 1, new, live + change, number, state))
-    order = []
-    while state != done:
-        number, state = came[state]
-        order.append(number)
-    return peak, order[::-1]
+            longer = (*order, number)
+            heappush(waiting, (max(peak, during), -len(longer), state | 1 << number, live + change, longer))
 
 
 def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:

@@ -9,9 +9,8 @@ ZeRO-Infinity  states 20·P bytes, P = 12·L·D²; kept activations 2·b·s·D·
 STRONGHOLD     the smallest window of layers on the device that hides the transfers of the others
 Mobius         more stages than devices, weights from the host: stage s on device order[s mod N] computes
                while those of s + N are on their way; neighbours load through different root complexes
-               (`crossed`)
 
-Rates are bytes, or parameters, per second; results are exact. TiB = 2**40.
+Rates are bytes, or parameters, per second; results are exact.
 Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
 2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
 (Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;
@@ -19,6 +18,7 @@ STRONGHOLD's link is a resource, one window for all phases; Mobius is searched e
 on the device.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -86,9 +86,9 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
     moved = (3 * count - kept) * 2 * (chunk - shard)
     crossing = (3 * offloaded - both) * 2 * shard
-    updates = divided((count - offloaded) * shard, rates.device_update)
-    updates += divided(offloaded * shard, rates.host_update)
-    seconds = profile.compute_s + divided(moved, rates.network) + divided(crossing, rates.host) + updates
+    seconds = profile.compute_s + divided(moved, rates.network) + divided(crossing, rates.host)
+    seconds += divided((count - offloaded) * shard, rates.device_update)
+    seconds += divided(offloaded * shard, rates.host_update)
     held = profile.activation_bytes + cached * 2 * chunk + (count - offloaded) * 14 * shard
     return ElixirPlan(seconds, held, chunk, cached, offloaded)
 
@@ -150,14 +150,13 @@ def fuyou_phases(work: Work, server: Server, share: Number) -> dict[str, dict[st
 
 def fuyou_s(work: Work, server: Server, share: Number, *, overlapped: bool = True) -> Number:
     """Seconds of an iteration. Not overlapped: the update begins when the backward has ended."""
-    phases = fuyou_phases(work, server, share)
-    if overlapped:
-        return sum(max(busy.values()) for busy in phases.values())
-    states, back = 12 * work.parameters, phases["backward"]
-    disk = divided(states, server.read) + divided(states + 2 * work.parameters, server.write)
-    back["SSD"] -= disk
-    update = max(disk, back.pop("CPU"))
-    return max(phases["forward"].values()) + max(back.values()) + update
+    phases, update = fuyou_phases(work, server, share), 0
+    if not overlapped:
+        states, back = 12 * work.parameters, phases["backward"]
+        disk = divided(states, server.read) + divided(states + 2 * work.parameters, server.write)
+        back["SSD"] -= disk
+        update = max(disk, back.pop("CPU"))
+    return update + sum(max(busy.values()) for busy in phases.values())
 
 
 def fuyou_share(work: Work, server: Server) -> Number:
@@ -201,9 +200,9 @@ class TransformerShape:
         """Of all kept activations; `every` must divide the number of layers."""
         return 2 * batch * length * self.width * (self.num_layers // every)
 
-    def working_bytes(self, tiles: int = 1) -> int:
-        """Of the largest linear's weight and gradient, gathered for use, whole or a tile at a time."""
-        return 4 * self.width * 4 * self.width // tiles
+    def working_bytes(self) -> int:
+        """Of the largest linear's weight and gradient, gathered for use."""
+        return 4 * self.width * 4 * self.width
 
     def activation_bytes(self, batch: int = 32, length: int = 1024, every: int = 1) -> int:
         """Between two kept activations, while they are recomputed."""
@@ -257,30 +256,27 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
     return read / links["slow"] + sent / links["network"]
 
 
-def stalls(compute: Sequence[Number], transfer: Sequence[Number], window: int, one_link=True) -> list[Number]:
+def stalls(compute: Sequence[Number], transfer: Sequence[Number], window: int) -> list[Number]:
     """How long each layer waits. The first `window` are here at the start; the transfer of a later one begins
-    with the layer whose place it gets."""
+    with the layer whose place it gets, when the link is free."""
     require_nonnegative(compute=compute, transfer=transfer)
     require_ints(len(compute), len(compute), transfers=len(transfer))
     require_positive_ints(len(compute), window=window)
     starts, waits = [], []
     now = free = 0  # free: when the link is
     for i, duration in enumerate(compute):
-        arrived = now
         if i >= window and transfer[i]:
-            begin = starts[i - window]
-            arrived = free = (max(begin, free) if one_link else begin) + transfer[i]
-        waits.append(max(0, arrived - now))
+            free = max(starts[i - window], free) + transfer[i]
+        waits.append(max(0, free - now))
         starts.append(now + waits[i])
         now = starts[i] + duration
     return waits
 
 
-def smallest_window(compute: Sequence[Number], transfer: Sequence[Number], one_link: bool = True) -> int:
+def smallest_window(compute: Sequence[Number], transfer: Sequence[Number]) -> int:
     """The smallest window without a stall; all layers always do."""
     require_nonempty(compute=compute, transfer=transfer)
-    windows = range(1, len(compute) + 1)
-    return next(window for window in windows if not any(stalls(compute, transfer, window, one_link)))
+    return next(m for m in range(1, len(compute) + 1) if not any(stalls(compute, transfer, m)))
 
 
 class StageLayer(NamedTuple):
@@ -296,14 +292,11 @@ class MobiusPlan(NamedTuple):
 
 def crossed(roots: Sequence[int]) -> list[int]:
     """Devices in an order in which neighbours are behind different root complexes, while there are such."""
-    left: dict[int, list[int]] = {}
-    for device, root in enumerate(roots):
-        left.setdefault(root, []).append(device)
     order: list[int] = []
-    while any(left.values()):
-        other = [root for root in left if left[root] and (not order or root != roots[order[-1]])]
-        most = max(other or [root for root in left if left[root]], key=lambda root: len(left[root]))
-        order.append(left[most].pop(0))
+    while left := [device for device in range(len(roots)) if device not in order]:
+        other = [device for device in left if not order or roots[device] != roots[order[-1]]]
+        waiting = Counter(roots[device] for device in left)
+        order.append(max(other or left, key=lambda device: waiting[roots[device]]))
     return order
 
 
@@ -344,7 +337,7 @@ def plan_mobius(
 ) -> MobiusPlan:
     """The fastest of all cuts into stages, if every copy has its link to itself."""
     rates = {f"{way} {d}": bytes_per_s for way in ("down", "up") for d in range(devices)}
-    best = None
+    found = []
     for count in range(len(layers)):
         for inner in combinations(range(1, len(layers)), count):
             cut = tuple(range(a, b) for a, b in pairwise([0, *inner, len(layers)]))
@@ -352,10 +345,9 @@ def plan_mobius(
             held = [stage.bytes for stage in stages]
             pairs = map(sum, zip(held, held[devices:]))  # a stage and the next on its device
             if max(*held, *pairs, 0) <= room:
-                seconds = play(mobius_tasks(stages, m, range(devices), range(devices)), rates).end_s
-                if best is None or seconds < best.seconds:
-                    best = MobiusPlan(seconds, cut)
-    if best is None:
+                tasks = mobius_tasks(stages, m, range(devices), range(devices))
+                found.append(MobiusPlan(play(tasks, rates).end_s, cut))
+    if not found:
         few = f"{len(layers)} layers on {devices} devices with {room} bytes each"
         raise ValueError(f"Mobius: no cut of {few} fits; use more room or smaller layers")
-    return best
+    return min(found, key=lambda plan: plan.seconds)

@@ -31,7 +31,7 @@ def test_states_are_20_bytes_a_parameter_and_activations_2_a_number():
     assert shape.checkpoint_bytes(3, 5) == 2 * 3 * 5 * 10 * 6
     assert shape.checkpoint_bytes(3, 5, every=3) == 2 * 3 * 5 * 10 * 2
     assert shape.activation_bytes(3, 5, every=2) == 3 * 5 * 2 * (160 + 20)
-    assert shape.working_bytes() == 2 * 2 * 10 * 40 == 8 * shape.working_bytes(tiles=8)
+    assert shape.working_bytes() == 2 * 2 * 10 * 40
 
 
 def test_the_bandwidths_of_section_4():

@@ -142,7 +142,7 @@ def test_roam_of_eight_operators():
 
 def waiting(graph, order):
     """How many gradients of weights live at once, at most."""
-    weights = {number for number, name in enumerate(graph.names) if name.startswith("w")}
+    weights = {number for number, name in enumerate(graph.sizes) if name.startswith("w")}
     return most_live([life._replace(bytes=1) for life in lifetimes_in(graph, order) if life.block in weights])
 
 
