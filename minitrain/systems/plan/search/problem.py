@@ -82,9 +82,6 @@ class Option(NamedTuple):
     shardings: tuple[str, ...]
     again: bool = False
 
-    def __str__(self) -> str:
-        return "·".join(self.shardings) + "'" * self.again
-
 
 class SearchResult(NamedTuple):
     """What a search returns: its choice, what it costs, and how many partial or whole choices it priced."""
@@ -175,13 +172,11 @@ class Problem:
 
     def edge_bytes(self, source: Layer, shardings, then, levels: Sequence[Level]) -> tuple[tuple, tuple]:
         """(forward, backward) of the activation from a layer with `shardings` to `then`, or the end."""
-        size = source.gives * self.rows * self.element_bytes
+        size, end = source.gives * self.rows * self.element_bytes, (self.ends,) * len(levels)
         placed = lambda what, some: tuple(getattr(SHARDINGS[sharding], what) for sharding in some)
-        end = (self.ends,) * len(levels)
         x, dx = (end, end) if then is None else (placed("x", then), placed("dx", then))
-        return moved(placed("y", shardings), x, size, levels), moved(
-            dx, placed("dy", shardings), size, levels
-        )
+        y, dy = placed("y", shardings), placed("dy", shardings)
+        return moved(y, x, size, levels), moved(dx, dy, size, levels)
 
     def compute_seconds(self, layer: Layer, option: Option, levels: Sequence[Level]) -> float:
         """Forward and backward, 1 + 2, of a microbatch; one more forward if `again`."""
@@ -192,9 +187,8 @@ class Problem:
         stored = layer.weights * fraction(option.shardings, levels, (*SHARED, "sdp"))
         x = layer.takes * fraction([SHARDINGS[sharding].x for sharding in option.shardings], levels, CUT)
         inside = layer.keeps * fraction(option.shardings, levels, SPLIT)
-        kept = self.rows * self.element_bytes * (in_flight * (x + inside * (not option.again)))
-        once = self.rows * self.element_bytes * inside * option.again
-        return self.state_bytes * stored + kept + once
+        kept = in_flight * x + (1 if option.again else in_flight) * inside
+        return self.state_bytes * stored + self.rows * self.element_bytes * kept
 
     def graph(
         self,
@@ -210,6 +204,7 @@ class Problem:
         layers = layers or range(len(self.layers))
         levels, counted = self.mesh(devices or self.devices), unit == "bytes"
         options = options or [self.options(levels)] * len(layers)
+        rates, own = [level.bytes_per_s for level in levels], dict(zip(layers, options))
 
         def price(sent, share=1):
             return sum(sent) if counted else share * sum(map(truediv, sent, rates))
@@ -219,21 +214,18 @@ class Problem:
 
         def node(i, option):
             often, once = self.weight_bytes(self.layers[i], option.shardings, levels)
-            own = 0 if counted else self.compute_seconds(self.layers[i], option, levels)
-            return own + price(often) + price(once, 1 / self.microbatches)
+            work = 0 if counted else self.compute_seconds(self.layers[i], option, levels)
+            return work + price(often) + price(once, 1 / self.microbatches)
 
-        rates, own = [level.bytes_per_s for level in levels], dict(zip(layers, options))
-        nodes = [[node(i, option) for option in some] for i, some in own.items()]
+        memory = lambda i, option: self.memory(self.layers[i], option, levels, in_flight)
+        nodes, sizes = ([[of(i, one) for one in some] for i, some in own.items()] for of in (node, memory))
         nodes[-1] = [cost + edge(layers[-1], option) for cost, option in zip(nodes[-1], options[-1])]
         edges = {
             (i - layers[0], j - layers[0]): [[edge(i, a, b) for b in own[j]] for a in own[i]]
             for i, j in self.edges
             if i in own and j in own
         }
-        memory = [
-            [self.memory(self.layers[i], o, levels, in_flight) for o in some] for i, some in own.items()
-        ]
-        return Graph(options, nodes, edges, memory)
+        return Graph(options, nodes, edges, sizes)
 
     def cost(self, choice: Sequence[Option], layers=None, devices=None, unit: str = "seconds") -> float:
         """Of one choice: an option for each of these layers."""

@@ -19,7 +19,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy
@@ -86,36 +85,28 @@ def simulate(tasks: Sequence[Task]) -> float:
 
 
 class Delta:
-    """A simulation that is kept, and what follows each task: in its stream, and by need."""
+    """A simulation that is kept, and what comes before each task: in its stream, and by need."""
 
     def __init__(self, tasks: Sequence[Task]):
         self.tasks, self.recomputed, last = list(tasks), 0, {}
         place = {task.name: at for at, task in enumerate(tasks)}
         self.before: list[list[int]] = []
-        self.after: list[list[int]] = [[] for _ in tasks]
         for at, task in enumerate(tasks):
             self.before.append([place[name] for name in task.needs] + last.get(task.stream, []))
-            for other in self.before[at]:
-                self.after[other].append(at)
             last[task.stream] = [at]
-        done = ends(tasks)
-        self.end = [done[task.name] for task in tasks]
+        self.end = list(ends(tasks).values())
 
     def change(self, tasks: Sequence[Task]) -> float:
         """The time with these in place of the old ones."""
-        waiting = [at for at, (old, new) in enumerate(zip(self.tasks, tasks)) if old.seconds != new.seconds]
-        self.tasks, queued = list(tasks), set(waiting)
-        while waiting:
-            at = heappop(waiting)
-            queued.discard(at)
-            end = max([0.0, *(self.end[other] for other in self.before[at])]) + self.tasks[at].seconds
-            self.recomputed += 1
-            if end != self.end[at]:
-                self.end[at] = end
-                for other in self.after[at]:
-                    if other not in queued:
-                        queued.add(other)
-                        heappush(waiting, other)
+        moved = set()
+        for at, (old, new) in enumerate(zip(self.tasks, tasks)):
+            if old.seconds != new.seconds or not moved.isdisjoint(self.before[at]):
+                self.recomputed += 1
+                end = max([0.0, *(self.end[other] for other in self.before[at])]) + new.seconds
+                if end != self.end[at]:
+                    moved.add(at)
+                    self.end[at] = end
+        self.tasks = list(tasks)
         return max(self.end)
 
 

@@ -19,8 +19,8 @@ EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no ove
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import groupby, product
+from functools import cache, lru_cache, partial
+from itertools import combinations, groupby, product
 from math import inf, prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -28,15 +28,7 @@ from typing import NamedTuple
 from minitrain.pipeline.partition import balanced
 from minitrain.systems.plan.rematerialize import IntegerProgram
 from minitrain.systems.plan.search.layerwise import frontier
-from minitrain.systems.plan.search.problem import (
-    SHARED,
-    Graph,
-    Level,
-    Option,
-    Problem,
-    SearchResult,
-    cheapest,
-)
+from minitrain.systems.plan.search.problem import SHARED, Graph, Level, Option, Problem, SearchResult, cheapest
 
 Run = tuple[range, int]  # layers and devices of a stage
 Cut = tuple[Run, ...]
@@ -47,9 +39,6 @@ class Stage(NamedTuple):
     layers: range
     devices: int
     options: tuple[Option, ...]
-
-    def __str__(self) -> str:
-        return f"{self.layers[0]}-{self.layers[-1]} on {self.devices}: {' '.join(map(str, self.options))}"
 
 
 Plan = tuple[Stage, ...]
@@ -64,6 +53,7 @@ def seconds(problem: Problem, plan: Plan) -> float:
     return pipelined([stage_seconds(problem, stage) for stage in plan], problem.microbatches)
 
 
+@lru_cache(1 << 16)
 def stage_seconds(problem: Problem, stage: Stage) -> float:
     layers, devices, options = stage
     return problem.cost(options, layers, devices) + message_seconds(problem, layers, devices)
@@ -81,6 +71,7 @@ def peak_bytes(problem: Problem, plan: Plan) -> list[float]:
     return [stage_bytes(problem, stage, behind) for stage, behind in with_behind(plan)]
 
 
+@lru_cache(1 << 16)
 def stage_bytes(problem: Problem, stage: Stage, behind: int) -> float:
     levels, held = problem.mesh(stage.devices), in_flight(problem, behind)
     each = zip(stage.layers, stage.options)
@@ -224,17 +215,16 @@ def families_of(problem: Problem) -> Families:
 
 def piper(problem: Problem) -> SearchResult:
     """`cost`: seconds of the slowest stage. Of equal plans that with fewest stages."""
-    looked_at = 0
+    looked_at = []
 
     @cache
     def inner(run: Run, behind: int) -> tuple[float, tuple[Option, ...]]:
-        nonlocal looked_at
-        options, seconds, looked = fastest_of_stage(problem, run, behind, families_of(problem))
-        looked_at += looked
-        return seconds, options
+        found = fastest_of_stage(problem, run, behind, families_of(problem))
+        looked_at.append(found.looked_at)
+        return found.cost, found.choice
 
     time, plan = cheapest(by_stages(problem, inner, max), problem.memory_bytes)
-    return SearchResult(plan, time, looked_at)
+    return SearchResult(plan, time, sum(looked_at))
 
 
 def every_piper_plan(problem: Problem) -> SearchResult:
@@ -268,19 +258,18 @@ def alpa(problem: Problem) -> SearchResult:
     looked_at = 0
 
     @cache
-    def unlimited(run: Run) -> tuple[int, ...]:
+    def unlimited(run: Run) -> tuple[float, tuple[int, ...]]:
         nonlocal looked_at
         (graph,) = stage_graphs(problem, run, 0)
         looked_at += sum(map(len, graph.node)) + sum(len(edge) * len(edge[0]) for edge in graph.edge.values())
-        return intra(graph)[1]
+        return intra(graph)
 
     @cache
     def stage(run: Run, behind: int) -> tuple[float, tuple]:
         """Solved again only if the fastest does not fit beside so many microbatches."""
         (graph,) = stage_graphs(problem, run, behind)
-        picks = unlimited(run)
-        solved = graph.cost(picks), picks
-        if graph.bytes(picks) > problem.memory_bytes:
+        solved = unlimited(run)
+        if graph.bytes(solved[1]) > problem.memory_bytes:
             solved = intra(graph, problem.memory_bytes)
         if solved is None:
             return inf, ()
@@ -292,7 +281,7 @@ def alpa(problem: Problem) -> SearchResult:
         return here + rest
 
     layers, again = len(problem.layers), problem.microbatches - 1
-    runs = [range(start, end) for end in range(1, layers + 1) for start in range(end)]
+    runs = (range(*ends) for ends in combinations(range(layers + 1), 2))
     every = product(product(runs, sizes_of(problem)), range(min(layers, problem.devices)))
     best: tuple[float, Plan] = (inf, ())
     for slowest in sorted({stage(*one)[0] for one in every} - {inf}):
@@ -380,12 +369,9 @@ def within(problem: Problem, cut: Cut, families: Families) -> SearchResult:
 
 def aceso(problem: Problem, hops: int = 3, width: int = 20) -> SearchResult:
     """`choice` fits into memory. Looked at: different plans."""
-    seconds_of = cache(lambda stage: stage_seconds(problem, stage))
-    bytes_of = cache(lambda stage, behind: stage_bytes(problem, stage, behind))
-
     @cache
     def measure(plan: Plan) -> tuple[list[float], list[float]]:
-        return [seconds_of(stage) for stage in plan], [bytes_of(*one) for one in with_behind(plan)]
+        return [stage_seconds(problem, stage) for stage in plan], peak_bytes(problem, plan)
 
     def score(power: int, plan: Plan) -> float:
         times, held = measure(plan)
@@ -394,41 +380,36 @@ def aceso(problem: Problem, hops: int = 3, width: int = 20) -> SearchResult:
 
     scores = [partial(score, power) for power in (2, 4)]
     found = [improved(problem, *one, measure, hops, width) for one in product(starts(problem), scores)]
-    fitting = [plan for plan in found if max(measure(plan)[1]) <= problem.memory_bytes]
+    fitting = [(scores[0](plan), plan) for plan in found if max(measure(plan)[1]) <= problem.memory_bytes]
     if not fitting:
         raise ValueError(f"found no plan in {problem.memory_bytes:,} bytes; give more memory or hops")
-    plan = min(fitting, key=scores[0])
-    return SearchResult(plan, scores[0](plan), measure.cache_info().currsize)
+    cost, plan = cheapest(fitting)
+    return SearchResult(plan, cost, measure.cache_info().currsize)
 
 
 def starts(problem: Problem) -> list[Plan]:
     """Of each number of stages the cut with most even work, all layers with the first sharding."""
     work = lambda layers, devices: sum(problem.layers[i].flops for i in layers) / devices
+    most = lambda cut: max(work(*run) for run in cut)
     first = lambda devices: problem.options(problem.mesh(devices))[0]
-    most_even: dict[int, tuple] = {}
-    for cut in all_cuts(problem):
-        most = max(work(*run) for run in cut)
-        plan = tuple(Stage(layers, devices, (first(devices),) * len(layers)) for layers, devices in cut)
-        most_even[len(cut)] = min(most_even.get(len(cut), (most, plan)), (most, plan), key=lambda one: one[0])
-    return [most_even[stages][1] for stages in sorted(most_even)]
+    even = sorted(all_cuts(problem), key=lambda cut: (len(cut), most(cut)))
+    return [
+        tuple(Stage(layers, devices, (first(devices),) * len(layers)) for layers, devices in next(cuts))
+        for _, cuts in groupby(even, key=len)
+    ]
 
 
 def improved(problem: Problem, plan: Plan, score: Callable, measure: Callable, hops: int, width: int) -> Plan:
     """Until no row of primitives helps, neither of the bottleneck nor of the stages behind it in order."""
-    while True:
-        for place in range(len(plan)):
-            tried = [plan]
-            for _ in range(hops):
-                at = ((old, slowest(problem, *measure(old))[place]) for old in tried)
-                wide = (new for one in at for new in primitives(problem, *one))
-                tried = sorted(dict.fromkeys(wide), key=score)[:width] or [plan]
-                if score(tried[0]) < score(plan):
-                    break
+    for place in range(len(plan)):
+        tried = [plan]
+        for _ in range(hops):
+            at = ((old, slowest(problem, *measure(old))[place]) for old in tried)
+            wide = (new for one in at for new in primitives(problem, *one))
+            tried = sorted(dict.fromkeys(wide), key=score)[:width] or [plan]
             if score(tried[0]) < score(plan):
-                plan = tried[0]
-                break
-        else:
-            return plan
+                return improved(problem, tried[0], score, measure, hops, width)
+    return plan
 
 
 def slowest(problem: Problem, times: Sequence[float], sizes: Sequence[float]) -> list[int]:

@@ -412,5 +412,4 @@ def test_words_meet_levels():
         example().mesh(8)
     with pytest.raises(ValueError, match="shardings"):
         example(shardings=("dp", "mp"))
-    assert str(Option(("dp", "tp"), True)) == "dp·tp'"
     assert blocks(0).graph().size == 9**4
