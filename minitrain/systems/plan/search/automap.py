@@ -17,11 +17,9 @@ from functools import cache
 
 from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest, least
 
-Decision = tuple[str, str]  # a tensor, one of its dims
-
 
 @cache
-def dims_of(layers: int) -> dict[str, Decision]:
+def dims_of(layers: int) -> dict[str, tuple[str, str]]:
     """Dims of every tensor: x0, W0, x1, ..; operator i makes x(i+1) of x(i) and W(i)."""
     activations = {f"x{i}": ("m", f"f{i}") for i in range(layers + 1)}
     return activations | {f"W{i}": (f"f{i}", f"f{i + 1}") for i in range(layers)}
@@ -45,9 +43,9 @@ def shardings_of(cuts: dict[str, str], layers: int) -> list[str]:
     """What each operator does: rows where its x is cut by them (weights gathered, if those are cut)."""
     found = []
     for i in range(layers):
-        x, w = cuts.get(f"x{i}"), cuts.get(f"W{i}")
-        by_weight = {f"f{i}": "row", f"f{i + 1}": "col"}.get(w, "all")
-        found.append(("sdp" if w else "dp") if x == "m" else by_weight)
+        w = cuts.get(f"W{i}")
+        by_rows, by_weight = "sdp" if w else "dp", {f"f{i}": "row", f"f{i + 1}": "col"}.get(w, "all")
+        found.append(by_rows if cuts.get(f"x{i}") == "m" else by_weight)
     return found
 
 

@@ -32,15 +32,15 @@ def optcnn(problem: Problem, unit: str = "seconds") -> SearchResult:
 def eliminate(graph: Graph) -> SearchResult:
     """The cheapest choice, whatever the memory. Of equal ones any."""
     edges, left, gone, looked_at = dict(graph.edge), list(range(len(graph.options))), [], 0
-    while (found := next(between_two(edges, left), None)) is not None:
+    while found := next(between_two(edges, left), None):
         i, j, k = found
         into, own, out = edges.pop((i, j)), graph.node[j], edges.pop((j, k))
         sums = [[list(map(sum, zip(row, own, column))) for column in zip(*out)] for row in into]
         best = [[each.index(min(each)) for each in row] for row in sums]
         through = [[min(each) for each in row] for row in sums]
         looked_at += len(into) * len(own) * len(out[0])
-        if (beside := edges.get((i, k))) is not None:  # edge elimination
-            through = [[a + b for a, b in zip(*rows)] for rows in zip(through, beside)]
+        if other := edges.get((i, k)):  # edge elimination
+            through = [[a + b for a, b in zip(*rows)] for rows in zip(through, other)]
         edges[i, k] = through
         left.remove(j)
         gone.append((found, best))
@@ -69,7 +69,7 @@ def tensoropt(problem: Problem) -> SearchResult:
     """`choice`: the front as (seconds, bytes, options); `cost` the fastest within `memory_bytes`."""
     graph = problem.graph()
     front, looked_at = frontier(graph)
-    cost = fastest(front, problem.memory_bytes)[0]
+    cost, *_ = cheapest((point for point in front if point[1] <= problem.memory_bytes), problem.memory_bytes)
     return SearchResult([(s, size, graph.choice(picks)) for s, size, picks in front], cost, looked_at)
 
 
@@ -98,13 +98,6 @@ def unbeaten(points: Iterable[Point]) -> list[Point]:
     return kept
 
 
-def fastest(front: list[Point], memory_bytes: float) -> Point:
-    """Read off a front: of those that fit into so many bytes."""
-    if fitting := [point for point in front if point[1] <= memory_bytes]:
-        return fitting[0]
-    raise ValueError(f"no choice fits into {memory_bytes:,.0f} bytes; the least is {front[-1][1]:,.0f}")
-
-
 HYPAR_SHARDINGS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
 
 
@@ -121,14 +114,14 @@ def hypar(problem: Problem, solve: Callable[[Graph], SearchResult] = eliminate) 
 
 def autoddl(problem: Problem, starts: int = 20, seed: int = 0) -> SearchResult:
     draw, graph = random.Random(seed), problem.graph(unit="bytes")
-    found, looked_at = [], 0
+    found, sweeps = [], 0
     for start in range(starts):
-        picks = [draw.randrange(len(options)) if start else 0 for options in graph.options]
-        picks, sweeps = descend(graph, picks)
+        first = [draw.randrange(len(options)) if start else 0 for options in graph.options]
+        picks, more = descend(graph, first)
         found.append((graph.cost(picks), picks))
-        looked_at += sweeps * sum(map(len, graph.options))
+        sweeps += more
     cost, picks = min(found)
-    return SearchResult(graph.choice(picks), cost, looked_at)
+    return SearchResult(graph.choice(picks), cost, sweeps * sum(map(len, graph.options)))
 
 
 def descend(graph: Graph, picks: list[int]) -> tuple[list[int], int]:

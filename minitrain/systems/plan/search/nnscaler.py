@@ -39,23 +39,19 @@ def op_trans(program: Program, name: str, parts: int, aligned: bool = True) -> d
     def matching(part: str, names: Sequence[str]) -> tuple[str, ...]:
         """Of needed parts those with the number of `part`, wherever there are `parts` of one operator."""
         stems = [other.rpartition(".")[0] for other in names]
-        same = [
-            stems.count(stem) != parts or other.endswith(part[part.rindex(".") :])
-            for other, stem in zip(names, stems)
-        ]
-        return tuple(other for other, kept in zip(names, same) if kept or not aligned)
+        own = part[part.rindex(".") :]
+        alike = lambda other, stem: stems.count(stem) != parts or other.endswith(own)
+        return tuple(other for other, stem in zip(names, stems) if not aligned or alike(other, stem))
 
     new = {}
     for other, operator in program.items():
         if other == name:
             new |= {part: replace(shared, needs=matching(part, old.needs)) for part in mine}
-        elif name in operator.needs:
-            needs = tuple(part for need in operator.needs for part in (mine if need == name else [need]))
-            suffix = other.rpartition(".")
-            numbered = suffix[0] and f"{suffix[0]}.{parts - 1}" in program
-            new[other] = replace(operator, needs=matching(other, needs) if numbered else needs)
-        else:
-            new[other] = operator
+            continue
+        needs = tuple(part for need in operator.needs for part in (mine if need == name else [need]))
+        stem = other.rpartition(".")[0]
+        numbered = name in operator.needs and stem and f"{stem}.{parts - 1}" in program
+        new[other] = replace(operator, needs=matching(other, needs) if numbered else needs)
     return new
 
 
@@ -95,37 +91,24 @@ def times(program: Program) -> dict[str, float]:
 Constraint = Callable[[dict[str, int]], bool]  # of devices by name
 
 
-def assignments(program: Program, devices: int, allowed: Constraint) -> Iterator[dict[str, int]]:
-    for picked in product(range(devices), repeat=len(program)):
-        if allowed(assigned := dict(zip(program, picked))):
-            yield assigned
-
-
-def orders(
-    program: Program, before: Callable[[str, str], bool], done: tuple[str, ...] = ()
-) -> Iterator[tuple[str, ...]]:
-    """Every order in which the needs of all come first, and a before b wherever `before` says so."""
+def orders(program: Program, before: Callable | None = None, done=()) -> Iterator[tuple[str, ...]]:
+    """Every order in which the needs of all come first, and a before b wherever `before(a, b)` says so."""
     left = [name for name in program if name not in done]
     if not left:
         yield done
     for name in left:
         needed = all(need in done for need in program[name].needs)
-        if needed and not any(before(other, name) for other in left if other != name):
+        if needed and not any(before and before(other, name) for other in left if other != name):
             yield from orders(program, before, (*done, name))
 
 
-def search(
-    program: Program,
-    devices: int,
-    fits: Constraint,
-    allowed: Constraint = lambda _: True,
-    before=lambda a, b: False,
-) -> SearchResult:
+def search(program: Program, devices: int, fits: Constraint, allowed=None, before=None) -> SearchResult:
     """The shortest of all plans that fit: `allowed` assignments, one order per device with a `before` b.
     Looked at: plans, fitting or not, that differ in what some device does when."""
     best, seen = (float("inf"), {}), set()
+    assignments = (dict(zip(program, at)) for at in product(range(devices), repeat=len(program)))
     every = list(orders(program, before))
-    for assigned in assignments(program, devices, allowed):
+    for assigned in filter(allowed, assignments):
         for order in every:
             lists = tuple(tuple(n for n in order if assigned[n] == device) for device in range(devices))
             if lists in seen:

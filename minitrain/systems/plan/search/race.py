@@ -43,7 +43,7 @@ def race(problem: Problem) -> list[Row]:
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
     tree, again = staged.tree_options(problem), staged.bmw_options(problem)
     even, equal = staged.even_cuts(problem), every_run(problem)
-    products, two = as_products(flat), two_stages(problem)
+    products, two = as_products(flat), nnscaler.pipeline_program(*halves(problem))
     entrants = (  # name, unit, search, every choice of its space
         ("OptCNN", "microbatch", layerwise.optcnn(free), exhaustive(free)),
         ("TensorOpt", "microbatch", layerwise.tensoropt(problem), exhaustive(problem)),
@@ -91,12 +91,10 @@ def as_products(problem: Problem):
     return graph, shapes, unity.Rates(problem.devices, problem.flops_per_s, problem.levels[0].bytes_per_s)
 
 
-def two_stages(problem: Problem):
-    """nnScaler's program, two devices and what fits, then the constraints: the layers in two halves, forward
-    and backward of two microbatches. A device has room for the weights of one half."""
+def halves(problem: Problem) -> list[float]:
+    """Seconds forward of the first and of the last layers, nnScaler's two stages."""
     half, times = len(problem.layers) // 2, [layer.flops * problem.rows for layer in problem.layers]
-    halves = (sum(some) / problem.flops_per_s for some in (times[:half], times[half:]))
-    return nnscaler.pipeline_program(*halves)
+    return [sum(some) / problem.flops_per_s for some in (times[:half], times[half:])]
 
 
 def table(rows: list[Row]) -> str:

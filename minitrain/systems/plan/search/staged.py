@@ -28,7 +28,15 @@ from typing import NamedTuple
 from minitrain.pipeline.partition import balanced
 from minitrain.systems.plan.rematerialize import IntegerProgram
 from minitrain.systems.plan.search.layerwise import frontier
-from minitrain.systems.plan.search.problem import SHARED, Graph, Level, Option, Problem, SearchResult, cheapest
+from minitrain.systems.plan.search.problem import (
+    SHARED,
+    Graph,
+    Level,
+    Option,
+    Problem,
+    SearchResult,
+    cheapest,
+)
 
 Run = tuple[range, int]  # layers and devices of a stage
 Cut = tuple[Run, ...]
@@ -369,6 +377,7 @@ def within(problem: Problem, cut: Cut, families: Families) -> SearchResult:
 
 def aceso(problem: Problem, hops: int = 3, width: int = 20) -> SearchResult:
     """`choice` fits into memory. Looked at: different plans."""
+
     @cache
     def measure(plan: Plan) -> tuple[list[float], list[float]]:
         return [stage_seconds(problem, stage) for stage in plan], peak_bytes(problem, plan)

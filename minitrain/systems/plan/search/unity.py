@@ -16,9 +16,8 @@ verified ones; trees; one axis of devices.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
 
 from minitrain.systems.plan.search.problem import SearchResult
 
@@ -105,29 +104,26 @@ def _price(g: Graph, shapes, rates: Rates) -> tuple[float, int, int]:
     return time + 2 * rates.launch_s, rows, columns // 2 if g[0] == "glu" else columns
 
 
-def optimize(
-    g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most: int = 3000, slack=3.0
-) -> SearchResult:
+def optimize(g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most=3000, slack=3.0) -> SearchResult:
     """The cheapest graph that rewrites lead to: cheapest first, through those that cost up to `slack` times
     the best, `most` of them."""
-    best, seen, tie = (seconds(g, shapes, rates), g), {g}, count()
-    waiting = [(best[0], next(tie), g)]
+    best = (seconds(g, shapes, rates), 0, g)  # the number in which it was seen breaks ties
+    seen, waiting = {g}, [best]
     while waiting and len(seen) < most:
         cost, _, graph = heappop(waiting)
         if cost > slack * best[0]:
             break
         for new in rewrites(graph, rules):
             if new not in seen:
+                heappush(waiting, (seconds(new, shapes, rates), len(seen), new))
+                best = min(best, waiting[0])
                 seen.add(new)
-                price = seconds(new, shapes, rates)
-                best = min(best, (price, new), key=lambda one: one[0])
-                heappush(waiting, (price, next(tie), new))
-    return SearchResult(best[1], best[0], len(seen))
+    return SearchResult(best[2], best[0], len(seen))
 
 
 def sequential(g: Graph, shapes, rates: Rates) -> SearchResult:
     """The best algebra on one device, then the best parallel form of that."""
-    first = optimize(g, shapes, Rates(1, rates.flops_per_s, rates.bytes_per_s, rates.launch_s), (algebra,))
+    first = optimize(g, shapes, replace(rates, devices=1), (algebra,))
     then = optimize(first.choice, shapes, rates, (parallel,))
     return SearchResult(then.choice, then.cost, first.looked_at + then.looked_at)
 
