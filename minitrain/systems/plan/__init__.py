@@ -13,6 +13,6 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        checkpoint_interval, checkpoint_placement   how often to save; whose memory has whose state
        casts              which operators are worth 16 bits, casts counted (Campo)
        mesh_traffic       what each axis of a mesh sends, per rank and step
-       grid_costs         what the matrices of a layer cost on a grid, the fastest first
+       grid_costs         what the matrices of a layer cost on a grid
        search/            searches of automatic parallelism, all on one problem
 """
