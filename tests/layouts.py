@@ -40,9 +40,8 @@ from minitrain.compose.run_states import saved_buffers
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import FIXED, ROUTERS, ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
-from minitrain.model.experts_config import FIXED, ROUTERS, ExpertsConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW

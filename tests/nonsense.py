@@ -57,8 +57,7 @@ import torch.distributed as dist
 import minitrain
 from minitrain.checkpoint.format import write_file
 from minitrain.checkpoint.store import Store, file_name
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.ranks.pieces import Piece
 from tests.saving import Quick
 

@@ -63,7 +63,6 @@ NO_TORCH = (
     "course.plot.plan_widget",
     "course.plot.style",
     "model.config",
-    "model.experts_config",
     "model.training.flags",
     "course.atlas",
     "course.notebook",

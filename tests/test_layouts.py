@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from minitrain import launch
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.sharding import place
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict

@@ -98,8 +98,7 @@ def export_weights(store, step: int, folder: Path) -> int:
     """config.json and model.safetensors; returns the bytes of the latter."""
     from minitrain.checkpoint.exchange import write_tensors
     from minitrain.checkpoint.load import Saved
-    from minitrain.model.hugging_face import family_of, outgoing
-    from minitrain.model.hugging_face_config import settings_of
+    from minitrain.model.hugging_face import family_of, outgoing, settings_of
 
     manifest, files = store.open(step)
     config = config_in(manifest)
@@ -161,8 +160,7 @@ class Weights:
 
 def config_in(manifest: dict):
     """The model that a checkpoint is of."""
-    from minitrain.model.config import GPTConfig
-    from minitrain.model.experts_config import ExpertsConfig
+    from minitrain.model.config import ExpertsConfig, GPTConfig
 
     was = manifest["identity"]
     if "d_model" not in was:

@@ -19,8 +19,7 @@ import typer
 from typer import Option
 
 from minitrain.cli.replay_command import among, known
-from minitrain.model.config import GPTConfig, presets
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting.memory_formulas import zero_bytes

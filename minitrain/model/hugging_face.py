@@ -1,6 +1,7 @@
-"""Weights of four families as Hugging Face names them, and what else must agree for equal logits.
+"""Models of four families as Hugging Face writes them: a config.json, and weights by their names.
 
-    config = config_of(json.load(open("config.json")))          model = GPT(config)
+    config = config_of(json.load(open("config.json")))          llama, gpt2, mixtral, deepseek_v3
+    settings_of(config, "Mixtral")                              the same the other way round
     model.load_state_dict(dict(incoming(state, config)))        dict(outgoing(model.state_dict(), config))
 
                 Llama, Mixtral, DeepSeek-V3        GPT-2                              here
@@ -14,27 +15,37 @@
     head        lm_head, or tied and left out     tied to wte                        tied: under both names
 
 Each of these, wrong, gives a model that runs and writes nonsense or nearly sense: GELU for its tanh form
-moves logits by 1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. `incoming` and `outgoing` read what
-makes one tensor at a time. Copied are experts, GPT-2's matrices and what V3 joins or turns, nothing else.
-Raises ValueError for another model's state.
+moves logits by 1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. hugging_face.tsv has the names of sizes
+and modules by family. `incoming` and `outgoing` read what makes one tensor at a time. Copied are experts,
+GPT-2's matrices and what V3 joins or turns, nothing else. Raises ValueError for another model's state.
+
+Read are sizes and the arithmetic of a forward, not how a model was trained: balance losses, the speed of
+biases, dropout. Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has
+YaRN, for 163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama,
+a router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their
+top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction module is left out.
+DeepSeek-AI 2024, arXiv:2412.19437, sections 2.1.2 and 4.3; Jiang et al. 2024, arXiv:2401.04088, table 1.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face_config import config_of, families
 
-__all__ = ["config_of", "incoming", "names_of", "outgoing"]
-
+TABLE = Path(__file__).with_name("hugging_face.tsv")
+KINDS = {"llama": "Llama", "gpt2": "GPT-2", "mixtral": "Mixtral", "deepseek_v3": "DeepSeek-V3"}
+WRITTEN = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}
 # Which part of theirs is ours, where theirs is one.
 PARTS = {
     "GPT-2": {"attention.q": 0, "attention.k": 1, "attention.v": 2},
@@ -44,6 +55,90 @@ PARTS = {
 BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 # Rows of a head that turns (i, i + K/2), and of one that turns (2i, 2i + 1).
 HALVES, PAIRS = "(pair i) ...", "(i pair) ..."
+
+
+@cache
+def rows_of(family: str, kind: str) -> list[dict[str, str]]:
+    """Of hugging_face.tsv: ours, theirs, and as JSON what is meant where a file says nothing (of "only" rows:
+    those of a file's other settings that have a counterpart here)."""
+    with TABLE.open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [row for row in rows if family in row["families"].split() and row["kind"] == kind]
+
+
+def counterparts(family: str, kind: str) -> dict[str, str]:
+    """Ours to theirs, of sizes, modules of a block, or what is outside of blocks."""
+    return {row["ours"]: row["theirs"] for row in rows_of(family, kind)}
+
+
+def config_of(settings: Mapping) -> GPTConfig:
+    """The model of a config.json."""
+    if (name := KINDS.get(settings.get("model_type"))) is None:
+        raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
+    _only(settings, {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")})
+    optional = (row for row in rows_of(name, "size") if row["missing"])
+    given = {**{row["theirs"]: json.loads(row["missing"]) for row in optional}, **settings}
+    sizes = {ours: given[theirs] for ours, theirs in counterparts(name, "size").items()}
+    if name == "GPT-2":
+        activation = "gelu" if settings.get("activation_function") == "gelu" else "gelu_tanh"
+        return GPTConfig(**sizes, norm="layer", positions="learned", bias=True, activation=activation)
+    # Older files have theta on top.
+    rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | (settings.get("rope_parameters") or {})
+    _only(rope, {"rope_type": ["default"]})
+    experts = None
+    if name == "Mixtral":
+        experts = ExpertsConfig(settings["num_local_experts"], settings["num_experts_per_tok"])
+    if name == "DeepSeek-V3":
+        _only(settings, {"v_head_dim": [settings["qk_nope_head_dim"]]})
+        sizes["query_latent"] = sizes["query_latent"] or 0
+        experts = _deepseek_experts(settings)
+    return GPTConfig(**sizes, rope_theta=rope["rope_theta"], experts=experts)
+
+
+def settings_of(config: GPTConfig, family: str) -> dict:
+    """What a config.json says of the model; `family` as `family_of` calls it."""
+    if family not in WRITTEN:
+        raise ValueError(f"a config.json of {family} is not written here; {', '.join(WRITTEN)} are")
+    kind = next(kind for kind, name in KINDS.items() if name == family)
+    settings = dict(model_type=kind, architectures=[WRITTEN[family]])
+    settings |= {theirs: getattr(config, ours) for ours, theirs in counterparts(family, "size").items()}
+    if family == "GPT-2":
+        return settings | dict(activation_function="gelu" if config.activation == "gelu" else "gelu_new")
+    settings |= dict(rope_theta=config.rope_theta, hidden_act="silu")
+    if family == "Mixtral":
+        experts = config.experts
+        settings |= dict(num_local_experts=experts.num_experts, num_experts_per_tok=experts.top_k)
+    return settings
+
+
+def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
+    top_k, nodes = settings["num_experts_per_tok"], settings.get("n_group") or 1
+    limit = settings.get("topk_group") or nodes
+    if limit < nodes and top_k != 2 * limit:
+        rule = "theirs takes groups by their 2 best experts, ours by their num_experts_per_tok / topk_group"
+        raise ValueError(f"num_experts_per_tok = {top_k}, topk_group = {limit}: {rule}; only 2 is both")
+    return ExpertsConfig(
+        settings["n_routed_experts"],
+        top_k,
+        "deepseek",
+        expert_width=settings["moe_intermediate_size"],
+        shared_experts=settings.get("n_shared_experts") or 0,
+        dense_first=settings["first_k_dense_replace"],
+        route_nodes=nodes if limit < nodes else 1,
+        node_limit=limit if limit < nodes else 0,
+        route_scale=settings["routed_scaling_factor"],
+    )
+
+
+def _only(settings: Mapping, known: Mapping[str, list]) -> None:
+    for name, values in known.items():
+        if (given := settings.get(name, values[0])) not in values:
+            raise ValueError(
+                f"{name} = {given!r}; only {', '.join(map(repr, values))} has a counterpart here"
+            )
+
+
+# ---- weights ---------------------------------------------------------------------------------------------
 
 
 def incoming(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -90,8 +185,8 @@ def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]
     A {} in their name is the number of an expert.
     """
     family, last, table = family_of(config), config.num_layers + 1, {}
-    inside, folder = families()[family].modules, "h" if family == "GPT-2" else "layers"
-    outer = {ours.format(last=last): theirs for ours, theirs in families()[family].outer.items()}
+    inside, folder = counterparts(family, "module"), "h" if family == "GPT-2" else "layers"
+    outer = {ours.format(last=last): theirs for ours, theirs in counterparts(family, "outer").items()}
     for name, value in GPT(config, device="meta").state_dict().items():
         module, _, kind = name.rpartition(".")
         number, _, inner = module.removeprefix("layers.").partition(".")
@@ -174,7 +269,7 @@ def family_of(config: GPTConfig) -> str:
             return "DeepSeek-V3"
     names = ("norm", "positions", "activation", "bias", "residual", "kv_latent", "experts")
     said = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
-    raise ValueError(f"a model with {said} is none of {', '.join(families())}")
+    raise ValueError(f"a model with {said} is none of {', '.join(KINDS.values())}")
 
 
 def _is_conv1d(config: GPTConfig, name: str) -> bool:

@@ -13,7 +13,7 @@ from minitrain import launch
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.data_parallel import states
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig
 from tests.checkpoint.saver_runs import ALL, Hold, adamw, copies, differing, run_of, train
 from tests.parallel import small
 

@@ -11,9 +11,8 @@ import pytest
 
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from tests.saving import (

@@ -20,12 +20,10 @@ from minitrain.cli import main
 from minitrain.cli.checkpoint_command import Weights, config_in
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.trainer import Trainer
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import config_of, family_of, incoming
-from minitrain.model.hugging_face_config import settings_of
+from minitrain.model.hugging_face import config_of, family_of, incoming, settings_of
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 

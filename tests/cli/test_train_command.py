@@ -25,9 +25,8 @@ from minitrain.checkpoint.store import Store
 from minitrain.cli import main, train_command
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.trainer import Trainer
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training import flags
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting.memory_formulas import zero_bytes

@@ -10,9 +10,8 @@ import torch
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun

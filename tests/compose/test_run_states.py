@@ -12,9 +12,8 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.compose.run_states import bytes_to_save, check_names, shapes_of
 from minitrain.data_parallel import states
 from minitrain.data_parallel.states import copied
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.plan.strategy import Strategy

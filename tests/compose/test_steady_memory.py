@@ -23,8 +23,8 @@ from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.model.config import ExpertsConfig
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, Block, Stages, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, accumulate, train_step, valid_tokens

@@ -25,8 +25,7 @@ from minitrain.memory.recompute import recompute
 from minitrain.memory.recompute_policies import NAMES, of_block, parse, segments
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.memory.segment import Results
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses

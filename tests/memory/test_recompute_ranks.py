@@ -14,8 +14,7 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.compose.recompute_passes import in_parts, recompute_in
 from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW

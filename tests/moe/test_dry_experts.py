@@ -8,9 +8,8 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.moe import experts, router
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue

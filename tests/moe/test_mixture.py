@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.run_states import saved_buffers
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW

@@ -14,8 +14,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import mixtures
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.runtime import Around, RunnerHooks

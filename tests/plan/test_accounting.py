@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
 from minitrain.model.training.optim import AdamW

@@ -10,8 +10,7 @@ from functools import cache
 
 import pytest
 
-from minitrain.model.config import GPTConfig, presets
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.table import flat, nested
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values

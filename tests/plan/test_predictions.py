@@ -9,9 +9,8 @@ import pytest
 from minitrain.compose.dry_steps import _step as _dry_step
 from minitrain.compose.measured_work import work_of
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.pipeline.schedule import parts
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED

@@ -12,7 +12,7 @@ from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.mixture import mixtures
 from minitrain.model.training.optim import AdamW

@@ -14,7 +14,7 @@ from minitrain import collectives, launch
 from minitrain.compose import product_passes
 from minitrain.compose.parallelize import check_module, parallelize
 from minitrain.compose.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import MLP, Linear
 from minitrain.moe import experts

@@ -15,7 +15,7 @@ from minitrain.data_parallel.choices import Choice, ShardingPlan, Traffic, cheap
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2, grad_of
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.plan.strategy_checks import MOST_CELLS

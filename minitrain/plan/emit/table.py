@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.model.fields import meant
+from minitrain.model.config import meant
 from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
 
 Options = dict[str, object]

@@ -18,9 +18,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
-from minitrain.model.config import Derived, GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
-from minitrain.model.fields import meant
+from minitrain.model.config import Derived, ExpertsConfig, GPTConfig, meant
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE
 from minitrain.ranks.checks import require_positive_ints

@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun

@@ -7,8 +7,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose import expert_passes
-from minitrain.model.config import GPTConfig
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import MixtureOfExperts
 from minitrain.moe import router
 from minitrain.moe.parallel import place_experts

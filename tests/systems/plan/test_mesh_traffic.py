@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.experts_config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.plan.strategy import Strategy

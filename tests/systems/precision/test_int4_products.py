@@ -8,7 +8,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.product_passes import PRODUCTS
-from minitrain.model.experts_config import ExpertsConfig
+from minitrain.model.config import ExpertsConfig
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.products import Scales
 from minitrain.ranks.events import Issue
