@@ -2,16 +2,7 @@
 
 A `GPTConfig` says everything that fixes the parameters of a model and the arithmetic of one token, and
 nothing about ranks, precision or training. It is frozen, needs no torch (planners read it too) and is checked
-when it is made. Its `experts` say which MLPs are experts, how a token finds them and what keeps them busy:
-
-    GPTConfig(..., experts=ExpertsConfig(num_experts=8, top_k=2))                 Mixtral: every block
-    ExpertsConfig(128, top_k=1, router="switch", expert_every=2, capacity_factor=1.25)
-    ExpertsConfig(256, 8, "deepseek", expert_width=2048, shared_experts=1, dense_first=3, bias_speed=1e-3)
-    ExpertsConfig(64, 1, "switch", expert_every=2, shared_experts=1, pyramid_layers=2, pyramid_experts=128)
-
-The last is DeepSpeed's PR-MoE: residual (a shared MLP beside the one chosen) and a pyramid (more experts in
-the last layers). What is per row here, capacity and the balance loss, is per batch of a device in Switch
-Transformer and per group in GShard; a row is a group that no layout of ranks cuts differently.
+when it is made. `GPTConfig(experts=ExpertsConfig(8, 2))` is a mixture of experts.
 
     parameters of a block, MHA with biases, LayerNorm, F = 4D:   12·D² + 13·D
     (attention 4·D² + 4·D, MLP 8·D² + 5·D, two norms 4·D)
@@ -87,7 +78,17 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertsConfig(Settings):
-    """Loss terms are sums over tokens, divided by the valid tokens of the batch like the loss itself."""
+    """Which MLPs of a model are experts, how a token finds them and what keeps them busy.
+
+        ExpertsConfig(num_experts=8, top_k=2)                                         Mixtral: every block
+        ExpertsConfig(128, top_k=1, router="switch", expert_every=2, capacity_factor=1.25)
+        ExpertsConfig(256, 8, "deepseek", expert_width=2048, shared_experts=1, dense_first=3, bias_speed=1e-3)
+        ExpertsConfig(64, 1, "switch", expert_every=2, shared_experts=1, pyramid_layers=2, pyramid_experts=128)
+
+    The last is DeepSpeed's PR-MoE: residual (a shared MLP beside the one chosen) and a pyramid (more experts
+    in the last layers). Capacity and the balance loss are per row (Switch Transformer: per batch of a device;
+    GShard: per group): a group that no layout of ranks cuts differently. Loss terms are sums over tokens,
+    divided by the valid tokens of the batch like the loss itself."""
 
     num_experts: int = 8  # E of a layer that has experts, shared ones not counted
     top_k: int = 2  # of these a token visits

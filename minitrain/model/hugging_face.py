@@ -14,16 +14,8 @@
     experts     one by one, [out, in]                                                stacked, [E, in, out]
     head        lm_head, or tied and left out     tied to wte                        tied: under both names
 
-Each of these, wrong, gives a model that runs and writes nonsense or nearly sense: GELU for its tanh form
-moves logits by 1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. hugging_face.tsv has the names of sizes
-and modules by family. `incoming` and `outgoing` read what makes one tensor at a time. Copied are experts,
-GPT-2's matrices and what V3 joins or turns, nothing else. Raises ValueError for another model's state.
-
-Read are sizes and the arithmetic of a forward, not how a model was trained: balance losses, the speed of
-biases, dropout. Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has
-YaRN, for 163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama,
-a router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their
-top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction module is left out.
+Each of these, wrong, gives a model that runs and writes nearly sense: GELU for its tanh form moves logits by
+1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. hugging_face.tsv has all names, by family.
 DeepSeek-AI 2024, arXiv:2412.19437, sections 2.1.2 and 4.3; Jiang et al. 2024, arXiv:2401.04088, table 1.
 """
 
@@ -72,7 +64,12 @@ def counterparts(family: str, kind: str) -> dict[str, str]:
 
 
 def config_of(settings: Mapping) -> GPTConfig:
-    """The model of a config.json."""
+    """The model of a config.json: sizes and the arithmetic of a forward, not how it was trained.
+
+    Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has YaRN, for 163,840
+    positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama, a router that
+    chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their top_k / topk_group
+    best: the same for its 8 and 4. Its multi-token prediction module is left out."""
     if (name := KINDS.get(settings.get("model_type"))) is None:
         raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
     _only(settings, {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")})
@@ -142,7 +139,8 @@ def _only(settings: Mapping, known: Mapping[str, list]) -> None:
 
 
 def incoming(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our names and tensors one after the other; `state` may read each of its own when it is asked for."""
+    """Our names and tensors one after the other; `state` may read each of its own when it is asked for, so that
+    what makes one tensor is in memory at a time. ValueError for another model's state."""
     table, family = names_of(config), family_of(config)
     found = _readers(state)
     if config.tied and "lm_head.weight" not in found:
