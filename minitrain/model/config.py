@@ -82,8 +82,8 @@ class ExpertsConfig(Settings):
 
         ExpertsConfig(num_experts=8, top_k=2)                                         Mixtral: every block
         ExpertsConfig(128, top_k=1, router="switch", expert_every=2, capacity_factor=1.25)
-        ExpertsConfig(256, 8, "deepseek", expert_width=2048, shared_experts=1, dense_first=3, bias_speed=1e-3)
-        ExpertsConfig(64, 1, "switch", expert_every=2, shared_experts=1, pyramid_layers=2, pyramid_experts=128)
+        ExpertsConfig(256, 8, "deepseek", expert_width=2048, shared_experts=1, dense_first=3)
+        ExpertsConfig(64, 1, "switch", shared_experts=1, pyramid_layers=2, pyramid_experts=128)
 
     The last is DeepSpeed's PR-MoE: residual (a shared MLP beside the one chosen) and a pyramid (more experts
     in the last layers). Capacity and the balance loss are per row (Switch Transformer: per batch of a device;

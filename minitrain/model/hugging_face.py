@@ -66,9 +66,9 @@ def counterparts(family: str, kind: str) -> dict[str, str]:
 def config_of(settings: Mapping) -> GPTConfig:
     """The model of a config.json: sizes and the arithmetic of a forward, not how it was trained.
 
-    Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has YaRN, for 163,840
-    positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama, a router that
-    chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their top_k / topk_group
+    Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has YaRN, for
+    163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama, a
+    router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their top_k / topk_group
     best: the same for its 8 and 4. Its multi-token prediction module is left out."""
     if (name := KINDS.get(settings.get("model_type"))) is None:
         raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
@@ -139,7 +139,7 @@ def _only(settings: Mapping, known: Mapping[str, list]) -> None:
 
 
 def incoming(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our names and tensors one after the other; `state` may read each of its own when it is asked for, so that
+    """Our names and tensors one after the other; `state` may read each of its own when it is asked for: then
     what makes one tensor is in memory at a time. ValueError for another model's state."""
     table, family = names_of(config), family_of(config)
     found = _readers(state)
