@@ -68,8 +68,8 @@ def config_of(settings: Mapping) -> GPTConfig:
 
     Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has YaRN, for
     163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama, a
-    router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their top_k / topk_group
-    best: the same for its 8 and 4. Its multi-token prediction module is left out."""
+    router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their
+    top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction module is left out."""
     if (name := KINDS.get(settings.get("model_type"))) is None:
         raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
     _only(settings, {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")})
