@@ -13,7 +13,7 @@ from typing import Annotated
 from typer import Option, echo
 
 from minitrain.cli.replay_command import among, known, writable
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import presets
 from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
 from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
 from minitrain.plan.planner import Task, needs, pareto, search, why
@@ -67,7 +67,9 @@ def plan(
     said = f"{batch} x {length} tokens per step, stack {stack}"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
     echo(table(fits[:top]))
-    echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB\n\n{memory(best)}\n")
+    echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB\n")
+    kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
+    echo(f"Memory of 1 in GB on the fullest rank: {kinds}\n")
     for number, other in enumerate(fits[1 : top if explain else 2], start=2):
         echo(f"{number} is {other.step_s / best.step_s - 1:.1%} slower than 1: {reasons(best, other)}")
     if theirs:
@@ -76,10 +78,12 @@ def plan(
         if (short := needs(theirs) - task.room_bytes) > 0:
             echo(f"it does not fit: {short / 1e9:.1f} GB more than {room:.0%} of the device")
     if explain:
-        echo(f"\nWhere the time of 1 goes:\n{parts(best)}")
+        spent = sorted(best.parts.items(), key=lambda item: -item[1])
+        rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]
+        echo(f"\nWhere the time of 1 goes:\n{aligned(rows)}")
         echo(f"\nFaster ones need more memory:\n{table(pareto(fits))}")
     if writer:
-        echo("")
+        echo()
         write(fits, writer, out)
 
 
@@ -97,18 +101,15 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
     text, notes, in_code = (written, [], {}) if writer is training_job else written
-    where = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
-    notes = [*notes, *(f"the rest is said in {place}" for place in where)]
     if refused:
-        slower = one.step_s / best[0].step_s - 1
-        notes = [refused, f"written is {number}, {slower:.1%} slower than 1", *notes]
-    for note in notes:
+        echo(f"{refused}\nwritten is {number}, {one.step_s / best[0].step_s - 1:.1%} slower than 1", err=True)
+    places = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
+    for note in (*notes, *(f"the rest is said in {place}" for place in places)):
         echo(note, err=True)
     if out:
         out.write_text(text)
-        echo(f"written to {out}")
-    else:
-        echo(text, nl=False)
+        text = f"written to {out}\n"
+    echo(text, nl=False)
 
 
 def read(path: Path, task: Task) -> Job:
@@ -126,15 +127,14 @@ def read(path: Path, task: Task) -> Job:
         job = training_job.read(text)
     else:
         job, _ = deepspeed.read(text, sizes | {"length": task.length})
-    found = sizes_of(job.model, job.strategy.ranks, job.rows, job.length)
-    if found != (wanted := sizes_of(model, task.ranks, task.batch, task.length)):
+    sizes = lambda ranks, rows, length, model: (
+        f"{ranks} ranks, {rows} rows of {length} tokens, "
+        f"{model.num_layers} x {model.d_model}, {model.num_heads} heads"
+    )
+    found = sizes(job.strategy.ranks, job.rows, job.length, job.model)
+    if found != (wanted := sizes(task.ranks, task.batch, task.length, model)):
         raise ValueError(f"{path} is for {found}, this plan for {wanted}; ask for the same")
     return job
-
-
-def sizes_of(model: GPTConfig, ranks: int, rows: int, length: int) -> str:
-    shape = f"{model.num_layers} x {model.d_model}, {model.num_heads} heads"
-    return f"{ranks} ranks, {rows} rows of {length} tokens, {shape}"
 
 
 def table(predictions: list[Prediction]) -> str:
@@ -147,16 +147,6 @@ def table(predictions: list[Prediction]) -> str:
         took = readable(one.step_s), f"{one.mfu:.1%}", f"{needs(one) / 1e9:.1f} GB"
         rows.append((*map(str, sizes), s.recompute, *took, f"{part} {seconds / one.step_s:.0%}"))
     return aligned(rows, left=(7, 10, 14))
-
-
-def memory(best: Prediction) -> str:
-    kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
-    return f"Memory of 1 in GB on the fullest rank: {kinds}"
-
-
-def parts(best: Prediction) -> str:
-    spent = sorted(best.parts.items(), key=lambda item: -item[1])
-    return aligned([(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s])
 
 
 def reasons(best: Prediction, other: Prediction) -> str:

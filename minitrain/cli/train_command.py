@@ -1,9 +1,8 @@
 """`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun.
 
 Flags are the fields of Strategy, Hyperparameters and GPTConfig. As many ranks are started as the strategy
-has; bad input, a checkpoint of another run included, is refused before that. Rank 0 prints a bar per report:
-a line that looks the same in a terminal, a notebook and a file. torch is imported when training begins, since
-other commands share this command line.
+has; bad input, a checkpoint of another run included, is refused before that. torch is imported when training
+begins, since other commands share this command line.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from minitrain.cli.replay_command import among, known
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.accounting.memory_formulas import zero_bytes
-from minitrain.plan.accounting.parameters import mlp_parameters, parameters
+from minitrain.plan.accounting.parameters import parameters
 from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints, require_positive_ints
@@ -74,16 +72,21 @@ def train(
     trainer = dict(report_every=report_every, save_every=every)
     trainer |= dict(save_how="asynchronous" if async_save else "sync_sharded", out=out)
     settings = Settings(config, strategy, hyper, text, out, sample, checkpoint, keep, resume, trainer)
-    check(settings, ranks_there(strategy))
+    ranks = strategy.ranks
+    if "WORLD_SIZE" in os.environ:  # the others are known without torch
+        from minitrain.ranks.launch.start import in_a_job
+
+        ranks = int(os.environ["WORLD_SIZE"]) if in_a_job() else ranks
+    check(settings, ranks)
     from minitrain.ranks import launch
 
     try:
         launch.run(train_on_rank, settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
-        said = "nothing was saved, for there is no --checkpoint"
-        if checkpoint:
-            said = "the same command with --resume goes on from the last checkpoint"
-        typer.echo(f"interrupted; {said}")
+        said = "the same command with --resume goes on from the last checkpoint"
+        typer.echo(
+            f"interrupted; {said if checkpoint else 'nothing was saved, for there is no --checkpoint'}"
+        )
         raise typer.Exit(130) from None
 
 
@@ -109,15 +112,6 @@ class Settings:
 
 
 # ---- before a rank starts --------------------------------------------------------------------------------
-
-
-def ranks_there(strategy: Strategy) -> int:
-    """Those of torchrun; else as many as are asked for."""
-    if "WORLD_SIZE" not in os.environ:
-        return strategy.ranks  # known without torch
-    from minitrain.ranks.launch.start import in_a_job
-
-    return int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks
 
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
@@ -155,13 +149,13 @@ def check(settings: Settings, ranks: int) -> None:
     if hyper.frozen:
         check_frozen(config, hyper)
     train_text, _ = open_text(settings.text, hyper.length)
-    check_memory(config, strategy, bool(settings.folder))
+    check_memory(config, strategy)
     if settings.out:
         settings.out.mkdir(parents=True, exist_ok=True)
-    if settings.resume and not settings.folder:
-        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
     if settings.folder:
         check_checkpoints(settings, train_text)
+    elif settings.resume:
+        raise ValueError("--resume without a folder: add --checkpoint FOLDER")
 
 
 def check_checkpoints(settings: Settings, text) -> None:
@@ -207,30 +201,17 @@ def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
         raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
 
-def check_memory(config: GPTConfig, strategy: Strategy, saves: bool) -> None:
-    """Weights and states of this machine's ranks, and what they save, fit into memory."""
+def check_memory(config: GPTConfig, strategy: Strategy) -> None:
+    """Weights, gradients and optimizer states fit into this machine even if no two ranks hold the same."""
     import torch
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.ranks))
-    needed, free = ranks * state_bytes(config, strategy, saves), psutil.virtual_memory().available
+    needed = parameters(config) * sum(strategy.policy.state_bytes) * ranks / strategy.ranks
+    free = psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
-        where = f"{ranks} rank{'s' * (ranks > 1)}{' (with a checkpoint)' * saves}"
-        sizes = f"need {needed / 1e9:.0f} GB on {where}, {free / 1e9:.0f} GB are free"
-        cure = "use a smaller model, more ZeRO, or count it in a minitrain.ranks.launch.dryrun"
+        sizes = f"need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}, {free / 1e9:.0f} GB are free"
+        cure = "use a smaller model, or count it in a minitrain.ranks.launch.dryrun"
         raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
-
-
-def state_bytes(config: GPTConfig, strategy: Strategy, saves: bool = False) -> int:
-    """At least so many of weights, gradients, moments and masters of one rank; `saves`: and part of a copy.
-    Of experts a rank has 1 / ep, and hybrid sharding may leave as little as ZeRO-3."""
-    weight, gradient, optimizer = strategy.policy.state_bytes
-    experts = sum(config.experts_in(block) for block in range(1, config.num_layers + 1))
-    dealt = experts * mlp_parameters(config, matrices_only=True, width=config.expert_width)
-    here = parameters(config) - dealt + dealt // strategy.ep
-    stage = 3 if strategy.hybrid else strategy.zero
-    sizes = dict(weight=weight, gradient=gradient, optimizer=optimizer)
-    states = zero_bytes(here, strategy.dp * strategy.cp, stage, **sizes) / (strategy.pp * strategy.tp)
-    return int(states + saves * parameters(config) * (weight + optimizer) / strategy.ranks)
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------
@@ -253,9 +234,9 @@ def train_on_rank(settings: Settings) -> None:
     more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store())
     trainer = Trainer(run, text, hyper, **more)
     say = print if trainer.rank == 0 else lambda *_: None
-    size, best = f"{parameters(settings.config):,} parameters", f"{peak_flops / 1e9:.0f} GFLOP/s"
-    there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {best}"
-    say(f"{size}, {strategy}, {there}; {len(text):,} tokens of {text.name}")
+    there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {peak_flops / 1e9:.0f}"
+    data = f"{len(text):,} tokens of {text.name}"
+    say(f"{parameters(settings.config):,} parameters, {strategy}, {there} GFLOP/s; {data}")
     if line := emulation(run.model.layers, strategy):
         say(line)
     if settings.resume:
@@ -264,9 +245,8 @@ def train_on_rank(settings: Settings) -> None:
     for record in trainer.run():
         elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
         say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
-        while told < len(trainer.not_saved):
-            say(trainer.not_saved[told])
-            told += 1
+        for told, line in enumerate(trainer.not_saved[told:], told + 1):
+            say(line)
     for line in trainer.saver.notes if trainer.saver else ():
         say(line)
     named = dict(log=settings.out, checkpoints=settings.folder)

@@ -29,7 +29,6 @@ from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
 from minitrain.model.training import flags
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.accounting.memory_formulas import zero_bytes
 from minitrain.plan.accounting.parameters import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
@@ -344,49 +343,20 @@ def test_a_field_is_a_flag():
     assert [*inspect.signature(command).parameters] == ["first", "number", "share", "word", "names", "is_on"]
 
 
-def test_state_bytes_are_those_of_the_formulas():
-    """Weights, gradients, moments and masters of one rank, as ZeRO cuts them; whole ones besides for a
-    checkpoint."""
-    config = presets["tiny"]
-    count = parameters(config)
-    bytes_of = lambda config=config, saves=False, **how: train_command.state_bytes(
-        config, Strategy(**how), saves
-    )
-    for stage in (0, 1, 2, 3):
-        short = zero_bytes(count, 4, stage, weight=4, gradient=4, optimizer=8)
-        assert bytes_of(dp=2, cp=2, zero=stage) == short
-        main_grads = dict(dp=4, zero=stage, precision="bfloat16_main_grads")
-        assert bytes_of(**main_grads) == int(zero_bytes(count, 4, stage, gradient=4))
-    assert bytes_of(precision="bfloat16_short_moments") == 14 * count
-    assert bytes_of(dp=4, node=2, zero="III") == 4 * count, "at least"
-    assert bytes_of(tp=2, pp=2, precision="float64") == 8 * count
-    assert bytes_of(dp=4, zero=3, saves=True) == 7 * count
-    moe = presets["tiny-moe"]
-    blocks = sum(moe.experts_in(block) for block in range(1, moe.num_layers + 1))
-    rest = parameters(moe) - (experts := blocks * 3 * moe.d_model * moe.expert_width)
-    assert bytes_of(moe, dp=4, ep=2) == 16 * (rest + experts // 2), "a rank has half of the experts"
-    assert bytes_of(moe, dp=4, ep=2, zero=1) == int(8 * (rest + experts / 2) + 8 * (rest + experts / 2) / 4)
-
-
 def test_what_does_not_fit_says_how_much_is_free(monkeypatch):
-    """Of this machine's ranks alone; a checkpoint needs room as well."""
+    """The states once, of this machine's ranks alone."""
     config, strategy = presets["tiny"], Strategy(dp=2, precision="bfloat16")
-    needed = 2 * train_command.state_bytes(config, strategy)
+    needed = 16 * parameters(config)
     free = lambda number: SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=number))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train_command, "psutil", free(needed))
-    train_command.check_memory(config, strategy, saves=False)
-    with pytest.raises(ValueError) as error:
-        train_command.check_memory(config, strategy, saves=True)
-    assert (
-        f"{parameters(config):,} parameters need 0 GB on 2 ranks (with a checkpoint), 0 GB are free: "
-        in str(error.value)
-    )
+    train_command.check_memory(config, strategy)
     monkeypatch.setattr(train_command, "psutil", free(needed - 1))
-    with pytest.raises(ValueError, match="on 2 ranks, 0 GB are free"):
-        train_command.check_memory(config, strategy, saves=False)
+    with pytest.raises(ValueError) as error:
+        train_command.check_memory(config, strategy)
+    assert f"{parameters(config):,} parameters need 0 GB on 2 ranks, 0 GB are free: " in str(error.value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    train_command.check_memory(config, strategy, saves=False)
+    train_command.check_memory(config, strategy)
 
 
 def test_a_report_says_its_numbers():
@@ -402,11 +372,3 @@ def test_what_is_held_out_is_long_enough_for_a_window(tmp_path):
     size = len(held_out)
     assert train_command.open_text(file, size - 1)[1] is not None
     assert train_command.open_text(file, size)[1] is None, "a window is a token longer, for its last target"
-
-
-def test_ranks_are_those_of_a_whole_job_or_as_many_as_are_asked_for(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert train_command.ranks_there(Strategy(dp=3)) == 3
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    assert train_command.ranks_there(Strategy(dp=3)) == 3, "no job is told by that alone"
