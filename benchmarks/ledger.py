@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 from benchmarks.measure import Row, in_turns, row
 from minitrain import launch
-from minitrain.compose.dry_steps import dry_steps
+from minitrain.compose.dry_runs import dry_steps
 from minitrain.model.config import presets
 from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum

@@ -28,7 +28,7 @@ from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median,
 from minitrain import launch
 from minitrain.attention.dropout import Places
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.recompute_passes import recompute_in
+from minitrain.compose.passes import recompute_in
 from minitrain.compose.run import Run
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens

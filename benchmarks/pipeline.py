@@ -21,10 +21,9 @@ from minitrain.model.gpt import GPTConfig, Stages, cross_entropy_sum
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner
-from minitrain.pipeline.schedules.dualpipe import dualpipe_v
+from minitrain.pipeline.schedules.bidirectional import dualpipe_v
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.v_shape import zb_v
-from minitrain.pipeline.schedules.zero_bubble import zb_interleaved
+from minitrain.pipeline.schedules.zero_bubble import zb_interleaved, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.mesh import Mesh
 

@@ -27,7 +27,7 @@ from math import exp
 from statistics import mean, median
 from time import process_time
 
-from minitrain.compose.measured_work import work_of
+from minitrain.compose.dry_runs import work_of
 from minitrain.plan.predict.fit import fit, log_ratio
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import START, Rates

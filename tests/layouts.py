@@ -34,7 +34,7 @@ from torch import Tensor
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.product_passes import multiply_in, roll_scales
+from minitrain.compose.passes import multiply_in, roll_scales
 from minitrain.compose.run import Run
 from minitrain.compose.run_states import saved_buffers
 from minitrain.context.core_names import CORES

@@ -103,7 +103,7 @@ READ_AS = {  # parameters without a hint, by the names that this package gives t
 }
 MEANT = (  # by a name that several modules have
     "pipeline.schedule.Action attention.hbm_traffic.Traffic systems.plan.search.problem.example "
-    "plan.planner.Task plan.simulate.machines.machine compose.measured_work.work_of "
+    "plan.planner.Task plan.simulate.machines.machine compose.dry_runs.work_of "
     "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig plan.strategy.Strategy"
 )
 MOST_BYTES = 8 << 30

@@ -178,7 +178,7 @@ MUTATORS = set(
     "add append appendleft clear discard extend insert pop popitem remove setdefault update acquire".split()
 )
 STATE = {  # what is changed all the same, and why; PROCESS of ranks/process.py is what everything else is in
-    "compose.measured_work _measured": "what was measured once, for the planner's next question",
+    "compose.dry_runs _measured": "what was measured once, for the planner's next question",
     "course.grading.kit _lanes": "an answer's process, where there is no minitrain",
     "precision.products quantize": "to become an argument",
 }

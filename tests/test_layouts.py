@@ -105,7 +105,6 @@ def test_the_draws_would_notice(what):
 
     def rank(case):
         from minitrain.attention import dropout
-        from minitrain.compose import expert_passes
         from minitrain.compose import parallelize as module
         from minitrain.model import mixture
         from minitrain.moe import dispatch
@@ -130,7 +129,7 @@ def test_the_draws_would_notice(what):
             groups = module.ExpertGroups
             module.ExpertGroups = lambda strategy, mesh: summed_over_ep(groups(strategy, mesh))
         elif what == "routers see slices over tp":
-            place_on_ranks = expert_passes.place_on_ranks
+            place_on_ranks = module.place_on_ranks
             module.place_on_ranks = lambda *arguments: place_on_ranks(*arguments) and set()
         elif what == "whole rows decide who is dropped":
             mixture.MixtureOfExperts.whole_rows = lambda self, chosen, positions: (chosen, None)

@@ -1,7 +1,7 @@
 """`minitrain plan`: the fastest layouts of a model on a machine, predicted, and why the others are slower.
 
 Names are looked up and sizes checked before torch is loaded; then every layout is predicted, from dry runs of
-one layer (measured_work.py) and the machine's rates. `--emit` writes the best one for another system, and
+one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one for another system, and
 `--compare` reads such a file and predicts it beside the best (plan/emit).
 """
 
@@ -60,7 +60,7 @@ def plan(
     theirs = task.run(read(compare, task).strategy) if compare else None
     from tqdm import tqdm
 
-    from minitrain.compose.measured_work import work_of
+    from minitrain.compose.dry_runs import work_of
 
     fits = search(task, work_of, progress=lambda each: tqdm(each, leave=False, disable=None))
     best = fits[0]

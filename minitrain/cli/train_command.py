@@ -221,7 +221,7 @@ def train_on_rank(settings: Settings) -> None:
     from tqdm import tqdm
 
     from minitrain.compose.parallelize import parallelize
-    from minitrain.compose.product_passes import emulation
+    from minitrain.compose.passes import emulation
     from minitrain.compose.trainer import Trainer
     from minitrain.model.training.step import measure_peak_flops
     from minitrain.ranks import launch

@@ -19,10 +19,15 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
-from minitrain.compose.expert_passes import ExpertGroups, expert_hooks, place_on_ranks
-from minitrain.compose.offload_passes import offload
-from minitrain.compose.product_passes import PRODUCTS, multiply_in
-from minitrain.compose.recompute_passes import recompute_in
+from minitrain.compose.passes import (
+    PRODUCTS,
+    ExpertGroups,
+    expert_hooks,
+    multiply_in,
+    offload,
+    place_on_ranks,
+    recompute_in,
+)
 from minitrain.compose.run import Run
 from minitrain.context.layout import Layout
 from minitrain.data_parallel.hybrid import Hybrid

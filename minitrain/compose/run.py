@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.compose.product_passes import roll_scales
+from minitrain.compose.passes import roll_scales
 from minitrain.compose.run_states import RunStates
 from minitrain.context import layout as layouts
 from minitrain.data_parallel.states import tell_updates

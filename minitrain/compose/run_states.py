@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.load import agree
-from minitrain.compose.product_passes import histories, load_histories, scales_of
+from minitrain.compose.passes import histories, load_histories, scales_of
 from minitrain.data_parallel import states
 from minitrain.memory.pools import is_fake
 from minitrain.model.config import GPTConfig

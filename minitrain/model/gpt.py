@@ -167,7 +167,7 @@ class GPT(nn.Module):
         super().__init__()
         require_one_of((torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
         self.config, self.hooks, self.layers = config, hooks or Hooks(), Layers()
-        self.run_layers: Callable = one_by_one  # or again for their backward (compose/recompute_passes.py)
+        self.run_layers: Callable = one_by_one  # or again for their backward (compose/passes.py)
         last, place = config.num_layers + 1, dict(dtype=dtype, device=device)
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:

@@ -6,15 +6,13 @@ named("1f1b", p=4, m=8)   named("interleaved", p=4, m=8, chunks=2)   named("seq1
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import Schedule
+from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
 from minitrain.pipeline.schedules.bpipe import bpipe
-from minitrain.pipeline.schedules.chimera import chimera, hanayo
-from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
-from minitrain.pipeline.schedules.v_shape import v_half, v_min, zb_v
 from minitrain.pipeline.schedules.varuna import recomputed, varuna
-from minitrain.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from minitrain.ranks.checks import require_positive_ints
 
 PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}

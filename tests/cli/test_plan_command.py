@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minitrain.cli import main, plan_command
-from minitrain.compose.measured_work import work_of
+from minitrain.compose.dry_runs import work_of
 from minitrain.model.config import presets
 from minitrain.plan.emit import megatron, torchtitan, training_job
 from minitrain.plan.planner import RECOMPUTE, Task

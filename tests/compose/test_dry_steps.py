@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minitrain.cli import main
-from minitrain.compose.dry_steps import _step, dry_steps, stage_ranks
+from minitrain.compose.dry_runs import _step, dry_steps, stage_ranks
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.hyperparameters import Hyperparameters
@@ -131,9 +131,9 @@ def test_states_made_without_a_step_are_those_of_one(strategy, monkeypatch):
 
     step, rank = partial(_step, CONFIG, strategy, HYPER, True), stage_ranks(strategy)[0]
     without = told(dryrun.run(step, rank=rank, ranks=strategy.ranks))
-    monkeypatch.setattr("minitrain.compose.dry_steps.make_states", a_step)
+    monkeypatch.setattr("minitrain.compose.dry_runs.make_states", a_step)
     assert told(dryrun.run(step, rank=rank, ranks=strategy.ranks)) == without
-    monkeypatch.setattr("minitrain.compose.dry_steps.make_states", lambda run: None)
+    monkeypatch.setattr("minitrain.compose.dry_runs.make_states", lambda run: None)
     made = told(dryrun.run(step, rank=rank, ranks=strategy.ranks)) != without
     assert made == (strategy.offload == "none")  # the host has its states from the start
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from minitrain import collectives, launch
-from minitrain.compose.offload_passes import update_in_files
 from minitrain.compose.parallelize import parallelize
+from minitrain.compose.passes import update_in_files
 from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.states import WholeTensors, copied

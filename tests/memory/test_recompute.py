@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
-from minitrain.compose.recompute_passes import recompute_in
+from minitrain.compose.passes import recompute_in
 from minitrain.memory import segment
 from minitrain.memory.dropping import dropping
 from minitrain.memory.recompute import recompute

@@ -11,7 +11,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.dropout import Places
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.recompute_passes import in_parts, recompute_in
+from minitrain.compose.passes import in_parts, recompute_in
 from minitrain.data_parallel import states
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import ExpertsConfig, GPTConfig

@@ -14,8 +14,7 @@ from minitrain import launch
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.schedule import Action, Pair, Schedule, W, check, parts
-from minitrain.pipeline.schedules.chimera import chimera, hanayo
-from minitrain.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.zero_bubble import zb_h1
 from minitrain.pipeline.simulate import Costs, simulate

@@ -19,7 +19,7 @@ from minitrain.model.mixture import mixtures
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.runtime import Around, RunnerHooks
 from minitrain.pipeline.schedule import B, F, I, Pair, Schedule, W, check
-from minitrain.pipeline.schedules.dualpipe import dualpipe_v
+from minitrain.pipeline.schedules.bidirectional import dualpipe_v
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import RankError, dryrun

@@ -24,8 +24,16 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy, urgency
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
-from minitrain.pipeline.schedules.v_shape import rank_of, v_half, v_min, zb_v
-from minitrain.pipeline.schedules.zero_bubble import bubble, zb_h1, zb_h2, zb_interleaved
+from minitrain.pipeline.schedules.zero_bubble import (
+    bubble,
+    rank_of,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_interleaved,
+    zb_v,
+)
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitrain.compose.measured_work import work_of
+from minitrain.compose.dry_runs import work_of
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner

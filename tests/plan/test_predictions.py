@@ -6,8 +6,8 @@ from operator import mul
 
 import pytest
 
-from minitrain.compose.dry_steps import _step as _dry_step
-from minitrain.compose.measured_work import work_of
+from minitrain.compose.dry_runs import _step as _dry_step
+from minitrain.compose.dry_runs import work_of
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
-from minitrain.compose import product_passes
+from minitrain.compose import passes
 from minitrain.compose.parallelize import check_module, parallelize
-from minitrain.compose.product_passes import emulation, multiply_in, roll_scales, scales_of, swap
+from minitrain.compose.passes import emulation, multiply_in, roll_scales, scales_of, swap
 from minitrain.model.config import ExpertsConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import MLP, Linear
@@ -457,7 +457,7 @@ def test_a_kernel_is_used_where_there_is_one_and_widths_are_whole(monkeypatch):
 
 
 def test_names_are_known_everywhere_and_emulation_is_said():
-    assert set(policies.PRODUCTS) == {"plain", *product_passes.PRODUCTS}
+    assert set(policies.PRODUCTS) == {"plain", *passes.PRODUCTS}
     model = GPT(CONFIG, seed=0)
     multiply_in(model, strategy := Strategy(products="fp8_rows"), None)
     said = "products='fp8_rows' are emulated, at no gain in time: no kernel for float32 on cpu"

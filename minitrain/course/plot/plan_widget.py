@@ -1,6 +1,6 @@
 """Drag it: a model, a machine and a layout; memory of every stage, time of a step and MFU follow.
 
-    explore(work_of, known)        in a notebook, with those of minitrain/compose/measured_work.py
+    explore(work_of, known)        in a notebook, with those of minitrain/compose/dry_runs.py
     picture(choice, work_of)       the same without a widget: the picture, and the lines above it
 
 A `Choice` is what the controls say. What it cannot be (sizes that do not divide, say) is one line, with the

@@ -1,4 +1,4 @@
-"""Zero bubble: a backward in two halves, I and W, of which only I is waited for. ZB-H1 and ZB-H2. No torch.
+"""Zero bubble: a backward in two halves, I and W, of which only I is waited for. No torch.
 
     ZB-H1, p=3, m=5     F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4     (1F1B waits for 6, this for 2)
                         .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -10,16 +10,33 @@
     ZB-H2   2(p - r - 1)      2r            (p-1)·max(0, TF + TI - 2TW)      2p - 1                2p - 1
 
 For rank r and TW <= TF: a longer W hides no more than a forward. `bubble` is idle time in a rank's own span.
-With fewer microbatches lists hold less and wait longer. An activation counts whole until its W. Sends what
-1F1B, or its interleaved form, sends.
-Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2 and 3, table 2, whose B and W are our I and W.
-`zb_interleaved` is torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
+With fewer microbatches lists hold less and wait longer. An activation counts whole until its W.
+
+V shapes: two stages per rank, folded; four offsets, the block, set the memory.
+
+              F down, F up, I down, I up     peak / microbatches     bubble in units, of B = 6(p-1)
+    v_min     1, 1, 1, 1                     floor((p+4)/3)          2/3 B - 1, or + 1 if 3 divides p
+    v_half    2, 1, 2, 1                     floor((p+2)/2)          1/2 B, or - 1 if p is odd
+    zb_v      4, 2, 4, 2                     p                       0                  1F1B: peak p, bubble B
+
+Rank r has the stages r (held long) and 2p-1-r (held briefly). Every microbatch does the same on a rank, 6
+units of time after the one before (two stages; F, I and W of one unit). So the times of F and I in microbatch
+0, the block, are the schedule. A rank holds the time from F to I of both stages, over 6: small steps from
+rank to rank hold little, large ones leave time to fill the pipeline. Where two actions of a rank would need
+the same unit, backwards start 2 or 3 later. Bubble for m >= p (zb_v: 2p-1), p from 2 to 16. Sends what 1F1B,
+or its interleaved form, sends; V shapes nearly twice the messages.
+Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2, 3 and 6, table 2, whose B and W are our I and W;
+Qi et al. 2024, arXiv:2405.15362, section 3, and its code for the offsets of v_min and v_half; torch's
+ScheduleInterleavedZeroBubble. Differs: `squeezed` alone follows the block; offsets of zb_v are ours.
 """
 
-from minitrain.pipeline.schedule import Action, F, I, Schedule, W
+from collections import deque
+from collections.abc import Callable
+
+from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
 from minitrain.pipeline.schedules.one_direction import depth_first
 from minitrain.pipeline.simulate import Simulation, Time
-from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -65,3 +82,84 @@ def bubble(simulation: Simulation) -> Time:
 
 def _straight(stage: int, m: int) -> tuple[list[Action], list[Action]]:
     return [F(stage, i) for i in range(m)], [I(stage, i) for i in range(m)]
+
+
+Block = Callable[[int], tuple[int, int, int, int]]
+PERIOD = 6
+
+
+def v_min(p: int, m: int) -> Schedule:
+    """A third of 1F1B's memory, two thirds of its bubble."""
+    require_positive_ints(p=p, m=m)
+    return squeezed(f"V-Min, p={p}, m={m}", p, m, block_of("v_min", p), limit=2 * ((p + 4) // 3))
+
+
+def v_half(p: int, m: int) -> Schedule:
+    """Half of 1F1B's memory, half of its bubble."""
+    require_positive_ints(p=p, m=m)
+    return squeezed(f"V-Half, p={p}, m={m}", p, m, block_of("v_half", p), limit=2 * ((p + 2) // 2))
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """1F1B's memory, no bubble."""
+    require_positive_ints(p=p, m=m)
+    return squeezed(f"ZB-V, p={p}, m={m}", p, m, block_of("zb_v", p), limit=2 * p, early=True)
+
+
+def block_of(shape: str, p: int) -> Block:
+    """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0."""
+    require_positive_ints(p=p)
+    require_one_of(("v_min", "v_half", "zb_v"), shape=shape)
+    gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions need the same unit
+    return {
+        "v_min": lambda r: (r, 2 * p - 1 - r, 2 * p + r + gap, 4 * p - 1 - r + gap),
+        "v_half": lambda r: (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + wide, 6 * p - 2 - r + wide),
+        "zb_v": lambda r: (4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r),
+    }[shape]
+
+
+def rank_of(stage: int, p: int) -> int:
+    require_positive_ints(p=p)
+    require_ints(0, 2 * p - 1, stage=stage)
+    return min(stage, 2 * p - 1 - stage)
+
+
+def block_order(p: int, m: int, block: Block, rank: int) -> list[Action]:
+    """F and I of a rank in the order of the block, a copy of it every 6 units."""
+    early, late = rank, 2 * p - 1 - rank
+    kinds = (F, early), (F, late), (I, late), (I, early)
+    starts = [(start, *kind) for start, kind in zip(block(rank), kinds)]
+    every = [(start + PERIOD * i, kind(stage, i)) for start, kind, stage in starts for i in range(m)]
+    return [action for _, action in sorted(every)]
+
+
+def squeezed(name: str, p: int, m: int, block: Block, limit: int, early: bool = False) -> Schedule:
+    """The block's order, each action as soon as it can be; W where a rank would wait or is full (`limit`).
+
+    With `early` a rank that waits before its first backward runs forwards of its early stage ahead."""
+    orders = [deque(block_order(p, m, block, rank)) for rank in range(p)]
+    needs, later = Schedule(name, orders, 2 * p, m).needs, [deque() for _ in range(p)]
+    ranks, held, done = [[] for _ in range(p)], [0] * p, set()
+    can = lambda action: all(before in done for before in needs[action])
+
+    def choose(rank: int) -> Action | None:
+        """What the order has next, else a W, else, before the first backward, a forward ahead of its turn."""
+        order = orders[rank]
+        if order and can(order[0]) and (order[0].kind == "I" or held[rank] < limit):
+            return order[0]
+        if later[rank]:
+            return later[rank][0]
+        if early and all(action.kind == "F" for action in ranks[rank]) and held[rank] + 2 <= limit:
+            ahead = [action for action in order if action.kind == "F" and action.stage < p][:1]
+            return next(filter(can, ahead), None)  # room stays for the one whose turn it is
+        return None
+
+    while now := [(rank, action) for rank in range(p) if (action := choose(rank))]:
+        for rank, action in now:
+            (later if action.kind == "W" else orders)[rank].remove(action)
+            ranks[rank].append(action)
+            held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
+            if action.kind == "I":
+                later[rank].append(W(*action[1:]))
+            done.add(action)
+    return check(Schedule(name, ranks, 2 * p, m))

@@ -76,7 +76,7 @@ class Prediction:
 
 
 def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Prediction:
-    """`work_of(config, strategy, microbatch, length, fused_attention)` counts: measured_work.py."""
+    """`work_of(config, strategy, microbatch, length, fused_attention)` counts: dry_runs.py."""
     strategy, stack = run.strategy, run.stack
     again = strategy.recompute == "stage"
     counted = strategy

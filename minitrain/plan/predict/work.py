@@ -1,6 +1,6 @@
 """What one rank does for one microbatch, layer by layer, as plain values, counted by a dry run.
 
-    work = work_of(config, strategy, microbatch, length)        made by minitrain/compose/measured_work.py
+    work = work_of(config, strategy, microbatch, length)        made by minitrain/compose/dry_runs.py
     work.block.forward.operators     products, attention kernels and passes through memory, in order
     work.block.backward.collectives  what tp, cp and ep send: operation, axis, payload
 

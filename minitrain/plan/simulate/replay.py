@@ -230,7 +230,7 @@ class _Player:
             members = ", ".join(map(str, event.members[:6])) + ", ..." * (len(event.members) > 6)
             raise ValueError(f"rank {rank} issues {_call(event)}, whose members are {members}")
         if message and "pp" in event.axis.split("_") and len(stream.expected) < 2:
-            cure = "give the events of all stages (dry_steps.py does)"
+            cure = "give the events of all stages (dry_runs.py does)"
             raise ValueError(f"rank {rank} issues {_call(event)} and stages are not in step; {cure}")
         return stream
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minitrain.compose.measured_work import known, work_of
+from minitrain.compose.dry_runs import known, work_of
 from minitrain.course.plot import plan_svg, svg
 from minitrain.course.plot.plan_widget import VALUES, Choice, explore, picture
 from minitrain.model.config import presets

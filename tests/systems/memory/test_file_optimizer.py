@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose.offload_passes import update_in_files
 from minitrain.compose.parallelize import parallelize
+from minitrain.compose.passes import update_in_files
 from minitrain.data_parallel import states
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3

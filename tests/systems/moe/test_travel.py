@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose import expert_passes
+from minitrain.compose import passes as compose_passes
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import MixtureOfExperts
 from minitrain.moe import router
@@ -53,9 +53,9 @@ def measured(width, tokens, activation="gelu", training=True, **how):
     """(distance from one process, counts [E] of this rank, bytes over ep, kinds of bytes) of one layer."""
     strategy, c = Strategy(dp=RANKS, ep=RANKS, **how), config_of(width, activation)
     mesh, rank, ours, whole = Mesh(**strategy.axes), collectives.world().rank(), layer(c), layer(c, True)
-    groups = expert_passes.ExpertGroups(strategy, mesh)
+    groups = compose_passes.ExpertGroups(strategy, mesh)
     place_experts(ours.experts, groups.group)
-    ours.hooks.experts = expert_passes.travel(c, strategy, mesh, groups, None)
+    ours.hooks.experts = compose_passes.travel(c, strategy, mesh, groups, None)
     ours.train(training)
     x, at = drawn(tokens, rank), torch.arange(tokens)
     with Ledger() as ledger, torch.set_grad_enabled(training):
@@ -272,7 +272,7 @@ def test_a_run_equals_one_process(ranks):
     """Gradients, clipped steps and whole states, with the names and shapes of one process; shadows there are."""
 
     def rank():
-        chosen, copied, tables, table_of = [], module.shadows, [], expert_passes.table_of
+        chosen, copied, tables, table_of = [], module.shadows, [], compose_passes.table_of
 
         def shadows(own, which, group):
             chosen.append(len(which))
@@ -282,7 +282,7 @@ def test_a_run_equals_one_process(ranks):
             tables.append(table_of(*given, **named))
             return tables[-1]
 
-        module.shadows, expert_passes.table_of, found = shadows, table, []
+        module.shadows, compose_passes.table_of, found = shadows, table, []
         for one in RUNS[ranks]:
             chosen.clear(), tables.clear()
             found.append((on_rank(one)[0], max(chosen, default=0), list(tables)))

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from minitrain import collectives, launch
 from minitrain.pipeline.schedule import B, F, Pair, Schedule, check
-from minitrain.pipeline.schedules.chimera import chimera
+from minitrain.pipeline.schedules.bidirectional import chimera
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.schedules.slices import terapipe
 from minitrain.pipeline.schedules.varuna import recomputed

@@ -9,7 +9,7 @@ import pytest
 
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
-from minitrain.pipeline.schedules.v_shape import block_of, v_half, v_min, zb_v
+from minitrain.pipeline.schedules.zero_bubble import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.systems.plan.schedule_search import completed, fits, prepared, repetend, shortest, unroll
 from minitrain.systems.plan.schedule_search import most_activations as held

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose.product_passes import multiply_in
+from minitrain.compose.passes import multiply_in
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.plan.strategy import Strategy

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.compose.product_passes import PRODUCTS
+from minitrain.compose.passes import PRODUCTS
 from minitrain.model.config import ExpertsConfig
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.products import Scales

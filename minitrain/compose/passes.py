@@ -1,0 +1,361 @@
+"""Passes of `parallelize` for layers: experts, products in few bits, the host, recomputation.
+
+    dp × cp ranks   [0 1 2 3 | 4 5 6 7]     ep = 4: each block has all experts, rank i and i + 4 the same ones
+                                            their gradients are sums over {i, i + 4}
+
+**Products.** A block's projections and MLPs get the linear layers of quantized_linear.py, experts `LowBits`;
+parameters and their names stay. Layers that are cut over tp have them already (tensor_parallel). Delayed
+scaling: after a step the largest numbers that a block has seen are agreed over all ranks that have it with
+other tokens, or another part of it: 8 bytes a matrix in one message a block and group.
+
+**Recomputation** by the words of recompute_policies.py: what each block keeps.
+
+    stage          blocks 1 2 3 4 5, recompute="every:2"         [1 2] [3 4] [5]     each kept as one input
+
+With `recompute_partition` (ZeRO-R's Pa) a rank of tp keeps 1/tp of such an input, which is alike on all of
+them, and backward sends one more all-gather of it, (t-1)/t · B·T·D elements a segment. What is computed again
+sends again: of a block with "full" the all-reduce behind attention's output, and with sequence parallelism
+the gathers in front of each pair of matrices; not the sum of the MLP's, for the second pass stops before its
+last product. A kept result sends nothing twice.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-Infinity, arXiv:2104.07857,
+section 6.1 (parameters on the host).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitrain.attention.dropout import Places
+from minitrain.data_parallel.hybrid import Chain
+from minitrain.data_parallel.sharded_units import UnitBuffer, elements
+from minitrain.data_parallel.sync import Sync
+from minitrain.memory.activations import AwayActivations
+from minitrain.memory.dropping import dropping
+from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
+from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host
+from minitrain.memory.recompute import recompute
+from minitrain.memory.recompute_policies import Policy, parse, segments
+from minitrain.memory.segment import Hold, Results
+from minitrain.model.config import GATED, GPTConfig
+from minitrain.model.gpt import GPT, Stages, one_by_one
+from minitrain.model.hooks import Hooks
+from minitrain.model.mixture import mixtures
+from minitrain.model.training.optim import AdamW
+from minitrain.moe.dispatch import AllToAll
+from minitrain.moe.experts import LowBits
+from minitrain.moe.parallel import CutExperts, Tokens, place_experts
+from minitrain.moe.router import Routing
+from minitrain.pipeline.halves import Halves
+from minitrain.plan.strategy import Strategy
+from minitrain.precision import products as eight_bits
+from minitrain.precision.products import Scales, emulated
+from minitrain.precision.quantized_linear import LowLinear
+from minitrain.ranks import collectives
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import placement
+from minitrain.systems.memory.file_optimizer import FileOptimizer, piece_of
+from minitrain.systems.memory.files import FileStore
+from minitrain.systems.moe.overlapped_experts import by_capacity
+from minitrain.systems.moe.travel import Table, experts_are_cheaper, pull, shadow, table_of
+from minitrain.systems.moe.two_level import TwoLevels
+from minitrain.systems.plan.expert_placement import shadowed
+from minitrain.systems.plan.rematerialize import next_checkpoint
+from minitrain.systems.precision import bitnet, early_fp8, int4, int8
+
+
+class ExpertGroups:
+    """ep splits dp × cp into blocks of ranks that hold all experts together; the ranks at one place of every
+    block hold the same ones, and `summed_over` are these, inside a node first."""
+
+    def __init__(self, strategy: Strategy, mesh: Mesh):
+        self.group, names = None, ("ep", "edp")
+        self.part, self.summed_over = (0, 1), ()
+        if strategy.ep == 1:
+            return
+        *outer, inner = strategy.data_axes
+        rows, node = (*strategy.data_axes, *strategy.context_axes), (inner, *strategy.context_axes)
+        self.group, replicas = mesh.blocks(*rows, size=strategy.ep, names=names)
+        self.part, self.summed_over = (self.group.rank(), strategy.ep), (replicas,)
+        if outer:  # two levels, of which the blocks take up the inner one first
+            size = mesh.size(*node)
+            _, near = mesh.blocks(*node, size=min(size, strategy.ep), names=names)
+            self.summed_over = (near, replicas if strategy.ep > size else mesh.group(*outer))
+        names = ("ep_inside", "ep_across")
+        self.inside, self.across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
+
+
+def expert_hooks(
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
+) -> Hooks:
+    """How tokens and experts meet: the one place that says what is wrapped in what."""
+    axes = list(strategy.context_axes)
+    if strategy.tp > 1:
+        axes.append("tp")
+    tokens = Tokens(
+        tp_group=mesh.group("tp") if strategy.tp > 1 else None,
+        sequence_parallel=strategy.sequence_parallel,
+        row_group=mesh.group(*axes) if axes else None,
+        row_ranks=strategy.cp * strategy.tp if strategy.sequence_parallel else strategy.cp,
+    )
+    return Hooks(tokens=tokens, experts=travel(config, strategy, mesh, groups, pairs))
+
+
+def travel(
+    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
+) -> Callable:
+    """shadow(pull(rows that travel)), each as far as the strategy asks for it."""
+    if groups.group is None:
+        return AllToAll()
+    meanwhile = pairs.yield_turn if pairs else None
+    shared_by = (mesh.group("tp"),) if strategy.tp > 1 else ()
+    table = partial(table_of, group=groups.group, shared_by=shared_by)
+    width, gated = config.expert_width, config.activation in GATED
+
+    def pays(routing: Routing, training: bool) -> bool:
+        return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
+
+    def rule(rows: Table) -> Sequence[int]:
+        return shadowed(rows, config.d_model, width, 2 + gated)
+
+    if strategy.ep_chunks > 1:
+        group, chunks = groups.group, strategy.ep_chunks
+        hook = lambda x, routing, experts: by_capacity(x, routing, group, experts, chunks=chunks)
+    elif groups.inside.size() > 1:
+        hook = TwoLevels(groups.across, groups.inside, meanwhile)
+    else:
+        hook = AllToAll(groups.group, meanwhile)
+    if strategy.ep_travel != "tokens":
+        always = strategy.ep_travel == "experts"
+        hook = partial(
+            pull, hook=hook, across=groups.across, inside=groups.inside, pays=None if always else pays
+        )
+    if strategy.ep_shadow:
+        hook = partial(shadow, hook=hook, group=groups.group, table=table, rule=rule, most=strategy.ep_shadow)
+    return hook
+
+
+def place_on_ranks(
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh, groups: ExpertGroups
+) -> set[nn.Parameter]:
+    """Experts over ep, each cut over tp; the parameters that see a slice of the tokens."""
+    sliced = set()
+    for layer in mixtures(module.layers):
+        if groups.group is not None:
+            place_experts(layer.experts, groups.group)
+        if strategy.tp > 1:
+            layer.experts = CutExperts(layer.experts, mesh.group("tp"))
+            sliced |= set(layer.router.parameters())
+    return sliced
+
+
+# Every way to compute the products of linear layers, by the names of policies.PRODUCTS.
+PRODUCTS = eight_bits.PRODUCTS | bitnet.PRODUCTS | early_fp8.PRODUCTS | int4.PRODUCTS | int8.PRODUCTS
+
+
+def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
+    if (products := PRODUCTS.get(strategy.products)) is None:
+        return
+    group = mesh.group("tp") if strategy.tp > 1 else None
+    for layer in module.layers:
+        if hasattr(layer, "attention") and group is None:
+            swap(layer.attention, products)
+            swap(getattr(layer.mlp, "shared", layer.mlp), products)
+    for mixture in mixtures(module.layers):
+        device = mixture.experts.up.device
+        scales = [Scales(products.history, group, cut if group else "", device) for cut in "NK"]
+        mixture.experts.work = LowBits(products, *scales)
+
+
+def swap(module: nn.Module | None, products) -> None:
+    """A layer with these products in the place of every linear one right below `module`."""
+    for name, child in [] if module is None else list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            scales = Scales(products.history, device=child.weight.device)
+            setattr(module, name, LowLinear(child, products, scales))
+
+
+def emulation(layers: Iterable[nn.Module], strategy: Strategy) -> str | None:
+    """What to tell whoever asked for products that this machine has no kernels for."""
+    products = PRODUCTS.get(strategy.products)
+    blocks = [layer for layer in layers if hasattr(layer, "attention")] if products else []
+    params = [pair for block in blocks for pair in block.named_parameters()]
+    weights = [param for name, param in params if param.dim() > 1 and "router" not in name]
+    if not any(emulated(products, weight) for weight in weights):
+        return None
+    where = f"{str(weights[0].dtype).removeprefix('torch.')} on {weights[0].device.type}"
+    return f"products={strategy.products!r} are emulated, at no gain in time: no kernel for {where}"
+
+
+def scales_of(layers: Iterable[nn.Module]) -> dict[str, Scales]:
+    """Those that remember, by the names of what they belong to in the whole model."""
+    named = ((f"{layer.name}.{path}", part) for layer in layers for path, part in layer.named_modules())
+    return {name: part for name, part in named if isinstance(part, Scales) and part.steps}
+
+
+@torch.no_grad()
+def roll_scales(layers: Iterable[nn.Module], tp: ProcessGroup | None) -> None:
+    """After a step, which every rank makes."""
+    for layer in layers:
+        scales = list(scales_of([layer]).values())
+        if not scales:
+            continue
+        largest = torch.stack([one.largest for one in scales])
+        at = placement(next(layer.attention.parameters()))
+        for group in (*at.summed_over, at.copies, tp):
+            if group is not None:
+                largest = collectives.all_reduce(largest, group, op="max")
+        for one, amax in zip(scales, largest):
+            one.roll(amax)
+
+
+def histories(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
+    return {name: one.history.clone() for name, one in scales_of(layers).items()}
+
+
+def load_histories(layers: Iterable[nn.Module], known: dict[str, Tensor]) -> None:
+    """Of a state that has none the scales begin anew."""
+    for name, one in scales_of(layers).items():
+        one.history.copy_(known[name]) if name in known else one.history.zero_()
+
+
+def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
+    """All that `strategy.offload` names, in the order in which one needs the other."""
+    if "parameters" in strategy.offloads:
+        parameters_on_host(sync)
+    if "optimizer" in strategy.offloads and sync.optimizer is not None:
+        update_on_host(sync, strategy)
+    if "activations" in strategy.offloads:
+        keep_on_host(module, sync)
+
+
+def parameters_on_host(sync: Sync) -> None:
+    """Each rank reads its 1/n of a unit from its own host, and the ranks gather it: ZeRO-Infinity
+    (Rajbhandari et al. 2021, arXiv:2104.07857, section 6.1, bandwidth-centric partitioning).
+
+    Over the link in a step: the shards up twice for each microbatch, the gradients down."""
+    for flat in sync.shards:
+        shard = flat.shard.detach()
+        host = new_host(shard.shape, shard.dtype, pinned=shard.is_cuda, kind="parameters")
+        flat.shard.data = to_host(shard, out=host).wait()
+
+    def gather(flat: UnitBuffer) -> Chain | Transfer:
+        if flat.groups[0].size() == 1:
+            return to_device(flat.shard, out=flat.whole)
+        out = collectives.announce("buffer", torch.empty_like(flat.shard, device=flat.whole.device))
+        copy = to_device(flat.shard, out=out)
+        return Chain(copy, lambda shard: collectives.all_gather(shard, flat.groups[0], out=flat.whole))
+
+    sync.gather = gather
+
+
+def keep_on_host(module: nn.Module, sync: Sync) -> None:
+    """Of a pipeline each stage watches its own forwards."""
+    for stage in [part for _, part in module.items()] if isinstance(module, Stages) else [module]:
+
+        def resident(stage=stage) -> list[Tensor]:  # gathered parameters are views of what lives
+            return [*(sync.gathered_buffers() or stage.parameters()), *stage.buffers()]
+
+        AwayActivations(resident).watch(stage, getattr(stage, "layers", None) or elements(stage))
+
+
+def update_on_host(sync: Sync, strategy: Strategy) -> None:
+    optimizer = sync.optimizer
+    if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
+        optimizer.update = fused_adamw
+    sync.optimizer = sync.listener = HostOptimizer(optimizer, delayed=strategy.delayed_update)
+
+
+def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
+    """After `parallelize`: `update_in_files(run.sync, folder)`. A folder is of a machine and no part of a
+    strategy; a checkpoint goes on with or without. Each rank has a file of its own, with the states of what
+    it updates: with ZeRO 1/n. Host memory: nine buffers of a piece. None where nothing is updated."""
+    optimizer = sync.optimizer
+    if optimizer is None:
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes = [4 * max(1, param.itemsize // 4) * piece_of(param, piece) for param in params]
+    store = FileStore(folder, collectives.world().rank(), buffer_bytes=max(sizes), buffers=9)
+    sync.optimizer = FileOptimizer(optimizer, store, piece)
+    return store
+
+
+def recompute_in(
+    module: GPT | Stages, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop: bool = True
+) -> None:
+    """Comes behind all that adds hooks to layers."""
+    policies = parse(strategy.recompute)
+    if not any(policy.drops for policy in policies):
+        return
+    results = Results()
+    module.hooks.result = results
+    hold = in_parts(mesh.group("tp")) if strategy.recompute_partition else None
+    how = dict(results=results, hold=hold, replay=[places.again], early_stop=early_stop)
+    for _, stage in module.items():
+        for layer in stage.layers:
+            layer.register_forward_pre_hook(results.know)
+        stage.run_layers = partial(run_segments, planned(stage.layers, policies), how)
+
+
+Segments = list[tuple[list[nn.Module], Policy | None]]
+
+
+def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
+    """Layers that run one after the other, in segments."""
+    blocks = {int(layer.name.split(".")[-1]) - 1: layer for layer in layers if hasattr(layer, "attention")}
+    plan, own = [], range(min(blocks, default=0), max(blocks, default=-1) + 1)
+    found = iter([([blocks[number] for number in part], policy) for part, policy in segments(policies, own)])
+    seen = set()
+    for layer in layers:
+        if layer in seen:
+            continue
+        plan.append(next(found) if hasattr(layer, "attention") else ([layer], None))
+        seen.update(plan[-1][0])
+    return plan
+
+
+def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
+    """The layers of a stage, as GPT.run_layers."""
+    for layers, policy in plan:
+        run = partial(one_by_one, layers)
+        if policy is None or not policy.drops:
+            x = run(x, positions)
+        elif policy.slots:
+            x = revolve(layers, policy.slots, how, x, positions)
+        elif policy.again:
+            x = recompute(run, x, positions, keep=policy.keep, **how)
+        else:
+            again = {name: how[name] for name in ("results", "replay", "early_stop")}
+            with dropping(policy.drop, inside=policy.inside, **again):
+                x = run(x, positions)
+    return x
+
+
+def revolve(layers: list[nn.Module], max_inputs: int, how: dict, x: Tensor, positions: Tensor) -> Tensor:
+    """x behind these layers, with at most `max_inputs` inputs of layers in memory, x among them: segments
+    inside segments, cut as rematerialize.py cuts a chain. Forwards are the plan's, the graph autograd's."""
+    while len(layers) > 1:
+        cut = next_checkpoint(len(layers), max_inputs) if max_inputs > 1 else len(layers) - 1
+        x = recompute(partial(revolve, layers[:cut], max_inputs, how), x, positions, **how)
+        layers, max_inputs = layers[cut:], max(1, max_inputs - 1)
+    return one_by_one(layers, x, positions)
+
+
+def in_parts(group: ProcessGroup) -> Hold:
+    """Of a tensor that is alike on all ranks of the group, each keeps a part."""
+    ranks, rank = group.size(), group.rank()
+
+    def hold(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        each, shape = -(-x.numel() // ranks), x.shape
+        part = x.reshape(-1)[rank * each : (rank + 1) * each]
+        own = part.new_zeros(each)
+        own[: len(part)] = part
+        return own, lambda own: collectives.all_gather(own, group)[: math.prod(shape)].view(shape)
+
+    return hold
