@@ -46,11 +46,10 @@ from minitrain.model.training.step import Batch, accumulate
 from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
-from minitrain.pipeline.runtime import Runner, RunnerHooks
+from minitrain.pipeline.runtime import Runner, RunnerHooks, WholeStages
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import attend, look_back
-from minitrain.pipeline.whole_stages import WholeStages
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
 from minitrain.precision.loss_scale import LossScale
@@ -384,7 +383,10 @@ class ModelHooks(RunnerHooks):
             self.router_losses.forget()
 
     def around(self, runner: Runner, action: Action) -> AbstractContextManager:
-        self.places.at(runner.batch.step, runner.first_rows[action.microbatch // runner.schedule.slices])
+        slices = runner.schedule.slices
+        before = runner.units[: action.microbatch // slices * slices : slices]
+        rows = runner.batch.first_row + sum(len(tokens) for tokens, *_ in before)
+        self.places.at(runner.batch.step, rows)
         return nullcontext()
 
     def extra_loss(self, stage: int) -> Tensor | None:

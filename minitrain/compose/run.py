@@ -142,7 +142,7 @@ class Run(RunStates):
         if self.runner:
             words = -(-self.config.vocab_size // self.strategy.tp)
             logits = x.new_zeros(*x.shape, words, dtype=self.dtype) if logits is None else logits
-            logits = collectives.broadcast(logits, self.runner.last_rank, self.stage_group)
+            logits = collectives.broadcast(logits, self.runner.homes[-1], self.stage_group)
         if self.tp_group:
             logits = collectives.all_gather(logits, self.tp_group, -1)[..., : self.config.vocab_size]
         if self.layout:

@@ -3,8 +3,8 @@
     run = Runner({1: stage}, schedule, group, loss_fn, reducer, width=D)     {number: module} of this rank
     loss = run(batch)                                                        a train_step's `forward_backward`
 
-    F   x = tokens, or what was received   y = stage(x, positions)   in flight: x, the graph of y; y is sent
-    B   dy = what was received             backward through the graph   x.grad goes back, the graph is free
+    F   x: tokens, or received   y = stage(x, positions)      in flight: x, the graph of y; y is sent
+    B   dy: received             backward through the graph   x.grad goes back, the graph is free
     I   the same for x only (deferred.py)            W   the deferred products: gradients of the weights
     R   the stage once more from x (its F built no graph), with the random numbers that F drew
 
@@ -12,7 +12,6 @@ Every rank is given the same rows. The last stage computes the loss, a sum over 
 what the ranks return adds up to the loss, and each gradient is that of the whole batch. Sends, per microbatch
 and boundary between ranks, rows · T · D elements forward and as many backward. Memory: x and what autograd
 saved, not y, of each microbatch in flight; two tensors received ahead.
-What else a technique does in a step stands in `RunnerHooks`.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
 a function for each schedule.
 """
@@ -22,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
-from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W
+from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W, parts
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
 
@@ -75,6 +74,27 @@ class Around(RunnerHooks):
 
     def around(self, runner: "Runner", action: Action) -> AbstractContextManager:
         return self.context(str(action))
+
+
+class WholeStages(RunnerHooks):
+    """Breadth-first on ZeRO stage 3: a stage is gathered once for all its microbatches.
+
+        actions       F0.0 F0.1 F0.2   F2.0 F2.1 F2.2   B2.0 B2.1 B2.2   B0.0 B0.1 B0.2    rank 0 of 2, v=2
+        all_gather    stage 0          stage 2          stage 2          stage 0
+
+    Where the next action on this rank is of the same stage and direction, what is gathered stays whole and
+    gradients add up in it. Sends 2 gathers and one reduce-scatter of each stage per step; without it each of
+    m microbatches gathers twice and scatters once. Memory: one stage whole, and in backward its gradients.
+    Lamy-Poirier 2023, arXiv:2211.05953, section 4. Differs: gathers run ahead inside of a stage only."""
+
+    def __init__(self, schedule: Schedule, rank: int):
+        alike = lambda a, b: a.stage == b.stage and (a.kind == "F") == (b.kind == "F")
+        actions = parts(schedule.ranks[rank])
+        self.followed = {action for action, after in pairwise(actions) if alike(action, after)}
+
+    def around(self, runner: "Runner", action: Action) -> AbstractContextManager:
+        runner.reducer.keep_gathered(runner.stages[action.stage].parameters(), action in self.followed)
+        return nullcontext()
 
 
 @dataclass(slots=True)
@@ -140,13 +160,12 @@ class Runner:
         self.with_positions = {number for number, stage in stages.items() if "positions" in named(stage)}
         self.uses = Counter(param for stage in stages.values() for param in stage.parameters())
         self.recomputed = {action[1:] for action in schedule.place if action.kind == "R"}
+        homes = {stage: rank for rank in range(group.size())[::-1] for stage in schedule.stages_of(rank)}
+        self.homes = [homes[stage] for stage in range(schedule.stages)]  # the first rank that has a stage
 
     def __call__(self, batch) -> Tensor:
         """This rank's part of the loss: zero on a rank without the last stage."""
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
-        rows = (len(tokens) for tokens, *_ in self.units[:: self.schedule.slices])
-        # of each microbatch, in the global batch
-        self.first_rows = list(accumulate(rows, initial=batch.first_row))
         self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
         if any(hook.restarts for hook in self.hooks):
@@ -293,26 +312,16 @@ class Runner:
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
         """Rows of tokens, the same on all ranks, through all stages: forward only, outside of any schedule.
 
-        Returns the last stage's output on the first rank that has it (`last_rank`), None elsewhere."""
+        Returns the last stage's output on the first rank that has it (`homes[-1]`), None elsewhere."""
         self.device, shape = x.device, (len(x), positions.size(-1) // self.sequence_shards, self.width)
-        for stage in range(self.schedule.stages):
-            here, there = self.home(stage), self.home(stage + 1)
+        for stage, (here, there) in enumerate(pairwise([*self.homes, self.homes[-1]])):
             if self.rank == here:
                 x = self.run(stage, x, positions)
-                if there not in (here, None):
+                if there != here:
                     collectives.send(x, there, self.link(there))
             elif self.rank == there:
                 x = self.receive(here, shape, self.dtype)
-        return x if self.rank == self.last_rank else None
-
-    def home(self, stage: int) -> int | None:
-        """The first rank that has a stage."""
-        ranks = range(len(self.schedule.ranks))
-        return next((rank for rank in ranks if stage in self.schedule.stages_of(rank)), None)
-
-    @property
-    def last_rank(self) -> int:
-        return self.home(self.schedule.stages - 1)
+        return x if self.rank == self.homes[-1] else None
 
     # ---- boundaries ---------------------------------------------------------------------------------------
 
