@@ -35,8 +35,7 @@ from minitrain import collectives, launch
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import multiply_in, roll_scales
-from minitrain.compose.run import Run
-from minitrain.compose.run_states import saved_buffers
+from minitrain.compose.run import Run, saved_buffers
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS

@@ -3,7 +3,7 @@
 First  parallelize         a model, a Strategy and an optimizer become a Run: a list of passes
 then   passes              what it does to layers: experts, few bits, recomputation, the host
        attention_cores     the core of attention that a Strategy names
-       run, run_states     what a loop sees: batch, step, evaluate, sample; states of all ranks
+       run                 what a loop sees: batch, step, evaluate, sample; its state
        trainer             the loop
 beside dry_runs            of one layer, for predictions, and of one step, for replays
 """

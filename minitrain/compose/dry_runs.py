@@ -4,24 +4,14 @@
     ledgers = dry_steps(presets["llama3-8b"], Strategy(dp=8, pp=4, tp=2, ..), Hyperparameters(..))
     timeline = replay({rank: ledger.events for rank, ledger in ledgers.items()}, machine("h100"))
 
-`work_of` is what plan/predict asks for. One embedding, one block of each kind and one head of that width go
-through `parallelize` and two microbatches as one rank of tp · cp · ep ranks, which add to gradients that are
-there and send none of them: one with whole backwards, one with W apart, so a run answers for all schedules.
-(One more goes before where layers remember something of the last: routers their loads, low-bit products their
-scales.) Hooks on the layers' outputs say where in the ledger's events a layer begins, forward and back. A
-quarter of a second each, kept in memory: a few dozen distinct ones serve thousands of candidates. Differs
-from a run of the whole: dropout draws from torch's own kernel, as stacks do that are compared with, and not
-by place (attention/dropout.py), and a fused attention draws its mask again; `fused_attention=False` writes
-scores and mask out (attention of 2021).
-
-`dry_steps` takes one rank of each stage: ranks that differ in dp, cp or tp alone run the same layers on as
-many tokens and issue the same collectives, so on equal machines they are in step. Where they are not quite
-(rows that do not divide, a contiguous layout) those taken are the last of dp and cp, the fullest. Stages
-differ, in layers and in how far they run ahead: the replay brings them together by their messages. The
-account is that of any step but the first, from its batch to the update: weights and states of the optimizer
-are there before and count as memory. The update is AdamW's, `fused` in one kernel per tensor as training
-stacks have it, or operator by operator. Which expert a token goes to is not known without numbers: all ranks
-and experts get as many.
+`work_of` is what plan/predict asks for. One embedding, one block of each kind and one head go through
+`parallelize` and two microbatches as one rank of tp · cp · ep ranks, which add to gradients that are there,
+and send none: one with whole backwards, one with W apart, so a run answers for all schedules. (One more
+goes before where layers remember the last: routers their loads, low-bit products their scales.) Hooks on the
+layers' outputs say where in the ledger's events a layer begins. A quarter of a second each, kept in memory: a
+few dozen distinct ones serve thousands of candidates. Differs from a run of the whole: dropout draws from
+torch's own kernel, as in the stacks that are compared, not by place, and a fused attention draws its mask
+again; `fused_attention=False` writes scores and mask out (attention of 2021).
 """
 
 from __future__ import annotations
@@ -35,7 +25,7 @@ from operator import attrgetter
 import torch
 
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.run_states import make_states
+from minitrain.compose.run import make_states
 from minitrain.memory.host_optimizer import fused_adamw
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
@@ -243,7 +233,13 @@ def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset
 def dry_steps(
     config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, *, fused: bool = True
 ) -> dict[int, Ledger]:
-    """{rank: the account of its step}, one rank of every stage. ValueError for what cannot be."""
+    """{rank: the account of its step}, one rank of every stage. ValueError for what cannot be.
+
+    Ranks that differ in dp, cp or tp alone run the same layers on as many tokens and issue the same
+    collectives, so on equal machines they are in step; those taken are the last of dp and cp, the fullest.
+    The replay brings stages together by their messages. The account is that of any step but the first, from
+    its batch to the update: weights and states of the optimizer are there before. The update is AdamW's,
+    `fused` in one kernel per tensor, or operator by operator. Tokens are shared out evenly among experts."""
     strategy.check(config, strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     step, every = partial(_step, config, strategy, hyper, fused), strategy.ranks

@@ -84,8 +84,8 @@ def parallelize(
     layers of each stage (else as even as they can be), and `runner` a kind of Runner, for actions of your
     own.
     """
-    frozen = tuple(frozen)
-    build = Build(model, strategy, make_optimizer, seed, frozen, device, loss_fn, schedule, cuts, runner)
+    settings = seed, tuple(frozen), device, loss_fn, schedule, cuts, runner
+    build = Build(model, strategy, make_optimizer, *settings)
     for pass_ in (
         check,  # before any rank waits for another
         make_groups,  # the mesh, and who has all experts together
@@ -156,10 +156,9 @@ def check(build: Build) -> None:
 
 
 def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
-    """Nobody knows its layers: it gets dp and ZeRO."""
     policy, name, wanted = strategy.policy, type(module).__name__, getattr(torch, strategy.policy.weights)
-    known = strategy.products != "plain" or policy.copies or strategy.recompute != "none"
-    if known or max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1:
+    layers_known = strategy.products != "plain" or policy.copies or strategy.recompute != "none"
+    if layers_known or max(strategy.pp, strategy.cp, strategy.tp, strategy.ep) > 1:
         why = "a module of your own gets dp and ZeRO; for products in few bits swap its layers for LowLinear"
         raise ValueError(f"{name} with {strategy}: {why}")
     if policy.narrow and {param.dtype for param in module.parameters()} != {wanted}:
@@ -169,7 +168,6 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
-    """Of your own: it must be for the ranks, the microbatches and the slices of the strategy."""
     sizes = (len(schedule.ranks), schedule.microbatches // schedule.slices, schedule.slices)
     wanted = (strategy.pp, strategy.microbatches, strategy.slices)
     if sizes != wanted:
@@ -209,10 +207,9 @@ def build_layers(build: Build) -> None:
 
 def freeze(build: Build) -> None:
     """A tied table has two names, on both ends; a pattern may be about layers of other ranks."""
-    config, tied = build.config, {}
+    config, module, tied = build.config, build.module, {}
     if config and config.tied:
         tied["layers.0.tokens"] = f"layers.{config.num_layers + 1}.out.weight"
-    module = build.module
     parts = module.parts() if isinstance(module, Stages) else [{p: n for n, p in module.named_parameters()}]
     for param, name in (pair for part in parts for pair in part.items()):
         names = {name, tied.get(name, name)}
@@ -309,20 +306,21 @@ def share_stages(build: Build) -> None:
 def sync_gradients(build: Build) -> None:
     strategy, mesh, policy = build.strategy, build.mesh, build.strategy.policy
     mixed.keep_gradients(build.module.parameters(), policy)
-    rows = mesh.group(*strategy.data_axes, *strategy.context_axes) if not strategy.hybrid else None
-    given = build.module, rows, build.make_optimizer
     if strategy.hybrid:  # sharded inside a node
-        inside, names = ("intra", *strategy.context_axes), ("node", "nodes")
-        several = strategy.nodes > 1
-        by_node = mesh.blocks(*inside, size=strategy.node * strategy.cp, names=names) if several else None
+        inside, names, by_node = ("intra", *strategy.context_axes), ("node", "nodes"), None
+        if strategy.nodes > 1:
+            by_node = mesh.blocks(*inside, size=strategy.node * strategy.cp, names=names)
         given = build.module, mesh.group(*inside), mesh.group("inter"), build.make_optimizer
         build.sync = Hybrid(*given, strategy.zero, by_node=by_node)
-    elif policy.scaled:
-        build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
-    elif strategy.zero == 3:
-        build.sync = Zero3(*given)
     else:
-        build.sync = (Replicated, Zero1, Zero2)[strategy.zero](*given, strategy.bucket_bytes)
+        rows = mesh.group(*strategy.data_axes, *strategy.context_axes)
+        given = build.module, rows, build.make_optimizer
+        if policy.scaled:
+            build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
+        elif strategy.zero == 3:
+            build.sync = Zero3(*given)
+        else:
+            build.sync = (Replicated, Zero1, Zero2)[strategy.zero](*given, strategy.bucket_bytes)
     optimizer = build.sync.optimizer
     mixed.keep_states(optimizer, policy)
     shards = [(one.shard, elements_of(one)) for one in build.sync.shards]

@@ -3,28 +3,24 @@
     dp × cp ranks   [0 1 2 3 | 4 5 6 7]     ep = 4: each block has all experts, rank i and i + 4 the same ones
                                             their gradients are sums over {i, i + 4}
 
-**Products.** A block's projections and MLPs get the linear layers of quantized_linear.py, experts `LowBits`;
-parameters and their names stay. Layers that are cut over tp have them already (tensor_parallel). Delayed
-scaling: after a step the largest numbers that a block has seen are agreed over all ranks that have it with
-other tokens, or another part of it: 8 bytes a matrix in one message a block and group.
-
-**Recomputation** by the words of recompute_policies.py: what each block keeps.
+Products: a block's projections and MLPs get the layers of quantized_linear.py, experts `LowBits`; parameters
+and their names stay. Layers cut over tp have them already. Delayed scaling: after a step the largest numbers
+that a block has seen are agreed over all ranks that have it with other tokens, or another part of it: 8 bytes
+a matrix in one message a block and group.
 
     stage          blocks 1 2 3 4 5, recompute="every:2"         [1 2] [3 4] [5]     each kept as one input
 
 With `recompute_partition` (ZeRO-R's Pa) a rank of tp keeps 1/tp of such an input, which is alike on all of
-them, and backward sends one more all-gather of it, (t-1)/t · B·T·D elements a segment. What is computed again
-sends again: of a block with "full" the all-reduce behind attention's output, and with sequence parallelism
-the gathers in front of each pair of matrices; not the sum of the MLP's, for the second pass stops before its
-last product. A kept result sends nothing twice.
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-Infinity, arXiv:2104.07857,
-section 6.1 (parameters on the host).
+them, and backward gathers it, (t-1)/t · B·T·D elements a segment. What is computed again sends again: with
+"full" the all-reduce behind attention's output, and with sequence parallelism the gathers in front of each
+pair of matrices; not the sum of the MLP's, for the second pass stops before its last product.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-Infinity, arXiv:2104.07857.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +59,7 @@ from minitrain.ranks.sharding import placement
 from minitrain.systems.memory.file_optimizer import FileOptimizer, piece_of
 from minitrain.systems.memory.files import FileStore
 from minitrain.systems.moe.overlapped_experts import by_capacity
-from minitrain.systems.moe.travel import Table, experts_are_cheaper, pull, shadow, table_of
+from minitrain.systems.moe.travel import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.two_level import TwoLevels
 from minitrain.systems.plan.expert_placement import shadowed
 from minitrain.systems.plan.rematerialize import next_checkpoint
@@ -95,9 +91,7 @@ def expert_hooks(
     config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
 ) -> Hooks:
     """How tokens and experts meet: the one place that says what is wrapped in what."""
-    axes = list(strategy.context_axes)
-    if strategy.tp > 1:
-        axes.append("tp")
+    axes = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
     tokens = Tokens(
         tp_group=mesh.group("tp") if strategy.tp > 1 else None,
         sequence_parallel=strategy.sequence_parallel,
@@ -117,12 +111,10 @@ def travel(
     shared_by = (mesh.group("tp"),) if strategy.tp > 1 else ()
     table = partial(table_of, group=groups.group, shared_by=shared_by)
     width, gated = config.expert_width, config.activation in GATED
+    rule = lambda rows: shadowed(rows, config.d_model, width, 2 + gated)
 
     def pays(routing: Routing, training: bool) -> bool:
         return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
-
-    def rule(rows: Table) -> Sequence[int]:
-        return shadowed(rows, config.d_model, width, 2 + gated)
 
     if strategy.ep_chunks > 1:
         group, chunks = groups.group, strategy.ep_chunks
@@ -132,10 +124,8 @@ def travel(
     else:
         hook = AllToAll(groups.group, meanwhile)
     if strategy.ep_travel != "tokens":
-        always = strategy.ep_travel == "experts"
-        hook = partial(
-            pull, hook=hook, across=groups.across, inside=groups.inside, pays=None if always else pays
-        )
+        when = None if strategy.ep_travel == "experts" else pays
+        hook = partial(pull, hook=hook, across=groups.across, inside=groups.inside, pays=when)
     if strategy.ep_shadow:
         hook = partial(shadow, hook=hook, group=groups.group, table=table, rule=rule, most=strategy.ep_shadow)
     return hook
@@ -163,8 +153,8 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
     if (products := PRODUCTS.get(strategy.products)) is None:
         return
     group = mesh.group("tp") if strategy.tp > 1 else None
-    for layer in module.layers:
-        if hasattr(layer, "attention") and group is None:
+    for layer in module.layers if group is None else ():
+        if hasattr(layer, "attention"):
             swap(layer.attention, products)
             swap(getattr(layer.mlp, "shared", layer.mlp), products)
     for mixture in mixtures(module.layers):
@@ -227,10 +217,13 @@ def load_histories(layers: Iterable[nn.Module], known: dict[str, Tensor]) -> Non
 
 def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:
     """All that `strategy.offload` names, in the order in which one needs the other."""
+    optimizer = sync.optimizer
     if "parameters" in strategy.offloads:
         parameters_on_host(sync)
-    if "optimizer" in strategy.offloads and sync.optimizer is not None:
-        update_on_host(sync, strategy)
+    if "optimizer" in strategy.offloads and optimizer is not None:
+        if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
+            optimizer.update = fused_adamw
+        sync.optimizer = sync.listener = HostOptimizer(optimizer, delayed=strategy.delayed_update)
     if "activations" in strategy.offloads:
         keep_on_host(module, sync)
 
@@ -265,17 +258,10 @@ def keep_on_host(module: nn.Module, sync: Sync) -> None:
         AwayActivations(resident).watch(stage, getattr(stage, "layers", None) or elements(stage))
 
 
-def update_on_host(sync: Sync, strategy: Strategy) -> None:
-    optimizer = sync.optimizer
-    if type(optimizer) is AdamW and not is_fake(sync.trainable[0]):
-        optimizer.update = fused_adamw
-    sync.optimizer = sync.listener = HostOptimizer(optimizer, delayed=strategy.delayed_update)
-
-
 def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
-    """After `parallelize`: `update_in_files(run.sync, folder)`. A folder is of a machine and no part of a
-    strategy; a checkpoint goes on with or without. Each rank has a file of its own, with the states of what
-    it updates: with ZeRO 1/n. Host memory: nine buffers of a piece. None where nothing is updated."""
+    """After `parallelize`: states of the optimizer go to files, each rank's own, of what it updates (ZeRO: 1/n).
+    A folder is of a machine and no part of a strategy; a checkpoint goes on with or without. Host memory:
+    nine buffers of a piece. None where nothing is updated."""
     optimizer = sync.optimizer
     if optimizer is None:
         return None
@@ -303,21 +289,14 @@ def recompute_in(
         stage.run_layers = partial(run_segments, planned(stage.layers, policies), how)
 
 
-Segments = list[tuple[list[nn.Module], Policy | None]]
-
-
-def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> Segments:
-    """Layers that run one after the other, in segments."""
+def planned(layers: Iterable[nn.Module], policies: list[Policy]) -> list[tuple[list, Policy | None]]:
+    """Layers that run one after the other, in segments; an embedding stands before blocks, a head behind."""
     blocks = {int(layer.name.split(".")[-1]) - 1: layer for layer in layers if hasattr(layer, "attention")}
-    plan, own = [], range(min(blocks, default=0), max(blocks, default=-1) + 1)
-    found = iter([([blocks[number] for number in part], policy) for part, policy in segments(policies, own)])
-    seen = set()
-    for layer in layers:
-        if layer in seen:
-            continue
-        plan.append(next(found) if hasattr(layer, "attention") else ([layer], None))
-        seen.update(plan[-1][0])
-    return plan
+    own = range(min(blocks, default=0), max(blocks, default=-1) + 1)
+    plan = [([blocks[number] for number in part], policy) for part, policy in segments(policies, own)]
+    ends = [([layer], None) for layer in layers if not hasattr(layer, "attention")]
+    first = bool(ends) and ends[0][0][0] is next(iter(layers))
+    return [*ends[:first], *plan, *ends[first:]]
 
 
 def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor, positions: Tensor) -> Tensor:
@@ -331,7 +310,7 @@ def run_segments(plan: list, how: dict, _layers: Iterable[nn.Module], x: Tensor,
         elif policy.again:
             x = recompute(run, x, positions, keep=policy.keep, **how)
         else:
-            again = {name: how[name] for name in ("results", "replay", "early_stop")}
+            again = {name: value for name, value in how.items() if name != "hold"}
             with dropping(policy.drop, inside=policy.inside, **again):
                 x = run(x, positions)
     return x

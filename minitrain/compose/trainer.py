@@ -1,18 +1,16 @@
 """The loop around `run.step`: batches by number, a log, samples of text, checkpoints. It knows no technique.
 
 Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
-checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's.
-In the same layout a run goes on bit for bit as if it had never stopped; in another, up to rounding.
+checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's, in
+the same layout bit for bit as if it had never stopped, in another up to rounding.
 
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
     OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
 
 A loss or norm that is no number, or ranks that see different folders, is one error on every rank; such a
 number never reaches a checkpoint. A damaged checkpoint is passed over for the one before it, as is said.
-Sends what the run's steps send, per report the loss and the held-out loss, and per save what
-checkpoint/saver.py says. Memory: as the step, and on the host this rank's share of what is saved.
-Differs from nanoGPT's train.py: hyperparameters are one object, resuming is exact, the loop is a generator,
-so it does not know who watches.
+Sends what the run's steps send, per report the loss and the held-out loss, and what checkpoint/saver.py says.
+Differs from nanoGPT's train.py: resuming is exact, and the loop is a generator: it knows not who watches.
 """
 
 from __future__ import annotations
@@ -69,9 +67,9 @@ class Trainer:
                 raise ValueError(f"{what}; give the same to both, parallelize(..., frozen=hyper.frozen)")
         self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
         self.report_every, self.save_every, self.peak_flops = report_every, save_every, peak_flops
-        self.store, self.saver, self.not_saved = store, None, []
-        if store is not None:
-            self.saver = Saver(store, run.device, save_how)
+        self.store, self.not_saved = store, []
+        self.saver = Saver(store, run.device, save_how) if store else None
+        if self.saver:
             run.attach(self.saver)
         self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
@@ -119,7 +117,7 @@ class Trainer:
         return result
 
     def check(self, record: dict[str, Any], good: int) -> None:
-        """Numbers are numbers. They are the same on all ranks, so all stop, or none."""
+        """Numbers are the same on all ranks, so all stop, or none."""
         numbers = [record[name] for name in ("loss", "norm", "held_out")]
         if not all(number is None or math.isfinite(number) for number in numbers):
             what = "loss {}, gradient norm {}, held-out loss {}".format(*numbers)
@@ -134,7 +132,7 @@ class Trainer:
         return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
 
     def held_out_loss(self, batches: int = 2) -> float | None:
-        """Mean loss per token on text that is not trained on, always the same windows, over all ranks."""
+        """Mean loss per token, always of the same windows, over all ranks."""
         if self.held_out is None:
             return None
         rows = self.held_out.rows(self.hyper.batch_size, self.hyper.length)
@@ -155,7 +153,6 @@ class Trainer:
             new.replace(self.out / "log.jsonl")  # nobody reads half of it
 
     def save(self) -> None:
-        """Begin a checkpoint of this step."""
         run, hyper = self.parallel, self.hyper
         manifest = dict(
             identity=self.identity(),
@@ -219,9 +216,9 @@ class Trainer:
         return steps
 
     def identity(self) -> dict[str, Any]:
-        run = self.parallel
+        run, model = self.parallel, self.parallel.config or type(self.parallel.model).__name__
         precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
-        return identity(run.config or type(run.model).__name__, self.hyper, precision, run.strategy.products)
+        return identity(model, self.hyper, precision, run.strategy.products)
 
 
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:

@@ -7,8 +7,7 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        halves              a forward and a backward in turns, each while rows of the other travel
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
-beside whole_stages        sharded weights gathered once a stage (breadth-first)
-       sliced_attention    slices of a sequence as units
+beside sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop
        schedules_by_name   what a Strategy calls them
 """

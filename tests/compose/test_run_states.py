@@ -9,7 +9,7 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.run_states import bytes_to_save, check_names, shapes_of
+from minitrain.compose.run import bytes_to_save, check_names, shapes_of
 from minitrain.data_parallel import states
 from minitrain.data_parallel.states import copied
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.run_states import saved_buffers
+from minitrain.compose.run import saved_buffers
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT

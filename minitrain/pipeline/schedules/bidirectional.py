@@ -9,23 +9,7 @@
     rank 1            ..  F1.0  ..  F1.1 F4.0 F1.2 F4.1 B4.0 F4.2 B4.1 B1.0 B4.2 B1.1  ..  B1.2  ..
     rank 2            ..   ..  F2.0 F3.0 F2.1 F3.1 F2.2 F3.2 B3.0 B2.0 B3.1 B2.1 B3.2 B2.2  ..   ..
 
-One rule for both, in slots as long as F and as B (only the order is kept): what begins in slot b has stage s
-of S forwards in slot b + s and backwards in slot b + 2S - 1 - s.
-
-    DualPipe     stage s on rank s for the first half of microbatches, on rank p-1-s for the second; PP = p
-    DualPipeV    2p stages in V order: rank r has r and 2p-1-r, all microbatches enter on rank 0; PP = 2p
-
-    1   2a times       F0                        5   a times        B1 (F1 B0)
-    2   h+1 times      F0 F1                     6   h+1 times      B1 B0, the second half of these as I
-    3   a times        I1 W1 F1                  7   a times        W I0, W from the oldest I without one
-    4   n-PP+h+1 times (F0 B1) (F1 B0)           8   h+1 times      W
-
-`0` is a microbatch at the rank's early stage, `1` at its late one; n enter each way; a: ranks from here to
-the middle (the turn of the V), h = PP/2-1-a. In a `Pair` (F B) one part hides the all-to-all of the other
-(halves.py); in the middle the first (F0 B1) is no pair, as a neighbour waits for F0. Bubble, F&B: time of a
-pair, B = I+W: (PP/2-1)·(F&B + B - 3W) on the middle ranks if F = I >= W. Memory: two stages' parameters per
-rank, activations of PP + 1. Sends per microbatch 2(PP-1) messages, DualPipeV 4(p-1); DualPipe, like Chimera,
-once per step all gradients between ranks r and p-1-r.
+One rule for both (`in_slots`), in slots as long as F and as B; only the order is kept. DualPipe: `steps`.
 Li and Hoefler 2021 (Chimera), arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one
 unit; Liu et al. 2023 (Hanayo), arXiv:2308.15762, section 3; DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437,
 section 3.2.1, Table 2, Figure 5, and the published DualPipe's 8 steps. Differs: no forward doubling or
@@ -68,7 +52,7 @@ def hanayo(p: int, m: int, waves: int) -> Schedule:
 
 
 def in_slots(p: int, stages: int, m: int, rank: Callable, begin: Callable) -> list[list[Action]]:
-    """Lists by slot: stage s of microbatch i on rank(s, i), F in slot begin(i) + s, B as far from the end."""
+    """Lists by slot: what begins in slot b runs stage s of S forward in b + s, backward in b + 2S - 1 - s."""
     slots: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
     for i in range(m):
         for s in range(stages):
@@ -77,7 +61,9 @@ def in_slots(p: int, stages: int, m: int, rank: Callable, begin: Callable) -> li
 
 
 def dualpipe(p: int, m: int) -> Schedule:
-    """Microbatches 0 to m/2-1 enter on rank 0, the others on rank p-1."""
+    """Stage s is on rank s for microbatches 0 to m/2-1, which enter on rank 0, on rank p-1-s for the others.
+
+    Sends per microbatch 2(p-1) messages and, once per step, all gradients between ranks r and p-1-r."""
     require_positive_ints(p=p, m=m)
     check_even("dualpipe", "two directions meet between two ranks", "p", p, "ranks")
     check_even("dualpipe", "half of them goes each way", "m", m, "microbatches")
@@ -88,7 +74,7 @@ def dualpipe(p: int, m: int) -> Schedule:
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe of 2p ranks folded in the middle: rank r has the late stage of rank 2p-1-r too."""
+    """DualPipe of 2p ranks folded in the middle: rank r has r and 2p-1-r. Sends 4(p-1) messages each."""
     require_positive_ints(p=p, m=m)
     _check_enough("dualpipe_v", p, m)
     ranks = [steps(2 * p, r, range(m), range(m)) for r in range(p)]
@@ -101,7 +87,17 @@ def _check_enough(what: str, p: int, m: int) -> None:
 
 
 def steps(stages: int, h: int, early: Sequence[int], late: Sequence[int]) -> tuple[Entry, ...]:
-    """The list of the rank with the stages h and stages-1-h; `early` and `late`: the microbatches of each."""
+    """The list of the rank with the stages h and PP-1-h; `early` and `late`: the n microbatches of each.
+
+        1   2a times       F0                        5   a times        B1 (F1 B0)
+        2   h+1 times      F0 F1                     6   h+1 times      B1 B0, the second half of these as I
+        3   a times        I1 W1 F1                  7   a times        W I0, W from the oldest I without one
+        4   n-PP+h+1 times (F0 B1) (F1 B0)           8   h+1 times      W
+
+    `0` is a microbatch at the early stage, `1` at the late one; a: ranks from here to the middle (the turn of
+    the V). In a `Pair` (F B) one part hides the all-to-all of the other (halves.py); in the middle the first
+    (F0 B1) is no pair, as a neighbour waits for F0. Bubble, F&B: time of a pair, B = I+W: (PP/2-1)·(F&B + B -
+    3W) on the middle ranks if F = I >= W. Memory: two stages' parameters per rank, activations of PP + 1."""
     a = stages // 2 - 1 - h
     f0, b0 = (iter([(h, i) for i in early]) for _ in range(2))
     f1, b1 = (iter([(stages - 1 - h, i) for i in late]) for _ in range(2))

@@ -44,9 +44,11 @@ def greedy(
     home = placement(place, stages, m, name)
     p = max(home.values()) + 1
     sizes = sizes or (1,) * m
-    memory = [Memory(most, sizes) for most in limits(limit, home, p, max(sizes), name)]
-    for (_, microbatch), rank in home.items():
-        memory[rank].stages[microbatch] += 1
+    each = list(limit) if isinstance(limit, Sequence) else [limit] * p
+    if len(each) != p:
+        raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
+    stages_of = [Counter(i for (_, i), at in home.items() if at == rank) for rank in range(p)]
+    memory = [Memory(name, rank, each[rank], sizes, stages_of[rank]) for rank in range(p)]
     needs = dependencies(home, stages, m, p, "FIW" if split else "FB")
     unmet = {action: len(before) for action, before in needs.items()}  # how many actions each one waits for
     users: dict[Action, list[Action]] = defaultdict(list)  # who waits for it
@@ -83,10 +85,16 @@ def greedy(
 class Memory:
     """What one rank holds, and which of its ready actions it may start."""
 
-    def __init__(self, limit: Amount | None, sizes: Sequence[Amount]):
-        self.limit, self.sizes, self.largest = limit, sizes, max(sizes)
+    def __init__(self, name: str, rank: int, limit: Amount | None, sizes: Sequence[Amount], stages: Counter):
+        """`stages`: how many each microbatch has on this rank."""
+        self.limit, self.sizes, self.largest, self.stages = limit, sizes, max(sizes), stages
         self.used = self.oldest = 0
-        self.stages, self.forwards, self.backwards = (Counter() for _ in range(3))  # of each microbatch
+        self.forwards, self.backwards = Counter(), Counter()  # of each microbatch
+        count = max(stages.values())
+        if limit is not None and limit < count * self.largest:
+            what = f"rank {rank} may hold {limit} activations, but a microbatch has {count} stages there"
+            why = "all must forward before one goes backward: it would wait for ever"
+            raise ValueError(f"{name}: {what} and {why}; use limit={count * self.largest} or more")
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
         """Takes off the list the most urgent action that memory allows."""
@@ -127,18 +135,3 @@ def placement(place: Place, stages: int, m: int, name: str) -> Home:
     if set(home.values()) != set(range(len(set(home.values())))):
         raise ValueError(f"{name}: ranks {sorted(set(home.values()))}; they count from 0, each has a stage")
     return home
-
-
-def limits(limit, home: Home, p: int, size: Amount, name: str) -> list[Amount | None]:
-    """One limit per rank, each enough for one microbatch to get through."""
-    each = list(limit) if isinstance(limit, Sequence) else [limit] * p
-    if len(each) != p:
-        raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")
-    stages = Counter((rank, i) for (_, i), rank in home.items())
-    for rank, given in enumerate(each):
-        count = max(count for (at, _), count in stages.items() if at == rank)
-        if given is not None and given < count * size:
-            what = f"rank {rank} may hold {given} activations, but a microbatch has {count} stages there"
-            why = "all must forward before one goes backward: it would wait for ever"
-            raise ValueError(f"{name}: {what} and {why}; use limit={count * size} or more")
-    return each

@@ -1,4 +1,4 @@
-"""Zero bubble: a backward in two halves, I and W, of which only I is waited for. No torch.
+"""Zero bubble: a backward in two halves, I and W, of which only I is waited for; lines and Vs. No torch.
 
     ZB-H1, p=3, m=5     F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4     (1F1B waits for 6, this for 2)
                         .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -10,31 +10,18 @@
     ZB-H2   2(p - r - 1)      2r            (p-1)·max(0, TF + TI - 2TW)      2p - 1                2p - 1
 
 For rank r and TW <= TF: a longer W hides no more than a forward. `bubble` is idle time in a rank's own span.
-With fewer microbatches lists hold less and wait longer. An activation counts whole until its W.
-
-V shapes: two stages per rank, folded; four offsets, the block, set the memory.
-
-              F down, F up, I down, I up     peak / microbatches     bubble in units, of B = 6(p-1)
-    v_min     1, 1, 1, 1                     floor((p+4)/3)          2/3 B - 1, or + 1 if 3 divides p
-    v_half    2, 1, 2, 1                     floor((p+2)/2)          1/2 B, or - 1 if p is odd
-    zb_v      4, 2, 4, 2                     p                       0                  1F1B: peak p, bubble B
-
-Rank r has the stages r (held long) and 2p-1-r (held briefly). Every microbatch does the same on a rank, 6
-units of time after the one before (two stages; F, I and W of one unit). So the times of F and I in microbatch
-0, the block, are the schedule. A rank holds the time from F to I of both stages, over 6: small steps from
-rank to rank hold little, large ones leave time to fill the pipeline. Where two actions of a rank would need
-the same unit, backwards start 2 or 3 later. Bubble for m >= p (zb_v: 2p-1), p from 2 to 16. Sends what 1F1B,
-or its interleaved form, sends; V shapes nearly twice the messages.
+With fewer microbatches lists hold less and wait longer. An activation counts whole until its W. Sends what
+1F1B, or its interleaved form, sends; V shapes (`block_of`) nearly twice the messages of 1F1B.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, sections 2, 3 and 6, table 2, whose B and W are our I and W;
-Qi et al. 2024, arXiv:2405.15362, section 3, and its code for the offsets of v_min and v_half; torch's
-ScheduleInterleavedZeroBubble. Differs: `squeezed` alone follows the block; offsets of zb_v are ours.
+Qi et al. 2024 (V shapes), arXiv:2405.15362, section 3, and its code for the offsets of v_min and v_half;
+torch's ScheduleInterleavedZeroBubble. Differs: `squeezed` alone follows the block; offsets of zb_v are ours.
 """
 
 from collections import deque
 from collections.abc import Callable
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
-from minitrain.pipeline.schedules.one_direction import depth_first
+from minitrain.pipeline.schedules.one_direction import depth_first, on_rank
 from minitrain.pipeline.simulate import Simulation, Time
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
@@ -42,24 +29,23 @@ from minitrain.ranks.checks import require_ints, require_one_of, require_positiv
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
     require_positive_ints(p=p, m=m)
-    ranks = [delayed(*_straight(r, m), ahead=p - r - 1, w_delay=r) for r in range(p)]
+    order = [(0, i) for i in range(m)]
+    ranks = [delayed(*on_rank(r, p, 1, order, I), ahead=p - r - 1, w_delay=r) for r in range(p)]
     return Schedule(f"ZB-H1, p={p}, m={m}", ranks, p, m)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
     require_positive_ints(p=p, m=m)
-    ranks = [delayed(*_straight(r, m), ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
+    order = [(0, i) for i in range(m)]
+    ranks = [delayed(*on_rank(r, p, 1, order, I), ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
     return Schedule(f"ZB-H2, p={p}, m={m}", ranks, p, m)
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
     """ZB-H1 with v stages per rank, every p-th one: 1/v of its bubble, at most v·p activations of a stage."""
-    order, ranks = depth_first("zb_interleaved", p, m, v), []
-    for r in range(p):
-        forwards = [F(c * p + r, i) for c, i in order]
-        backwards = [I((v - 1 - c) * p + r, i) for c, i in order]
-        ranks.append(delayed(forwards, backwards, ahead=(v - 1) * p + p - r - 1, w_delay=r))
+    order = depth_first("zb_interleaved", p, m, v)
+    ranks = [delayed(*on_rank(r, p, v, order, I), ahead=v * p - r - 1, w_delay=r) for r in range(p)]
     return Schedule(f"interleaved zero bubble, p={p}, m={m}, v={v}", ranks, p * v, m)
 
 
@@ -80,34 +66,37 @@ def bubble(simulation: Simulation) -> Time:
     return max(spans[-1].end - spans[0].start - simulation.busy(rank) for rank, spans in ranks)
 
 
-def _straight(stage: int, m: int) -> tuple[list[Action], list[Action]]:
-    return [F(stage, i) for i in range(m)], [I(stage, i) for i in range(m)]
-
-
 Block = Callable[[int], tuple[int, int, int, int]]
 PERIOD = 6
 
 
 def v_min(p: int, m: int) -> Schedule:
     """A third of 1F1B's memory, two thirds of its bubble."""
-    require_positive_ints(p=p, m=m)
-    return squeezed(f"V-Min, p={p}, m={m}", p, m, block_of("v_min", p), limit=2 * ((p + 4) // 3))
+    return squeezed("V-Min", p, m, block_of("v_min", p), limit=2 * ((p + 4) // 3))
 
 
 def v_half(p: int, m: int) -> Schedule:
     """Half of 1F1B's memory, half of its bubble."""
-    require_positive_ints(p=p, m=m)
-    return squeezed(f"V-Half, p={p}, m={m}", p, m, block_of("v_half", p), limit=2 * ((p + 2) // 2))
+    return squeezed("V-Half", p, m, block_of("v_half", p), limit=2 * ((p + 2) // 2))
 
 
 def zb_v(p: int, m: int) -> Schedule:
     """1F1B's memory, no bubble."""
-    require_positive_ints(p=p, m=m)
-    return squeezed(f"ZB-V, p={p}, m={m}", p, m, block_of("zb_v", p), limit=2 * p, early=True)
+    return squeezed("ZB-V", p, m, block_of("zb_v", p), limit=2 * p, early=True)
 
 
 def block_of(shape: str, p: int) -> Block:
-    """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0."""
+    """When rank r starts F of stage r, F of stage 2p-1-r, and I of both in turn, for microbatch 0.
+
+                  F down, F up, I down, I up     peak / microbatches     bubble in units, of B = 6(p-1)
+        v_min     1, 1, 1, 1                     floor((p+4)/3)          2/3 B - 1, or + 1 if 3 divides p
+        v_half    2, 1, 2, 1                     floor((p+2)/2)          1/2 B, or - 1 if p is odd
+        zb_v      4, 2, 4, 2                     p                       0 (1F1B: peak p, bubble B)
+
+    Two stages per rank, folded: r (held long) and 2p-1-r (held briefly). Every microbatch does the same, 6
+    units after the one before (F, I and W of one unit), so this block is the schedule. A rank holds the time
+    from F to I of both stages, over 6: small steps from rank to rank hold little, large ones leave time to
+    fill the pipeline. Bubble for m >= p (zb_v: 2p-1), p from 2 to 16."""
     require_positive_ints(p=p)
     require_one_of(("v_min", "v_half", "zb_v"), shape=shape)
     gap, wide = 2 if p % 3 == 0 else 0, 3 if p % 2 == 0 else 0  # so that no two actions need the same unit
@@ -133,11 +122,12 @@ def block_order(p: int, m: int, block: Block, rank: int) -> list[Action]:
     return [action for _, action in sorted(every)]
 
 
-def squeezed(name: str, p: int, m: int, block: Block, limit: int, early: bool = False) -> Schedule:
+def squeezed(shape: str, p: int, m: int, block: Block, limit: int, early: bool = False) -> Schedule:
     """The block's order, each action as soon as it can be; W where a rank would wait or is full (`limit`).
 
     With `early` a rank that waits before its first backward runs forwards of its early stage ahead."""
-    orders = [deque(block_order(p, m, block, rank)) for rank in range(p)]
+    require_positive_ints(m=m)
+    orders, name = [deque(block_order(p, m, block, rank)) for rank in range(p)], f"{shape}, p={p}, m={m}"
     needs, later = Schedule(name, orders, 2 * p, m).needs, [deque() for _ in range(p)]
     ranks, held, done = [[] for _ in range(p)], [0] * p, set()
     can = lambda action: all(before in done for before in needs[action])
