@@ -259,7 +259,7 @@ def keep_on_host(module: nn.Module, sync: Sync) -> None:
 
 
 def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
-    """After `parallelize`: states of the optimizer go to files, each rank's own, of what it updates (ZeRO: 1/n).
+    """After `parallelize`: states of the optimizer go to files, each rank's own, of what it updates.
     A folder is of a machine and no part of a strategy; a checkpoint goes on with or without. Host memory:
     nine buffers of a piece. None where nothing is updated."""
     optimizer = sync.optimizer

@@ -11,8 +11,8 @@
 
 Every rank calls the same methods in the same order. Sends what the technique sends, and 8 bytes a batch for
 the number of valid targets; `run(tokens)` gathers logits over tp and cp and sends them to all stages;
-`load_pieces` agrees twice, 8 bytes each; `state_dict` gathers 16 bytes per parameter with Adam. Step, rate and
-position in the data are the caller's, and masks of dropout follow from the step.
+`load_pieces` agrees twice, 8 bytes each; `state_dict` gathers 16 bytes per parameter with Adam. Step, rate
+and position in the data are the caller's, and masks of dropout follow from the step.
 Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs: loads without a conversion.
 """
 
