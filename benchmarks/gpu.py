@@ -25,7 +25,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.moe.experts import LowBits
-from minitrain.plan.accounting.compute import flops_per_token
+from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.products import fused

@@ -133,7 +133,7 @@ def memory(ledgers: dict, target: Machine) -> str:
 
 
 def utilisation(timeline, config, strategy: Strategy, hyper: Hyperparameters, target: Machine) -> str:
-    from minitrain.plan.accounting.compute import flops_per_token
+    from minitrain.plan.accounting import flops_per_token
 
     tokens, dtype = hyper.batch_size * hyper.length, rate_for(target, strategy) or strategy.policy.activations
     flops = tokens * flops_per_token(config, hyper.length) / strategy.ranks

@@ -21,7 +21,7 @@ from minitrain.cli.replay_command import among, known
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.accounting.parameters import parameters
+from minitrain.plan.accounting import parameters
 from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints, require_positive_ints

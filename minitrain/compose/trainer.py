@@ -36,7 +36,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Text
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.step import StepResult
-from minitrain.plan.accounting.compute import flops_per_token, mfu
+from minitrain.plan.accounting import flops_per_token, mfu
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints

@@ -8,7 +8,7 @@ import pytest
 from minitrain.cli.replay_command import among, memory, rate_for, step_for, strategy_for, utilisation
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.accounting.compute import flops_per_token
+from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
 

@@ -29,7 +29,7 @@ from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
 from minitrain.model.training import flags
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.accounting.parameters import parameters
+from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
 

@@ -15,7 +15,7 @@ from minitrain.data_parallel.states import copied
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
-from minitrain.plan.accounting.parameters import parameters
+from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from tests.saving import Checkpoint, all_files, load, save, saved_in

@@ -30,7 +30,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses
 from minitrain.pipeline.deferred import Deferred
-from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.accounting import activation_bytes
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.rematerialize import fewest_forwards

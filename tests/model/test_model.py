@@ -32,7 +32,7 @@ from minitrain.model.layers import (
     rms_norm_forward,
     rotate,
 )
-from minitrain.plan.accounting.parameters import cached_elements, mlp_parameters, parameters
+from minitrain.plan.accounting import cached_elements, mlp_parameters, parameters
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 

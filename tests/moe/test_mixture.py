@@ -19,8 +19,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.moe import router
 from minitrain.moe.dispatch import AllToAll
 from minitrain.moe.parallel import CutExperts, Tokens, place_experts
-from minitrain.plan.accounting.compute import forward_flops_per_token
-from minitrain.plan.accounting.parameters import active_parameters, parameters
+from minitrain.plan.accounting import active_parameters, forward_flops_per_token, parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -16,34 +16,28 @@ from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
 from minitrain.model.training.optim import AdamW
-from minitrain.plan.accounting.compute import (
+from minitrain.plan.accounting import (
+    activation_bytes,
+    activation_terms,
+    active_parameters,
+    attention_parameters,
+    checkpoint_bytes,
+    crossover_tokens,
     flops_per_token,
     forward_flops_per_token,
     hfu,
-    mfu,
-    training_days,
-)
-from minitrain.plan.accounting.memory_formulas import (
-    activation_bytes,
-    activation_terms,
-    checkpoint_bytes,
     latent_attention_bytes_per_token,
-    model_state_bytes,
-    zero_bytes,
-)
-from minitrain.plan.accounting.parameters import (
-    active_parameters,
-    attention_parameters,
     matmul_parameters,
+    mfu,
+    model_state_bytes,
     parameter_table,
     parameters,
-)
-from minitrain.plan.accounting.traffic import (
-    crossover_tokens,
     tensor_parallel_bytes_per_step,
     text_bytes,
     token_bytes,
+    training_days,
     zero3_bytes_per_step,
+    zero_bytes,
 )
 from minitrain.ranks.ledger import Ledger
 

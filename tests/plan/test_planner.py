@@ -11,7 +11,7 @@ from minitrain.compose.dry_runs import work_of
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner
-from minitrain.plan.accounting.memory_formulas import zero_bytes
+from minitrain.plan.accounting import zero_bytes
 from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, least_ranks, needs, pareto, race, search, why
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.training_run import STACKS

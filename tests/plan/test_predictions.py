@@ -15,7 +15,7 @@ from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.pipeline.schedule import parts
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
 from minitrain.pipeline.simulate import simulate
-from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.accounting import activation_bytes
 from minitrain.plan.predict import predicted_pipeline
 from minitrain.plan.predict.fit import fit, log_ratio
 from minitrain.plan.predict.predicted_memory import by_rank, elements_of

@@ -16,7 +16,7 @@ from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch
-from minitrain.plan.accounting.memory_formulas import activation_bytes
+from minitrain.plan.accounting import activation_bytes
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy

@@ -27,7 +27,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import chain
 from operator import mul
 
-from minitrain.plan.accounting.compute import flops_per_token
+from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.predict.predicted_memory import elements_of, memory_of
 from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, makespan
 from minitrain.plan.predict.rates import AXES, NAMES, RATES, Place, Rates, Times, layers_s

@@ -2,7 +2,7 @@
 
 First  machines            devices and links, from datasheets
        collectives         what a collective costs
-       replay, wires       when everything would happen; transfers that meet on a link or a card share it
+       replay              when everything would happen; transfers that meet on a link or a card share it
 then   timeline, intervals where the time went, and a file for a browser
 beside links               work, and copies that share links
 """

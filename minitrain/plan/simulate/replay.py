@@ -9,13 +9,14 @@ the group's previous one has ended, takes what collectives.py says of the larges
 and ends on all members together. Wait stops the rank until then. Messages have a stream per (source,
 destination), and are on it a latency after both sides are there: one issued while another is under way
 follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
-bandwidth of the machine's `host` or `disk` link. Transfers of several streams that meet on a rank's links, or
-on its share of the network cards, share them (wires.py): two groups over one card take as long as in turn.
+bandwidth of the machine's `host` or `disk` link. Transfers of several streams share the `Wires` where they
+meet: two groups over one card take as long as in turn.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024, and
 for all of a ring. Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. Where
 nothing is shared, a faster device or network never makes a step slower; where something is, it can, as with
-a scheduler that reorders work (Graham 1969). Not modelled: small messages that do not wait for a receiver.
+a scheduler that reorders work (Graham 1969). Not modelled: small messages that do not wait for a receiver;
+what a group that leaves the node sends inside of it, beside groups that stay; switches.
 """
 
 import heapq
@@ -23,15 +24,15 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
-from minitrain.plan.simulate import collectives
+from minitrain.plan.simulate import collectives, links
 from minitrain.plan.simulate.machines import Machine
 from minitrain.plan.simulate.timeline import Span, Timeline
-from minitrain.plan.simulate.wires import Carried, Wires, wires_of
 from minitrain.ranks.checks import require_nonempty
 from minitrain.ranks.events import Compute, Copy, Event, Issue
 
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
+Wire = tuple[int, str, str]  # (rank, "in" or "out" of the node, "from" or "to" the rank)
 
 
 def replay(
@@ -52,17 +53,17 @@ def replay(
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s, sharing).play()
 
 
-class _Transfer(Carried):
+class _Transfer:
     """One collective or message on its way; a copy has no stream, and is known to its end at once."""
 
-    __slots__ = ("stream", "arrived", "start_s", "ended", "waiting")
-
-    def __init__(self, stream: "_Stream | None", end_s: float = 0.0):
-        super().__init__((), 0.0, end_s)
-        self.stream, self.ended = stream, stream is None
+    def __init__(self, stream: "_Stream | None", wires: tuple[Wire, ...] = (), end_s: float = 0.0):
+        self.stream, self.wires, self.end_s = stream, wires, end_s
         self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
-        self.start_s = 0.0
-        self.waiting: list[int] = []
+        self.start_s = self.on_wire_s = 0.0  # it is on its wires when its latency is over
+        self.speed = 1.0  # of what it has alone
+        self.version = 0  # grows with every change of `end_s`
+        self.ended = stream is None
+        self.waiting: list[int] = []  # ranks
 
 
 class _Stream:
@@ -71,12 +72,61 @@ class _Stream:
     def __init__(self, members: Sequence[int], machine: Machine, given: Collection[int], message: bool):
         self.expected = sorted(set(given).intersection(members))
         self.placement = collectives.place(members, machine)
-        self.wires = wires_of(members, self.placement.nodes, message, self.expected)
+        level = "in" if self.placement.nodes == 1 else "out"
+        senders, receivers = (members[:1], members[1:]) if message else (self.expected, self.expected)
+        wires = [(rank, level, "from") for rank in senders] + [(rank, level, "to") for rank in receivers]
+        self.wires = tuple(wire for wire in wires if wire[0] in given)
         self.transfers: list[_Transfer] = []
         self.count = dict.fromkeys(self.expected, 0)  # transfers issued so far, by rank
         self.queue: deque[_Transfer] = deque()  # all members are there; the first is under way
         self.free_s = 0.0
         self.cost: dict[tuple[str, int], tuple[float, float]] = {}  # latency, and all of it
+
+
+class Wires:
+    """Who is on which wire now.
+
+    wires.join(a, 0.0)        a alone, 2 s of bytes                           ends at 2
+    wires.join(b, 1.0)        b, of 1.5 s, on a wire of a's: half of it each  a at 3, b at 4
+    wires.leave(a, 3.0)       what a leaves is for the others                 b at 3.5
+
+    Both return those whose end has moved. A wire is one rank's way out of, or into, its node's links ("in")
+    or its share of the network cards ("out"). A collective takes both ways of all its members, a message
+    the source's way out and the destination's way in; each takes the level that bounds it: the links if its
+    group stays in a node, else the cards. Shares are max-min fair (links.shared), and a transfer waits for
+    its slowest member. Wires that one transfer uses alone cost nothing: only those that touch each other,
+    directly or through a third, are looked at again."""
+
+    def __init__(self):
+        self.users: dict[Wire, dict[_Transfer, None]] = {}
+
+    def join(self, transfer: _Transfer, now_s: float) -> list[_Transfer]:
+        for wire in transfer.wires:
+            self.users.setdefault(wire, {})[transfer] = None
+        return self._shared_again([transfer], now_s)
+
+    def leave(self, transfer: _Transfer, now_s: float) -> list[_Transfer]:
+        for wire in transfer.wires:
+            del self.users[wire][transfer]
+        return self._shared_again([other for wire in transfer.wires for other in self.users[wire]], now_s)
+
+    def _shared_again(self, some: Iterable[_Transfer], now_s: float) -> list[_Transfer]:
+        together = dict.fromkeys(some)
+        found = list(together)
+        while found:  # who shares a wire with one of them, and so on
+            for wire in found.pop().wires:
+                for other in self.users[wire]:
+                    if other not in together:
+                        together[other] = None
+                        found.append(other)
+        whole = {wire: 1.0 for one in together for wire in one.wires}
+        moved = []
+        for one, speed in links.shared({one: one.wires for one in together}, whole).items():
+            if speed != one.speed:
+                one.end_s = now_s + max(0.0, one.end_s - now_s) * one.speed / speed
+                one.speed, one.version = speed, one.version + 1
+                moved.append(one)
+        return moved
 
 
 class _Player:
@@ -126,7 +176,7 @@ class _Player:
                 start = max(now_s, copied_s.get(event.direction, 0.0))
                 end = copied_s[event.direction] = start + self.copy_s(event)
                 spans.append(Span(event.direction, "transfer", start, end, event, now_s))
-                issued[event.id] = event, _Transfer(None, end)
+                issued[event.id] = event, _Transfer(None, end_s=end)
             else:
                 if event.id not in issued:
                     raise ValueError(f"rank {rank} waits for transfer {event.id}, which it has not issued")
@@ -190,9 +240,8 @@ class _Player:
         self.moved([transfer])
 
     def moved(self, transfers: Iterable[_Transfer]) -> None:
-        for transfer in transfers:
-            entry = transfer.end_s, _END, next(self.tie), transfer, transfer.version
-            heapq.heappush(self.agenda, entry)
+        for one in transfers:
+            heapq.heappush(self.agenda, (one.end_s, _END, next(self.tie), one, one.version))
 
     def end(self, transfer: _Transfer) -> None:
         stream = transfer.stream

@@ -26,7 +26,7 @@ from math import ceil, floor, sqrt
 from typing import NamedTuple
 
 from minitrain.model.config import presets
-from minitrain.plan.accounting.parameters import attention_parameters
+from minitrain.plan.accounting import attention_parameters
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay

@@ -24,7 +24,7 @@ from typing import Any
 
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
-from minitrain.plan.accounting.parameters import attention_parameters, mlp_parameters
+from minitrain.plan.accounting import attention_parameters, mlp_parameters
 from minitrain.precision.policies import BYTES
 
 

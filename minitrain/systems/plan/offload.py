@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from minitrain.plan.accounting.memory_formulas import model_state_bytes
+from minitrain.plan.accounting import model_state_bytes
 from minitrain.plan.simulate.links import Number, Task, divided, play
 from minitrain.ranks.checks import (
     require_fractions,

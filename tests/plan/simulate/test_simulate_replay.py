@@ -12,8 +12,7 @@ from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.intervals import join, length, outside
 from minitrain.plan.simulate.links import Task, play
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
-from minitrain.plan.simulate.replay import replay
-from minitrain.plan.simulate.wires import Carried, Wires
+from minitrain.plan.simulate.replay import Wires, _Transfer, replay
 from minitrain.ranks.events import Compute, Issue, Wait
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
@@ -144,9 +143,9 @@ def messages(sends, latency=0.0, devices=64):
 
 
 def test_an_end_moves_with_who_comes_and_who_goes():
-    """The example in wires.py."""
+    """The example in replay.py."""
     wires, wire = Wires(), ((0, "out", "from"),)
-    a, b = Carried(wire, 0.0, 2.0), Carried(wire, 1.0, 2.5)
+    a, b = _Transfer(None, wire, 2.0), _Transfer(None, wire, 2.5)
     assert wires.join(a, 0.0) == [] and a.end_s == 2
     assert set(wires.join(b, 1.0)) == {a, b} and (a.end_s, b.end_s) == (3, 4)
     assert wires.leave(a, 3.0) == [b] and b.end_s == 3.5

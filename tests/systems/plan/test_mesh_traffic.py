@@ -11,7 +11,7 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
-from minitrain.plan.accounting.parameters import parameters
+from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -26,7 +26,7 @@ import numpy
 from minitrain.pipeline import simulate as pipeline_simulate
 from minitrain.pipeline.schedule import F, Schedule
 from minitrain.pipeline.simulate import Costs
-from minitrain.plan.accounting.memory_formulas import zero_bytes
+from minitrain.plan.accounting import zero_bytes
 from minitrain.systems.plan.search.problem import Option, Problem, SearchResult, cheapest, least
 
 

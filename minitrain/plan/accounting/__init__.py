@@ -1,1 +1,0 @@
-"""What training costs, as formulas (no torch): parameters, compute, memory_formulas, traffic in bytes."""
