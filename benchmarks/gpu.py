@@ -28,8 +28,7 @@ from minitrain.moe.experts import LowBits
 from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.products import fused
-from minitrain.precision.quantized_linear import LowLinear
+from minitrain.precision.products import LowLinear, fused
 
 FP8 = ("fp8_tensor", "fp8_rows")
 

@@ -34,15 +34,10 @@ def refused(what: str, path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         cause = os.strerror(error.errno) if error.errno else str(error)
-        raise DiskError(error.errno, f"cannot {what} {path}: {cause}{_free(error.errno, path)}") from None
-
-
-def _free(number: int | None, path: Path) -> str:
-    if number != errno.ENOSPC:
-        return ""
-    with contextlib.suppress(OSError):
-        return f" ({shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free)"
-    return ""
+        if error.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                cause += f" ({shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are free)"
+        raise DiskError(error.errno, f"cannot {what} {path}: {cause}") from None
 
 
 class Disk:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from minitrain.checkpoint.disk import Disk, new_file
-from minitrain.checkpoint.format import bytes_of
-from minitrain.checkpoint.header import DTYPE_OF, DTYPES, MOST_HEADER_BYTES, Damaged, framed
+from minitrain.checkpoint.format import DTYPE_OF, DTYPES, MOST_HEADER_BYTES, Damaged, bytes_of, framed
 
 
 class Tensors(Mapping):

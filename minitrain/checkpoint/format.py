@@ -1,12 +1,19 @@
-"""The file of one writer: safetensors with a hash of every block (header.py), written once, read in parts.
+"""The file of one writer: safetensors with a hash of every block, written once, read in parts.
 
-    write   tensors first, hashed on the way, and the header last; then synced
-    read    any bytes of a piece: whole blocks go straight to where they are wanted, and are verified there
+    8 bytes   length of the header, n
+    n bytes   {"__metadata__": {"plain": "{..}", "parameters/tokens@0,64": "[8, 128] 06a1.."},
+               "parameters/tokens@0,64": {"dtype": "F32", "shape": [8, 64], "data_offsets": [0, 2048]}, ..}
+              and spaces, so that tensors begin at a multiple of 64
+    tensors   one behind the other, those of wide elements first: each begins at a multiple of its element
 
-The header's own hash stands in the manifest (store.py): without that, a file is no part of a checkpoint. So
-no byte can change unseen. Any reader of safetensors can open it. No pickle anywhere. Calls to the system
-move a block: small pieces are gathered, larger ones written from where they are (more at once is no faster).
-Memory: half a block to write, one to read, and a copy of a piece that does not lie in one piece.
+A key says where the piece begins, the metadata the shape of the whole and 16 hex digits for each block of
+BLOCK_BYTES: xxh3, a hash, not a signature. So a header's length follows from shapes alone: tensors are
+written first, hashed on the way, the header last. Its own hash stands in the manifest (store.py), without
+which a file is no part of a checkpoint: no byte can change unseen. Whole blocks are read straight to where
+they are wanted, and verified there. Any reader of safetensors can open it, within whose limit of a header
+(100 MB) it stays. No pickle anywhere. Calls to the system move a block: small pieces are gathered, larger
+ones written from where they are (more at once is no faster).
+Memory: half a block to write, none to read, and a copy of a piece that does not lie in one piece.
 Differs from safetensors.torch.save_file: verified, partial tensors, synced, no copy of what is written.
 """
 
@@ -14,33 +21,72 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
-from minitrain.checkpoint.header import (
-    BLOCK_BYTES,
-    HASH_DIGITS,
-    MOST_HEADER_BYTES,
-    Damaged,
-    Entry,
-    digest,
-    pack,
-    parse,
-)
 from minitrain.ranks.pieces import Piece
 
+BLOCK_BYTES = 1 << 20
+MOST_HEADER_BYTES = 100_000_000
+ALIGNMENT = 64
+HASH_DIGITS = 16
 RUN_BYTES = 1 << 19  # as much small is gathered; half of it is large
 START_BYTES = 8 << 20  # the disk begins while the next are hashed
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}  # nobody can read it any more
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Damaged(ValueError):
+    """A file is not what was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A piece in a file: its first byte there, and the hashes of its blocks in a row."""
+
+    file: Any
+    name: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first_byte: int
+    hashes: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -50,6 +96,68 @@ class Written:
     name: str
     size: int
     header_hash: str
+
+
+def digest(data) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def key_of(name: str, start: Sequence[int]) -> str:
+    return f"{name}@{','.join(map(str, start))}"
+
+
+def pack(pieces: Sequence[Piece], plain: dict[str, Any], hashes: Sequence[str] | None = None) -> bytes:
+    """The header, its length in front; without `hashes` it is as long as it will be with them."""
+    metadata, entries, offset = {"plain": json_of(plain)}, {}, 0
+    for number, piece in enumerate(pieces):
+        key, dtype = key_of(piece.name, piece.start), piece.values.dtype
+        if key in entries:
+            raise ValueError(f"{key} is given twice; a rank writes a piece once")
+        if dtype not in DTYPES:
+            raise ValueError(f"{piece.name} is in {dtype}, which safetensors does not know: convert it")
+        size = piece.values.numel() * dtype.itemsize
+        offsets = [offset, offset + size]
+        entries[key] = dict(dtype=DTYPES[dtype], shape=list(piece.shape), data_offsets=offsets)
+        found = hashes[number] if hashes else "0" * HASH_DIGITS * -(-size // BLOCK_BYTES)
+        metadata[key] = f"{list(piece.whole)} {found}"
+        offset += size
+    return framed(metadata, entries)
+
+
+def framed(metadata: dict[str, str], entries: dict[str, dict]) -> bytes:
+    text = json.dumps({"__metadata__": metadata} | entries).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        what = f"{len(entries):,} pieces need a header of {len(text):,} bytes"
+        raise ValueError(f"{what}, a file may have {MOST_HEADER_BYTES:,}: write with more ranks")
+    return struct.pack("<Q", len(text)) + text
+
+
+def json_of(plain: dict[str, Any]) -> str:
+    try:
+        return json.dumps(plain)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"plain values of a checkpoint must be what JSON knows: {error}") from None
+
+
+def parse(text: bytes, size: int, file: Any = None) -> tuple[list[Entry], dict[str, Any]]:
+    """Entries and plain values of a file of `size` bytes from the text of its header. Raises Damaged."""
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__")
+        plain, entries, end = json.loads(metadata["plain"]), [], 8 + len(text)
+        for key, value in header.items():
+            name, _, place = key.rpartition("@")
+            whole, _, hashes = metadata[key].rpartition(" ")
+            start = tuple(map(int, filter(None, place.split(","))))
+            whole, shape, dtype = tuple(json.loads(whole)), tuple(value["shape"]), DTYPE_OF[value["dtype"]]
+            entries.append(entry := Entry(file, name, whole, start, shape, dtype, end, hashes))
+            end += entry.size
+        if end != size:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged("its header is damaged") from None
+    return entries, plain
 
 
 # ---- writing
@@ -62,18 +170,11 @@ def blocks_of(piece: Piece) -> Iterator[np.ndarray]:
         yield data[first : first + BLOCK_BYTES]
 
 
-def write_file(
-    disk: Disk,
-    path: Path,
-    pieces: Iterable[Piece],
-    plain: dict[str, Any],
-    blocks_of: Callable[[Piece], Iterator[np.ndarray]] = blocks_of,
-) -> Written:
+def write_file(disk: Disk, path: Path, pieces: Iterable[Piece], plain: dict, blocks_of=blocks_of) -> Written:
     """Pieces on the host (share_out has made them this rank's own) and plain values, in a new file, synced.
 
     `blocks_of` gives a piece's bytes, a block or several at a time, and is asked in the order of `pieces`: it
-    may have to wait for them (snapshot.py). ValueError, before there is a file: a piece twice, a dtype or
-    value that the format does not know, a header over 100 MB. DiskError: what the system refuses."""
+    may have to wait for them (snapshot.py). ValueError comes before there is a file."""
     pieces, places, hashes = list(pieces), {}, {}
     in_file = sorted(pieces, key=lambda piece: -piece.values.element_size())
     begin = end = len(pack(in_file, plain))
@@ -152,8 +253,7 @@ def reading(path: Path) -> Iterator[int]:
 class File:
     """A file that was written, its header verified. `entries` are its pieces, `plain` what else it holds.
 
-    Damaged: it is not what was written, or not there. It is open only in a call: a checkpoint may have more
-    files than a process may open."""
+    It is open only in a call: a checkpoint may have more files than a process may open."""
 
     def __init__(self, path: Path, written: Written):
         self.path, self.read_bytes = path, 0
@@ -167,18 +267,11 @@ class File:
         self.entries, self.plain = parse(text, written.size, self)
 
     def read(self, entry: Entry, first: int, last: int, out: np.ndarray) -> None:
-        """Bytes first .. last of an entry, verified; `out` may be the memory of a tensor (bytes_of)."""
-        held = None
+        """Bytes first .. last of an entry, whole blocks, verified; `out` may be a tensor's memory."""
         with reading(self.path) as file:
-            for begin in range(first // BLOCK_BYTES * BLOCK_BYTES, last, BLOCK_BYTES) if first < last else ():
-                end = min(begin + BLOCK_BYTES, entry.size)
-                if first <= begin and end <= last:
-                    self._read_block(file, entry, begin, out[begin - first : end - first])
-                else:
-                    held = np.empty(BLOCK_BYTES, np.uint8) if held is None else held
-                    self._read_block(file, entry, begin, held[: end - begin])
-                    a, b = max(first, begin), min(last, end)
-                    out[a - first : b - first] = held[a - begin : b - begin]
+            for begin in range(first, last, BLOCK_BYTES):
+                end = min(begin + BLOCK_BYTES, last)
+                self._read_block(file, entry, begin, out[begin - first : end - first])
 
     def verify(self) -> File:
         """Read all of it, in the memory of one block. Returns itself."""

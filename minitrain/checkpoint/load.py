@@ -3,11 +3,11 @@
     saved     [ rows 0-3 ][ rows 4-7 ]          of tp = 2
     wanted    [ 0-1 ][ 2-3 ][ 4-5 ][ 6-7 ]      of tp = 4: each rank reads its half of one of them, no more
 
-What a rank reads are the blocks (format.py) that its rectangles touch, all verified. In the layout in which
-they were saved that is what it holds, to the byte. With `broadcast`, of what k ranks hold alike one reads and
-sends it to the others, so storage reads fall by k, and every rank asks for the same pieces in one order.
-`check` looks at names, shapes and dtypes alone: call it for all pieces before the first `fill`. Then only
-damage can stop a load, on one rank and not on others, so `agree` ends both: on every rank the same error.
+What a rank reads are the blocks (format.py) that its rectangles touch, all verified: in the layout of the
+save what it holds, to the byte. With `broadcast`, of what k ranks hold alike one reads and sends it to the
+others, so storage reads fall by k, and every rank asks for the same pieces in one order. `check` looks at
+names, shapes and dtypes alone: call it for all pieces before the first `fill`. Then only damage can stop a
+load, on one rank and not on others, so `agree` ends both: on every rank the same error.
 Sends 8 bytes per agreement, with `broadcast` S bytes for a piece of S bytes to each of the k - 1 others.
 Memory beside the pieces: what of one saved piece lies between the first and the last byte that is needed.
 Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader of HDFS per data-parallel group).
@@ -57,9 +57,8 @@ class Saved:
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """{"layers.0.tokens": shape of the whole} of all names that begin with kind, as "parameters"."""
-        start = f"{kind}/"
-        found = {name: entries[0].whole for name, entries in self.entries.items() if name.startswith(start)}
-        return {name.removeprefix(start): whole for name, whole in found.items()}
+        named = [(*name.partition("/"), entries[0].whole) for name, entries in self.entries.items()]
+        return {name: whole for begin, _, name, whole in named if begin == kind}
 
     @cached_property
     def _states(self) -> dict[str, dict[str, tuple]]:
@@ -127,9 +126,8 @@ def agree(act: Callable[[], Any], group: ProcessGroup, device: torch.device | st
     except (ValueError, OSError) as raised:
         error = raised
     rank, ranks = group.rank(), group.size()
-    first = -int(
-        collectives.all_reduce(torch.tensor([-(rank if error else ranks)], device=device), group, op="max")
-    )
+    mine = torch.tensor([-(rank if error else ranks)], device=device)
+    first = -int(collectives.all_reduce(mine, group, op="max"))
     if first == ranks:
         return result
     kind = Damaged if isinstance(error, Damaged | OSError) else ValueError

@@ -10,32 +10,101 @@
     before_update what is about to change is copied first
     after_step    all have written -> rank 0 commits, on its thread -> all know: so two steps later at least
 
-What training waited for stands in `waits`: "copy", "write", "previous save". No thread calls a collective.
-If a rank cannot write, all raise the same NotSaved at the next call of after_step, save or finish, or at
-close: the save is dropped, older checkpoints and the training state are as they were, training may go on.
-Sends 32 bytes to each other rank to begin a save, and per step while one is under way; 400 more, of text, if
-it fails. Memory: snapshot.py.
+No thread calls a collective. If a rank cannot write, all raise the same NotSaved at the next call: the save
+is dropped, older checkpoints and the training state are as they were, training may go on. Sends 32 bytes to
+each other rank to begin a save, and per step while one is under way; 400 more, of text, if it fails.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from minitrain.checkpoint.format import Written, write_file
-from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
 from minitrain.checkpoint.snapshot import GivenUp, Snapshot, parameter_of
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_device, require_one_of
+from minitrain.ranks.checks import require_device, require_one_of, require_positive_ints
 from minitrain.ranks.pieces import Piece, share_out
 
 UNDER_WAY, WRITTEN, COMMITTED, FAILED = range(4)
 TEXT_BYTES = 400  # of an error that ranks tell each other
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """How a Saver saves: when it copies and writes, from how much memory, and who writes.
+
+        sync             training stands still for copy and write; in sync_sharded equal ranks share it
+        snapshot         for the copy; the write is behind
+        asynchronous     for what is not copied when the update begins: copied beside forward and backward
+        torchsnapshot    as snapshot, and the write begins with the first chunk copied
+        lightcheck       as asynchronous, and each update waits for what it changes alone
+        fastpersist      as asynchronous, from two buffers, filled and written by turns
+
+        step      | forward backward | update | forward backward | update |
+        copy      [##########]                                                 hidden
+        write               [######################]                           the next save waits for its end
+
+    Of what k ranks hold alike each writes 1/k, or `writers` of them share it out."""
+
+    paper: str = "one's own"
+    copy: Literal["now", "overlapped"] = "now"  # with the next forward and backward: the update waits
+    write: Literal["now", "background"] = "background"
+    by_layer: bool = False  # the update of a parameter waits for what belongs to it alone
+    chunk_bytes: int | None = None  # a chunk is written when it is copied; None: when all is
+    slots: int | None = None  # chunks that fit into memory; None: all
+    writers: int | None = None  # of ranks that hold the same; None: all
+
+    def __post_init__(self):
+        require_one_of(("now", "overlapped"), copy=self.copy)
+        require_one_of(("now", "background"), write=self.write)
+        sizes = dict(chunk_bytes=self.chunk_bytes, slots=self.slots, writers=self.writers)
+        require_positive_ints(10**18, **{name: size for name, size in sizes.items() if size is not None})
+        if self.slots and not self.chunk_bytes:
+            raise ValueError(f"slots={self.slots}: slots hold chunks; give chunk_bytes")
+        if self.copy == "now" and self.by_layer:
+            raise ValueError("by_layer=True with copy='now': nothing waits; use copy='overlapped'")
+        if self.copy == "overlapped" and self.write == "now":
+            raise ValueError("write='now' with copy='overlapped': a write follows its copy; use one of them")
+
+
+SAVE_POLICIES = {
+    # DeepSpeed; Varuna: Athlur et al. 2022, EuroSys. One of the ranks that hold the same writes.
+    "sync": SavePolicy("DeepSpeed, Varuna", write="now", writers=1),
+    # The same, shared out: in 1/k of the time where the disk is not what limits it.
+    "sync_sharded": SavePolicy("DeepSpeed with sharded writing", write="now"),
+    # Jiang et al. 2024 (MegaScale), arXiv:2402.15627; Cai et al. 2024 (InternLM2, InternEvo),
+    # arXiv:2403.17297; Eisenman et al. 2022 (Check-N-Run), NSDI.
+    "snapshot": SavePolicy("MegaScale, InternEvo, Check-N-Run", writers=1),
+    # Nicolae et al. 2020, CCGRID: light work in the foreground, and replicas share out the heavy.
+    "deepfreeze": SavePolicy("DeepFreeze"),
+    # Chunks copied and written in a pipeline; what is replicated is divided among the ranks.
+    "torchsnapshot": SavePolicy("TorchSnapshot", chunk_bytes=16 * MB),
+    "asynchronous": SavePolicy("asynchronous", copy="overlapped"),
+    # Mohan et al. 2021, FAST: with frequency.py, which keeps a budget.
+    "checkfreq": SavePolicy("CheckFreq", copy="overlapped"),
+    # Chen et al. 2023, ICCD: an update depends on the copy of its own layer only.
+    "lightcheck": SavePolicy("LightCheck", copy="overlapped", by_layer=True, chunk_bytes=16 * MB),
+    # Maurya et al. 2024, arXiv:2406.10707: lazy copies into one limited buffer, flushed meanwhile.
+    "datastates": SavePolicy("DataStates-LLM", copy="overlapped", chunk_bytes=16 * MB, slots=16),
+    # Wang et al. 2024, arXiv:2406.13768: two pinned buffers; as many writers as are fastest (`best_writers`).
+    # Differs: no direct I/O past the cache of the file system; the update waits for copies, not for the disk.
+    "fastpersist": SavePolicy("FastPersist", copy="overlapped", chunk_bytes=32 * MB, slots=2),
+}
+
+
+def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int:
+    """The number of writers for which `write_s(writers)`, measured or modelled, is least; of equals the
+    smallest."""
+    require_positive_ints(choices=(choices := list(choices)))
+    return min(sorted(choices), key=write_s)
 
 
 class NotSaved(RuntimeError):
@@ -57,8 +126,7 @@ class Save:
     def __init__(self, step: int, plain: dict, manifest: dict, snapshot: Snapshot):
         self.step, self.plain, self.manifest, self.snapshot = step, plain, manifest, snapshot
         self.state, self.error, self.written = UNDER_WAY, "", Written("", 0, "0" * 16)
-        self.copying: futures.Future | None = None
-        self.task: futures.Future | None = None  # the write, then on rank 0 the commit
+        self.copying = self.task = None  # futures; the second of the write, then on rank 0 of the commit
         self.committing = False
         self.copy_s = self.write_s = 0.0
 
@@ -70,13 +138,7 @@ class Save:
 class Saver:
     """Of one run; every rank calls the same methods in the same order."""
 
-    def __init__(
-        self,
-        store: Store,
-        device: torch.device | str = "cpu",
-        policy: SavePolicy | str = "sync",
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, store: Store, device="cpu", policy: SavePolicy | str = "sync", clock=perf_counter):
         require_device(device=device)
         if not isinstance(policy, SavePolicy):
             require_one_of(SAVE_POLICIES, policy=policy)
@@ -146,14 +208,13 @@ class Saver:
             self._wait("write", self.snapshot.unwritten_bytes, self._end)
 
     def close(self) -> None:
-        """Finish; then no thread is left."""
         try:
             self.finish()
         finally:
             self.stop()
 
     def stop(self) -> None:
-        """Give up what is under way, without a word to other ranks: they may be gone."""
+        """Give up what is under way, without a word to other ranks: they may be gone. No thread is left."""
         self.closed, self.under_way = True, None
         self.snapshot.give_up()
         for threads in (self._copier, self._writer):
@@ -202,8 +263,8 @@ class Saver:
         """(state, bytes, hash of the header, length of the error) of each rank's part."""
         state, written = save.state, save.written  # another thread may be about to change them
         number = int(written.header_hash, 16) - (1 << 63)
-        mine = [state, written.size, number, len(save.error) if state == FAILED else 0]
-        mine = torch.tensor([mine], device=self.device)
+        error = len(save.error) if state == FAILED else 0
+        mine = torch.tensor([[state, written.size, number, error]], device=self.device)
         return collectives.all_gather(mine, self.group, name="checkpoint").tolist()
 
     def _failure(self, save: Save, ranks: list[list[int]]) -> str:
@@ -211,8 +272,8 @@ class Saver:
         failed = [rank for rank, (state, *_) in enumerate(ranks) if state == FAILED]
         if not failed:
             return ""
-        text = list(save.error.encode()[:TEXT_BYTES].ljust(TEXT_BYTES))
-        text = torch.tensor([text], dtype=torch.uint8, device=self.device)
+        text = save.error.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+        text = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
         text = collectives.all_gather(text, self.group, name="checkpoint error")[failed[0]]
         error = bytes(text.tolist()).decode(errors="replace").strip()
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
@@ -239,10 +300,8 @@ class Saver:
 
     def _commit(self, save: Save, ranks: list[list[int]]) -> None:
         try:
-            files = [
-                Written(file_name(rank), size, f"{number + (1 << 63):016x}")
-                for rank, (_, size, number, _) in enumerate(ranks)
-            ]
+            told_by = [(size, f"{number + (1 << 63):016x}") for _, size, number, _ in ranks]
+            files = [Written(file_name(rank), *of_file) for rank, of_file in enumerate(told_by)]
             self.notes += self.store.commit(save.step, files, save.manifest) or []
             save.state = COMMITTED
         except BaseException as error:

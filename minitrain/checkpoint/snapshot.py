@@ -9,9 +9,8 @@ A thread copies block after block, in the order given. Training waits for the bl
 change (`wait`), the writer for whole chunks (`blocks_of`): so one thing lets ranks stall for all of it or for
 what is not copied yet, write behind the whole copy or behind each chunk, from as much memory as the state or
 from two buffers. Memory: the share of this rank in the host's account, kind "checkpoint", or `slots` chunks;
-pinned for a GPU. A later save of the same shapes allocates nothing. Sends nothing.
-torch lets go of the interpreter lock in a copy; on a GPU copies run on a stream of their own, behind all that
-was computed when they were asked for.
+pinned for a GPU. A later save of the same shapes allocates nothing. Sends nothing. On a GPU copies run on a
+stream of their own, behind all that was computed when they were asked for.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from minitrain.checkpoint.header import BLOCK_BYTES
+from minitrain.checkpoint.format import BLOCK_BYTES
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.pieces import Piece, rectangles
 from minitrain.ranks.torch_private import outside_modes
 
-ALIGN_BYTES = 8  # of numbers
 AT_ONCE = 16  # blocks that a GPU is given to copy before somebody waits for them
 RUN_BLOCKS = 8  # that a writer is given
 
@@ -57,7 +55,7 @@ class Snapshot:
     """Of one save at a time: `begin`, then `copy` on a thread and `blocks_of` on another."""
 
     def __init__(self, device: torch.device | str, chunk_bytes: int | None = None, slots: int | None = None):
-        """`chunk_bytes`: None, all is one chunk; `slots`: None, as many as there are chunks."""
+        """None: all is one chunk; as many slots as there are chunks."""
         require_device(device=device)
         self.chunk_bytes, self.most_slots = chunk_bytes or math.inf, slots
         self.stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
@@ -86,7 +84,7 @@ class Snapshot:
                     chunk, used = chunk + 1, 0
                 self.blocks.append(Block(first, last, size, chunk, used))
                 self._values.append(piece.values)
-                used += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+                used += -(-size // 8) * 8  # numbers begin at a multiple of their size
                 largest = max(largest, used)
             self._blocks_of[piece.name, piece.start] = range(first_block, len(self.blocks))
             self._last_of[parameter_of(piece)] = len(self.blocks)
@@ -165,7 +163,7 @@ class Snapshot:
                     self.stream.wait_event(self._computed)
                 for number, block in enumerate(self.blocks):
                     self._until(lambda: block.chunk < self.slots + self._free_chunks())
-                    self.move(self._values[number], block.first, block.last, self._place(number))
+                    self.move(self._values[number], block.first, block.last, self._place(number, number))
                     if self.stream and (number + 1) % AT_ONCE and number + 1 != self._ends[block.chunk]:
                         continue
                     if self.stream:
@@ -187,9 +185,9 @@ class Snapshot:
         """Chunks that are written: so many of the first."""
         return self.blocks[self.written].chunk if self.written < len(self.blocks) else len(self._ends)
 
-    def _place(self, number: int, last: int | None = None) -> Tensor:
-        """Of a block, or of several of a piece, which lie one behind the other."""
-        first, last = self.blocks[number], self.blocks[number if last is None else last]
+    def _place(self, number: int, last: int) -> Tensor:
+        """Of these blocks of a piece, which lie one behind the other."""
+        first, last = self.blocks[number], self.blocks[last]
         begin = first.chunk % self.slots * self.slot_bytes
         return self.memory[begin + first.offset : begin + last.offset + last.bytes]
 

@@ -10,10 +10,9 @@
     5  rank 0   older ones: renamed to step-700.removing, sync_folder of FOLDER; removed
 
 So a crash at any point leaves the older checkpoints as they were, and this one complete or without manifest:
-then it does not count. The manifest holds a hash of itself, of every file's header, and those hash every
-block: no byte can change unseen. Newer means a greater step, and no clock is asked. Retention counts what is
-good: committed by this process, or read and verified by it, once, when something is about to be removed.
-One job writes to a folder: rank 0 holds a lock that ends with its process.
+then it does not count. The manifest holds a hash of itself and of every file's header, and those hash every
+block: no byte can change unseen. Newer means a greater step. Retention counts what is good: committed by this
+process, or read and verified by it. One job writes to a folder: rank 0's lock ends with its process.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.checkpoint.disk import Disk, DiskError, new_file, refused
-from minitrain.checkpoint.format import Damaged, File, Written, reading
-from minitrain.checkpoint.header import HASH_DIGITS, digest, json_of
+from minitrain.checkpoint.format import HASH_DIGITS, Damaged, File, Written, digest, json_of, reading
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
 MANIFEST, WRITING, REMOVING, DAMAGED = "manifest.json", ".writing", ".removing", ".damaged"
-OURS = re.compile(rf"step-([0-9]{{8,}})({WRITING}|{REMOVING})?")
+OURS = re.compile(rf"step-([0-9]{{8}}|[1-9][0-9]{{8,}})({WRITING}|{REMOVING})?")
 CHUNK_BYTES = 4 << 20  # of a file that is copied
+RESERVED = {"hash", "step", "files"}  # of a manifest
 HEAD, REST = '{"hash": "', '", '
 
 
@@ -93,9 +92,7 @@ class Store:
             self._lock = None
 
     def begin(self, step: int) -> Path:
-        """Rank 0: the folder that all ranks write to. What a crash has left in FOLDER is removed.
-
-        ValueError: another process holds the lock, or there is a good checkpoint of this or a later step."""
+        """Rank 0: the folder that all ranks write to. What a crash has left in FOLDER is removed."""
         if self._lock is None:
             self.lock()
         require_ints(step=step)
@@ -152,12 +149,12 @@ class Store:
 
     def _discard(self, steps: list[int]) -> None:
         """A crash in the middle leaves no checkpoint that lacks a file: before that, it has another name."""
-        gone = [(self.path(step), self.folder / (self.path(step).name + REMOVING)) for step in steps]
-        for path, to in gone:
+        gone = {self.path(step): self.folder / (self.path(step).name + REMOVING) for step in steps}
+        for path, to in gone.items():
             self.disk.rename(path, to)
         if gone:
             self.disk.sync_folder(self.folder)
-        for _, to in gone:
+        for to in gone.values():
             self.disk.remove(to)
         self._good.difference_update(steps)
 
@@ -165,9 +162,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """Of all complete checkpoints, the newest last."""
-        return sorted(
-            step for step, path in self.folders() if path == self.path(step) and self.is_complete(step)
-        )
+        steps = (step for step, path in self.folders() if path == self.path(step))
+        return sorted(step for step in steps if self.is_complete(step))
 
     def folders(self) -> list[tuple[int, Path]]:
         """Folders in FOLDER with a name that we gave: (step, path)."""
@@ -175,8 +171,7 @@ class Store:
             return []
         with refused("list", self.folder):
             found = [OURS.fullmatch(name) for name in sorted(os.listdir(self.folder))]
-        steps = [(int(name[1]), self.folder / name[0]) for name in found if name]
-        return [(step, path) for step, path in steps if path.name.split(".")[0] == self.path(step).name]
+        return [(int(name[1]), self.folder / name[0]) for name in found if name]
 
     def is_complete(self, step: int) -> bool:
         return (self.path(step) / MANIFEST).exists()
@@ -218,12 +213,9 @@ class Store:
         return None, passed
 
 
-# ---- the manifest
-
-
 def manifest_text(step: int, files: Iterable[Written], plain: dict[str, Any]) -> bytes:
     """JSON that begins with the hash of what follows it."""
-    if reserved := plain.keys() & {"hash", "step", "files"}:
+    if reserved := plain.keys() & RESERVED:
         raise ValueError(f"a manifest has its own {min(reserved)}; give yours another name")
     body = json_of({"step": step, "files": [asdict(file) for file in files], **plain})[1:]
     return f"{HEAD}{digest(body.encode())}{REST}{body}".encode()
@@ -246,7 +238,7 @@ def copy_step(step: int, store: Store, to: Store) -> None:
     step meanwhile."""
     manifest = store.manifest(step)
     files = [Written(**entry) for entry in manifest["files"]]
-    plain = {key: value for key, value in manifest.items() if key not in ("hash", "step", "files")}
+    plain = {key: value for key, value in manifest.items() if key not in RESERVED}
     with ExitStack() as opened:
         sources = [opened.enter_context(open(store.path(step) / file.name, "rb")) for file in files]
         folder = to.begin(step)

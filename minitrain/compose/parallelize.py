@@ -52,7 +52,7 @@ from minitrain.pipeline.schedules.slices import on_each_rank
 from minitrain.pipeline.sliced_attention import attend, look_back
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
-from minitrain.precision.loss_scale import LossScale
+from minitrain.precision.mixed import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh

@@ -3,7 +3,7 @@
     dp × cp ranks   [0 1 2 3 | 4 5 6 7]     ep = 4: each block has all experts, rank i and i + 4 the same ones
                                             their gradients are sums over {i, i + 4}
 
-Products: a block's projections and MLPs get the layers of quantized_linear.py, experts `LowBits`; parameters
+Products: a block's projections and MLPs get the layers of products.py, experts `LowBits`; parameters
 and their names stay. Layers cut over tp have them already. Delayed scaling: after a step the largest numbers
 that a block has seen are agreed over all ranks that have it with other tokens, or another part of it: 8 bytes
 a matrix in one message a block and group.
@@ -33,10 +33,9 @@ from minitrain.data_parallel.hybrid import Chain
 from minitrain.data_parallel.sharded_units import UnitBuffer, elements
 from minitrain.data_parallel.sync import Sync
 from minitrain.memory.activations import AwayActivations
-from minitrain.memory.dropping import dropping
 from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host
-from minitrain.memory.recompute import recompute
+from minitrain.memory.recompute import dropping, recompute
 from minitrain.memory.recompute_policies import Policy, parse, segments
 from minitrain.memory.segment import Hold, Results
 from minitrain.model.config import GATED, GPTConfig
@@ -44,15 +43,13 @@ from minitrain.model.gpt import GPT, Stages, one_by_one
 from minitrain.model.hooks import Hooks
 from minitrain.model.mixture import mixtures
 from minitrain.model.training.optim import AdamW
-from minitrain.moe.dispatch import AllToAll
+from minitrain.moe.dispatch import AllToAll, CutExperts, Tokens, place_experts
 from minitrain.moe.experts import LowBits
-from minitrain.moe.parallel import CutExperts, Tokens, place_experts
 from minitrain.moe.router import Routing
 from minitrain.pipeline.halves import Halves
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import products as eight_bits
-from minitrain.precision.products import Scales, emulated
-from minitrain.precision.quantized_linear import LowLinear
+from minitrain.precision.products import LowLinear, Scales, emulated
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement

@@ -45,7 +45,7 @@ from minitrain.model.training.step import Batch, StepResult, scaled_train_step, 
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.loss_scale import LossScale
+from minitrain.precision.mixed import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.pieces import Piece, share_out, whole_piece

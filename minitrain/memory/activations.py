@@ -7,10 +7,9 @@
     backward    layer i opens the first of its tensors         all of layer i is fetched, and of layer i - 1
 
 Sent over the link: what autograd keeps, once down and once up in a microbatch; each block of memory once,
-wherever autograd keeps views of it. Memory of the device: what two layers keep; of the host: what all of them
-keep of every microbatch under way. Under recomputation that is the inputs and the results it keeps.
-Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity),
-arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, that of the last layer too.
+however many views of it. Memory of the device: what two layers keep; of the host: what all of them keep of
+every microbatch under way. Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021
+(ZeRO-Infinity), arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, the last layer's too.
 """
 
 import weakref
@@ -59,10 +58,6 @@ class _Layer:
     def __init__(self, before: "_Layer | None"):
         self.before, self.blocks = before, []
 
-    def settle(self) -> None:
-        for block in self.blocks:
-            block.settle()
-
 
 class AwayActivations:
     """Sees what is saved in the forwards of the modules it watches."""
@@ -92,7 +87,8 @@ class AwayActivations:
 
     def _next(self, *_) -> None:
         if self._hooks and not in_backward():
-            self._layer.settle()
+            for block in self._layer.blocks:
+                block.settle()
             self._layer = _Layer(self._layer)
 
     def _end(self, *_) -> None:

@@ -8,11 +8,10 @@
 for Ψ parameters in bfloat16 with float32 masters; all on the device are 16Ψ. Sent over the link in a step: 2Ψ
 down and 2Ψ up, once however many microbatches there are. It listens to a Sync (data_parallel/sync.py), which
 calls `on_grad_final` with every sum over ranks. Clipping and a scaled loss need the norm of all gradients
-before the first update: then `early` is False, and updates begin in `step`. With `early` a step that fails in
-backward is lost.
+before the first update: then `early` is False. With `early` a step that fails in backward is lost.
 
-    delayed     the update of step k runs beside step k + 1, which computes with the weights before it: as
-                training whose weights are one step late. The first `warmup_steps` updates are not delayed.
+    delayed     the update of step k runs beside step k + 1, which computes with the weights before it; but
+                for the first `warmup_steps` updates
 
 Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840, sections 3, 4.2 and 5.2 (delayed update after 40 steps).
 Differs: any elementwise optimizer; its kernel is torch's fused one where it has one.
@@ -68,8 +67,6 @@ class HostOptimizer:
         self.twin_of[param] = twin
         return twin
 
-    # ---- gradients ----------------------------------------------------------------------------------------
-
     def zero_grad(self) -> None:
         self.on_finish()
         self._there.clear()
@@ -105,8 +102,6 @@ class HostOptimizer:
             self._arrive(param)
         return self.twin_of[param].grad if param in self._there else param.grad
 
-    # ---- updates ------------------------------------------------------------------------------------------
-
     def step(self) -> None:
         """Begin the update of all gradients; wait for it, or delayed for the one before."""
         delays = self._delays
@@ -121,7 +116,6 @@ class HostOptimizer:
 
     @property
     def _delays(self) -> bool:
-        """Whether the update of this step is a delayed one."""
         return self.delayed and self.updates >= self.warmup_steps
 
     def _begin(self, param: Tensor) -> None:
@@ -144,23 +138,17 @@ class HostOptimizer:
         for param, update in pending:
             twin = self.twin_of[param]
             self.inner.state[twin] = update.result()
-            self._mark(twin)
+            for value in self.inner.state[twin].values():
+                if isinstance(value, Tensor):
+                    collectives.announce_host(value, "optimizer state")
             if twin is not param:
                 coming.append(to_device(twin, out=param))
         for transfer in coming:
             transfer.wait()
         return bool(pending)
 
-    def _mark(self, twin: Tensor) -> None:
-        """What an update has made for a parameter is memory of the host."""
-        for value in self.inner.state[twin].values():
-            if isinstance(value, Tensor):
-                collectives.announce_host(value, "optimizer state")
-
-    # ---- states -------------------------------------------------------------------------------------------
-
     def get_state(self, param: Tensor) -> dict[str, Any]:
-        """What the host has, no copy; an update under way must have been settled."""
+        """No copy; an update under way must have been settled."""
         return self.inner.state.get(self.twin_of[param], {})
 
     def set_state(self, param: Tensor, state: dict[str, Any]) -> None:
@@ -198,7 +186,6 @@ class OptimizerOfOne:
         return getattr(self._optimizer, name)
 
     def updated(self) -> dict[str, Any]:
-        """The state after a step."""
         type(self._optimizer).step.__wrapped__(self)
         return self.state[self._param]
 

@@ -6,13 +6,10 @@
     back = to_device(y, x.device).wait()
 
 On an accelerator host blocks are pinned, and each direction has a stream. On a CPU both pools are the same
-memory: a mark on a block says whose it is (`collectives.announce_host`), the ledger counts them apart, and
-each direction has a worker thread, since torch lets go of the interpreter lock in a copy. Of fake tensors
-nothing moves, but blocks and events are the same. Bytes of a copy: those of x, counted by the ledger at its
-start (`copied_bytes`). Until `wait` a Transfer keeps x alive: memory is free when somebody has waited.
-Results of the host are the host's only if they are written into `new_host` memory.
-Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3 (copies on a stream of their own, pinned memory).
-Differs: threads in place of streams on a CPU.
+memory: a mark on a block says whose it is (`collectives.announce_host`), and each direction has a worker
+thread. Of fake tensors nothing moves, but blocks and events are the same. Bytes of a copy: those of x,
+counted by the ledger at its start (`copied_bytes`). Until `wait` a Transfer keeps x alive. Rhu et al. 2016
+(vDNN), arXiv:1602.08124, section 3. Differs: threads in place of streams on a CPU.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,8 +23,6 @@ from torch import Tensor
 
 from minitrain.ranks import collectives
 from minitrain.ranks.torch_private import outside_modes
-
-LARGE = 1 << 20  # bytes from which on the host is asked whether it has room
 
 
 class Transfer:
@@ -66,21 +61,18 @@ def new_host(shape: Iterable[int], dtype: torch.dtype, pinned=False, kind="activ
     """Memory of the host, not yet written, of a `kind` of the ledger's. MemoryError where it has no room."""
     shape = tuple(shape)
     size = prod(shape) * dtype.itemsize
-    if size >= LARGE and not is_fake(torch.empty(0)):
-        free = psutil.virtual_memory().available
-        if size > free:
-            sizes = f"{size / 1e9:.3g} GB, and the host has {free / 1e9:.3g} GB left"
-            raise MemoryError(f"offload needs {sizes}; offload less, or take a smaller model or more ranks")
+    large = size >= 1 << 20 and not is_fake(torch.empty(0))  # a small one is not worth the question
+    if large and size > (free := psutil.virtual_memory().available):
+        sizes = f"{size / 1e9:.3g} GB, and the host has {free / 1e9:.3g} GB left"
+        raise MemoryError(f"offload needs {sizes}; offload less, or take a smaller model or more ranks")
     return collectives.announce_host(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned), kind)
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether the block of x is marked as the host's."""
     return hasattr(x.untyped_storage(), "on_host")
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether x has a shape and no numbers."""
     return x.untyped_storage().device.type == "meta"
 
 
@@ -132,7 +124,7 @@ def _on_a_stream(direction: str, x: Tensor, out: Tensor) -> Callable[[], object]
 
 @cache
 def _worker(direction: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=f"copy {direction}")
+    return ThreadPoolExecutor(1, f"copy {direction}")
 
 
 @cache

@@ -4,10 +4,10 @@
     for chunk in order:
         value = engine.use(chunk)       valid until the next `use`; those behind it are on their way
 
-`order` names the chunk of every use of one pass (a training step, say), and passes repeat. `fetch` starts to
-bring a chunk and returns something with `wait()`; `evict` takes back what was fetched. A use that
-finds its chunk neither here nor on its way is late: nothing could hide it. After it the chunks of the next
-`ahead` uses are fetched as long as there is room, or a chunk that is used later than they are to make room:
+`order` names the chunk of every use of one pass, and passes repeat (`circular`). `fetch` starts to bring a
+chunk and returns something with `wait()`; `evict(chunk, that)` takes it back. A use that finds its chunk
+neither here nor on its way is late. After it the chunks of the next `ahead` uses are fetched as long as there
+is room, or a chunk that is used later than they are to make room:
 
     belady    out goes what is used again latest: the fewest fetches there can be, for chunks of one size
     lru       out goes what was not used for longest
@@ -17,37 +17,23 @@ With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from minitrain.ranks.checks import MOST, require_ints, require_one_of
-
-POLICIES = ("belady", "lru")
 
 
 class Prefetch:
     """Counts `fetched` chunks and `late` uses, since it was made."""
 
-    def __init__(
-        self,
-        order: Sequence[Hashable],
-        sizes: Mapping[Hashable, int],
-        room_bytes: int,
-        fetch: Callable[[Hashable], Any],
-        evict: Callable[[Hashable, Any], None],
-        *,
-        ahead: int = 1,
-        policy: str = "belady",
-        circular: bool = True,
-    ):
-        require_one_of(POLICIES, policy=policy)
+    def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, policy="belady", circular=True):
+        require_one_of(("belady", "lru"), policy=policy)
         require_ints(0, MOST, ahead=ahead)
         if not order:
             raise ValueError("no uses: give the order in which chunks are used in one pass")
-        largest = max(order, key=lambda chunk: sizes[chunk])
-        if sizes[largest] > room_bytes:
-            what = f"chunk {largest!r} has {sizes[largest]:,} bytes"
-            raise ValueError(f"{what}, and there is room for {room_bytes:,}; give more room, or cut chunks")
+        if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
+            what = f"a chunk has {largest:,} bytes, and there is room for {room_bytes:,}"
+            raise ValueError(f"{what}; give more room, or cut chunks")
         self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
         self.ahead, self.circular = ahead, circular
         self._fetch, self._evict = fetch, evict
@@ -74,14 +60,9 @@ class Prefetch:
 
     def clear(self) -> None:
         """Give back everything; the next use is the first of a pass."""
-        for chunk in self.here:
+        for chunk in list(self._here):
             self._evict(chunk, self._here.pop(chunk))
         self._position = 0
-
-    @property
-    def here(self) -> tuple[Hashable, ...]:
-        """Chunks that are here or on their way, the least recently used first."""
-        return tuple(self._here)
 
     def next_use(self, chunk: Hashable, after: int) -> float:
         """Position of the first use of a chunk behind `after`, counted on into the next pass."""
@@ -104,7 +85,7 @@ class Prefetch:
     def _bring(self, chunk: Hashable, keep: set) -> bool:
         """Fetch it, in the room of others but of none in `keep`: rather nothing at all, and False."""
         size = self.sizes[chunk]
-        free, victims = self.room_bytes - sum(self.sizes[chunk] for chunk in self._here), []
+        free, victims = self.room_bytes - sum(map(self.sizes.get, self._here)), []
         candidates = [other for other in self._here if other not in keep]
         if self.policy == "belady":
             candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)

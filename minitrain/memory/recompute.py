@@ -10,16 +10,18 @@
 
 Gradients flow through the first graph, so frozen parameters, hooks, products put off and several backwards
 work as always. A named result, `results("core", compute, q, k, v)` in the model, is computed once if it is
-kept: neither its FLOPs nor its messages are repeated, and what it has saved of its inputs is found in those
-of the second pass. Sends nothing itself; what is run again sends again.
-Memory: inputs and kept results until the second pass is over; what that finds until it is used.
-Chen et al. 2016, arXiv:1604.06174, section 3. Differs from torch.utils.checkpoint: what is kept has a name in
-the model and is no list of operators; a named computation whose inputs are all that is wanted is not begun.
+kept: neither its FLOPs nor its messages are repeated. Sends what is run again sends. Memory: inputs and kept
+results until the second pass is over; what that finds until it is used. Chen et al. 2016, arXiv:1604.06174,
+section 3. Korthikanti et al. 2022, arXiv:2205.05198, section 5, and Megatron-Core's output-discarding
+checkpointing (`dropping`). Differs from torch.utils.checkpoint: what is kept has a name in the model; a named
+computation whose inputs are all that is wanted is not begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -27,19 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minitrain.memory.segment import Done, Hold, Results, Segment, saved_input, storages, view
+from minitrain.memory import segment as segments
+from minitrain.memory.segment import Done, Results, Segment, Slot, saved_input, storages, view
 from minitrain.ranks.random_state import random_state, same, set_random_state
 from minitrain.ranks.torch_private import storage_id
 
 
 def recompute(
-    run: Callable,
-    *inputs,
-    results: Results | None = None,
-    keep: Collection[str] = (),
-    early_stop: bool = True,
-    hold: Hold | None = None,
-    replay: Iterable[Callable[[], Callable]] = (),
+    run: Callable, *inputs, results: Results | None = None, keep=(), early_stop=True, hold=None, replay=()
 ):
     """run(*inputs), of which only the inputs and the results called `keep` are kept for backward.
 
@@ -48,10 +45,12 @@ def recompute(
     run(*inputs)."""
     if not torch.is_grad_enabled():
         return run(*inputs)
-    segment = Segment(run, inputs, replay, early_stop, results or Results(), hold=hold)
+    results = results or Results()
+    segment = Segment(run, inputs, replay, early_stop, results, hold=hold)
     first = FirstPass(segment, frozenset(keep), set(storages(() if hold else inputs)))
     if isinstance(run, nn.Module):
-        first.know(run)
+        with results.inside(first):
+            results.know(run)
     return first.run(*inputs)
 
 
@@ -79,9 +78,6 @@ class FirstPass:
     def run(self, *inputs):
         with self.segment.results.inside(self), saved_tensors_hooks(self.pack, self.segment.unpack):
             return self.segment.run(*inputs)
-
-    def know(self, module: nn.Module) -> None:
-        self.known |= storages((*module.parameters(), *module.buffers())).keys()
 
     def pack(self, x: Tensor):
         segment, key = self.segment, storage_id(x.untyped_storage())
@@ -132,7 +128,8 @@ class _Second:
             said = f"the second pass comes to {name!r} after {segment.count} tensors, the first came to"
             raise RuntimeError(f"recomputation: {said} {call and call.name!r}; it must do the same each time")
         ends = self.may_stop and segment.last < call.end
-        if call.kept is None and not (ends and self.all_filled(call)):
+        rest = [number for number in segment.wanted() if number >= call.first]
+        if call.kept is None and not (ends and all(number in call.fills for number in rest)):
             self.within = True
             try:
                 return compute(*inputs)
@@ -148,6 +145,57 @@ class _Second:
         made = [given() for given in call.kept]
         return made[0] if call.single else tuple(made)
 
-    def all_filled(self, call: _Call) -> bool:
-        rest = [number for number in self.segment.wanted() if number >= call.first]
-        return all(number in call.fills for number in rest)
+
+# ---- single results
+
+
+@contextmanager
+def dropping(drop: Collection[str], results: Results, *, inside=(), replay=(), early_stop=True) -> Iterator:
+    """Single results are dropped, each made again, alone, when a backward asks for it:
+
+        with dropping({"act"}, results):         the model calls results("act", compute, gate, up)
+            y = block(x)                         kept: all but act and what is inside; so gate and up are
+
+        `drop`     not kept is what autograd saves inside, nor the result itself wherever it is saved
+        `inside`   what is saved inside; the result stays: Korthikanti's selective recomputation
+
+    What a result is made from is kept; if that is dropped too, it is made again first. Each is a segment of
+    its own; nothing between them is computed again. To drop the core of attention costs as many FLOPs as to
+    drop its inside only, and keeps one tensor less. Memory: while one is made again, what it saves."""
+    frame = _Dropping(frozenset(drop), frozenset(inside), results, tuple(replay), early_stop)
+    if not torch.is_grad_enabled():
+        yield
+        return
+    with results.inside(frame), saved_tensors_hooks(frame.pack, frame.unpack):
+        try:
+            yield
+        finally:
+            frame.made.clear()
+
+
+class _Dropping:
+    def __init__(self, drop: frozenset, inside: frozenset, results: Results, replay: tuple, early_stop: bool):
+        self.drop, self.inside, self.results = drop, inside, results
+        self.replay, self.early_stop = replay, early_stop
+        self.outer = segments.outer_hooks()
+        self.known: set[int] = set()  # storages of parameters
+        self.made: dict[int, tuple] = {}  # storage -> a weak reference to it, who makes it, which result
+
+    def result(self, name: str, compute: Callable, inputs: tuple):
+        if name not in self.drop | self.inside:
+            return compute(*inputs)
+        reads = storages(inputs)
+        segment = Segment(compute, inputs, self.replay, self.early_stop, self.results)
+        made = FirstPass(segment, frozenset(), self.known | reads.keys()).run(*inputs)
+        for index, x in enumerate([made] if isinstance(made, Tensor) else made):
+            storage = x.untyped_storage()
+            if name in self.drop and storage_id(storage) not in reads:
+                self.made[storage_id(storage)] = weakref.ref(storage), segment, index
+        return made
+
+    def pack(self, x: Tensor):
+        storage, maker, index = self.made.get(storage_id(x.untyped_storage()), (lambda: None, None, None))
+        return self.outer[0](x.detach()) if storage() is None else maker.output_slot(index, x)
+
+    def unpack(self, packed) -> Tensor:
+        return segments.open_slot(packed) if isinstance(packed, Slot) else self.outer[1](packed)

@@ -45,13 +45,8 @@ class Policy:
 
 
 NONE, FULL = Policy(), Policy(again=True)
-POLICIES = {
-    "none": NONE,
-    "stage": NONE,
-    "full": FULL,
-    "selective": Policy(inside=frozenset({"core"})),
-    "sqrt": Policy(again=True, blocks=0),
-}
+POLICIES = dict(none=NONE, stage=NONE, full=FULL, sqrt=Policy(again=True, blocks=0))
+POLICIES["selective"] = Policy(inside=frozenset({"core"}))
 
 
 def parse(text: str) -> list[Policy]:
@@ -87,7 +82,6 @@ def policy_of(name: str, text: str) -> Policy:
 
 
 def of_block(policies: list[Policy], block: int) -> Policy:
-    """Of block 0, 1, .. of the whole model."""
     return policies[min(block, len(policies) - 1)]
 
 

@@ -6,14 +6,12 @@
     saved.by_place                  {"norm1": 4096, "attention": 65536, ...}
     print(saved.table(unit=x.numel()))
 
-torch hands every tensor that an operator saves to a hook. A block of memory is counted once, under the module
-that saved it first, however many operators and views refer to it; parameters are not counted. Works without
-data too (meta and fake tensors), so at any size. Costs two Python calls per operator; keeps nothing alive.
-Korthikanti et al. 2022, arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and
-deviation of each norm, 4 or 8 bytes per token, are counted here and left out there.
+A block of memory is counted once, under the module that saved it first; parameters are not counted. Works
+without data too (meta and fake tensors), so at any size. Keeps nothing alive. Korthikanti et al. 2022,
+arXiv:2205.05198, section 4, counts the same tensors by hand. Differs: mean and deviation of each norm, 4 or 8
+bytes per token, are counted here and left out there.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +74,8 @@ class SavedTensors:
 
     @property
     def by_place(self) -> dict[str, int]:
-        total = Counter()
-        for saved in self.saved:
-            total[saved.place] += saved.bytes
-        return dict(total)
+        places = dict.fromkeys(saved.place for saved in self.saved)
+        return {place: sum(saved.bytes for saved in self.saved if saved.place == place) for place in places}
 
     def table(self, unit: int = 1) -> str:
         """One line per block, in the order they were saved; the last column is bytes / unit."""

@@ -32,8 +32,8 @@ Hold = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]  # a part o
 
 
 class Results(threading.local):
-    """The door to what a model computes by name, for each thread alone: compute(*inputs), unless it is known.
-    All tensors with gradients that `compute` reads must be inputs, or parameters."""
+    """The door: compute(*inputs), unless the result is known. All tensors with gradients that `compute` reads
+    must be inputs, or parameters."""
 
     frame = None
 
@@ -50,14 +50,12 @@ class Results(threading.local):
 
     def know(self, module: nn.Module, *_) -> None:
         """Its parameters are there anyway. A hook for modules that are about to run."""
-        if hasattr(self.frame, "know"):
-            self.frame.know(module)
+        if hasattr(self.frame, "known"):
+            self.frame.known |= storages((*module.parameters(), *module.buffers())).keys()
 
 
 class Slot:
     """A tensor that was saved and not kept."""
-
-    __slots__ = ("segment", "number", "like", "__weakref__")
 
     def __init__(self, segment: Segment, number: int, x: Tensor):
         self.segment, self.number, self.like = segment, number, (x.shape, x.dtype)
@@ -72,18 +70,17 @@ class Segment:
 
     def __init__(self, run, inputs: Sequence, replay, early_stop, results: Results, hold: Hold | None = None):
         """Inputs are kept through the hooks that are in force around the segment."""
-        self.outer = saved_hooks() or (as_it_is, as_it_is)
+        self.outer = outer_hooks()
         self.run, self.early_stop, self.results = run, early_stop, results
         self.inputs = [saved_input(x, self.outer, hold) for x in inputs]
         self.devices = {x.device for x in inputs if isinstance(x, Tensor)} or {torch.device("cpu")}
-        generators = [partial(drawing_again, device) for device in self.devices]
-        self.replay = [kept() for kept in (*generators, *replay)]
+        generators = [drawing_again(device) for device in self.devices]
+        self.replay = [*generators, *(kept() for kept in replay)]
         self.modes = function_modes()
         self.count, self.last = 0, -1  # saved so far in this pass; the last one wanted in the second
         self.slots: dict[int, weakref.ref[Slot]] = {}
         self.outputs: dict[int, tuple] = {}  # of Slots that are views of results: which, and the view
-        # what named results meet in the second pass
-        self.frame: Callable = lambda segment, may_stop: None
+        self.frame: Callable = lambda segment, may_stop: None  # what named results meet in the second pass
         self.recomputed: dict[int, Tensor] = {}
 
     def slot(self, number: int, x: Tensor) -> Slot:
@@ -92,7 +89,6 @@ class Segment:
         return slot
 
     def output_slot(self, index: int, x: Tensor) -> Slot:
-        """Of a view of result `index`."""
         number = -1 - len(self.outputs)
         self.outputs[number] = index, view(x)
         return self.slot(number, x)
@@ -139,7 +135,6 @@ class Segment:
             raise Done
 
     def find(self, number: int, x: Tensor) -> None:
-        """Of a number that is wanted: here it is."""
         slot = self.slots[number]() if number in self.slots else None
         if slot is None:
             return
@@ -182,3 +177,8 @@ def drawing_again(device: torch.device) -> Callable:
 
 def as_it_is(x):
     return x
+
+
+def outer_hooks() -> Pair:
+    """Those in force here, of what is saved and opened."""
+    return saved_hooks() or (as_it_is, as_it_is)

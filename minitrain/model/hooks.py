@@ -8,7 +8,7 @@
     token_rows,     rows of a table, for a table that is cut over ranks (tensor_parallel/vocabulary.py)
     position_rows
     experts         x [N, D] to its experts and back (moe/dispatch.py, systems/moe/travel.py)
-    tokens          which of the tokens this rank routes to experts (moe/parallel.py)
+    tokens          which of the tokens this rank routes to experts (moe/dispatch.py)
     block           block(layer, x, positions) -> x: how blocks compute, if not as they are written
 
 Left alone a hook does what one process does. A layer knows nothing of ranks, and who puts something here
@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.moe.dispatch import AllToAll
-from minitrain.moe.parallel import Tokens
+from minitrain.moe.dispatch import AllToAll, Tokens
 
 
 def call(name: str, compute: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -4,7 +4,7 @@
     y_n = Σ_j weight_nj · expert_nj(x_n) + shared(x_n)
     up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
 
-On ranks (moe/parallel.py) its `experts` are another module, and two hooks (hooks.py) say the rest: `experts`
+On ranks (moe/dispatch.py) its `experts` are another module, and two hooks (hooks.py) say the rest: `experts`
 brings rows to their experts and back, `tokens` are those that a rank routes. A token whose position is
 negative is padding: it visits nobody. Capacity and the balance loss count per row of the batch, over the
 ranks with the row's other tokens. In evaluation nobody is dropped.

@@ -1,8 +1,6 @@
 """Mixture of experts: a layer of many MLPs in which each token visits few.
 
 First  router     where each token goes: a pure function of its scores, and the losses that keep it balanced
-then   dispatch   tokens to the ranks of their experts and back
-       parallel   a layer of experts (model/mixture.py) over the ranks of ep and tp
-       experts    the work on rows that stand sorted by expert, in several ways
-       turns      one expert after the other, forward and backward by hand
+then   dispatch   tokens to the ranks of their experts and back, over ep and tp
+       experts    the work on rows that stand sorted by expert: in several ways, one backward by hand
 """

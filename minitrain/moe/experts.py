@@ -11,34 +11,40 @@ grouped    nothing in excess: 2·R·D·F FLOPs per matrix        saves rows and 
 scattered  x [N, D] read and added to through indices         saves x, which others save too, and no row
 LowBits    product after product in few bits                  saves codes of rows and of the hidden layer
 
-`grouped` is torch's grouped product on a GPU in bfloat16 with widths of whole 16 bytes; elsewhere (torch's
-kernel on a CPU is a loop too, and knows no float64) the experts take turns (turns.py). All need the counts on
-the host: give them as `sizes` where you know them (a dry run).
-Gale et al. 2022 (MegaBlocks, arXiv:2211.15841, section 4); Tan et al. 2024 (ScatterMoE, arXiv:2403.08245,
-section 3). Differs: dense products per expert for their kernels; MegaBlocks' blocks are rows, its F is whole.
+`grouped` is torch's grouped product on a GPU in bfloat16 with widths of whole 16 bytes; elsewhere the experts
+take turns (`in_turns`). All need the counts on the host: give them as `sizes` where you know them. Gale et
+al. 2022 (MegaBlocks, arXiv:2211.15841, section 4); Tan et al. 2024 (ScatterMoE, arXiv:2403.08245, section 3:
+reads and writes through indices inside one kernel). Differs: dense products per expert for their kernels, a
+copy of one expert's rows at a time; MegaBlocks' blocks are rows, its F is whole.
 """
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.moe.turns import Act, Given, hidden, in_turns
-from minitrain.precision.products import Products, Scales
-from minitrain.precision.quantized_linear import multiply
+from minitrain.precision.products import Products, Scales, multiply
+from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.checks import require_positive_ints
+
+Given = Tensor | None
+Tensors = Sequence[Tensor]
+Act = Callable[[Tensor], Tensor]
+
+
+def hidden(act: Act, up: Tensor, gate: Given = None) -> Tensor:
+    """The layer between, [rows, F], from what one or two products made of the rows."""
+    return act(up) if gate is None else act(gate) * up
 
 
 def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """The reference."""
     parts = rows.split(numbers(counts, sizes, len(rows)))
     gates = [None] * len(up) if gate is None else gate.unbind()
-    experts = zip(parts, up.unbind(), down.unbind(), gates)
-    return torch.cat(
-        [hidden(act, part @ u, None if g is None else part @ g) @ d for part, u, d, g in experts]
-    )
-
-
-# ---- room for zeros --------------------------------------------------------------------------------------
+    made = [hidden(act, x @ u, None if g is None else x @ g) for x, u, g in zip(parts, up.unbind(), gates)]
+    return torch.cat([layer @ d for layer, d in zip(made, down.unbind())])
 
 
 def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
@@ -71,9 +77,6 @@ def places(sizes: list[int], room: list[int], device: torch.device) -> Tensor:
     """[R]: where row i stands when expert e, with sizes[e] rows, has room for room[e]."""
     starts = [sum(room[:e]) for e in range(len(room))]
     return torch.cat([torch.arange(start, start + size, device=device) for start, size in zip(starts, sizes)])
-
-
-# ---- nothing in excess -----------------------------------------------------------------------------------
 
 
 def grouped(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
@@ -130,10 +133,112 @@ def numbers(counts: Tensor, sizes: list[int] | None, rows: int) -> list[int]:
     """The counts on the host, where each product gets its shape from."""
     sizes = counts.tolist() if sizes is None else sizes
     if sum(sizes) != rows:
-        raise ValueError(
-            f"counts {sizes} add up to {sum(sizes)}, but there are {rows} rows; each has one expert"
-        )
+        raise ValueError(f"counts {sizes} add up to {sum(sizes)}, not to the {rows} rows: each has an expert")
     return sizes
 
 
 IMPLEMENTATIONS = {"loop": loop, "padded": padded, "blocked": blocked, "grouped": grouped}
+
+
+# ---- one expert after the other, forward and backward by hand --------------------------------------------
+
+
+def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, sizes: list[int]) -> Tensor:
+    """The rows of the experts, sizes[e] of each, are x itself; or row r is x[tokens[r]], and weights[r] times
+    its result is added to y[tokens[r]].
+
+        rows · up_e, rows · gate_e -> z      d up_e = rowsᵀ · dz;  d rows = dz · up_eᵀ
+        hidden(z) · down_e -> y              d hidden = dy · down_eᵀ;  d down_e = hiddenᵀ · dy
+
+    Saved are x, z [R, F] (two with a gate) and the weights of the routing, but no result: hidden [rows, F] is
+    there for one turn and made again in backward, as is dz (by autograd); with weight w the result is w ·
+    (hidden · down_e), so dw = hidden · d hidden. A forward turn makes (F + D) · rows elements, or 2F · rows
+    with a gate if that is more; a backward turn 3F · rows, 5F with a gate; and 2D where rows are copies of
+    tokens. FLOPs: 2·R·D·F per matrix, twice that in backward, less a product for a frozen matrix."""
+
+    def forward(x: Tensor, weights: Given, down: Tensor, *matrices: Tensor) -> tuple[Tensor, tuple]:
+        made = [x.new_empty(sum(sizes), matrix.shape[2]) for matrix in matrices]
+        y = (x.new_empty if tokens is None else x.new_zeros)(len(x), down.shape[2])
+        for e, here in enumerate(slices(sizes)):
+            given = rows_at(x, tokens, here), weight_at(weights, here), of(e, matrices), down[e]
+            add_rows(y, tokens, here, turn(*given, of(here, made), act))
+            del given  # lest the rows stay beside those of the next turn
+        return y, (x, tokens, weights, down, *matrices, *made)
+
+    def backward(dys: Tensors, saved: Tensors, wanted: Sequence[bool]) -> tuple[Given, ...]:
+        (dy,), (x, tokens, weights, down, *rest) = dys, saved
+        matrices, made = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        wants = zip((weights, down, *matrices), wanted[1:])
+        dweights, *grads = (torch.empty_like(param) if want else None for param, want in wants)
+        dx = (torch.empty_like(x) if tokens is None else torch.zeros_like(x)) if wanted[0] else None
+        for e, here in enumerate(slices(sizes)):
+            given = rows_at(dy, tokens, here), rows_at(x, tokens, here), weight_at(weights, here)
+            given += of(e, matrices), down[e], of(here, made), act, [*of(here, [dweights]), *of(e, grads)]
+            drows = turn_backward(*given, wanted[0], dx[here] if wanted[0] and tokens is None else None)
+            if wanted[0] and tokens is not None:
+                add_rows(dx, tokens, here, drows)
+            del given, drows
+        return dx, dweights, *grads
+
+    return custom_vjp(forward, backward, x, weights, down, up, *(() if gate is None else (gate,)))
+
+
+def turn(rows: Tensor, weight: Given, matrices: Tensors, down: Tensor, made: Tensors, act: Act) -> Tensor:
+    """One expert's rows [rows, D] -> their results. The products before act are written into `made`."""
+    for matrix, room in zip(matrices, made):
+        torch.mm(rows, matrix, out=room)
+    y = hidden(act, *made) @ down
+    return y if weight is None else y.mul_(weight)
+
+
+def turn_backward(dy, rows, weight: Given, matrices, down, made, act, rooms, wants_rows, out: Given = None):
+    """dy of an expert's rows -> that of the rows; those of weight, down and matrices go into `rooms`."""
+    dweight, ddown, *dmatrices = rooms
+    with torch.enable_grad():
+        leaves = [room.detach().requires_grad_() for room in made]
+        layer = hidden(act, *leaves)
+    dlayer = dy @ down.T
+    if dweight is not None:
+        torch.sum(dlayer * layer.detach(), 1, out=dweight)
+    if weight is not None:
+        dy, dlayer = dy * weight, dlayer.mul_(weight)
+    if ddown is not None:
+        torch.mm(layer.detach().T, dy, out=ddown)
+    dmade = torch.autograd.grad(layer, leaves, dlayer)
+    del layer, dlayer
+    for d, room in zip(dmade, dmatrices):
+        if room is not None:
+            torch.mm(rows.T, d, out=room)
+    if not wants_rows:
+        return None
+    drows = torch.mm(dmade[0], matrices[0].T, out=out)
+    for d, matrix in zip(dmade[1:], matrices[1:]):
+        drows.addmm_(d, matrix.T)
+    return drows
+
+
+def of(which: int | slice, tensors: Sequence[Given]) -> list[Given]:
+    """An expert's matrices, or its rows, of each."""
+    return [None if tensor is None else tensor[which] for tensor in tensors]
+
+
+def slices(sizes: list[int]) -> list[slice]:
+    """Where the rows of each expert are."""
+    ends = list(accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def weight_at(weights: Given, here: slice) -> Given:
+    return None if weights is None else weights[here, None]
+
+
+def rows_at(x: Tensor, tokens: Given, here: slice) -> Tensor:
+    """The rows of a turn: a view of x, or a copy of those of its tokens."""
+    return x[here] if tokens is None else x.index_select(0, tokens[here])
+
+
+def add_rows(out: Tensor, tokens: Given, here: slice, rows: Tensor) -> None:
+    if tokens is None:
+        out[here] = rows
+    else:
+        out.index_add_(0, tokens[here], rows)

@@ -9,10 +9,10 @@
     expert_choice    each expert takes its C best tokens                       Zhou et al. 2022, section 3.2
     balanced         in turn, by position, whatever the scores say             for dry runs
 
-Of equal scores the lower index wins, on every device. A token that `mask` leaves out goes nowhere: expert -1
-and weight 0, as does a choice that is dropped. Gradients flow through weights and probs, never through the
-choice. Losses are sums over tokens, divided by the tokens of the whole batch: given the `counts` and `tokens`
-of all microbatches and ranks, what each computes from its own tokens adds up to the loss of one process.
+Of equal scores the lower index wins. A token that `mask` leaves out goes nowhere: expert -1 and weight 0, as
+does a choice that is dropped. Gradients flow through weights and probs, never through the choice. Losses are
+sums over tokens, divided by the tokens of the whole batch: given the `counts` and `tokens` of all
+microbatches and ranks, what each computes from its own tokens adds up to the loss of one process.
 """
 
 import math
@@ -41,20 +41,18 @@ class Routing:
 
     @property
     def counts(self) -> Tensor:
-        """[E] how many tokens each expert gets."""
         return counts_of(self.experts.flatten(), self.probs.shape[1])
 
     def within(self, capacity: int, places: Tensor | None = None) -> "Routing":
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.
 
-        What is dropped has no weight: the residual stream goes on alone. `places` [N, k] are those of
-        `places_of`, where the tokens are not a group of their own."""
+        `places` [N, k] are those of `places_of`, where the tokens are not a group of their own."""
         if capacity < 1:
             raise ValueError(f"capacity = {capacity}; an expert needs room for at least 1 token")
         return self.without((places_of(self.experts) if places is None else places) > capacity)
 
     def without(self, dropped: Tensor) -> "Routing":
-        """The same, and the choices that are True in `dropped` [N, k] go nowhere."""
+        """The choices that are True in `dropped` [N, k] go nowhere: no weight, the residual goes on alone."""
         experts = self.experts.masked_fill(dropped, NOWHERE)
         weights = self.weights.masked_fill(dropped, 0.0)
         return replace(self, experts=experts, weights=weights, sizes=None, visits=None)
@@ -86,9 +84,6 @@ def places_of(experts: Tensor) -> Tensor:
     return places.unflatten(-1, (experts.shape[-1], -1)).transpose(-1, -2)
 
 
-# ---- routers ---------------------------------------------------------------------------------------------
-
-
 def switch(scores: Tensor, mask: Tensor | None = None) -> Routing:
     """Top-1. The weight is the probability itself: without it the router would get no gradient."""
     probs = scores.softmax(-1)
@@ -111,8 +106,8 @@ def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
 def deepseek(scores, k, bias, mask=None, *, nodes=1, node_limit=None, scale=1.0) -> Routing:
     """The k best of sigmoid(scores) + bias, weighted with the sigmoids alone: normalised, times `scale`.
 
-    With `nodes` the experts stand in equal rows on so many nodes, and a token visits at most `node_limit` of
-    them: those with the largest sums of their k / node_limit best."""
+    With equal parts of the experts on `nodes`, a token visits at most `node_limit` of them: those with the
+    largest sums of their k / node_limit best."""
     affinity = _checked(scores, k).sigmoid()
     wanted, limit = affinity.detach() + bias, node_limit or nodes
     fits = 1 <= limit <= nodes and not (scores.shape[1] % nodes or k % limit)
@@ -217,8 +212,8 @@ def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
 def balance_loss(routing: Routing, alpha: float, counts=None, tokens=None) -> Tensor:
     """alpha · E · sum_e f_e · P_e: f_e the share of choices, P_e the mean probability (Switch, eqs. 4 to 6).
 
-    alpha if both are uniform, alpha · E if all tokens surely go to one expert. `counts` [E] and `tokens` are
-    those of the whole batch; left out, the batch is this routing."""
+    alpha if both are uniform, alpha · E if all tokens surely go to one expert. Without `counts` [E] and
+    `tokens` of the whole batch, this routing is all of it."""
     counts = routing.counts if counts is None else counts
     tokens = tokens_of(routing) if tokens is None else tokens
     return alpha * balance_sum(routing.probs, counts) / max(1, int(tokens))
@@ -239,7 +234,6 @@ def z_loss(scores: Tensor, alpha: float, mask: Tensor | None = None, tokens: int
 
 
 def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The sum of logsumexp(scores)² over the tokens."""
     squares = scores.logsumexp(-1).square()
     return (squares if mask is None else squares * mask).sum()
 

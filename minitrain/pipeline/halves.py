@@ -15,7 +15,7 @@ stays exposed: the counts of F's rows, and the last transfers of a half with mor
 halves send. Memory: layer by layer, F's activations come as B's go; the peak is more than that of B before F
 and less than that of F before B. In ZeRO-3 units of both halves are whole.
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: gradients of weights
-are not put off until a transfer has left (systems/moe/pair.py can), and no kernels have cores of their own.
+are not put off until a transfer has left (overlapped_experts.py can), and no kernels have cores of their own.
 """
 
 from collections.abc import Callable

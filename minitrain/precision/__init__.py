@@ -4,13 +4,10 @@ First  formats     what each code of a few bits stands for; all formats by name
        rounding    nearest, toward zero, by chance; tensors to codes and back
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
        accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
-       products    the three products of a linear layer, FP8 recipes, where their scales come from
-       quantized_linear  a layer with such products in the place of a linear one
+       products    the three products of a linear layer, FP8 recipes, where scales come from; such layers
 then   policies    weights, gradients, masters and moments of a run: plain values by name
-       mixed       a policy applied to a model and its optimizer
+       mixed       a policy applied to a model and its optimizer; the scale of a loss in float16
        jit_copies  narrow copies that live while a layer computes
        fp8_lm      weights, gradients and moments as codes with a scale for each tensor: 6 bytes
        chance      16-bit weights without a master: rounding by chance, alike in every layout
-       loss_scale  gradients that float16 would lose
-beside packing     codes of 4 and 6 bits side by side in bytes
 """

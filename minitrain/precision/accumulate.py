@@ -7,12 +7,11 @@
 A sum of ones stalls (swamping) at 2^(M+1), where 1 is half a step: 4,096 ones give 2,048 in FP16, 256 in
 BF16, 1,024 with 9 mantissa bits, and 4,096 with these in chunks of 64.
 
-`tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds 32 exact products to the
-accumulator: it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it
-loses less than 33·2^(1-bits) of the largest. Every `promote` products the sum is added to a float32
-elsewhere, times the scales of these products, and starts again from zero.
-Wang et al. 2018, arXiv:1812.08011, section 2.2; DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2.
-Differs: emulated from that description, not compared with a GPU; cut toward zero, for all signs.
+`tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds 32 exact products to the accumulator:
+it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it loses less
+than 33·2^(1-bits) of the largest. Every `promote` products the sum is added to a float32 elsewhere, times the
+scales of these products, and starts again from zero. Wang et al. 2018, arXiv:1812.08011, section 2.2;
+DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2. Differs: not compared with a GPU; cut toward zero.
 """
 
 import torch

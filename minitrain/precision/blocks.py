@@ -8,14 +8,14 @@
     "e4m3"     amax / largest in units of t, rounded to E4M3      scale · t          (NVFP4)
                t = amax of the tensor / largest / 448
 
-An outlier costs the resolution of its tile only; errors are half a step of the format times the multiplier.
-With float32 scales a zero and the largest number of a tile come back to the bit, and an integer errs by at
-most 2^-15 of a step more (and 2^-149). A tile with NaN or infinity comes back as NaN (e4m3: the tensor). With
-an `amax` from elsewhere (delayed scaling) what is larger saturates; infinity too, in a format that has NaN.
-Bytes of a row: codes ceil(C·bits/8), scales 4 or 1 a tile. Memory while it works: one float32 copy of x.
-Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023 (ZeRO++), arXiv:2306.10209, section 3.1;
-Rouhani et al. 2023 (MX), arXiv:2310.10537, section 3; Xi et al. 2024 (Jetfire), arXiv:2403.12422, section 4;
-DeepSeek-V3, arXiv:2412.19437, section 3.3; NVIDIA 2025 (NVFP4), arXiv:2509.25149. Differs: no fused kernels.
+Errors are half a step of the format times the multiplier. With float32 scales a zero and the largest number
+of a tile come back to the bit, and an integer errs by at most 2^-15 of a step more (and 2^-149). A tile with
+NaN or infinity comes back as NaN (e4m3: the tensor). With an `amax` from elsewhere (delayed scaling) what is
+larger saturates; infinity too, in a format that has NaN. Bytes of a row: codes ceil(C·bits/8), scales 4 or 1
+a tile. Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Wang et al. 2023 (ZeRO++), arXiv:2306.10209,
+section 3.1; Rouhani et al. 2023 (MX), arXiv:2310.10537, section 3; Xi et al. 2024 (Jetfire),
+arXiv:2403.12422, section 4; DeepSeek-V3, arXiv:2412.19437, section 3.3; NVIDIA 2025 (NVFP4),
+arXiv:2509.25149. Differs: no fused kernels.
 """
 
 import math
@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 
 from minitrain.precision import formats
 from minitrain.precision.formats import E4M3, Format, format_of
-from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import check_mode, codes_of, decode, readable, round_, rounded
 from minitrain.ranks.checks import require_one_of
 
@@ -58,7 +57,7 @@ class Blocks:
 
     @property
     def bits_per_number(self) -> Fraction:
-        """With the share of a scale, which a tensor, row or column as a tile makes as small as you like."""
+        """With the share of a scale, if tiles have a size."""
         numbers = math.prod(self.tile) if self.tile else 0
         return self.format.bits + (Fraction(SCALES[self.scale], numbers) if numbers else 0)
 
@@ -187,8 +186,7 @@ def recipe(what: str, blocks: Blocks | str) -> Blocks:
 
 def _check(x: Tensor, blocks: Blocks, fill: bool, mode: str, generator) -> None:
     if x.dtype not in FLOATS or x.dim() == 0:
-        given = f"{x.dtype} {list(x.shape)}"
-        raise ValueError(f"quantize: x is {given}; it must be floating, with dims: x.float(), x.reshape(1)")
+        raise ValueError(f"quantize: x is {x.dtype} {list(x.shape)}; use a floating one with dims: x.float()")
     if x.dim() < len(blocks.tile):
         raise ValueError(f"quantize: x is {list(x.shape)}, tile={blocks.tile} needs {len(blocks.tile)} dims")
     check_mode("quantize", blocks.format, mode, generator)
@@ -215,7 +213,6 @@ def _empty(tiles: Tensor, inside: list[int]) -> Tensor:
 
 
 def _scales(amax: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
-    """What is stored for the tiles, and for the tensor."""
     f = blocks.format
     if blocks.scale == "float32":
         return amax.masked_fill(amax.isinf(), math.nan), None
@@ -251,3 +248,43 @@ def _whole(x: Tensor, tile: tuple[int, ...], shape: Size) -> Tensor:
     for i in reversed(range(len(tile))):
         x = x.flatten(-2 - i, -1 - i) if i == 0 else x.flatten(-4, -3)
     return x[tuple(slice(length) for length in shape)]
+
+
+# ---- codes of fewer than 8 bits side by side in bytes -----------------------------------------------------
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """[.., n] uint8, of which the lowest `bits` count -> [.., ceil(n·bits/8)], the first code lowest.
+
+    A word has as many codes as fill a byte or, where codes do not, eight, which are `bits` bytes of an int64.
+    OCP MX 1.0, section 5.3, leaves the order in memory to the implementation."""
+    count, size, word = _words(bits)
+    groups = _grouped(codes, count).bitwise_and((1 << bits) - 1)
+    words = groups[..., 0].to(word)
+    for place in range(1, count):
+        words |= groups[..., place].to(word) << place * bits
+    packed = words.unsqueeze(-1).view(torch.uint8)[..., :size].flatten(-2)
+    return packed[..., : packed_bytes(codes.shape[-1], bits)].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """[.., length] codes, of what `pack` gave."""
+    count, size, word = _words(bits)
+    words = pad(_grouped(packed, size), (0, word.itemsize - size)).contiguous().view(word)
+    codes = [(words >> place * bits).bitwise_and_((1 << bits) - 1).to(torch.uint8) for place in range(count)]
+    return torch.cat(codes, -1).flatten(-2)[..., :length]
+
+
+def _words(bits: int) -> tuple[int, int, torch.dtype]:
+    """Codes and bytes of a word, and what it is computed in."""
+    return (8, bits, torch.int64) if 8 % bits else (8 // bits, 1, torch.uint8)
+
+
+def packed_bytes(length: int, bits: int) -> int:
+    return -(-length * bits // 8)
+
+
+def _grouped(x: Tensor, size: int) -> Tensor:
+    """[.., n] -> [.., groups, size], filled up with zeros."""
+    x = pad(x, (0, -x.shape[-1] % size))
+    return x.unflatten(-1, (x.shape[-1] // size, size))

@@ -4,13 +4,12 @@
     weight, mean, mean of squares             21 of them each, a number k · 2^-21 in [0, 1)
 
 A float32 has 16 bits more than the bfloat16 that it becomes, so 21 are enough for E[rounded] = x to the bit.
-Ranks with the same element draw the same number, and one with a slice (tp, a shard of ZeRO in the middle of a
-matrix) the numbers of its slice: replicas stay equal, and equal gradients give equal weights in every layout.
-`step` counts the updates of the parameter and is saved with its moments. To the nearest of bfloat16's 8 bits
-an update below 1/512 of the weight is lost every time; by chance nothing is lost on average.
-Sends nothing. Memory while a tensor is updated: 24 bytes per element to hash, of which 8 stay, then 21 more.
-Gupta et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2020, arXiv:2010.06192, section 4. Differs: by
-place instead of one stream of numbers per device; moments in bfloat16 are rounded by chance too.
+Ranks with the same element draw the same number, and one with a slice the numbers of its slice: equal
+gradients give equal weights in every layout. `step` counts the updates of the parameter and is saved with its
+moments. To the nearest an update below 1/512 of the weight is lost every time; by chance nothing is on
+average. Memory while a tensor is updated: 24 bytes per element to hash, of which 8 stay, then 21 more. Gupta
+et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2020, arXiv:2010.06192, section 4. Differs: by place
+instead of one stream of numbers per device; moments in bfloat16 are rounded by chance too.
 """
 
 from collections.abc import Callable, Iterable

@@ -19,7 +19,6 @@ section 2; Sun et al. 2019 (HFP8), NeurIPS, section 3; Dettmers et al. 2023, arX
 Differs: HFP8's (1,4,3) with bias 11 has subnormals and a NaN here, as ml_dtypes has it; its largest is 30.
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 
@@ -45,31 +44,16 @@ class Format:
     has_nan = property(lambda f: f.specials != "none")
     smallest_normal = property(lambda f: 2.0**f.min_exponent)
     eps = property(lambda f: 2.0**-f.mantissa_bits)  # from 1 to the next larger number
-
-    @property
-    def min_exponent(self) -> int:
-        """Of the smallest normal number, and so of the step between subnormals."""
-        return 1 - self.bias if self.signed else -self.bias
-
-    @property
-    def max_exponent(self) -> int:
-        """floor(log2(max))."""
-        return math.frexp(self.max)[1] - 1
+    min_exponent = property(lambda f: f.signed - f.bias)  # of the smallest normal number
+    max_exponent = property(lambda f: math.frexp(f.max)[1] - 1)  # floor(log2(max))
+    max = property(lambda f: max(f.table) if f.table else f.value(f.max_code))
+    smallest_subnormal = property(lambda f: 2.0 ** (f.min_exponent - f.mantissa_bits * f.signed))
 
     @property
     def max_code(self) -> int:
         """Of the largest number; without sign, so codes above it are special."""
         codes = 1 << self.exponent_bits + self.mantissa_bits
         return {"ieee": codes - (1 << self.mantissa_bits) - 1, "nan": codes - 2}.get(self.specials, codes - 1)
-
-    @property
-    def max(self) -> float:
-        return max(self.table) if self.table else self.value(self.max_code)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest number above zero."""
-        return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
 
     def value(self, code: int) -> float:
         """What one code means: the definition, which `rounding` agrees with on whole tensors."""
@@ -125,6 +109,5 @@ def format_of(what: str, name: "str | Format") -> Format:
     if isinstance(name, Format):
         return name
     if name not in FORMATS:
-        close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4) or FORMATS
-        raise ValueError(f"{what}: there is no format {name!r}; there is {', '.join(close)}")
+        raise ValueError(f"{what}: there is no format {name!r}; there is {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -7,12 +7,12 @@
     mean of squares    FP16 with a scale       2      state["exp_avg_sq"], "exp_avg_sq_largest"
 
 value = code · amax / largest number of the format. Forward and backward compute with bfloat16 copies made
-just in time (jit_copies.py), and a gradient is in bfloat16 until its backward is done. Gradients are added up
-as codes with one scale (systems/data_parallel/scaled.py): in units of A / μ, where A is the largest of any
-rank, sums of n ranks overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so μ starts at 1, halves after a step
-in which more than 0.001 % of a tensor's sums were cut off, and else doubles within 1,000 steps.
-Peng et al. 2023, arXiv:2310.18313, sections 2.1 and 2.2. Differs: products in bfloat16, for which FP8 linear
-layers can be put; a μ for each tensor, between 1/n and 1.
+just in time (jit_copies.py). Gradients are added up as codes with one scale
+(systems/data_parallel/scaled.py): in units of A / μ, where A is the largest of any rank, sums of n ranks
+overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so μ starts at 1, halves after a step in which more than
+0.001 % of a tensor's sums were cut off, and else doubles within 1,000 steps. Peng et al. 2023,
+arXiv:2310.18313, sections 2.1 and 2.2. Differs: products in bfloat16, for which FP8 linear layers can be put;
+a μ for each tensor, between 1/n and 1.
 """
 
 import torch
@@ -35,7 +35,6 @@ def narrow(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> tuple[T
 
 
 def wide(x: Tensor, amax: Tensor) -> Tensor:
-    """The values, float32."""
     x = x.detach()
     return dequantize(Quantized(x.contiguous().view(INTEGERS[x.dtype]), amax, x.shape, BLOCKS[x.dtype]))
 

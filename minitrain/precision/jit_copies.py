@@ -3,22 +3,19 @@
     forward    W[float32] -> copy[bfloat16]    y = layer(x; copy)    the copies go when the layer is done
     backward   W -> copy, once more, where dx = dy · W asks for it; dW, in bfloat16, is W's gradient
 
-Mixed precision that stores both has 2 bytes per parameter for the copy and 4 for the master. Here the weights
-are the masters, and the copy costs 2 bytes for each parameter of one layer: 4 + 2 + 8 = 14 bytes instead of
-16, for a cast in forward and one in backward. The numbers are those of the stored copy, to the bit.
+The weights are the masters, and the copy costs 2 bytes for each parameter of one layer: 4 + 2 + 8 = 14 bytes
+instead of 16, for a cast in forward and one in backward. The numbers are those of a stored copy, to the bit.
 Inside a layer's forward its modules have the copies as attributes, in front of the parameters; what autograd
-would save of a copy is exchanged for the parameter it was made of.
-Sends nothing. ZeRO cuts and gathers float32 weights, twice a copy's bytes; with stages 1 and 2, which keep
-weights whole, 4 + 2 + 8/n may be more than 2 + 2 + 12/n.
-Ibrahim et al. 2024 (JIT-Q), MLSys, where memory that computes makes copies on their way to the processor.
-Differs: the processor makes them, and for a layer at a time.
+would save of a copy is exchanged for the parameter it was made of. Sends nothing. ZeRO cuts and gathers
+float32 weights, twice a copy's bytes; with stages 1 and 2, which keep weights whole, 4 + 2 + 8/n may be more
+than 2 + 2 + 12/n. Ibrahim et al. 2024 (JIT-Q), MLSys. Differs: the processor makes the copies, a layer at a
+time, not memory that computes.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from threading import get_ident
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,26 +59,19 @@ class _Copies:
         """What autograd saves of a copy is the parameter, from which it makes another one."""
         pack_other, unpack_other = saved_hooks() or (lambda x: x, lambda x: x)
 
-        def pack(x: Tensor):
+        def pack(x: Tensor) -> tuple:
             param = made.get(storage_id(x.untyped_storage()))
-            view = x.size(), x.stride(), x.storage_offset()
-            return pack_other(x) if param is None else _View(param, *view)
+            if param is None:
+                return None, pack_other(x)
+            return param, (x.size(), x.stride(), x.storage_offset())
 
-        def unpack(saved) -> Tensor:
-            if not isinstance(saved, _View):
-                return unpack_other(saved)
-            return announce("buffer", self.copy_of(saved.param)).as_strided(*saved[1:])
+        def unpack(saved: tuple) -> Tensor:
+            param, rest = saved
+            if param is None:
+                return unpack_other(rest)
+            return announce("buffer", self.copy_of(param)).as_strided(*rest)
 
         return pack, unpack
-
-
-class _View(NamedTuple):
-    """Of the copy of a parameter."""
-
-    param: nn.Parameter
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class _Copy(torch.autograd.Function):

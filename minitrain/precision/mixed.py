@@ -11,19 +11,21 @@
     loss_scale        of gradients that need one
 
 Memory per parameter is the policy's `state_bytes`; sent per parameter: its gradient as wide as `gradients`.
-Raises ValueError for an optimizer without a setting that the policy needs.
+Micikevicius et al. 2018, arXiv:1710.03740, section 3.2 (LossScale). Differs from torch.amp.GradScaler: the
+norm tells of overflow, so there is no search for infinities and no all-reduce of a flag.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minitrain.precision.chance import Chance
 from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.precision.jit_copies import make_copies
-from minitrain.precision.loss_scale import LossScale
 from minitrain.precision.policies import Policy
 
 
@@ -86,11 +88,53 @@ def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimiz
     for param in params:
         state = optimizer.state[param]
         tensors = [("weights", param), ("gradients", param.grad), ("master", state.get("master"))]
-        tensors += [("moments", state["exp_avg"]), ("moments", state["exp_avg_sq"])]
-        scales = [x for name, x in (state | vars(param)).items() if name.endswith("largest")]
-        for kind, x in (*tensors, *(("scales", x) for x in scales)):
+        tensors += [("moments", state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        tensors += [("scales", x) for name, x in (state | vars(param)).items() if name.endswith("largest")]
+        for kind, x in tensors:
             found[kind] += 0 if x is None else x.nbytes
     return found
+
+
+class LossScale:
+    """Dynamic loss scaling: gradients that float16 would round to zero are carried above its smallest number.
+
+        factor · loss  ->  factor · gradients  ->  sums over ranks  ->  norm / factor  ->  update, / factor
+
+        norm is finite    update; after `window` such steps in a row the factor doubles
+        norm is not       a gradient overflowed: nothing is updated, the factor halves
+
+    The norm is that of the whole gradient, over all ranks, so all skip a step, or none. `factor`, that of the
+    step to come, is a power of two, hence exact; it leaves in the optimizer, in the dtype of the master: a
+    gradient divided earlier, in float16 (2^-24 to 65,504), would underflow after all. `dtype`: of the loss.
+    Sends nothing; waits for one number per step: the norm."""
+
+    def __init__(self, factor: float, window: int, dtype: torch.dtype = torch.float32):
+        self.factor, self.window, self.good_steps, self.dtype = float(factor), window, 0, dtype
+
+    def divisor(self, num_tokens: Tensor) -> Tensor:
+        """What a scaled loss is divided by."""
+        return num_tokens.to(self.dtype) / self.factor
+
+    def finite(self, norm: Tensor) -> bool:
+        """Whether this step's gradients can be used. Changes the factor for the next step.
+
+        ValueError: the factor would fall below 1; then not the scale overflows, but the training."""
+        if type(norm) is not Tensor or math.isfinite(norm.item()):  # a dry run has no numbers
+            self.good_steps += 1
+            if self.good_steps == self.window:
+                self.factor, self.good_steps = self.factor * 2, 0
+            return True
+        if self.factor == 1:
+            cure = "lower the learning rate, or use bfloat16"
+            raise ValueError(f"gradients are not finite at loss scale 1, which is the least: {cure}")
+        self.factor, self.good_steps = self.factor / 2, 0
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor, self.good_steps = state["factor"], state["good_steps"]
 
 
 def loss_scale(optimizer, policy: Policy, factor: float, window: int) -> LossScale | None:

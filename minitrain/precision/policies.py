@@ -11,12 +11,11 @@
     bfloat16_stochastic_short        2         2         -      2 + 2          8
     fp8_lm                           2         1         -      1 + 2          6    scales for tensors
 
-Activations have the dtype of the weights, or of their copies; products, norms, softmax and the loss add up
-in float32 at least, whatever the policy. `gradients` is what microbatches add up in and what travels.
-No torch: planners and the command line read this.
-Micikevicius et al. 2018, arXiv:1710.03740, section 3; Kalamkar et al. 2019 (bfloat16), arXiv:1905.12322;
-DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.3. Differs from autocast: one dtype for all operators of a
-layer, chosen where the model is built.
+Activations have the dtype of the weights, or of their copies; products, norms, softmax and the loss add up in
+float32 at least, whatever the policy. `gradients` is what microbatches add up in and what travels. No torch:
+planners and the command line read this. Micikevicius et al. 2018, arXiv:1710.03740, section 3; Kalamkar et
+al. 2019 (bfloat16), arXiv:1905.12322; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.3. Differs from
+autocast: one dtype for all operators of a layer, chosen where the model is built.
 """
 
 from dataclasses import dataclass, replace

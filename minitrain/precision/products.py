@@ -8,18 +8,17 @@ A scale of a row can leave the sum, which is of narrow numbers: what tensor core
 better. Saved for backward are the codes of x along K; for dW they are read back and quantised along M.
 
 `Scales` says which amax an operand is scaled by: its own; over ranks that have the rest of a tile, their
-largest (an all-reduce of 4 bytes a tile); or, in delayed scaling, the largest of `history` steps before, so
-that no product waits for a pass over its operand: what is larger saturates. Before the first step x is scaled
-by 1 and dy as if 1 were its largest; a weight is always measured.
-On a GPU with kernels for the formats a product is torch._scaled_mm; elsewhere operands are read back, in
-float32 at least, and multiplied. Micikevicius et al. 2022 (FP8), arXiv:2209.05433; NVIDIA Transformer Engine
-(delayed and current scaling); DeepSeek-AI 2024, arXiv:2412.19437, section 3.3. Differs: W is quantised again
-in every microbatch, zero-bubble schedules put no dW off, float32 scales, no fused kernels.
+largest (an all-reduce of 4 bytes a tile); or, in delayed scaling, the largest of `history` steps before: what
+is larger saturates. Before the first step x is scaled by 1 and dy as if 1 were its largest; a weight is
+always measured. On a GPU with kernels for the formats a product is torch._scaled_mm; elsewhere operands are
+read back, in float32 at least, and multiplied. Micikevicius et al. 2022 (FP8), arXiv:2209.05433; NVIDIA
+Transformer Engine (delayed and current scaling); DeepSeek-AI 2024, arXiv:2412.19437, section 3.3. Differs: W
+is quantised again in every microbatch, zero-bubble schedules put no dW off, float32 scales, no fused kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,11 +60,9 @@ class Products:
         return scales.quantized("dy", dy, self.dy, "MN", self.cast)
 
     def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
-        """-> y [.., N]."""
         return product(x, scales.quantized("weight", weight, self.weight, "NK", self.cast), weight.dtype)
 
     def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
-        """Of dy [.., N]."""
         along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         dx = dweight = None
         if wanted[0]:
@@ -149,9 +146,6 @@ def usable(amax: Tensor) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
 
 
-# ---- one product -----------------------------------------------------------------------------------------
-
-
 def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N] in `dtype`."""
     both = isinstance(a, Quantized) and isinstance(b, Quantized)
@@ -203,6 +197,96 @@ def fused(products: Products, **options) -> Products:
     return replace(products, cast=torch.compile(quantize, dynamic=False, **options))
 
 
+# ---- layers: an object like Products has `enter`, `forward`, `enter_grad`, `backward` ---------------------
+
+
+def as_it_is(x):
+    return x
+
+
+@dataclass(frozen=True)
+class Route:
+    """What stands between a rank's operands and whole ones; alone nothing does.
+
+    x -> enter -> codes, saved -> x -> forward with each W -> y -> sum
+    dy -> enter -> dy -> backward with the codes (x again) and each W -> dW, dx -> sum
+    """
+
+    x: Callable = as_it_is  # what enters -> of all tokens; called again in backward
+    y: Callable = as_it_is  # terms of the result -> their sum
+    dy: Callable | None = None  # the gradient that enters -> of all tokens
+    dx: Callable = as_it_is
+
+
+def project(x: Tensor, linears: Sequence["LowLinear"]) -> tuple[Tensor, ...]:
+    """One input [.., K], several matrices [N, K] -> [.., N] each."""
+    weights, scales = [linear.weight for linear in linears], [linear.scales for linear in linears]
+    ys = multiply(x, weights, scales, linears[0].products)
+    return tuple(y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears))
+
+
+class LowLinear(nn.Module):
+    """An nn.Linear with the same parameters."""
+
+    together = staticmethod(project)
+
+    def __init__(self, linear: nn.Linear, products: Products, scales: Scales):
+        super().__init__()
+        self.weight, self.bias, self.products, self.scales = linear.weight, linear.bias, products, scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(x, (self,))[0]
+
+
+def multiply(x, weights, scales, products: Products, route: Route = Route()) -> tuple[Tensor, ...]:
+    """x [.., K] by each of the weights [N, K], without biases; what x is scaled by, the first one says."""
+    return _Multiply.apply(x, products, scales, route, *weights)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, products, scales, route, *weights):
+        saved = products.enter(x, scales[0])
+        tensors, ctx.rebuild = split_tensors(saved)
+        ctx.save_for_backward(*weights, *tensors)
+        ctx.rest = products, scales, route
+        whole = route.x(saved)
+        return tuple(route.y(products.forward(whole, w, of_w)) for w, of_w in zip(weights, scales))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *dys):
+        products, scales, route = ctx.rest
+        saved = ctx.saved_tensors  # once: what is recomputed is gone when it has been read
+        weights, tensors = saved[: len(scales)], saved[len(scales) :]
+        wants_x, *wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        x, dx, dweights = route.x(ctx.rebuild(tensors)), None, []
+        for dy, weight, of_w, wants in zip(dys, weights, scales, wanted):
+            if route.dy is not None:
+                dy = route.dy(products.enter_grad(dy, of_w))
+            term, dweight = products.backward(dy, x, weight, (wants_x, wants), of_w)
+            dx = term if dx is None or term is None else dx + term
+            dweights.append(dweight)
+        return route.dx(dx) if wants_x else None, None, None, None, *dweights
+
+
+def split_tensors(saved: Any) -> tuple[list[Tensor], Callable]:
+    """What autograd can save of a tensor, something quantised, or a tuple of these; and how to join it."""
+    if isinstance(saved, Tensor):
+        return [saved], lambda tensors: tensors[0]
+    if isinstance(saved, Quantized):
+        names = [n for n in ("codes", "scales", "tensor_scale") if getattr(saved, n) is not None]
+        empty = replace(saved, codes=None, scales=None, tensor_scale=None)
+        return [getattr(saved, n) for n in names], lambda tensors: replace(empty, **dict(zip(names, tensors)))
+    parts = [split_tensors(part) for part in saved]
+
+    def rebuild(tensors: Sequence[Tensor]) -> tuple:
+        left = iter(tensors)
+        return tuple(join([next(left) for _ in tensors_of]) for tensors_of, join in parts)
+
+    return [tensor for tensors, _ in parts for tensor in tensors], rebuild
+
+
 E4M3, E5M2 = Blocks(formats.E4M3), Blocks(formats.E5M2)
 PRODUCTS = {
     "fp8_tensor": Products(E4M3, E4M3, E5M2),
@@ -211,6 +295,4 @@ PRODUCTS = {
     "fp8_tiles": Products(RECIPES["fp8_1x128"], RECIPES["fp8_128x128"], RECIPES["fp8_1x128"]),
 }
 ONE_RECIPE = dict(fp8_rows="fp8_row", mxfp8="mxfp8", mxfp6="mxfp6", mxfp4="mxfp4", nvfp4="nvfp4")
-PRODUCTS |= {
-    name: Products(RECIPES[of_all], RECIPES[of_all], RECIPES[of_all]) for name, of_all in ONE_RECIPE.items()
-}
+PRODUCTS |= {name: Products(*3 * (RECIPES[of_all],)) for name, of_all in ONE_RECIPE.items()}

@@ -12,10 +12,9 @@ format, subnormals included; a float64 is rounded once. Where torch has the form
               "saturate"    the largest number, for infinities too; NaN stays NaN
 
 What is not positive is NaN in E8M0. A NaN that the format has no code for is refused. Stochastic rounding
-uses one number of [0, 1) for each of x, from a `generator` or from a tensor given as one: ranks with the same
-weights must use the same (chance.py).
-Gupta et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et
-al. 2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
+uses one number of [0, 1) for each of x, from a `generator` or from a tensor given as one (chance.py). Gupta
+et al. 2015, arXiv:1502.02551, section 3; Wang et al. 2018, arXiv:1812.08011, section 2.3; Zamirai et al.
+2020, arXiv:2010.06192, section 4 (weights in BF16). Differs: emulated on float32 and float64.
 """
 
 import math

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.precision.blocks import Quantized
-from minitrain.precision.products import Scales
-from minitrain.precision.quantized_linear import Route, multiply
+from minitrain.precision.products import Route, Scales, multiply
 from minitrain.ranks import collectives
 from minitrain.tensor_parallel.linear import RowLinear, add_bias
 from minitrain.tensor_parallel.sequence import TIME, check_time

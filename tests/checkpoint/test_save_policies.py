@@ -9,8 +9,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.load import Saved
-from minitrain.checkpoint.save_policies import SAVE_POLICIES, best_writers
-from minitrain.checkpoint.saver import Saver
+from minitrain.checkpoint.saver import SAVE_POLICIES, Saver, best_writers
 from minitrain.checkpoint.store import Store
 from minitrain.data_parallel import states
 from minitrain.ranks.ledger import Ledger

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from minitrain import collectives, launch
 from minitrain.checkpoint import format as file_format
-from minitrain.checkpoint.save_policies import SAVE_POLICIES, SavePolicy
-from minitrain.checkpoint.saver import NotSaved, Saver, Wait
+from minitrain.checkpoint.saver import SAVE_POLICIES, NotSaved, SavePolicy, Saver, Wait
 from minitrain.checkpoint.store import Store
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger

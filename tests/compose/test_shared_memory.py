@@ -17,7 +17,7 @@ from minitrain.memory.host_optimizer import HostOptimizer
 from minitrain.memory.pools import to_device, to_host
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
-from minitrain.moe import router, turns
+from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import RECIPES, dequantize, quantize
@@ -67,7 +67,7 @@ def of_dispatched_rows(folder):
 
 def of_rows_by_token(folder):
     x = numbers(3, 4)
-    return [turns.rows_at(x, torch.arange(3), slice(0, 3))], [x]
+    return [experts.rows_at(x, torch.arange(3), slice(0, 3))], [x]
 
 
 def of_layers_at_home(folder):
@@ -232,7 +232,7 @@ def test_copies_share_no_memory(make, tmp_path: Path):
 
 def of_slices(folder):
     x = numbers(3, 4)
-    return [turns.rows_at(x, None, slice(0, 2))], [x]
+    return [experts.rows_at(x, None, slice(0, 2))], [x]
 
 
 def of_blocks(folder):

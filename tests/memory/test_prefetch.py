@@ -28,7 +28,7 @@ class Recorded:
         for _ in range(passes):
             for chunk in self.engine.order:
                 assert self.engine.use(chunk) == f"value of {chunk}"
-                assert chunk in self.engine.here
+                assert chunk in self.engine._here
                 self.log.append(str(chunk))
         return " ".join(self.log)
 
@@ -53,7 +53,7 @@ def test_what_cannot_make_room_stays():
     run = Recorded("bac", room=4, sizes=dict(a=2, b=1, c=3))
     for chunk in "ba":
         run.engine.use(chunk)
-    assert run.log == ["+b", "+a"] and set(run.engine.here) == {"a", "b"}
+    assert run.log == ["+b", "+a"] and set(run.engine._here) == {"a", "b"}
     assert [run.engine.next_use("b", after) for after in (-1, 0, 2)] == [0, 3, 3]  # behind it, on and on
     run.engine.use("c")
     assert run.engine.late == 2
@@ -139,7 +139,7 @@ def test_never_more_than_the_room_and_nothing_is_brought_twice(order, room, ahea
             here.remove(entry[1:])
         assert sum(1 + int(chunk) % 3 for chunk in here) <= room
     run.engine.clear()
-    assert run.engine.here == () and sum(entry[0] == "-" for entry in run.log) == run.engine.fetched
+    assert not run.engine._here and sum(entry[0] == "-" for entry in run.log) == run.engine.fetched
     run.run()
 
 
@@ -152,7 +152,7 @@ def test_after_clear_a_pass_begins_anew():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="chunk 'c' has 3 bytes, and there is room for 2"):
+    with pytest.raises(ValueError, match="a chunk has 3 bytes, and there is room for 2"):
         Recorded("bca", 2, {"a": 3, "b": 1, "c": 3})
     with pytest.raises(ValueError, match="no uses"):
         Recorded("", 2)

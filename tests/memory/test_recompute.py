@@ -20,8 +20,7 @@ from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.compose.passes import recompute_in
 from minitrain.memory import segment
-from minitrain.memory.dropping import dropping
-from minitrain.memory.recompute import recompute
+from minitrain.memory.recompute import dropping, recompute
 from minitrain.memory.recompute_policies import NAMES, of_block, parse, segments
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.memory.segment import Results

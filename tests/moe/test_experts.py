@@ -10,7 +10,6 @@ from minitrain import launch
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.moe.turns import in_turns
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 
@@ -145,7 +144,7 @@ def test_what_lives_at_the_peak_of_backward(sizes, gated):
     for tokens in (None, torch.arange(R)):
         rows, up, down, gate = drawn(R, gated)
         with Ledger() as ledger:
-            y = in_turns(rows, tokens, None, up, down, gate, F.silu, sizes)
+            y = experts.in_turns(rows, tokens, None, up, down, gate, F.silu, sizes)
             y.backward(torch.ones_like(y))
         kept = 4 * R * D + R * (1 + gated) * WIDE + (0 if tokens is None else R)
         of_turn = (3 + 2 * gated) * WIDE + (0 if tokens is None else 2 * D)

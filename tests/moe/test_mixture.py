@@ -17,8 +17,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.moe import router
-from minitrain.moe.dispatch import AllToAll
-from minitrain.moe.parallel import CutExperts, Tokens, place_experts
+from minitrain.moe.dispatch import AllToAll, CutExperts, Tokens, place_experts
 from minitrain.plan.accounting import active_parameters, forward_flops_per_token, parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun

@@ -16,11 +16,13 @@ from minitrain.precision.blocks import (
     Quantized,
     dequantize,
     from_bytes,
+    pack,
+    packed_bytes,
     quantize,
     recipe,
     to_bytes,
+    unpack,
 )
-from minitrain.precision.packing import pack, packed_bytes, unpack
 from minitrain.precision.rounding import decode, encode, round_to
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -17,8 +17,7 @@ from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.mixture import mixtures
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.loss_scale import LossScale
-from minitrain.precision.mixed import bytes_by_kind, keep_states
+from minitrain.precision.mixed import LossScale, bytes_by_kind, keep_states
 from minitrain.precision.policies import BYTES, POLICIES
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import small

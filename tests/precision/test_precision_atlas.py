@@ -15,8 +15,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats
 from minitrain.precision.accumulate import sum_in, tensor_core_matmul
 from minitrain.precision.blocks import RECIPES, Blocks, dequantize, quantize
-from minitrain.precision.products import PRODUCTS, Scales
-from minitrain.precision.quantized_linear import multiply
+from minitrain.precision.products import PRODUCTS, Scales, multiply
 
 WAYS = {
     "float32": dict(),

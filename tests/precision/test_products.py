@@ -21,8 +21,7 @@ from minitrain.moe import experts
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats, policies, products
 from minitrain.precision.blocks import Blocks, dequantize, quantize
-from minitrain.precision.products import PRODUCTS, Scales
-from minitrain.precision.quantized_linear import LowLinear, multiply
+from minitrain.precision.products import PRODUCTS, LowLinear, Scales, multiply
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, small

@@ -66,7 +66,7 @@ class Reducer(Protocol):
 
 
 class LossScale(Protocol):
-    """precision/loss_scale.py."""
+    """precision/mixed.py."""
 
     factor: float
 

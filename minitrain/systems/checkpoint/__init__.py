@@ -3,9 +3,8 @@
 frequency     how often: a budget of stalls, and what is measured (CheckFreq)
 increments    tables of which few rows change: only those, in few bits (Check-N-Run)
 storage_tiers the newest in a hot folder, older ones in a cold one
-in_memory     stores in shared memory, a share per rank; the newest step of several stores
-peers         copies of shares in the memory of others, sent while the network is idle (Gemini)
-parity        the XOR of shares instead of copies (REFT)
+in_memory     stores in shared memory, a share per rank; others have copies, sent while the network is idle
+              (Gemini), or parity (REFT)
 agent         a process that owns the memory, outlives the trainer, and brings steps to disk
 just_in_time  nothing until a rank fails; then the others save
 """

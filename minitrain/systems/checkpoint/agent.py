@@ -7,29 +7,28 @@
     trainer, rank 0      saves to Store(agent.memory), often; Connection(agent.memory).persist(step), rarely
 
 The trainer stalls for a copy to memory and never for the disk. Its end, kill -9 too, closes the socket: then
-the newest step that is complete goes to the disk, and the next trainer on this machine finds it in memory.
-Nothing is left behind: the agent ends when the launching process does or says so (the newest step goes to the
-disk, the memory is given back), and when its folder is gone. Only kill -9 of both leaves the folder.
-Sends a line per request. Memory: that of the store, outside the trainer; an interpreter with torch.
+the newest complete step goes to the disk, and the next trainer finds it in memory. The agent ends with the
+launching process or when its folder is gone. Only kill -9 of both leaves the folder.
 DLRover, Flash Checkpoint (github.com/intelligent-machine-learning/dlrover, docs/blogs/flash_checkpoint.md).
 Differs: the memory is a folder of verified files, and an agent serves one machine's launch.
 """
 
 from __future__ import annotations
 
-import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 
 from minitrain.checkpoint.store import Store, copy_step
 from minitrain.systems.checkpoint.in_memory import memory_folder
 
 SOCKET = "agent"
+START = "import sys; sys.path[:] = {path}; from minitrain.systems.checkpoint.agent import serve; serve{given}"
 LOOK_S = 0.5  # how often the agent looks whether its folder is there
 
 
@@ -42,18 +41,10 @@ class Agent:
         with socket.socket(socket.AF_UNIX) as listener:  # trainers can connect before the agent has started
             listener.bind(str(self.memory / SOCKET))
             listener.listen()
-            code = (
-                "import sys; sys.path[:] = sys.argv[5:]; "
-                "from minitrain.systems.checkpoint.agent import serve; "
-                "serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
-            )
-            given = [str(self.memory), str(disk), str(keep), str(listener.fileno())]
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code, *given, *sys.path],
-                stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            given = str(self.memory), str(disk), keep, listener.fileno()
+            command = [sys.executable, "-c", START.format(path=sys.path, given=given)]
+            files = dict(stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+            self.process = subprocess.Popen(command, start_new_session=True, **files)
 
     def __enter__(self) -> Agent:
         return self
@@ -72,14 +63,12 @@ class Connection:
     """The connection of rank 0, as long as it lives."""
 
     def __init__(self, memory: Path | str):
-        self.socket, self.asked = socket.socket(socket.AF_UNIX), 0
-        self.socket.connect(str(Path(memory) / SOCKET))
-        self.answers = self.socket.makefile("r")
+        self.line, self.asked = connection.Client(str(Path(memory) / SOCKET)), 0
 
     def persist(self, step: int) -> None:
         """Ask for a step that is complete in memory; returns at once."""
         with suppress(ConnectionError):  # `wait` tells
-            self.socket.sendall(f"{step}\n".encode())
+            self.line.send(step)
         self.asked += 1
 
     def wait(self) -> None:
@@ -87,37 +76,31 @@ class Connection:
         while self.asked:
             self.asked -= 1
             try:
-                said = self.answers.readline().strip()
-            except ConnectionError:
-                said = ""
+                said = self.line.recv()
+            except (EOFError, ConnectionError):
+                said = "the agent is gone, its memory with it: start again, from disk"
             if said != "done":
-                raise ValueError(said or "the agent is gone, its memory with it: start again, from disk")
+                raise ValueError(said)
 
     def close(self) -> None:
-        self.answers.close()
-        self.socket.close()
-
-
-# ---- the agent's own process -----------------------------------------------------------------------------
+        self.line.close()
 
 
 def serve(memory: str, disk: str, keep: int, listener_fd: int) -> None:
     """Until the launching process closes our standard input or ends, or the folder is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # typed at a terminal, it is for the launching process
-    hot, cold = Store(memory), Store(disk, keep)
+    hot, cold, trainers = Store(memory), Store(disk, keep), []
     try:
-        with selectors.DefaultSelector() as ready, socket.socket(fileno=listener_fd) as listener:
-            ready.register(listener, selectors.EVENT_READ)
-            ready.register(0, selectors.EVENT_READ)
+        with socket.socket(fileno=listener_fd) as listener:
             while hot.folder.exists():
-                for key, _ in ready.select(LOOK_S):
-                    if key.fileobj == 0:
+                for line in connection.wait([0, listener, *trainers], LOOK_S):
+                    if line == 0:
                         return
-                    if key.fileobj is listener:
-                        ready.register(listener.accept()[0], selectors.EVENT_READ)
-                    elif not answer(key.fileobj, hot, cold):
-                        ready.unregister(key.fileobj)
-                        key.fileobj.close()
+                    if line is listener:
+                        trainers.append(connection.Connection(listener.accept()[0].detach()))
+                    elif not answer(line, hot, cold):
+                        trainers.remove(line)
+                        line.close()
                         persist_newest(hot, cold)
     finally:
         try:
@@ -126,14 +109,12 @@ def serve(memory: str, disk: str, keep: int, listener_fd: int) -> None:
             shutil.rmtree(memory, ignore_errors=True)
 
 
-def answer(trainer: socket.socket, hot: Store, cold: Store) -> bool:
+def answer(trainer: connection.Connection, hot: Store, cold: Store) -> bool:
     """Do what a trainer asks for. False: it has ended."""
     try:
-        asked = trainer.recv(4096)
-        for step in asked.split():
-            trainer.sendall(f"{persist(int(step), hot, cold)}\n".encode())
-        return bool(asked)
-    except ConnectionError:
+        trainer.send(persist(trainer.recv(), hot, cold))
+        return True
+    except (EOFError, ConnectionError):
         return False
 
 

@@ -6,11 +6,10 @@
     if frequency.due():
         saver.save(...)
 
-The first save comes after `window` steps and measures itself; from then on, every `window` steps, the medians
-of steps and updates and the last save's copy and write go into `every`, each as the slowest rank has it: so
-all ranks save in the same steps. Steps are without what they waited for a save. Sends 32 bytes, in an
-all-reduce, every `window` steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew in every window,
-not when the overhead has grown.
+Every `window` steps the medians of steps and updates, without what they waited for a save, and the last
+save's copy and write go into `every`, each as the slowest rank has it: so all ranks save in the same steps.
+Sends 32 bytes, in an all-reduce, every `window` steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned
+anew in every window, not when the overhead has grown.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from statistics import median
 
 import torch
 
-from minitrain.checkpoint.saver import Saver
+from minitrain.checkpoint.saver import Save, Saver
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 
@@ -29,13 +28,7 @@ from minitrain.ranks.checks import require_positive_ints
 class Frequency:
     """Of one Saver; every rank asks `due` after each step."""
 
-    def __init__(
-        self,
-        saver: Saver,
-        every: Callable[[float, float, float, float], int],
-        window: int = 5,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, saver: Saver, every: Callable[..., int], window: int = 5, clock=time.perf_counter):
         require_positive_ints(window=window)
         self.saver, self.every, self.window, self.clock = saver, every, window, clock
         self.steps = window  # between saves, for now
@@ -44,23 +37,20 @@ class Frequency:
         self._began_s, self._waits = clock(), len(saver.waits)
 
     def due(self) -> bool:
-        """Whether to save now: the same on all ranks."""
         waits = self.saver.waits[self._waits :]
         step_s = self.clock() - self._began_s - sum(wait.s for wait in waits)
         self._times_s.append((step_s, self.saver.update_s))
         self._since += 1
         if len(self._times_s) == self.window:
-            self._tune()
+            if self.saver.last:  # alike on all ranks
+                self._tune(self.saver.last)
             self._times_s.clear()
-        due = self._since >= self.steps
-        if due:
+        if due := self._since >= self.steps:
             self._since = 0
         self._began_s, self._waits = self.clock(), len(self.saver.waits)
         return due
 
-    def _tune(self) -> None:
-        if (last := self.saver.last) is None:  # alike on all ranks
-            return
+    def _tune(self, last: Save) -> None:
         steps_s, updates_s = zip(*self._times_s)
         mine = [median(steps_s), median(updates_s), last.copy_s, last.write_s]
         mine = torch.tensor(mine, dtype=torch.float64, device=self.saver.device)

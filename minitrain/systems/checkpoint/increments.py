@@ -5,9 +5,9 @@
     increment   index [1, 3]  values [2, D]  or  codes [2, D·bits/8]  scale [2]  offset [2]
 
 A row in b bits: x ≈ offset + code · scale, scale = (max - min) / (2^b - 1) of the row, so no element is off
-by more than scale / 2 and its rounding. Bytes of a row: 4 + D·item, or 4 + D·b/8 + 2·item. All else is saved
-as ever. What is restored is the full checkpoint, and over it the rows of the newest increment, in any layout:
-keep both kinds in folders of their own, or the retention of one removes what the other needs.
+by more than scale / 2 and its rounding. Bytes of a row: 4 + D·item, or 4 + D·b/8 + 2·item. Restored is the
+full checkpoint, and over it the rows of the newest increment, in any layout: keep both kinds in folders of
+their own, or the retention of one removes what the other needs.
 
 Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
 Sends 4 bytes per row, in an all-reduce, if ranks with other tokens agree on what is touched.
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.checkpoint.header import DTYPE_OF, DTYPES, Entry
+from minitrain.checkpoint.format import DTYPE_OF, DTYPES, Entry, key_of
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.snapshot import parameter_of
-from minitrain.precision.packing import pack, unpack
+from minitrain.precision.blocks import pack, unpack
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 from minitrain.ranks.pieces import Piece, overlap, whole_piece
@@ -43,9 +43,8 @@ class Increments:
         if bits is not None:
             require_ints(1, 8, bits=bits)
         self.bits = bits
-        self.touched = {
-            name: torch.full((n,), -1, dtype=torch.int32, device=device) for name, n in rows.items()
-        }
+        never = dict(fill_value=-1, dtype=torch.int32, device=device)
+        self.touched = {name: torch.full((n,), **never) for name, n in rows.items()}
 
     def touch(self, name: str, rows: Tensor, step: int) -> None:
         """The update of this step changes these rows."""
@@ -67,11 +66,10 @@ class Increments:
             if not of_rows or since is None and not self.bits:
                 kept.append(piece)
                 continue
-            n = piece.shape[0]
-            rows = torch.arange(n, device=piece.values.device)
+            rows = torch.arange(piece.shape[0], device=piece.values.device)
             if since is not None:
-                rows = rows[last[piece.start[0] : piece.start[0] + n].to(rows.device) > since]
-            key = f"rows/{piece.name}@{','.join(map(str, piece.start))}"
+                rows = rows[last[piece.start[0] :][: len(rows)].to(rows.device) > since]
+            key = f"rows/{key_of(piece.name, piece.start)}"
             told = dict(name=piece.name, whole=piece.whole, start=piece.start, shape=piece.shape)
             tables[key] = told | dict(dtype=DTYPES[piece.values.dtype], bits=self.bits)
             parts = {"index": (rows + piece.start[0]).int()}
@@ -94,7 +92,6 @@ def encoded(rows: Tensor, bits: int | None) -> dict[str, Tensor]:
 
 
 def decoded(parts: Mapping[str, Tensor], bits: int | None, width: int) -> Tensor:
-    """The rows [k, D] that `encoded` was given, or near."""
     if bits is None:
         return parts["values"]
     codes = unpack(parts["codes"], bits, width).to(parts["scale"].dtype)
@@ -106,7 +103,7 @@ class Restored(Saved):
 
     def __init__(self, full: Saved, increment: Saved | None = None):
         super().__init__([])
-        self.layers = [full] + ([increment] if increment else [])
+        self.layers = [full, increment] if increment else [full]
         self.plain = self.layers[-1].plain
         for saved in self.layers:
             tables: dict[str, list[Entry]] = {}
@@ -145,7 +142,6 @@ def of_table(saved: Saved, name: str) -> dict[str, dict]:
 
 
 def put_rows(saved: Saved, piece: Piece) -> None:
-    """Rows of a checkpoint into a piece."""
     for key, told in of_table(saved, piece.name).items():
         common = overlap(told["start"], told["shape"], piece.start, piece.shape)
         if f"{key}/index" not in saved or not common:
@@ -167,9 +163,6 @@ def put_rows(saved: Saved, piece: Piece) -> None:
         target.index_copy_(0, index[inside].to(target.device), source.to(target))
 
 
-# ---- what it is worth --------------------------------------------------------------------------------------
-
-
 def full_is_cheaper(sizes: list[float]) -> bool:
     """Save in full now? `sizes`: of the increments since the last full one, in full ones. If increments grow
     again as they did, is that less to write than going on with ones as large as the last."""
@@ -185,9 +178,7 @@ def touched_share(rows: int, lookups: int, exponent: float) -> float:
     return float(-np.expm1(lookups * np.log1p(-chance / chance.sum())).mean())
 
 
-def savings(
-    rows: int, width: int, lookups: int, saves: int, exponent: float, bits: int | None
-) -> tuple[float, float]:
+def savings(rows: int, width: int, lookups: int, saves: int, exponent: float, bits: int | None) -> tuple:
     """How many times less is written, and stored at most, than with full float32 tables at each of so many
     saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
     require_ints(1, 32, bits=32 if bits is None else bits)

@@ -9,12 +9,10 @@
     manifest, files = survivors(folder)                                       in the next start: any layout
 
 A rank whose neighbour dies sees its collective fail. Until the update begins, what it holds is the state of
-the last boundary: no tensor of it was written to since, which torch's own counts of writes tell (so nothing
-is hashed or copied in advance); a rank that finds one written to says so and saves nothing.
-A place is what a rank holds of the model; replicas (data parallelism) have the same. One survivor of each
-place is a checkpoint, and at most the step under way is lost; without one Lost says what is missing. Where
-ranks that died had answered some and not others, survivors may be a step apart: then too.
-Sends nothing after the start. Memory: none. Written after a failure: per survivor all that it holds.
+the last boundary: torch's own counts of writes tell; a rank that finds a tensor written to says so and saves
+nothing. A place is what a rank holds of the model; replicas (data parallelism) have the same. One survivor of
+each place is a checkpoint; without one, or where survivors are a step apart, Lost says what is missing.
+Sends nothing after the start. Written after a failure: per survivor all that it holds.
 Gupta et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
 collective is the detector (theirs is a time-out beside a hanging GPU), the loop says where a step begins; a
 wait that gloo does not end lasts a third of `grace_s` after the death, so the rest must suffice to save.
@@ -54,9 +52,7 @@ class JustInTime:
         self.store = Store(Path(folder) / f"rank-{self.rank:05d}", keep=1)
         self.places: list[str] | None = None
 
-    def boundary(
-        self, step: int, pieces: Iterable[Piece], plain: dict[str, Any], manifest: dict[str, Any]
-    ) -> None:
+    def boundary(self, step: int, pieces: Iterable[Piece], plain: dict, manifest: dict) -> None:
         """What to save if something fails from here on; at the start, and right after each update."""
         self.step, self.pieces, self.plain, self.manifest = step, list(pieces), plain, manifest
         self.versions = [version_of(piece.values) for piece in self.pieces]
@@ -76,7 +72,6 @@ class JustInTime:
             raise
 
     def save(self) -> None:
-        """All that this rank held at the boundary."""
         for piece, version in zip(self.pieces, self.versions):
             if version_of(piece.values) != version:
                 raise ValueError(f"{piece.name} was written to after the boundary")

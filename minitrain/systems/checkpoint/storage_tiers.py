@@ -34,8 +34,6 @@ class Tiers(Store):
         self._mover: futures.ThreadPoolExecutor | None = None
         self._moving: futures.Future | None = None
 
-    # ---- where a step is
-
     def in_hot(self, step: int) -> bool:
         return (super().path(step) / MANIFEST).exists()
 
@@ -50,8 +48,7 @@ class Tiers(Store):
         return [step for step in super().steps() if self.in_hot(step)]
 
     def steps(self) -> list[int]:
-        """Of both: hot is asked first, for a step may be moving."""
-        hot = self.hot_steps()
+        hot = self.hot_steps()  # first: a step may be moving
         return sorted({*hot, *self.cold.steps()})
 
     def open(self, step: int) -> tuple[dict[str, Any], list[File]]:
@@ -63,15 +60,12 @@ class Tiers(Store):
                 raise
             return self.cold.open(step)
 
-    # ---- writing
-
     def begin(self, step: int) -> Path:
-        """As Store's. It may raise the error of the last move, once."""
+        """It may raise the error of the last move, once."""
         self.settle()
         return super().begin(step)
 
     def commit(self, step: int, files: Iterable[Written], plain: dict[str, Any]) -> list[str]:
-        """As Store's; then older ones begin to move."""
         lines = super().commit(step, files, plain)
         self._mover = self._mover or futures.ThreadPoolExecutor(1, thread_name_prefix="move a checkpoint")
         self._moving = self._mover.submit(self.move)
@@ -95,14 +89,11 @@ class Tiers(Store):
             self.cold.unlock()
 
     def set_aside(self, step: int) -> None:
-        """As Store's, where it is."""
         super().set_aside(step) if self.in_hot(step) else self.cold.set_aside(step)
 
     def _too_many(self) -> list[int]:
         """None is removed that has not moved."""
         return []
-
-    # ---- moving
 
     def move(self) -> None:
         """Until hot has `keep`: the oldest to cold. What a crash has left there is used if it is whole."""

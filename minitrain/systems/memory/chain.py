@@ -3,15 +3,10 @@
     forward = chain(layers, every(12, 4))         layers (x, ...) -> x, plan: chain_plan.py
     y = forward(x, positions)                     y.backward() does the rest of the plan
 
-    F i    x_{i+1} = f_i(x_i), no graph           T i    the same with a graph, of which only the end is held
-    D i    x_i is let go                          B i    backward through the graph: parameters' gradients are
-                                                         added where autograd adds them, x_i's goes to B i-1
-
-The chain is one operator of autograd's graph. A layer that runs again draws the random numbers of its first
-run; `replay`, as in recompute.py, brings back what else must be as it was. Gradients are bit-equal to those
-without a plan. A parameter that two layers share gets its gradient in two parts: buckets that are sent beside
-backward refuse that (buckets.py). What a layer gives besides x (a router's losses) gets no gradient: for
-these use recompute.py. Memory: exactly `chain_plan.peak_bytes`.
+The chain is one operator of autograd's graph; gradients are bit-equal to those without a plan. A layer that
+runs again draws the random numbers of its first run. A parameter that two layers share gets its gradient in
+two parts, which buckets that are sent beside backward refuse (buckets.py). What a layer gives besides x (a
+router's losses) gets no gradient: use recompute.py. Memory: exactly `chain_plan.peak_bytes`.
 Griewank and Walther 2000 (revolve), Algorithm 799. Differs: theirs calls back for one action at a time.
 """
 
@@ -30,8 +25,7 @@ from minitrain.systems.memory.chain_plan import Action, check, walk
 def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable] = ()) -> Callable:
     """-> run(x, *others), which is layers[-1](.. layers[0](x, *others) .., *others) carried out by the plan.
 
-    `others` are given to every layer and have no gradient. Each of `replay` is called in front of a layer's
-    first run and gives what makes a context for its later ones."""
+    `others` are given to every layer and have no gradient; `replay` as in recompute.py."""
     layers, replay = list(layers), tuple(replay)
     check(plan, len(layers))
 
@@ -68,8 +62,6 @@ class _Chain(torch.autograd.Function):
 
 
 class _Interpreter:
-    """What is held between the actions of one step."""
-
     def __init__(self, layers: Sequence[nn.Module], others: tuple, plan, wanted: list[bool], replay: tuple):
         self.layers, self.others, self.wanted, self.replay = layers, others, wanted, replay
         self.steps = walk(plan)

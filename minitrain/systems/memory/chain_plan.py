@@ -42,8 +42,8 @@ class LayerBytes(NamedTuple):
 
 
 def every(layers: int, size: int) -> tuple[Action, ...]:
-    """Segments of `size` layers, the last one shorter if need be: a segment's input is held, in backward the
-    segment runs once more and its graphs are held. The last segment keeps its graphs in the forward pass."""
+    """Segments of `size` layers: a segment's input is held, in backward the segment runs once more and its
+    graphs are held. The last segment, which may be shorter, keeps its graphs in the forward pass."""
     check_layers("every", layers)
     if not 1 <= size <= layers:
         raise ValueError(f"every: segments of {size} of {layers} layers; use 1 to {layers}")
@@ -63,7 +63,6 @@ def sqrt(layers: int) -> tuple[Action, ...]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """From x_start to x_end, which are both held then."""
     require_ints(0, MOST, start=start, end=end)
     plan = []
     for i in range(start, end):
@@ -77,9 +76,7 @@ def forwards(plan: Iterable[Action]) -> Counter[int]:
 
 
 def walk(plan: Sequence[Action], layers: int | None = None) -> Iterator[tuple[Action, frozenset[int]]]:
-    """(action, numbers of the x that are held behind it). An x whose gradient is there is not kept again.
-
-    ValueError: the first action that cannot be carried out (with so many layers), and why."""
+    """(action, numbers of the x that are held behind it). An x whose gradient is there is not kept again."""
     layers = layers or 1 + max(action.layer for action in plan)
     held, taped, left = frozenset({0}), set(), layers  # left: all gradients from here on are done
     for number, action in enumerate(plan):
@@ -109,10 +106,10 @@ def walk(plan: Sequence[Action], layers: int | None = None) -> Iterator[tuple[Ac
 
 
 def check(plan: Sequence[Action], layers: int) -> None:
-    """Can it be carried out? ValueError: the first action that cannot, and why."""
+    """ValueError: the first action that cannot be carried out, and why."""
     check_layers("plan", layers)
     for _ in walk(plan, layers):
-        """Every action is looked at."""
+        pass
 
 
 def peak_bytes(plan: Sequence[Action], layers: Sequence[LayerBytes]) -> int:

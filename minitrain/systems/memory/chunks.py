@@ -1,16 +1,14 @@
 """PatrickStar: parameters in equal chunks that move between device and host; gradients take their places.
 
-    chunks     parameters, in order, packed whole into blocks of one size; three more lists of float32 blocks,
-               laid out alike, have masters and moments
+    chunks     parameters, in order, packed whole into blocks of one size; float32 masters and moments alike
     forward    a layer's chunks come to the device; for room goes the one that is used again latest
     backward   a layer's gradients are written over its parameters, which its graph has used for the last time
     update     chunk by chunk on the host: gradient -> moments, master -> parameter, in the gradient's place
 
-So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16: a
-chunk is in one place only. Evicted is the chunk of the farthest next use in a step, so no other choice loads
-fewer (Belady). What is unused at the end of chunks is the price.
-Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks (theirs
-leaves what activations will need); the order is known (theirs traces a step); updates are the host's.
+So model data are 2 + 4 + 4 + 4 = 14 bytes per parameter in bfloat16, of device and host together, not 16. The
+farthest next use goes, so no other choice loads fewer (Belady). What is unused at the end of chunks is the
+price. Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs: all room is for chunks
+(theirs leaves what activations will need); the order is known (theirs traces a step); updates are the host's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -70,16 +68,13 @@ def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
 
 class ChunkedTraining:
     """Takes the parameters of `layers`, of 16 bits, which are to be used through this only: chunks of `chunk`
-    elements, as many on the device as `device_bytes` hold. `make_optimizer([masters])` is called for every
-    chunk. ValueError: what does not fit, shared or frozen parameters, parameters of other dtypes."""
+    elements, as many on the device as `device_bytes` hold. `make_optimizer([masters])` makes one a chunk."""
 
-    def __init__(
-        self, layers: Sequence[nn.Module], chunk: int, device_bytes: int, make_optimizer, device=None
-    ):
+    def __init__(self, layers, chunk: int, device_bytes: int, make_optimizer: Callable, device=None):
         self.layers = list(layers)
         params = parameters_of(self.layers)
         dtypes = {param.dtype for param in params}
-        if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        if dtypes not in ({torch.bfloat16}, {torch.float16}):
             said = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
         self.device, dtype = device or params[0].device, params[0].dtype
@@ -110,19 +105,16 @@ class ChunkedTraining:
         return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
 
     def step(self) -> None:
-        """Update all chunks, on the host."""
         for number, optimizer in enumerate(self.optimizers):
             if number in self._here:
                 self._evict(number)
             work(partial(_update, optimizer, self._blocks[number]), self._blocks[number]).result()
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor) and not on_host(value):
-                        announce_host(value, "optimizer state")
+            for value in (value for state in optimizer.state.values() for value in state.values()):
+                if isinstance(value, Tensor) and not on_host(value):
+                    announce_host(value, "optimizer state")
         self._use = 0
 
     def _enter(self, layer: int) -> None:
-        """Bring a layer's chunks."""
         needed = self._needs[layer]
         self._use += 1
         for number in sorted(needed.difference(self._here)):

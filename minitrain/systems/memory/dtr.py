@@ -13,10 +13,9 @@ are never dropped. No plan, no look ahead: any Python will do.
                            Value.source -> Call   of a view: the operator that makes it of other values
     block.made_by -> work -> Call -> Values       of other results: what must run again, and what that reads
 
-In place, x.add_(y) works on a copy (the old x may have to make others), and is refused while a view is alive.
-A constant from outside that is written to makes no dropped result again: an error. Sizes are known before an
-operator runs, from fake tensors; one whose result's size is in the data (nonzero) is refused. Not counted:
-scratch inside a kernel, 5 kB on the host a random operator. The optimizer's step comes after the `with`.
+In place, x.add_(y) works on a copy, and is refused while a view is alive; a constant that was written to
+makes no result again. Sizes come from fake tensors; one that is in the data (nonzero) is refused. Not
+counted: scratch in a kernel, 5 kB on the host a random operator. The optimizer steps after the `with`.
 Kirisame et al. 2021, arXiv:2006.09616, sections 2, 4 and 5. Differs: a tensor subclass above the allocator.
 """
 
@@ -30,14 +29,7 @@ from torch import Tensor
 
 from minitrain.ranks import torch_private
 from minitrain.ranks.random_state import drawing_from, random_state
-from minitrain.ranks.torch_private import (
-    DispatchMode,
-    OpOverload,
-    outside_modes,
-    schema_of,
-    storage_id,
-    version_of,
-)
+from minitrain.ranks.torch_private import OpOverload, schema_of, storage_id, version_of
 
 
 class Evictable(Tensor):
@@ -68,13 +60,11 @@ class Value:
 
     `like` has its shape and no numbers; `source` is the call that makes a view, and which result of it."""
 
-    __slots__ = ("block", "like", "key", "source")
-
     def __init__(self, block, like: Tensor, key: object, source: "tuple[Call, int] | None" = None):
         self.block, self.like, self.key, self.source = block, like, key, source
 
     def real(self) -> Tensor:
-        """The numbers; its block is resident. Views of views are source in a loop: there may be many."""
+        """The numbers; its block is resident. Views of views in a loop: there may be many."""
         held, wanted = self.block.data, [self]
         while wanted[-1].key not in held:
             wanted.append(wanted[-1].source[0].values[0])
@@ -118,11 +108,11 @@ class Call:
         with self._drawing():
             return self.on(args, kwargs)
 
-    def arguments(self, numbers: Callable, plain: Callable = lambda tensor: tensor) -> tuple[list, dict]:
-        """With `numbers` of values, and `plain` of tensors from outside."""
-
+    def arguments(self, of_value: Callable, of_plain: Callable = lambda tensor: tensor) -> tuple[list, dict]:
         def argument(x):
-            return numbers(x) if isinstance(x, Value) else plain(x) if isinstance(x, Tensor) else x
+            if isinstance(x, Value):
+                return of_value(x)
+            return of_plain(x) if isinstance(x, Tensor) else x
 
         return torch_private.tree_map(argument, (list(self.args), self.kwargs))
 
@@ -152,21 +142,20 @@ def tensors(nest) -> list[Tensor]:
 
 
 class _Foreseen(NamedTuple):
-    """What an operator is going to give: results without numbers, sizes of new blocks, who is on which."""
+    """What an operator is going to give."""
 
-    like: object
+    like: object  # results without numbers
     cost: int
     sizes: list[int]
     position: dict[int, int]  # index of a result -> which of the new blocks
     views: dict[int, object]  # index of a result -> the block of an argument
 
 
-class Dynamic(DispatchMode):
+class Dynamic(torch_private.DispatchMode):
     """Inside, what operators make is evictable. `cost(func, args, kwargs, out)` sees tensors without numbers.
 
-    `evictor` counts operators, recomputed, evictions, peak_bytes, and writes the trace. `constants`, such as
-    model.parameters(), count from the start; others from their first use. What is still alive after the
-    `with` may be used (loss.item())."""
+    `constants`, such as model.parameters(), count from the start; others from their first use. What is still
+    alive after the `with` may be used (loss.item())."""
 
     def __init__(self, evictor, cost: Callable[..., int], constants: Iterable[Tensor] = ()):
         super().__init__()
@@ -190,7 +179,6 @@ class Dynamic(DispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: OpOverload, args: tuple, kwargs: dict):
-        """One operator of the program, on evictable and plain tensors."""
         call, written = Call(func, args, kwargs), _written(func, args, kwargs)
         makes = any("Tensor" in str(result.type) for result in schema_of(func).returns)
         if not call.values and (_is_view(func) or not (call.plain or makes)):
@@ -235,12 +223,12 @@ class Dynamic(DispatchMode):
         seen = self._foresee(call) if makes else _Foreseen(None, 0, [], {}, {})
         blocks = self._execute(call, seen, results.append)
         for block, index in {block: index for index, block in blocks.items()}.items():
-            self._keep(tensors(results[0])[index], block)
+            self._know(tensors(results[0])[index], self.evictor.pin(block))
             self.evictor.release(block)
         return results[0]
 
     def _foresee(self, call: Call) -> _Foreseen:
-        with outside_modes():
+        with torch_private.outside_modes():
             args, kwargs = call.arguments(lambda value: value.like, self._fakes.from_tensor)
             try:
                 with self._fakes:
@@ -293,6 +281,7 @@ class Dynamic(DispatchMode):
         return self._constants[key]
 
     def _know(self, tensor: Tensor, block) -> None:
+        """The block's memory is a plain tensor's."""
         storage, me = tensor.untyped_storage(), weakref.ref(self)
         key = storage_id(storage)
 
@@ -303,11 +292,6 @@ class Dynamic(DispatchMode):
         self._constants[key] = block
         weakref.finalize(storage, gone).atexit = False
 
-    def _keep(self, tensor: Tensor, block) -> Tensor:
-        """The block's memory is a plain tensor's from now on."""
-        self._know(tensor, self.evictor.pin(block))
-        return tensor
-
     def _gradient(self, gradient: Tensor) -> Tensor:
         """What autograd adds to a parameter's gradient is plain."""
         if not isinstance(gradient, Evictable):
@@ -315,13 +299,13 @@ class Dynamic(DispatchMode):
         value, self._aside = gradient.handle.value, True
         try:
             self.evictor.restore(value.block)
-            return self._keep(value.real(), value.block)
+            self._know(plain := value.real(), self.evictor.pin(value.block))
+            return plain
         finally:
             self._aside = False
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The arguments it writes into."""
     schema = schema_of(func).arguments
     names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
     given = dict(zip((a.name for a in schema), args)) | kwargs

@@ -3,12 +3,10 @@
     sync.optimizer = FileOptimizer(sync.optimizer, store)       a Sync's own, or any AdamW
     for each piece of each parameter    read its states, update, write; the next are on their way
 
-An elementwise update does not see where a tensor is cut, so every bit is that of states in memory. With ZeRO
-a rank's parameters are its shards: it reads and writes its 1/n of all states, from and to its own disk. A
-step reads and writes every state once: 16 bytes per parameter for two float32 moments, 24 with a master.
-Memory: the store's buffers, three pieces' states for the next to be read and the last to be written
-meanwhile. A step that a disk has stopped (OSError) is finished by calling `step()` again: each piece is
-updated once.
+An elementwise update does not see where a tensor is cut, so every bit is that of states in memory. A rank of
+ZeRO has its 1/n of all states on its own disk. A step reads and writes every state once: 16 bytes per
+parameter for two float32 moments, 24 with a master. Memory: the store's buffers, three pieces' states. A step
+that a disk has stopped (OSError) is finished by calling `step()` again: each piece is updated once.
 
     layers = FiledLayers(made_one_by_one, store, make_optimizer)
     loss = layers.step(tokens, positions, loss_of)              forward, backward, update of layer after layer
@@ -56,9 +54,7 @@ class FileOptimizer:
     """Takes over `optimizer`: its states go into `store`, updated so many elements, a `piece`, at a time.
     Those that share a store have each a `name`."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, store: FileStore, piece: int = 1 << 18, name: str = ""
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, store: FileStore, piece=1 << 18, name=""):
         require_positive_ints(piece=piece)
         self.inner, self.store, self.piece, self.name = optimizer, store, piece, name
         self.param_groups = optimizer.param_groups
@@ -72,8 +68,9 @@ class FileOptimizer:
 
     def zero_grad(self) -> None:
         if self._done:
-            stopped = f"a step stopped after {self._done} pieces"
-            raise ValueError(f"{stopped}; call step() again to finish it first")
+            raise ValueError(
+                f"a step stopped after {self._done} pieces; call step() again to finish it first"
+            )
         self.inner.zero_grad()
 
     def step(self) -> None:
@@ -97,13 +94,12 @@ class FileOptimizer:
         self._done = 0
 
     def _write_last(self) -> None:
-        """Of the piece that was updated last: its new states may wait for room."""
+        """The new states of the piece that was updated last: they may wait for room."""
         if self._last is not None:
             self._write(*self._last)
             self._last = None
 
     def pieces(self, param: Tensor) -> list[Piece]:
-        """Of a parameter."""
         params = [param for group in self.param_groups for param in group["params"]]
         number = next(i for i, other in enumerate(params) if other is param)
         size, numel = piece_of(param, self.piece), param.numel()
@@ -125,12 +121,9 @@ class FileOptimizer:
     def set_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """{} takes it away. A step that has stopped is forgotten."""
         self._done, self._last = 0, None
+        like = {name for name, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
         for piece in self.pieces(param):
-
-            def part(value):
-                return piece.of(value) if isinstance(value, Tensor) and value.shape == param.shape else value
-
-            self._write(piece, {name: part(value) for name, value in state.items()})
+            self._write(piece, {name: piece.of(x) if name in like else x for name, x in state.items()})
 
     def _names(self, piece: Piece) -> list[str]:
         return [f"{piece.name}.{name}" for name in self._tensors.get(piece.name, [])]
@@ -139,20 +132,20 @@ class FileOptimizer:
         """Its states, to be written again; empty before its first step. Reads all or none."""
         read: dict[str, Tensor] = {}
         try:
-            for name in self._names(piece):
-                read[name] = self.store.read(name)
+            for name in self._tensors.get(piece.name, []):
+                read[name] = self.store.read(f"{piece.name}.{name}")
         except OSError:
             for name in read:
-                self.store.release(name)
+                self.store.release(f"{piece.name}.{name}")
             raise
-        return self._numbers.get(piece.name, {}) | dict(zip(self._tensors.get(piece.name, []), read.values()))
+        return self._numbers.get(piece.name, {}) | read
 
     def _write(self, piece: Piece, state: dict[str, Any]) -> None:
-        size, is_tensor = piece.last - piece.first, lambda x: isinstance(x, Tensor)
-        tensors = {name: x for name, x in state.items() if is_tensor(x) and x.numel() == size}
-        for name, value in tensors.items():
-            self.store.write(f"{piece.name}.{name}", value.detach())
-        self._tensors[piece.name] = list(tensors)
+        size = piece.last - piece.first
+        tensors = [name for name, x in state.items() if isinstance(x, Tensor) and x.numel() == size]
+        for name in tensors:
+            self.store.write(f"{piece.name}.{name}", state[name].detach())
+        self._tensors[piece.name] = tensors
         self._numbers[piece.name] = {name: value for name, value in state.items() if name not in tensors}
 
 
@@ -160,9 +153,7 @@ class FiledLayers:
     """Takes `layers` one after the other, so that they need never be in memory together. For each,
     `make_optimizer(params)` is called; `piece` elements are read and written at a time."""
 
-    def __init__(
-        self, layers: Iterable[nn.Module], store: FileStore, make_optimizer: Callable, piece: int = 1 << 18
-    ):
+    def __init__(self, layers: Iterable[nn.Module], store: FileStore, make_optimizer, piece=1 << 18):
         self.store, self.piece = store, piece
         self.layers: list[nn.Module] = []
         self._shapes: list[list[torch.Size]] = []

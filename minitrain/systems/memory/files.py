@@ -7,12 +7,11 @@
     store.release("3.exp_avg")          given up unchanged
     store.flush(); store.close()        all is on the disk; the space is free again
 
-A rank has one file in `folder` with its shards only: N ranks have the bandwidth of N disks. The file has no
-name: however its process ends, its space is free again. Host memory: `buffers` times `buffer_bytes`. Bytes:
-those of the tensors; the disk moves blocks of 4096. `direct` is False where O_DIRECT is refused. A write that
-fails keeps its data in its buffer and is tried again before OSError is raised: make room, go on.
-Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5.2 and 6.3 (libaio there). Differs:
-threads that call preadv and pwrite, which wait without Python's lock; a checksum (CRC-32) per tensor.
+A rank has one file in `folder` with its shards only: N ranks have the bandwidth of N disks. It has no name:
+however its process ends, its space is free again. Host memory: `buffers` times `buffer_bytes`. `direct` is
+False where O_DIRECT is refused. A write that fails keeps its data in its buffer and is tried again before
+OSError is raised: make room, go on. Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, sections 5.2
+and 6.3. Differs: threads that call preadv and pwrite, not libaio; a checksum (CRC-32) per tensor.
 """
 
 import contextlib
@@ -66,9 +65,7 @@ class _Buffer:
 class FileStore:
     """Tensors by name in one file of `folder`; for one thread at a time."""
 
-    def __init__(
-        self, folder: str | Path, rank: int = 0, *, buffer_bytes=4 << 20, buffers: int = 6, threads: int = 4
-    ):
+    def __init__(self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4):
         require_positive_ints(buffer_bytes=buffer_bytes, buffers=buffers, threads=threads)
         self.place = f"{folder} (rank {rank})"
         self.buffer_bytes, self.buffers = _padded(buffer_bytes), buffers
@@ -93,7 +90,15 @@ class FileStore:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write `tensor` behind. One that was read goes from its buffer and must not be used any more; any
         other is copied. A name keeps its shape and dtype."""
-        record = self._records.get(name) or self._place(name, tensor)
+        if name not in self._records:
+            if not 0 < tensor.nbytes <= self.buffer_bytes:
+                limit = f"a buffer of {self.place} has {self.buffer_bytes}"
+                raise ValueError(
+                    f"{name!r} has {tensor.nbytes} bytes, {limit}: cut it, or use larger buffers"
+                )
+            self._records[name] = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
+            self._end += _padded(tensor.nbytes)
+        record = self._records[name]
         if (record.shape, record.dtype) != (tensor.shape, tensor.dtype):
             was, now = (f"{list(x.shape)} {x.dtype}" for x in (record, tensor))
             raise ValueError(f"{name!r} in {self.place} is {was}, got {now}: use another name")
@@ -106,7 +111,9 @@ class FileStore:
                 self._free.append(unread)
             if name in self._writes:
                 self._settle(name)
-            buffer = self._out.get(name) or self._buffer(f"write {name!r}")
+            buffer = self._out.get(name) or self._buffer()
+            if buffer is None:
+                raise self._all_out(f"write {name!r}")
             buffer.view(record).copy_(tensor)
         self._out.pop(name, None)
         written = self._workers.submit(self._written, record, buffer)
@@ -117,7 +124,7 @@ class FileStore:
         """The tensor, in a buffer, until it is written or released."""
         self.prefetch(name)
         if name not in self._reads:
-            raise ValueError(self._all_out(f"read {name!r}"))
+            raise self._all_out(f"read {name!r}")
         buffer, transfer = self._reads.pop(name)
         try:
             tensor = transfer.wait()
@@ -160,29 +167,19 @@ class FileStore:
         self._workers.shutdown(wait=True)
         self._close()
 
-    def _buffer(self, wanted: str = "") -> _Buffer | None:
-        """A free buffer, if need be of the oldest write. If all are out: None, or an error if `wanted`."""
+    def _buffer(self) -> _Buffer | None:
+        """A free buffer, if need be of the oldest write; None if all are out."""
         if not self._free and self._made < self.buffers:
             self._made += 1
             self._free.append(_Buffer(self.buffer_bytes))
         if not self._free and self._writes:
             self._settle(next(iter(self._writes)))
-        if not self._free and wanted:
-            raise ValueError(self._all_out(wanted))
         return self._free.pop() if self._free else None
 
-    def _all_out(self, wanted: str) -> str:
+    def _all_out(self, wanted: str) -> ValueError:
         names = ", ".join([*self._out, *self._reads][:3])
-        return f"{wanted}: all {self.buffers} buffers of {self.place} have {names}, ...: release or use more"
-
-    def _place(self, name: str, tensor: Tensor) -> _Record:
-        if tensor.nbytes > self.buffer_bytes or not tensor.nbytes:
-            limit = f"a buffer of {self.place} has {self.buffer_bytes}"
-            raise ValueError(f"{name!r} has {tensor.nbytes} bytes, {limit}: cut it, or use larger buffers")
-        record = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
-        self._records[name] = record
-        self._end += _padded(tensor.nbytes)
-        return record
+        out = f"all {self.buffers} buffers of {self.place} have {names}, ..."
+        return ValueError(f"{wanted}: {out}: release or use more")
 
     def _written(self, record: _Record, buffer: _Buffer) -> None:
         checksum, start, blocks = zlib.crc32(buffer.memory[: record.bytes]), 0, _padded(record.bytes)
@@ -216,9 +213,8 @@ class FileStore:
             try:
                 self._written(record, buffer)
             except OSError as error:
-                where = f"writing {record.bytes} bytes of {name!r} to {self.place}"
-                cure = "make room and go on: nothing is lost"
-                raise OSError(error.errno, f"{where}: {os.strerror(error.errno)}; {cure}") from None
+                what = f"writing {record.bytes} bytes of {name!r} to {self.place}: {os.strerror(error.errno)}"
+                raise OSError(error.errno, f"{what}; make room and go on: nothing is lost") from None
 
 
 def open_unnamed(folder: Path) -> tuple[FileIO, bool]:

@@ -4,12 +4,11 @@
         runs.run(train, "plain", limit_bytes=40 << 20)      its result, or MemoryError in one line
         runs.smallest_limit(train, "plain", most_bytes=1 << 30)          by bisection
 
-A helper process has loaded torch and done `warm_up`. It forks a child for every run, some 10 ms, so all begin
-with the same memory; a limit is what a child may map beyond that (RLIMIT_AS: every byte that malloc or mmap
-hands out). The helper's malloc has one arena and gives back blocks of 64 KiB and more, so a limit is the peak
-of live tensors and what libraries need for themselves. What fails, or hangs, under a limit and not without
-has failed for want of memory, whatever it said. Linux only.
-setrlimit(2), malloc(3). Differs from `ulimit -v`: beyond a baseline, so that the interpreter is not counted.
+A helper process has loaded torch and done `warm_up`. It forks a child for every run, some 10 ms; a limit is
+what a child may map beyond what it begins with (RLIMIT_AS: every byte that malloc or mmap hands out). The
+helper's malloc gives back blocks of 64 KiB and more, so a limit is the peak of live tensors and what
+libraries need. What fails, or hangs, under a limit and not without has failed for want of memory. Linux only.
+setrlimit(2), malloc(3). Differs from `ulimit -v`: the interpreter is not counted.
 """
 
 import contextlib
@@ -24,14 +23,15 @@ import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from minitrain.ranks.checks import require_ints
 
-MALLOC = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
-ONE_THREAD = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+SETTINGS = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+SETTINGS |= dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
 PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -43,11 +43,10 @@ class LimitedRuns:
     """Runs functions in forked children of a helper process; closed, it leaves no process behind."""
 
     def __init__(self, warm_up: Callable[[], object] = lambda: None):
-        path = [folder for folder in sys.path if folder]
         self._line, theirs = Pipe()
-        command = [sys.executable, "-c", START.format(path=path, fd=theirs.fileno())]
+        start = START.format(path=[folder for folder in sys.path if folder], fd=theirs.fileno())
         files = dict(stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._helper = subprocess.Popen(command, env=os.environ | MALLOC | ONE_THREAD, **files)
+        self._helper = subprocess.Popen([sys.executable, "-c", start], env=os.environ | SETTINGS, **files)
         theirs.close()
         _send(self._line, warm_up)
         if (error := self._line.recv()) is not None:
@@ -72,18 +71,14 @@ class LimitedRuns:
         MemoryError: it fails under this limit. RuntimeError: it fails without any."""
         if limit_bytes is not None:
             require_ints(0, MOST_BYTES, limit_bytes=limit_bytes)
-        try:
-            _send(self._line, (function, args, limit_bytes, timeout_s))
-            done, result = self._line.recv()
-        except (EOFError, OSError):
-            raise RuntimeError("the helper process is gone; make a new LimitedRuns") from None
+        _send(self._line, (function, args, limit_bytes, timeout_s))
+        done, result = self._line.recv()
         if done:
             return result
         name = getattr(function, "__name__", "the run")
         if limit_bytes is None:
             raise RuntimeError(f"{name}: {result}")
-        cure = "recompute, offload, or give it more"
-        raise MemoryError(f"{name} does not fit in {limit_bytes:,} bytes: {result}; {cure}")
+        raise MemoryError(f"{name} does not fit in {limit_bytes:,} bytes: {result}; offload, or give it more")
 
     def smallest_limit(self, function, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s=60) -> int:
         """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs.
@@ -106,9 +101,6 @@ class LimitedRuns:
             middle = (fails + fits) // 2
             fails, fits = (fails, middle) if will_do(middle) else (middle, fits)
         return fits * step_bytes
-
-
-# ---- the helper process ----------------------------------------------------------------------------------
 
 
 def serve(fd: int) -> None:
@@ -136,38 +128,31 @@ def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, 
         _send(write, _limited(function, args, limit_bytes))
         os._exit(0)
     write.close()
-    ready = wait([answer, line], timeout_s)  # it has answered, it is gone, or our caller is
-    if answer not in ready:
+    found = False, f"no answer in {timeout_s} s"
+    if answer in wait([answer, line], timeout_s):  # or our caller is gone
+        try:
+            found = answer.recv()
+        except EOFError:
+            found = False, "its process ended without an answer"
+    else:
         os.kill(child, signal.SIGKILL)
-    with answer, contextlib.suppress(EOFError):
-        found = answer.recv()
-        os.waitpid(child, 0)
-        return found
-    _, status = os.waitpid(child, 0)
-    if not ready:
-        return False, f"no answer in {timeout_s} s"
-    ended = os.waitstatus_to_exitcode(status)
-    how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with status {ended}"
-    return False, f"its process {how}"
+    answer.close()
+    os.waitpid(child, 0)
+    return found
 
 
 def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[bool, Any]:
     """(True, result) or (False, why not)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + limit_bytes, hard))
+        mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + limit_bytes, hard))
     try:
         found = True, function(*args)
     except BaseException as raised:
         found = False, raised
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # there is room to say it
     return found if found[0] else (False, _said(found[1]))
-
-
-def mapped_bytes() -> int:
-    """Of this process's address space: what RLIMIT_AS counts."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * PAGE
 
 
 def _said(error: BaseException) -> str:

@@ -4,17 +4,16 @@
     y = split(mlp, x, 4, each=recompute)                 a part keeps x_i; its backward makes the rest again
     y = split(mlp, x, 4, each=Swap(to_host, to_device))  what a part saves is on the host until then
 
-For an x of n rows cut into k parts, with w bytes per row of what is only there while a part is worked on: the
-peak falls from n·w to ceil(n/k)·w; nothing else changes but the order of sums in gradients of weights. Each
-row must be a matter of its own: not a norm or noise over the batch.
+With w bytes per row of what is only there while a part is worked on, the peak of n rows in k parts falls from
+n·w to ceil(n/k)·w. Each row must be a matter of its own: not a norm or noise over the batch.
 
     y = TiledLinear(weight, bias, tiles=4)(x)            ZeRO-Infinity: W, b and their gradients on the host
     y[..., tile] = x · W[tile]ᵀ + b[tile]   dx = Σ dy[..., tile] · W[tile]   dW[tile] = dy[..., tile]ᵀ · x
 
-Working memory: weight and gradient of a tile, 2·F·D/tiles elements instead of 2·F·D. Over the link: each tile
-twice to the device, its gradient once to the host. No tensor-parallel group is needed.
+Working memory: weight and gradient of a tile, 2·F·D/tiles elements. Over the link: each tile twice to the
+device, its gradient once to the host. No tensor-parallel group is needed.
 Nie et al. 2022 (TSPLIT), ICDE'22; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 5.1.3.
-Differs: along the batch only, chosen by the caller; one module with one autograd function.
+Differs: along the batch only, parts chosen by the caller; one module with one autograd function.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,10 +37,8 @@ def split(run: Callable[[Tensor], Tensor], x: Tensor, parts: int, each: Callable
 
 
 class Swap:
-    """`Swap(to_host, to_device, resident)(run, x)`: run(x), and what it saves for backward waits on the host.
-
-    `to_host(x)` and `to_device(y, device)` begin copies; `.wait()` gives what they copy. `resident` tensors,
-    parameters for instance, are not moved."""
+    """`Swap(to_host, to_device, resident)(run, x)`: run(x), and what it saves for backward waits on the host,
+    moved by pools.py's functions or others like them; `resident` tensors, parameters say, are not."""
 
     def __init__(self, to_host: Callable, to_device: Callable, resident: Iterable[Tensor] = ()):
         self.to_host, self.to_device = to_host, to_device

@@ -3,19 +3,17 @@
     forward     x0 -> x1 -> ... -> xL                  without a graph; the inputs are stashed
     backward    layer L, with the loss; ... layer 1    each runs again from its input; its graph goes with it
 
-`forward_backward` is this order: several microbatches pass a layer before the next one is asked for. Layers
-must do the same twice: dropout by place, not by torch's stream. Two systems on it and on prefetch.py, for L
-layers of P/L parameters in n bytes:
+All microbatches pass a layer before the next one is asked for. Layers must do the same twice: dropout by
+place, not by torch's stream. For L layers of P/L parameters in n bytes:
 
     LayerWindow     STRONGHOLD: while layer i computes, the next m are here or coming; copied on the device
                     n·P/L·(m + 1) parameters, 2·n·P/L gradients; up n·P/L·(2·L - m - 1), down n·P
-    LayerToLayer    L2L: m = 1, and all microbatches pass a layer while it is here: the same bytes for any
-                    number of them; inputs of layers stay on the device or go to the host (stash="host")
+    LayerToLayer    L2L: m = 1, the same bytes for any number of microbatches; inputs of layers stay on the
+                    device or go to the host (stash="host")
 
-How large must m be? See plan/offload.py.
-Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022, STRONGHOLD, SC22, section III. Pudipeddi et
-al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers step when all gradients are there (so they can
-be clipped), not layer by layer beside backward; the last layer is not run twice.
+How large must m be? See plan/offload.py. Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022,
+STRONGHOLD, SC22, section III. Pudipeddi et al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers
+step when all gradients are there (so they can be clipped), not beside backward; the last layer runs once.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +32,11 @@ def order_of_use(count: int) -> list[int]:
     return [*range(count - 1), *reversed(range(count))]
 
 
-def forward_backward(
-    layers: Sequence[Callable],
-    x: Sequence[Tensor],
-    loss_of: Callable[[Tensor, int], Tensor],
-    before: Callable[[int], object] = lambda number: None,
-    after: Callable[[int], object] = lambda number: None,
-    others: tuple = (),
-    on_host: bool = False,
-) -> Tensor:
+def forward_backward(layers, x, loss_of, before, after, others: tuple = (), on_host=False) -> Tensor:
     """The sum of loss_of(layers(x[u]), u) over microbatches u; gradients are where its backward leaves them.
 
-    `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away. With `on_host`
-    inputs of layers wait there for their backward."""
+    `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away; `others` are
+    given to every layer. With `on_host` inputs of layers wait there for their backward."""
     inputs: list[list] = []  # of each layer: a tensor, or what brings it to the host, per microbatch
     x, last, device = list(x), len(layers) - 1, x[0].device
     with torch.no_grad():
@@ -94,8 +84,8 @@ class LayerWindow:
         if len({param.dtype for param in params}) != 1:
             raise ValueError("parameters have several dtypes: use one, a layer is one block of memory")
         self.device = device or params[0].device
-        of_layers = {number: list(layer.parameters()) for number, layer in enumerate(self.layers)}
-        self._params = {number: params for number, params in of_layers.items() if params}
+        of_layers = enumerate(list(layer.parameters()) for layer in self.layers)
+        self._params = {number: params for number, params in of_layers if params}
         sizes = {number: sum(param.nbytes for param in params) for number, params in self._params.items()}
         runs = [range(first, first + window + 1) for first in range(max(1, len(self.layers) - window))]
         self.room_bytes = max(sum(sizes.get(number, 0) for number in run) for run in runs)
@@ -105,8 +95,9 @@ class LayerWindow:
         for number in self._params:
             self._leave(number)
         order = [number for number in order_of_use(len(self.layers)) if number in sizes]
+        fetch = lambda number: to_device(self._home[number], self.device)
         settings = dict(ahead=window, circular=False)
-        self._engine = Prefetch(order, sizes, self.room_bytes, self._fetch, self._leave, **settings)
+        self._engine = Prefetch(order, sizes, self.room_bytes, fetch, self._leave, **settings)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -115,7 +106,8 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        self._bring_up_to_date()
+        for number, copy in self._here.items():  # still here of the step before, and updated since
+            to_device(self._home[number], out=copy).wait()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
@@ -128,14 +120,6 @@ class LayerWindow:
         """Whole layers again, on the host; the window is closed."""
         self._engine.clear()
         return self.layers
-
-    def _bring_up_to_date(self) -> None:
-        """What is still here of the step before has been updated since."""
-        for number, copy in self._here.items():
-            to_device(self._home[number], out=copy).wait()
-
-    def _fetch(self, number: int) -> Transfer:
-        return to_device(self._home[number], self.device)
 
     def _enter(self, number: int) -> None:
         if number in self._params:
@@ -180,8 +164,7 @@ class LayerToLayer(LayerWindow):
     def __call__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """The loss; gradients are written, not added to."""
         if len(inputs) != len(targets) or not inputs:
-            given = f"{len(inputs)} microbatches of inputs and {len(targets)} of targets"
-            raise ValueError(f"{given}; give as many of both, at least one")
+            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets; give as many of both, some")
         for param in (*self.parameters, *(param for params in self._params.values() for param in params)):
             param.grad = None
         loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), on_host=self.on_host)

@@ -5,6 +5,5 @@ move_experts  experts to the tokens, and their gradients home (Janus)
 travel        which of these a layer takes: set once, or decided in each step
 balance       busy experts on several ranks: copies, replicas, one layout for many plans
 topology      a balance loss that knows which links are fast
-overlapped_experts  a layer in parts: some rows travel while experts work on others
-pair          two microbatches: one travels while the other computes
+overlapped_experts  some rows travel while experts work on others, or on another microbatch
 """

@@ -9,19 +9,17 @@ summed       gradients of replicas -> their sum, the same bits on every holder
 moved        weights and optimizer state from the holders before to those after
 switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
 
-Of an expert of W elements with h holders, `copied` sends W from the owner, cut into slices for the others,
-who pass theirs on, (h-2)/(h-1) W each; backward W from each of them, nothing from the owner; `shadows` so
-with h = n. A copy takes W. `summed` sends 2 (h-1)/h W from each holder; `moved` W per tensor and new holder
-from the first, nothing when one goes; `switchable` the other c-1 shards that gather, forward and backward.
+Of an expert of W elements with h holders `copied` sends W from the owner, in slices that the others pass on,
+(h-2)/(h-1) W each; backward W from each of them. A copy takes W. `summed` sends 2 (h-1)/h W from each holder;
+`moved` W per tensor and new holder; `switchable` the c-1 shards that gather, forward and backward.
 He et al. 2022 (FasterMoE, PPoPP), section 4: a copy on every rank is a shadow. Nie et al. 2023 (FlexMoE),
-arXiv:2304.03946. Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3. Differs: one group and two
-all-to-alls serve any set of holders, where theirs broadcast, or make a group for each set. The holders are
-decided in systems/plan/expert_placement.py, from the same counts on all ranks.
+arXiv:2304.03946. Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3. Differs: two all-to-alls serve any
+set of holders; they are decided in systems/plan/expert_placement.py, from the same counts on all ranks.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +43,6 @@ def experts_of(holders: Holders, ranks: int) -> list[list[int]]:
         rule = f"each expert has holders, all different, of 0 to {ranks - 1}, and each rank holds an expert"
         raise ValueError(f"holders {[tuple(there) for there in holders]} of {ranks} ranks: {rule}")
     return experts
-
-
-# ---- rows to their holders -------------------------------------------------------------------------------
 
 
 def layer(x, routing: Routing, weights, holders, group, work=experts.loop, *, share=False) -> Tensor:
@@ -83,14 +78,16 @@ def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bo
 
 
 # elements start to stop of an expert's weights, on their way
-Parcel = NamedTuple("Parcel", [(name, int) for name in ("source", "to", "expert", "start", "stop")])
+Parcel = namedtuple("Parcel", "source to expert start stop")
 
 
 def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Each owner's experts -> all experts that this rank holds. Differentiable: the owner gets the sum."""
     if any(there[0] != e * group.size() // len(holders) for e, there in enumerate(holders)):
-        rule = f"with {group.size()} ranks expert e of {len(holders)} is owned by rank e·ranks/experts"
-        raise ValueError(f"holders {[tuple(there) for there in holders]}: {rule}, who stands first")
+        rule = (
+            f"expert e of {len(holders)} is owned by rank e·{group.size()}/{len(holders)}, who stands first"
+        )
+        raise ValueError(f"holders {[tuple(there) for there in holders]}: {rule}")
     return _passed_on(weights, holders, group)
 
 
@@ -121,9 +118,8 @@ def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
-    """Of each expert that this rank holds, the sum of its holders' gradients.
-
-    A slice for each holder: all send it theirs, it adds, and sends the sum to all, hence the same bits."""
+    """Of each expert that this rank holds, the sum of its holders' gradients: each holder adds a slice for
+    all of them and sends it to all, hence the same bits."""
     rank, own = group.rank(), _packed(grads)
     mine = dict(zip(experts_of(holders, group.size())[rank], own))
     cuts = [part for e, there in enumerate(holders) for part in _slices(e, there, own.shape[1])]
@@ -181,9 +177,6 @@ def _packed(tensors: Weights) -> Tensor:
 def _unpacked(rows: Tensor, like: Weights) -> list[Tensor]:
     parts = rows.split([tensor.shape[1:].numel() for tensor in like], 1)
     return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, like)]
-
-
-# ---- one layout, many plans ------------------------------------------------------------------------------
 
 
 def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) -> Tensor:

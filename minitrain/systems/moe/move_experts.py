@@ -5,17 +5,15 @@ up, gate [E/n, D, F], down [E/n, F, D] of this rank's experts               -> [
 
 N nodes of g ranks: rank r of all is place r % g of node r // g; expert e is on rank e // (E/n). In round
 (s, j) every rank gets, over `across`, expert j of its place in the node s further, if anyone in its node
-wants it; then over `inside` all that want one get it from there, place after place. So an expert enters a
-node once. Without nodes `inside` is a group of one. Backward does so once more, and gradients go back as the
-experts came: summed in the node, then sent home, where what comes is added.
+wants it; then over `inside` all that want one get it, place after place. So an expert enters a node once.
+Without nodes `inside` is a group of one. In backward gradients go back so: summed in the node, then at home.
 
 An expert is M = 2·D·F elements, 3·D·F with a gate. Over each group a rank sends M for each expert it is asked
-for, forward and again in backward, and M for each gradient that it passes on; and a byte for each expert of
-another rank there (who wants it). The next expert arrives while the present one computes. Of others' experts
-two are there at a time, three from g = 3 on (the one being shared); in backward five with the gradients at
-work, leaving and arriving, up to eight where nodes share. Saved: rows and the layer before act.
-Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869. Differs: rounds in a fixed order, without
-priorities; no cache in host memory between forward and backward.
+for, forward and again in backward, M for each gradient that it passes on, and a byte for each expert of
+another rank there (who wants it). The next expert arrives while the present one computes: two of others' are
+there at a time, three from g = 3 on; in backward five, up to eight where nodes share. Saved: rows and the
+layer before act. Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869. Differs: rounds in a fixed
+order, without priorities; no cache in host memory between forward and backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.moe.turns import of, slices, turn, turn_backward
+from minitrain.moe.experts import of, slices, turn, turn_backward
 from minitrain.ranks import collectives
 from minitrain.ranks.autograd import custom_vjp
 
@@ -163,30 +161,25 @@ class Homeward:
         wants, own = self.wants, of(j, self.sums)
         if q:
             back, further = wants.in_the_node(s, q, j, made is not None)
-            handles = start(made or own, own, wants.inside, further, back)
-            arrived = [handle.wait() for handle in handles]
+            arrived = [one.wait() for one in start(made or own, own, wants.inside, further, back)]
             made = arrived if back[1] else None
         if self.total is None:
             self.total = made
         else:
             added(self.total, made or [])
-        if q + 1 < wants.g:
-            return
-        self.arrive()
-        if s:
-            back, further = wants.between_nodes(s, j)
-            self.leaving = own, start(self.total or own, own, wants.across, further, back)
-        else:
-            added(own, self.total or [])
-        self.total = None
+        if q + 1 == wants.g:
+            self.arrive()
+            if s:
+                back, further = wants.between_nodes(s, j)
+                self.leaving = own, start(self.total or own, own, wants.across, further, back)
+            else:
+                added(own, self.total or [])
+            self.total = None
 
     def arrive(self) -> None:
-        """Add what the last round has brought."""
         if self.leaving is not None:
-            own, handles = self.leaving
-            arrived = [handle.wait() for handle in handles]
-            added(own, [x for x in arrived if len(x)])  # nothing of all, or all of them
-            self.leaving = None
+            (own, handles), self.leaving = self.leaving, None
+            added(own, [x for handle in handles if len(x := handle.wait())])  # nothing of all, or all of them
 
 
 def added(sums: list[Tensor], more: list[Tensor]) -> None:

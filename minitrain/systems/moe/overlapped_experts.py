@@ -1,24 +1,26 @@
-"""A layer in parts: the rows of one part travel while experts work on those of another.
+"""Experts while rows travel: a layer in parts, or two microbatches in turns.
 
     by_capacity   each expert's rows in r chunks         chunk i+1 arrives, chunk i works, chunk i-1 goes home
     by_peer       those of the rank that is s further, s = 0 .. n-1; the rank's own first
     reused        as by_capacity, but what experts read is not kept: backward fetches it once more
+    layer_pieces  a layer cut at its all-to-alls, for a forward and a backward in turns
 
-A part is a generator that gives way when it has handed rows to the network; `interleave` is the schedule.
-Backward needs none: autograd runs in reverse, and a transfer that is issued before a product and awaited
-behind it has a gradient that is issued before that product's gradient and awaited behind it.
-Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way, so
-work starts without the network; reused has 5 crossings of D elements per row, not 4. Memory: of R rows reused
-holds two chunks while experts work (one is arriving), a third while one is sorted; the others keep all R for
-backward.
+All are generators that give way when they have handed rows to the network; `interleave` is the schedule.
+Backward of parts needs none: autograd runs in reverse, and a transfer that is issued before a product and
+awaited behind it has a gradient that is issued before that product's gradient and awaited behind it.
+Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way;
+reused has 5 crossings of D elements per row, not 4. Memory: of R rows reused holds two chunks while experts
+work, a third while one is sorted; the others keep all R for backward.
 Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
-et al. 2023 (MPipeMoE), IPDPS. Differs: FasterMoE pairs groups of ranks, these are of one; MPipeMoE has two
-fixed buffers and may offload: that choice is in systems/plan/expert_overlap.py.
+et al. 2023 (MPipeMoE), IPDPS; DeepSeek-V3 2024, arXiv:2412.19437, section 3.2.1. Differs: FasterMoE pairs
+groups of ranks; MPipeMoE has two fixed buffers and may offload (systems/plan/expert_overlap.py); for a pair a
+thread or NCCL moves the rows, and layers are cut by hand (pipeline/halves.py runs whole stages so, uncut).
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +34,6 @@ from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.checks import require_positive_ints
 
 Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], as in experts.py
-Span = tuple[int, int]  # from the first to behind the last
 
 
 def interleave(travels: Iterable[Generator], enter: int = 1) -> list:
@@ -58,13 +59,9 @@ class Flight:
     back: Callable
     handle: collectives.Handle | None = None
 
-    def leave(self, rows: Tensor) -> Tensor:
-        self.handle = self.there(rows)
+    def leave(self, rows: Tensor, back: bool = False) -> Tensor:
+        self.handle = self.back(rows) if back else self.there(rows)
         return rows.new_empty(0)
-
-    def leave_back(self, grad: Tensor) -> Tensor:
-        self.handle = self.back(grad)
-        return grad.new_empty(0)
 
     def arrive(self) -> Tensor:
         handle, self.handle = self.handle, None  # a handle keeps its result
@@ -78,7 +75,7 @@ def leave(rows: Tensor, flight: Flight) -> Tensor:
 
 def arrive(ticket: Tensor, flight: Flight) -> Tensor:
     """The rows have arrived; backward: hand over their gradient."""
-    return custom_vjp(lambda _: (flight.arrive(), ()), lambda dys, *_: (flight.leave_back(*dys),), ticket)
+    return custom_vjp(lambda _: (flight.arrive(), ()), lambda dys, *_: (flight.leave(*dys, True),), ticket)
 
 
 @dataclass(frozen=True)
@@ -100,34 +97,31 @@ class Part:
 
 def by_capacity(x, routing: Routing, group, work: Work, params=(), *, chunks: int = 2) -> Tensor:
     """x [N, D] -> [N, D], what Dispatch and `work(rows, counts, *params)` give, in `chunks` steps."""
-    return in_parts(x, routing, *capacity_parts(routing, group, chunks), work, params)
+    trip, parts = capacity_parts(routing, group, chunks)
+    return combine(travels(x, trip, parts, work, params), parts, trip, routing.weights)
 
 
 def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=()) -> Tensor:
     """The same: in step s rows go to the rank that is s further, those of the rank s back arrive."""
-    return in_parts(x, routing, *peer_parts(routing, group), work, params)
+    trip, parts = peer_parts(routing, group)
+    return combine(travels(x, trip, parts, work, params), parts, trip, routing.weights)
 
 
 def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
     """The same: backward fetches the rows again, chunk by chunk, and repeats the work on them."""
     trip, parts = capacity_parts(routing, group, chunks)
-    tokens = trip.tokens
 
     def forward(x: Tensor, *params: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        homes = interleave(travel(x, tokens, part, work, params) for part in parts)
-        return torch.cat(homes), (x, *params)
+        return torch.cat(travels(x, trip, parts, work, params)), (x, *params)
 
     def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], _) -> list:
-        return reused_backward(*dys, *saved, tokens=tokens, parts=parts, work=work)
+        return reused_backward(*dys, *saved, tokens=trip.tokens, parts=parts, work=work)
 
     return combine([custom_vjp(forward, backward, x, *params)], parts, trip, routing.weights)
 
 
-def in_parts(
-    x: Tensor, routing: Routing, trip: Dispatch, parts: Sequence[Part], work: Work, params
-) -> Tensor:
-    homes = interleave(travel(x, trip.tokens, part, work, params) for part in parts)
-    return combine(homes, parts, trip, routing.weights)
+def travels(x: Tensor, trip: Dispatch, parts: Sequence[Part], work: Work, params) -> list[Tensor]:
+    return interleave(travel(x, trip.tokens, part, work, params) for part in parts)
 
 
 def travel(x: Tensor, tokens: Tensor, part: Part, work: Work, params: Sequence[Tensor]) -> Generator:
@@ -167,7 +161,7 @@ def reused_backward(dhome, x, *params, tokens: Tensor, parts: Sequence[Part], wo
         drows, *terms = torch.autograd.grad(y, [rows, *learn], dy)
         for total in sums:
             total.add_(terms.pop(0))
-        flights[0].leave_back(drows.index_select(0, part.home))
+        flights[0].leave(drows.index_select(0, part.home), back=True)
         del rows, dy, y, drows
         yield
         dx.index_add_(0, tokens[part.sent], flights[0].arrive())
@@ -191,25 +185,22 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
     """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
     require_positive_ints(chunks=chunks)
 
-    def chunk(number: int, _rank: int, size: int) -> Span:
-        return -(-size * number // chunks), -(-size * (number + 1) // chunks)
+    def chunk(number: int, _rank: int, size: int) -> tuple[int, int]:
+        return -(-size * abs(number) // chunks), -(-size * (abs(number) + 1) // chunks)
 
     def transfer(_, send_sizes: list[int], receive_sizes: list[int]) -> Callable:
         sizes = dict(send_sizes=send_sizes, receive_sizes=receive_sizes)
         return partial(collectives.all_to_all, group=group, async_op=True, **sizes)
 
-    return _parts(routing, group, chunks, (chunk, chunk), transfer)
+    return _parts(routing, group, chunks, chunk, transfer)
 
 
 def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Part]]:
     """A part for each distance between two ranks, this rank's own rows first."""
     rank, n = group.rank(), group.size()
 
-    def further(step: int, to: int, rows: int) -> Span:
-        return (0, rows if to == (rank + step) % n else 0)
-
-    def back(step: int, source: int, rows: int) -> Span:
-        return (0, rows if source == (rank - step) % n else 0)
+    def further(step: int, other: int, rows: int) -> tuple[int, int]:
+        return (0, rows if other == (rank + step) % n else 0)
 
     def transfer(step: int, _, receive_sizes: list[int]) -> Callable:
         to, source = (rank + step) % n, (rank - step) % n
@@ -220,14 +211,12 @@ def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Pa
 
         return exchange
 
-    return _parts(routing, group, n, (further, back), transfer)
+    return _parts(routing, group, n, further, transfer)
 
 
-def _parts(
-    routing: Routing, group: ProcessGroup, count: int, spans: tuple[Callable, Callable], transfer: Callable
-) -> tuple[Dispatch, list[Part]]:
-    """`spans`: (part, rank, rows) -> of the rows for an expert that go to (come from) that rank, those in the
-    part; both sides know without asking."""
+def _parts(routing: Routing, group, count: int, span, transfer) -> tuple[Dispatch, list[Part]]:
+    """`span`: (part, rank, rows) -> from where to behind where of the rows for an expert that go to that rank
+    are in the part; with -part, of those that come from it. Both sides know without asking."""
     trip, n, dry = Dispatch(routing, group), group.size(), routing.sizes is not None
     device, here = trip.counts.device, len(trip.counts)
     if dry:  # every rank has as many tokens
@@ -241,17 +230,102 @@ def _parts(
         for rank, row in enumerate(going):
             before = len(places)
             for rows in row:
-                first, stop = spans[0](number, rank, rows)
+                first, stop = span(number, rank, rows)
                 places += range(start + first, start + stop)
                 start += rows
             sends.append(len(places) - before)
-        cuts = [[spans[1](number, rank, rows) for rows in row] for rank, row in enumerate(coming)]
+        cuts = [[span(-number, rank, rows) for rows in row] for rank, row in enumerate(coming)]
         table = [[stop - first for first, stop in row] for row in cuts]
         receives, counts = [sum(row) for row in table], torch.tensor(table, device=device)
         order = dispatch.by_expert(counts, sum(receives))
         flights = transfer(number, sends, receives), transfer(-number, receives, sends)
         known = {"sizes": [sum(column) for column in zip(*table)]} if dry else {}
-        parts.append(
-            Part(torch.tensor(places, dtype=torch.long, device=device), order, counts.sum(0), *flights, known)
-        )
+        sent = torch.tensor(places, dtype=torch.long, device=device)
+        parts.append(Part(sent, order, counts.sum(0), *flights, known))
     return trip, parts
+
+
+# ---- two microbatches: one travels while the other computes ------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Between two transfers: run(arrived, *beside) -> (rows, flight, *beside). The flight takes the rows to
+    the next piece (None: they are there), `beside` stays on this rank."""
+
+    run: Callable
+    params: Sequence[Tensor] = ()  # whose gradients are taken after the input's has left, of others with it
+
+
+def layer_pieces(before, route, work: Work, params, group: ProcessGroup, *, dense=None) -> list[Piece]:
+    """The pieces of h = before(x), y = h + experts(h): attention, experts, sum. `route(h)` gives a Routing.
+
+        backward of b   combine | experts, then their weights | attention, then its weights |
+        forward of a            | attention                   | experts                     | sum
+                           issue ^ issue                 issue ^ issue
+
+        turns = [backward_turns(saved_b, dy), forward_turns(pieces, x)]
+        dx, (y, saved) = interleave(turns, enter=2)
+
+    is the pair (F B) of DualPipe, for any number of layers. With `dense`, the parameters of before and route,
+    a piece computes gradients of its weights after it has sent that of its input on: more hides, and those
+    between its products are computed twice (of experts 5 products, not 4)."""
+
+    def to_experts(x: Tensor):
+        h = before(x)
+        routing = route(h)
+        trip, (part,) = capacity_parts(routing, group, 1)
+        return h.index_select(0, trip.tokens), Flight(part.there, part.back), h, routing.weights, trip, part
+
+    def experts(rows: Tensor, h: Tensor, weights: Tensor, trip: Dispatch, part: Part):
+        y = work(rows.index_select(0, part.order), part.counts, *params)
+        return y.index_select(0, part.home), Flight(part.back, part.there), h, weights, trip, part
+
+    def home(rows: Tensor, h: Tensor, weights: Tensor, trip: Dispatch, part: Part):
+        return h + combine([rows], [part], trip, weights), None
+
+    return [Piece(to_experts, dense or ()), Piece(experts, () if dense is None else params), Piece(home)]
+
+
+def forward_turns(pieces: Sequence[Piece], x: Tensor) -> Generator:
+    """A microbatch through the pieces, in turns; returns (y, what `backward` needs)."""
+    saved, values = [], (x,)
+    for piece in pieces:
+        values = [v.detach().requires_grad_() if _wants(v) else v for v in values]
+        with torch.enable_grad():
+            rows, flight, *beside = piece.run(*values)
+        inputs, outputs = ([v for v in some if _wants(v)] for some in (values, [rows, *beside]))
+        saved.append((piece, inputs, outputs, flight if rows.requires_grad else None))
+        arrived = rows
+        if flight is not None:
+            flight.leave(rows.detach())
+            yield
+            arrived = flight.arrive().requires_grad_(rows.requires_grad)
+        values = [arrived, *beside]
+    return rows.detach(), saved
+
+
+def backward_turns(saved: list, dy: Tensor) -> Generator:
+    """Back through the pieces, in turns; returns dx. Gradients of parameters are added to their .grad."""
+    grads, later = [dy], []
+    while saved:
+        piece, inputs, outputs, flight = saved.pop()
+        if flight is not None:
+            flight.leave(grads[0], back=True)
+            while later:
+                later.pop()()
+            yield
+            grads[0] = flight.arrive()
+        if params := [param for param in piece.params if param.requires_grad]:
+            later.append(partial(torch.autograd.backward, outputs, grads, inputs=params))
+            if inputs:
+                torch.autograd.backward(outputs, grads, inputs=inputs, retain_graph=True)
+        else:
+            torch.autograd.backward(outputs, grads)
+        grads = [torch.zeros_like(v) if v.grad is None else v.grad for v in inputs]
+    for rest in later:
+        rest()
+    return grads[0] if grads else None  # nobody asks for that of tokens
+
+
+def _wants(value) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -5,9 +5,8 @@
 
     loss = alpha · sum_e f_e · P_e / target_e      f_e share of this rank's choices, P_e its mean probability
 
-With f = P it is alpha at f = target and more elsewhere (Cauchy-Schwarz). A target of 1/E for all is the loss
-of Switch (router.balance_loss). Each rank has a target, for the ranks near one are far from another; its
-router must tell its tokens from those of others, by weights of its own or by what it reads. Sends nothing.
+With f = P it is alpha at f = target and more elsewhere; a target of 1/E for all is Switch's loss. Each rank
+has its own target and so a router with weights of its own, or that reads where it is. Sends nothing.
 Chen et al. 2022 (TA-MoE), arXiv:2302.09915, section 4. Differs: bandwidth alone, no latency; penalties 1 /
 target, so that the least loss is alpha, where theirs normalises them; no capacities.
 """

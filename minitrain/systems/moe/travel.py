@@ -10,13 +10,10 @@ pull       experts go to their rows (move_experts.py), where that pays: by the t
 shadow     experts that a rule picks from the table are copied to every rank for the step, the busiest first;
            their rows stay, the gradients of the copies are added up at the owner; other rows go on
 
-Who owns an expert never changes, so to decide otherwise moves nothing. Backward repeats what its forward did.
 The table sends 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t over each group `shared_by` (tp) whose t
-ranks share out the rows of a rank of ep. A shadow of W elements sends W from the owner and (n-2)/(n-1) W from
-the others, in backward W from each of the others, and takes W on every rank until then.
-Liu et al. 2023 (Janus), SIGCOMM, and Hwang et al. 2023 (Tutel), arXiv:2206.03382, section 3, for the choice;
-He et al. 2022 (FasterMoE), PPoPP, section 4, for shadows. Differs: the rule counts bytes, not seconds, and
-those of rows and matrices only; in training it reckons with a backward in which nothing is frozen.
+ranks share out the rows of a rank of ep; a shadow what balance.shadows sends. Sources: move_experts.py,
+balance.py. Differs: the rule counts bytes, not seconds, and those of rows and matrices only; in training it
+reckons with a backward in which nothing is frozen.
 """
 
 import math
@@ -71,9 +68,6 @@ def at_home(x: Tensor, routing: Routing, experts: nn.Module, work: Callable) -> 
     home = Dispatch(routing)
     y = experts(home.there(x), home.counts, home.sizes, work)
     return home.back(y, routing.weights)
-
-
-# ---- what all ranks know ---------------------------------------------------------------------------------
 
 
 def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessGroup] = ()) -> Table:

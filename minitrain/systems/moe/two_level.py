@@ -9,12 +9,11 @@ node; rank r of all is place r % g of node r // g.
 
 Between nodes a rank with P pairs (token, other node) that receives Q sends P·D elements forward and Q·D back,
 backward as many; 8 bytes for each node's number of pairs, and with a pair k numbers of experts (8 bytes each)
-and k weights, with their gradients. Flat, a token crosses once for each expert; with node-limited routing
-(router.deepseek) it has at most `node_limit` copies. Inside, rows go as in dispatch.py.
+and k weights, with their gradients. Flat, a token crosses once for each expert. Inside, as dispatch.py.
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
-Differs: the two levels do not overlap; a copy enters its node at the sender's own place in it. In a dry run
-the k experts of a token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
+Differs: no overlap of the levels; a copy enters at the sender's own place. In a dry run the k experts of a
+token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
 """
 
 from functools import partial
@@ -32,9 +31,7 @@ class TwoLevelDispatch:
     """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. `meanwhile()` is called while
     rows, or their gradients, are under way between nodes."""
 
-    def __init__(
-        self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile: Meanwhile = None
-    ):
+    def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None):
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
         if experts % n:
             found = f"{experts} experts on {nodes} nodes of {inside.size()} ranks"
@@ -61,11 +58,9 @@ class TwoLevelDispatch:
         self.counts, self.sizes = self.inside.counts, self.inside.sizes
 
     def there(self, x: Tensor) -> Tensor:
-        """x [N, D] -> [R, D], the rows of this rank's experts, one expert after the other."""
         return self.inside.there(self._crossed(x.index_select(0, self.tokens), self.meanwhile))
 
     def back(self, y: Tensor, weights: Tensor) -> Tensor:
-        """y [R, D] of this rank's experts -> [N, D]: for each token of this rank the sum of its choices."""
         weights = self._crossed(weights.index_select(0, self.tokens))
         partial = self.inside.back(y, weights)  # summed where the copy has entered the node
         sizes = dict(send_sizes=self.receive_sizes, receive_sizes=self.send_sizes)
@@ -88,10 +83,8 @@ def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) 
     """x [n·d, ..], d rows for each of all ranks -> [n·d, ..], from each. As `all_to_all` over all of them."""
     nodes, g = across.size(), inside.size()
     if x.dim() == 0 or x.shape[0] % (nodes * g):
-        found = f"x has {x.shape[0] if x.dim() else 'no'} rows"
-        raise ValueError(
-            f"{found}; all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
-        )
+        needed = f"all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
+        raise ValueError(f"x has {x.shape[0] if x.dim() else 'no'} rows; {needed}")
     blocks = x.unflatten(0, (nodes, g, -1))  # for whom
     met = collectives.all_to_all(blocks.transpose(0, 1).flatten(0, 2), inside)  # by place of the sender, node
     met = met.unflatten(0, (g, nodes, -1)).transpose(0, 1).flatten(0, 2)

@@ -5,15 +5,14 @@
     y  = b · s · (codes of x^ · W~ᵀ)       a sum of integers: with W~ of three values add, subtract or skip
     dW = dyᵀ · x^     dx = norm'(dy · b W~)    as if rounding and sign were not there
 
-x [M, K], W [N, K]. The optimizer updates W as it is (latent): steps too small for W~ add up. A norm
-without weights stands before every matrix. x^ has INT8 codes, s = max / 127 for each token; K + 8 bytes per
-token are saved for backward (in float64 K + 12). dy, dW and dx have the dtype of the weights.
-Stored: 1 bit per weight, 1/16 of FP16; of three values log2 3 = 1.585 bits, 5 in a byte (3^5 = 243): 1.6.
-Over tp mean W, b, the norm and max are those of the whole: 2 numbers per matrix, in forward and in backward,
-and where K is cut 3 (RMS 2) numbers per token in forward, 2 (RMS 1) in backward. So a layout changes no code.
+x [M, K], W [N, K]. The optimizer updates W as it is: steps too small for W~ add up. x^ has INT8 codes, s =
+max / 127 for each token; K + 8 bytes per token are saved for backward (in float64 K + 12). Stored: 1 bit per
+weight; of three values 5 in a byte (3^5 = 243): 1.6. Over tp mean W, b, the norm and max are those of the
+whole: 2 numbers per matrix, in forward and in backward, and where K is cut 3 (RMS 2) numbers per token in
+forward, 2 (RMS 1) in backward. So a layout changes no code.
 Wang et al. 2023 (BitNet), arXiv:2310.11453, section 2; Ma et al. 2024 (b1.58), arXiv:2402.17764, section 2.
-Differs: a scale per token in training, too (BitNet: a tensor); agreed over tp (BitNet: groups of their own);
-the block keeps its norm, all activations have signs; head and tables have all bits; no packed kernels.
+Differs: a scale per token in training, too; agreed over tp; the block keeps its norm, all activations have
+signs; head and tables have all bits; no packed kernels.
 """
 
 from collections.abc import Callable
@@ -22,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitrain.precision.blocks import Blocks, Quantized, dequantize
+from minitrain.precision.blocks import Blocks, Quantized, dequantize, pack, unpack
 from minitrain.precision.formats import INT8, Format
-from minitrain.precision.packing import pack, unpack
 from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import rounded
 from minitrain.ranks import collectives
@@ -100,16 +98,12 @@ def over_width(x: Tensor, scales: Scales) -> Tensor:
     return collectives.all_reduce(x.sum(-1, keepdim=True), scales.group) / (x.shape[-1] * scales.group.size())
 
 
-# ---- as stored, and without a multiplication -------------------------------------------------------------
-
-
 def pack_signs(few: Tensor) -> Tensor:
     """[.., n] of -1 and 1 -> [.., ceil(n/8)] uint8."""
     return pack((few > 0).to(torch.uint8), 1)
 
 
 def unpack_signs(packed: Tensor, length: int) -> Tensor:
-    """-> [.., length] int8 of -1 and 1."""
     return unpack(packed, 1, length).to(torch.int8) * 2 - 1
 
 
@@ -121,7 +115,6 @@ def pack_trits(few: Tensor) -> Tensor:
 
 
 def unpack_trits(packed: Tensor, length: int) -> Tensor:
-    """-> [.., length] int8 of -1, 0 and 1."""
     places = torch.tensor(PLACES, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) // places % 3).flatten(-2)[..., :length].to(torch.int8) - 1
 

@@ -4,15 +4,13 @@
     fp8_wang  (1,5,2)                   (1,5,2)             (1,6,9), chunks of 64       (1,6,9), by chance
     hfp8      (1,4,3), bias 11: to 30   (1,5,2)             float32                     as the policy has them
 
-x [M, K], W [N, K], dy [M, N]: y = x · Wᵀ, dx = dy · W, dW = dyᵀ · x of cast numbers. Without scales a
-format's range must fit the tensor. dy reaches down to 1e-7: multiplied by 2^10 before the cast and divided
-after the sum, it is that of a loss scaled so (Wang: by 1,000). Too large x and W saturate, dy becomes
-infinity, which no step may use. Saved for backward: x, a byte per number. Sends nothing. hfp8 equals one
-process under every layout (but for K/V heads that ranks of tp share); fp8_wang differs by its narrow sums,
-whose chunks are of a rank's K or tokens, and which ranks then add exactly. A narrow sum is emulated, with the
-products of some rows of the result in float64 and K roundings of each: for small layers.
-`sgd_by_chance_`: weights, gradients and velocities of (1,6,9), every result rounded by chance, so that of a
-step far below half a unit of the weight nothing is lost on average. Equal weights need one seed.
+Without scales a format's range must fit the tensor. dy reaches down to 1e-7: multiplied by 2^10 before the
+cast and divided after the sum, it is that of a loss scaled so (Wang: by 1,000). Too large x and W saturate,
+dy becomes infinity, which no step may use. Saved for backward: x, a byte per number. Sends nothing. hfp8
+equals one process under every layout (but for K/V heads that ranks of tp share); fp8_wang differs by its
+narrow sums, whose chunks are of a rank's K or tokens. They are emulated, with the products of some rows in
+float64 and K roundings of each: for small layers. `sgd_by_chance_`: every result rounded by chance, so that
+of a step far below half a unit of the weight nothing is lost on average. Equal weights need one seed.
 Wang et al. 2018, arXiv:1812.08011, sections 2 and 3; Sun et al. 2019, NeurIPS (hybrid FP8), section 3.
 Differs: first and last layer are not cast at all; HFP8's sums are wide, its batch norms are not there.
 """
@@ -45,11 +43,9 @@ class CastProducts:
     travels: bool = False
 
     def enter(self, x: Tensor, scales: Scales) -> Tensor:
-        """x [.., K] -> uint8 of its shape."""
         return encode(x, self.ahead, overflow="saturate")
 
     def forward(self, saved: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-        """-> y [.., N]."""
         return self.product(decode(saved, self.ahead), self.cast(weight), weight.dtype)
 
     def backward(self, dy: Tensor, saved: Tensor, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
@@ -88,14 +84,12 @@ def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Te
 
 
 @torch.no_grad()
-def sgd_by_chance_(
-    weight, grad, velocity, generator, *, lr: float, momentum=0.9, decay=0.0, format=formats.FP16_WANG
-) -> None:
-    """weight and velocity after a step, in place, their numbers those of `format` in float32: three
+def sgd_by_chance_(weight, grad, velocity, generator, *, lr, momentum=0.9, decay=0.0) -> None:
+    """weight and velocity after a step, in place, their numbers those of (1,6,9) in float32: three
     multiplications with an addition, each rounded by chance."""
 
     def by_chance(x: Tensor) -> Tensor:
-        return round_to(x, format, "stochastic", generator=generator)
+        return round_to(x, formats.FP16_WANG, "stochastic", generator=generator)
 
     grad = by_chance(grad.float() + decay * weight)
     velocity.copy_(by_chance(momentum * velocity + grad))

@@ -8,13 +8,12 @@
 H [K, K]: blocks of +-1/sqrt(h), h = 32 or the largest power of two that divides K; H Hᵀ = I, so y stays y,
 while an outlier becomes h numbers, each 1/sqrt(h) of it. Of nine steps s_x, s_w have the least squared error:
 what LSQ learns, measured. p grows with what a row adds to the product (its leverage): |hi| or |lo| for dx,
-times |a| for dW. E[dx] and E[dW] are the products of dy itself. Most rows are small: their hi is zero.
-Chance is a hash of the scale of dy (agreed, new in every step) and of the place in dy: no state, the same on
-all ranks and in recomputation. Saved for backward: 1/2 byte per number. All-reduced over tp: 4 bytes for each
-tensor that is cut, for x and W 72 more, to agree on a step; 8 a row for its |hi| and |lo|, 4 for its |a|.
-Xi et al. 2023, arXiv:2306.11987, sections 3 and 4; Esser et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps
-measured, gradients pass where a number is clipped, 1/p in float32 before the sum, emulated: no product is
-smaller for what is left out. Another cut of K makes other blocks, another microbatch other scales.
+times |a| for dW. E[dx] and E[dW] are the products of dy itself. Chance is a hash of the scale of dy (agreed,
+new in every step) and of the place in dy: the same on all ranks and in recomputation. Saved for backward: 1/2
+byte per number. All-reduced over tp: 4 bytes for each tensor that is cut, for x and W 72 more, to agree on a
+step; 8 a row for its |hi| and |lo|, 4 for its |a|. Xi et al. 2023, arXiv:2306.11987, sections 3 and 4; Esser
+et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps measured, gradients pass where a number is clipped, 1/p in
+float32 before the sum, emulated. Another cut of K makes other blocks, another microbatch other scales.
 """
 
 from dataclasses import dataclass
@@ -96,9 +95,6 @@ def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> T
     return a.to(exact) @ b.to(exact) * step
 
 
-# ---- forward: Hadamard, steps ------------------------------------------------------------------------------
-
-
 def hadamard(x: Tensor, block: int = 32) -> Tensor:
     """x [.., K] · H; H is symmetric, so once more gives x. log2(h) sums and differences a number."""
     require_positive_ints(block=block)
@@ -125,9 +121,6 @@ def squared_error(x: Tensor, step: Tensor) -> Tensor:
 def agreed_amax(x: Tensor, scales: Scales, blocks: Blocks, dims: str) -> Tensor:
     amax = amax_of(x, blocks)
     return collectives.all_reduce(amax, scales.group, op="max") if scales.shared(blocks, dims) else amax
-
-
-# ---- backward: splitting, sampling -------------------------------------------------------------------------
 
 
 def halves(codes: Tensor) -> Tensor:

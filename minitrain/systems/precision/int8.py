@@ -1,4 +1,4 @@
-"""Products of linear layers in INT8, each operand in blocks of 32 x 32 with a scale of its own (Jetfire).
+"""Jetfire: INT8 in blocks of 32 x 32, each with a scale of its own: products, and blocks of a model.
 
     y[i, j] = Σ_k  s_x[i, k] s_w[j, k] · (x[i, k] · w[j, k]ᵀ)        i, j, k count blocks of 32
 
@@ -9,15 +9,21 @@ nothing is quantised twice. An outlier costs the resolution of 1,024 numbers, no
 x [.., T, K] is cut into blocks of tokens of one sequence, W [N, K], dy [.., T, N]; short last blocks are
 filled up with zeros. Saved for backward: codes of x, 1 + 4/1024 bytes per number (1/2 + 1/512 of FP16).
 Sends nothing: cuts at multiples of 32 change no code; gathers are in the dtype of activations.
-Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 4 and 5. Differs: emulated, one block after the other;
-gradients round to nearest, where the authors' code draws.
+With `through_int8` all that a block's operators hand to each other is INT8, forward and backward.
+Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 3 to 6. Differs: emulated, one block after the other;
+gradients round to nearest, where the authors' code draws; the core and the residual sum read and write INT8
+as well, whose stream the authors' code keeps in 16 bits.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from minitrain.precision.blocks import RECIPES, Quantized
-from minitrain.precision.products import Grads, Products, Scales
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from minitrain.precision.blocks import RECIPES, Quantized, dequantize, quantize
+from minitrain.precision.products import Grads, Products, Scales, split_tensors
 
 TILE = 32
 
@@ -69,3 +75,133 @@ def without_filling(y: Tensor, leading: tuple[int, ...], width: int) -> Tensor:
 
 
 PRODUCTS = {"int8": BlockProducts(RECIPES["int8_32x32"], RECIPES["int8_32x32"], RECIPES["int8_32x32"])}
+
+
+# ---- a Transformer block: operators read INT8, compute in float32, write INT8 ----------------------------
+
+INT8, ALONE = PRODUCTS["int8"], Scales()
+BlockGrads = tuple[Quantized, dict[Tensor, Tensor]]  # of the input, and of parameters
+read = dequantize  # to float32
+
+
+def write(x: Tensor) -> Quantized:
+    return quantize(x, INT8.x, fill=True)
+
+
+def forward(f: Callable, *xs: Quantized) -> Quantized:
+    return write(f(*map(read, xs)))
+
+
+def backward(f: Callable, dy: Quantized, *xs: Quantized) -> tuple[list[Quantized], dict[Tensor, Tensor]]:
+    """-> the gradients of what `f` has read, and of its parameters, if it is a module."""
+    params = [param for param in f.parameters() if param.requires_grad] if isinstance(f, nn.Module) else []
+    with torch.enable_grad():
+        leaves = [read(x).requires_grad_() for x in xs]
+        grads = torch.autograd.grad(f(*leaves), (*leaves, *params), read(dy))
+    return [write(grad) for grad in grads[: len(xs)]], dict(zip(params, grads[len(xs) :]))
+
+
+def linear(x: Quantized, layers: Sequence[nn.Linear]) -> list[Quantized]:
+    """One input, several matrices."""
+    ys = [INT8.forward(x, layer.weight, ALONE) for layer in layers]
+    return [write(y if layer.bias is None else y + layer.bias) for y, layer in zip(ys, layers)]
+
+
+def linear_backward(dys: Sequence[Quantized], x: Quantized, layers: Sequence[nn.Linear]) -> BlockGrads:
+    """Their gradients of x are summed before they are written."""
+    total, grads = 0, {}
+    for dy, layer in zip(dys, layers):
+        dx, grads[layer.weight] = INT8.backward(dy, x, layer.weight, (True, True), ALONE)
+        total = total + dx
+        if layer.bias is not None:
+            grads[layer.bias] = read(dy).flatten(0, -2).sum(0)
+    return write(total), grads
+
+
+def attend(attention: nn.Module, positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (rearrange(y, "b t (h k) -> b h t k", k=attention.config.head_dim) for y in (q, k, v))
+    if attention.config.positions == "rope":
+        q, k = attention.rotated(q, positions), attention.rotated(k, positions)
+    out = attention.core(q, k, v, **attention._extras(positions))
+    return rearrange(out, "b h t k -> b t (h k)")
+
+
+def parts(block: nn.Module, positions: Tensor, act: Callable) -> tuple:
+    attention, mlp = block.attention, block.mlp
+    gated = hasattr(mlp, "gate")
+    inwards, core = (mlp.gate, mlp.up) if gated else (mlp.up,), partial(attend, attention, positions)
+    between = (lambda gate, up: act(gate) * up) if gated else act
+    return (attention.q, attention.k, attention.v), core, (attention.out,), inwards, between
+
+
+def block_forward(block, x: Quantized, positions: Tensor, act: Callable) -> tuple[Quantized, tuple]:
+    """-> y, and what the operators have read."""
+    projections, core, out, inwards, between = parts(block, positions, act)
+    a = forward(block.norm1, x)
+    qkv = linear(a, projections)
+    o = forward(core, *qkv)
+    h = forward(torch.add, x, *linear(o, out))
+    b = forward(block.norm2, h)
+    made = linear(b, inwards)
+    z = forward(between, *made)
+    y = forward(torch.add, h, *linear(z, (block.mlp.down,)))
+    return y, (x, a, *qkv, o, h, b, *made, z)
+
+
+def block_backward(block, dy: Quantized, saved: tuple, positions: Tensor, act: Callable) -> BlockGrads:
+    """-> dx and the gradients of the parameters. A sum passes dy to both of its terms."""
+    projections, core, out, inwards, between = parts(block, positions, act)
+    x, a, q, k, v, o, h, b, *made, z = saved
+    dz, of_down = linear_backward((dy,), z, (block.mlp.down,))
+    dmade, _ = backward(between, dz, *made)
+    db, of_inwards = linear_backward(dmade, b, inwards)
+    (dh,), of_norm2 = backward(block.norm2, db, h)
+    dh = forward(torch.add, dy, dh)
+    do, of_out = linear_backward((dh,), o, out)
+    dqkv, _ = backward(core, do, q, k, v)
+    da, of_projections = linear_backward(dqkv, a, projections)
+    (dx,), of_norm1 = backward(block.norm1, da, x)
+    dx = forward(torch.add, dh, dx)
+    return dx, of_down | of_inwards | of_norm2 | of_out | of_projections | of_norm1
+
+
+def through_int8(block: nn.Module, act: Callable) -> None:
+    """From now on `block`, whose MLP has the activation `act`, and all of its model compute through INT8.
+
+        x -> norm -> Q, K, V -> core -> out -> + x = h -> norm -> up, gate -> act -> down -> + h
+
+    What an operator has read is what backward needs: it computes its operator again from these codes. Kept of
+    a block: 8 D + 3 F numbers per token (2 F without a gate; GQA has fewer). Weights have float32 gradients.
+    Between blocks tensors are floats that are multiples of INT8 steps: quantised again they are the same
+    codes. Parameters and names stay. FLOPs: norms, core and activation a second time."""
+    config, attention, mlp = block.config, block.attention, block.mlp
+    linears = [getattr(attention, name, None) for name in ("q", "k", "v", "out")]
+    linears += [getattr(mlp, name, None) for name in ("up", "down")]
+    whole = all(isinstance(linear, nn.Linear) for linear in linears)
+    narrow = any(param.dtype != torch.float32 for param in block.parameters())
+    if not whole or narrow or config.residual != "pre" or config.dropout:
+        given = f"{type(attention).__name__} and {type(mlp).__name__}, {config.residual=}, {config.dropout=}"
+        needed = "float32, nn.Linear layers that are not cut, residual 'pre', no experts, no dropout"
+        raise ValueError(f"through_int8: {block.name} has {given}; it is written for {needed}")
+    block.hooks.block = partial(int8_block, act)
+
+
+def int8_block(act: Callable, block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    return _Int8Block.apply(x, positions, block, act, *block.parameters())
+
+
+class _Int8Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, positions, block, act, *params):
+        y, saved = block_forward(block, write(x), positions, act)
+        tensors, ctx.rebuild = split_tensors(saved)
+        ctx.save_for_backward(*tensors)
+        ctx.rest = block, positions, act, params
+        return read(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        block, positions, act, params = ctx.rest
+        dx, grads = block_backward(block, write(dy), ctx.rebuild(ctx.saved_tensors), positions, act)
+        return read(dx), None, None, None, *(grads.get(param) for param in params)

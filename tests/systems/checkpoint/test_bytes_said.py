@@ -11,9 +11,8 @@ from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import Piece, whole_piece
 from minitrain.systems.checkpoint.frequency import Frequency
-from minitrain.systems.checkpoint.in_memory import Shares
+from minitrain.systems.checkpoint.in_memory import ParityCopies, Shares
 from minitrain.systems.checkpoint.just_in_time import JustInTime
-from minitrain.systems.checkpoint.parity import ParityCopies
 from tests.checkpoint.saver_runs import run_of, train
 from tests.saving import Quick
 

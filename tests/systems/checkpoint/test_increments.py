@@ -7,8 +7,7 @@ import torch
 
 from minitrain import launch
 from minitrain.checkpoint.load import Saved
-from minitrain.checkpoint.save_policies import SAVE_POLICIES
-from minitrain.checkpoint.saver import Saver
+from minitrain.checkpoint.saver import SAVE_POLICIES, Saver
 from minitrain.checkpoint.store import Store
 from minitrain.ranks.pieces import Piece, part_of, whole_piece
 from minitrain.systems.checkpoint.increments import (

@@ -15,8 +15,15 @@ from minitrain import collectives, launch
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import file_name
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.checkpoint.in_memory import Lost, Shares
-from minitrain.systems.checkpoint.parity import PARITY, WORD, ParityCopies, stripe, stripe_bytes
+from minitrain.systems.checkpoint.in_memory import (
+    PARITY,
+    WORD,
+    Lost,
+    ParityCopies,
+    Shares,
+    stripe,
+    stripe_bytes,
+)
 from tests.parallel import check_refusals
 from tests.systems.checkpoint.memory_runs import (
     STEPS,

@@ -23,8 +23,7 @@ from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.checkpoint.in_memory import Lost, Shares
-from minitrain.systems.checkpoint.peers import PeerCopies
+from minitrain.systems.checkpoint.in_memory import Lost, PeerCopies, Shares
 from tests.parallel import check_refusals
 from tests.systems.checkpoint.memory_runs import (
     STEPS,

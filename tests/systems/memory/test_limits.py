@@ -76,9 +76,9 @@ def test_an_error_that_is_not_of_memory_is_not_called_so(runs):
         runs.run(lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         runs.smallest_limit(lambda: 1 / 0, most_bytes=MEGA)
-    with pytest.raises(RuntimeError, match="ended with status 3"):
+    with pytest.raises(RuntimeError, match="its process ended without an answer"):
         runs.run(lambda: os._exit(3))
-    with pytest.raises(MemoryError, match="killed by SIGABRT"):  # as libraries do who cannot say it
+    with pytest.raises(MemoryError, match="ended without an answer"):  # as libraries do who cannot say it
         runs.run(lambda: os.abort(), limit_bytes=MEGA)
     with pytest.raises(RuntimeError, match="no answer in 0.2 s"):
         runs.run(lambda: time.sleep(30), timeout_s=0.2)
@@ -119,7 +119,7 @@ def test_what_a_warm_up_leaves_is_no_room_and_a_run_ends_with_its_helper():
             child = int(os.read(read, 20))
             assert not gone(child)
             runs._helper.kill()
-            with pytest.raises(RuntimeError, match="the helper process is gone; make a new LimitedRuns"):
+            with pytest.raises((EOFError, OSError)):
                 ended.result(timeout=30)
         wait_until(lambda: gone(child))
     os.close(read), os.close(write)
@@ -168,7 +168,7 @@ def test_no_process_stays_behind():
     with LimitedRuns() as runs:
         child, helper = runs.run(os.getpid), runs._helper.pid
     assert gone(child) and gone(helper)
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises(OSError, match="closed"):
         runs.run(os.getpid)
     code = """
 import os, threading, time

@@ -14,7 +14,8 @@ from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.moe import overlapped_experts, pair
+from minitrain.systems.moe import overlapped_experts
+from minitrain.systems.moe.overlapped_experts import backward_turns, forward_turns, layer_pieces
 from minitrain.systems.plan import expert_overlap
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 
@@ -350,7 +351,7 @@ class Tiny:
             before = lambda x, mix=mix: x + torch.tanh(x @ mix)
             route = lambda h, gate=gate: router.top_k(h @ gate, 2)
             dense = [mix, gate] if later else None
-            self.pieces += pair.layer(before, route, experts.loop, [up, down], group, dense=dense)
+            self.pieces += layer_pieces(before, route, experts.loop, [up, down], group, dense=dense)
 
     def plain(self, x, group):
         for mix, gate, up, down in self.params:
@@ -392,8 +393,8 @@ def pair_on_a_rank(how):
                 y.backward(dy_of(y))
             return [y.detach() for y in ys], [a.grad, b.grad], [grads_of(*p) for p in tiny.params]
         with ledger.phase("before"):
-            ((y_b, kept_b),) = overlapped_experts.interleave([pair.forward(tiny.pieces, b)])
-        both = [pair.backward(kept_b, dy_of(y_b)), pair.forward(tiny.pieces, a)]
+            ((y_b, kept_b),) = overlapped_experts.interleave([forward_turns(tiny.pieces, b)])
+        both = [backward_turns(kept_b, dy_of(y_b)), forward_turns(tiny.pieces, a)]
         both = [labelled(turns, ledger, name) for turns, name in zip(both, "BF")]
         if how == "row":
             ((dx_b,), ((y_a, kept_a),)) = (overlapped_experts.interleave([turns]) for turns in both)
@@ -401,7 +402,7 @@ def pair_on_a_rank(how):
             dx_b, (y_a, kept_a) = overlapped_experts.interleave(both, enter=2)
         assert not (kept_b or y_a.requires_grad or y_b.requires_grad)
         with ledger.phase("after"):
-            (dx_a,) = overlapped_experts.interleave([pair.backward(kept_a, dy_of(y_a))])
+            (dx_a,) = overlapped_experts.interleave([backward_turns(kept_a, dy_of(y_a))])
     events = [event for event in ledger.events if getattr(event, "phase", "B") in "BF"]
     grads = [grads_of(*p) for p in tiny.params]
     return [y_a, y_b], [dx_a, dx_b], grads, story(events), ledger.flops_by_phase, ledger.sent_bytes()
@@ -498,10 +499,10 @@ def test_the_gradient_of_what_stays_beside_is_needed():
         group = collectives.world()
         a, b = microbatches(own_part(group)[0])
         tiny = Tiny(group)
-        ((y, kept),) = overlapped_experts.interleave([pair.forward(tiny.pieces, b)])
+        ((y, kept),) = overlapped_experts.interleave([forward_turns(tiny.pieces, b)])
         if wrong:
             kept = [(piece, inputs[:1], outputs[:1], flight) for piece, inputs, outputs, flight in kept]
-        (dx,) = overlapped_experts.interleave([pair.backward(kept, dy_of(y))])
+        (dx,) = overlapped_experts.interleave([backward_turns(kept, dy_of(y))])
         return dx
 
     right, wrong = (torch.cat(launch.run(rank, flag, ranks=2)) for flag in (False, True))
@@ -520,8 +521,8 @@ def frozen_on_a_rank(how):
         y = tiny.plain(x, group)
         y.backward(dy_of(y))
     else:
-        ((y, kept),) = overlapped_experts.interleave([pair.forward(tiny.pieces, x)])
-        both = [pair.backward(kept, dy_of(y)), pair.forward(tiny.pieces, x)]
+        ((y, kept),) = overlapped_experts.interleave([forward_turns(tiny.pieces, x)])
+        both = [backward_turns(kept, dy_of(y)), forward_turns(tiny.pieces, x)]
         assert overlapped_experts.interleave(both, enter=2)[0] is None
     return [param.grad for layer in tiny.params for param in layer]
 

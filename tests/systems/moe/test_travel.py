@@ -10,7 +10,7 @@ from minitrain.compose import passes as compose_passes
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import MixtureOfExperts
 from minitrain.moe import router
-from minitrain.moe.parallel import place_experts
+from minitrain.moe.dispatch import place_experts
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

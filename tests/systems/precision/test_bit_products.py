@@ -11,8 +11,7 @@ from minitrain.compose.passes import multiply_in
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.products import Scales
-from minitrain.precision.quantized_linear import LowLinear, project
+from minitrain.precision.products import LowLinear, Scales, project
 from minitrain.systems.precision import bitnet
 from tests.parallel import TOLERANCE, small
 from tests.precision.training import distance, normal, trained
