@@ -68,10 +68,10 @@ def least_largest(layers: int, stages: int, size: Callable[[int, range], Number]
 
 
 class Partition(NamedTuple):
-    """`stages`: (layers, workers) of each; `time`: a microbatch in steady state."""
+    """`stages`: (layers, workers) of each, or what a planner says of it; `time`: a microbatch, or a step."""
 
     time: Number
-    stages: tuple[tuple[range, int], ...]
+    stages: tuple
 
 
 def pipedream(times, workers, weights=None, activations=None, bandwidth=inf) -> Partition:

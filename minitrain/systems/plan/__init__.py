@@ -2,7 +2,7 @@
 
 First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        stage_memory       under a cap of bytes: AdaPipe, mCAP, MPress
-       dynapipe, trirace  unequal samples; old weights
+       dynapipe           unequal samples, one-way messages: DynaPipe, TriRace
        schedule_search    the shortest schedule there is; a pattern that repeats (Tessel)
        expert_placement   which ranks hold which experts: FasterMoE, Prophet, FlexMoE, SmartMoE, Lina
        expert_overlap     hiding their all-to-alls: PipeMoE, ScheMoE, Lina, MPipeMoE, DeepSeek-V3

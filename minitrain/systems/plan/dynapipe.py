@@ -1,4 +1,4 @@
-"""DynaPipe: unequal samples in unequal microbatches, ordered by memory, with messages that cannot get stuck.
+"""Messages of a pipeline: DynaPipe plans those of unequal microbatches, TriRace sends them one way. No torch.
 
     lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
 
@@ -11,22 +11,35 @@ planned        programs with messages, which both sides post when, by a simulate
                has (`naive`) may face a neighbour that waits the other way round.
 
 With a Runner: `run.cut = samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (no `Reduce`: a
-reducer works in its `finish()`). A rank never holds more than the cap. No torch.
-Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6. Differs: theirs tries a set of limits for the
-longest time, an approximation, and balances replicas too.
+reducer works in its `finish()`). A rank never holds more than the cap.
+
+TriRace. Sent and received in one call (Megatron-LM's send_forward_recv_backward), a rank waits until both
+messages have come, though what it does next may need neither:
+    paired     F3 [up 3 | down 1] B1 [down 1 | up 4] F4 ..   a period of F + B + 2c for messages that take c
+    one-way    F3 B1 F4 ..   each leaves as soon as it is made: F + B + 2c(p-1)/p, for a microbatch goes down
+               the ranks and back while p others pass; with twice as many forwards ahead F + B
+    late       the gradient of step t is used when its sum has come, at most `bound` steps later: a step takes
+               compute + reduce with bound 0, else max(compute, reduce)
+
+Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6; Guo et al. (TriRace), as Duan et al. 2024,
+arXiv:2407.20018, section 7.2.3, describe it. Differs: DynaPipe tries a set of limits for the longest time, an
+approximation, and balances replicas too; TriRace is a model with equal stages, on links that are never full,
+messages in the order in which they are made, theirs by critical path.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from minitrain.pipeline.lower import Receive, Send, Step, user_of
 from minitrain.pipeline.partition import Number, undominated
-from minitrain.pipeline.schedule import Action, Schedule, in_order, parts
+from minitrain.pipeline.schedule import Action, B, F, Schedule, check, in_order, parts
 from minitrain.pipeline.schedules.greedy import greedy
+from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.pipeline.simulate import Costs, Measured, simulate
-from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
+from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_positive_ints
 
 Programs = tuple[tuple[Step, ...], ...]
 
@@ -74,12 +87,11 @@ def samples(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> Callable
     """For Runner: unit i is the rows of groups[i], as long as the longest of them."""
 
     def cut(batch, schedule: Schedule) -> list[tuple]:
-        found = []
+        positions, found = batch.positions, []
+        if positions is None:
+            positions = batch.tokens.new_ones(max(lengths)).cumsum(0) - 1
         for group in groups:
             rows, longest = list(group), max(lengths[sample] for sample in group)
-            positions = batch.positions
-            if positions is None:
-                positions = batch.tokens.new_ones(longest).cumsum(0) - 1
             found.append((batch.tokens[rows, :longest], batch.targets[rows, :longest], positions[:longest]))
         return found
 
@@ -106,7 +118,7 @@ def planned(schedule: Schedule, costs: Costs | Measured = Costs()) -> Programs:
 
 
 def naive(schedule: Schedule) -> Programs:
-    """Receive just before the action that needs it, send right behind the action that gives it."""
+    """Receive just before the action that needs it, send right behind the one that gives it."""
     return _programs(schedule, [entry for _, entry in in_order(schedule, set())], receive_late=True)
 
 
@@ -172,3 +184,66 @@ def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
     if heads:
         stuck = [f"rank {rank} at {type(s).__name__}({s[0]}) with rank {s[1]}" for rank, s in heads[:4]]
         raise ValueError(f"stuck: {', '.join(stuck)}; post messages in one order on all ranks")
+
+
+def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
+    """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
+    forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
+    lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
+    return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
+
+
+def paired_calls(schedule: Schedule, rank: int) -> list[Action | Call]:
+    """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
+    entries, last = schedule.ranks[rank], schedule.stages - 1
+    needed = lambda a: tuple(before for before in schedule.needs[a] if before.stage != a.stage)
+    calls = [needed(entries[0])]
+    for here, after in zip(entries, (*entries[1:], None)):
+        sends = (here,) if (rank < last if here.kind == "F" else rank > 0) else ()
+        receives = needed(after) if after else ()
+        both = after and here.kind != after.kind  # with the same neighbour
+        calls += [here, *([sends + receives] if both else [sends, receives])]
+    return [call for call in calls if call]
+
+
+def period(p: int, forward: Number, backward: Number, message: Number, paired: bool, ahead=1) -> Number:
+    """Time from a microbatch to the next in the steady state, exact if the times are."""
+    require_positive_ints(1 << 10, p=p, ahead=ahead)
+    require_nonnegative(forward=forward, backward=backward, message=message)
+    m = 12 * p * ahead
+    schedule = one_f_one_b_ahead(p, m, ahead)
+    if paired:
+        calls = [paired_calls(schedule, rank) for rank in range(p)]
+        ends, left = blocking(calls, {"F": forward, "B": backward}, message)
+        if any(left):
+            raise ValueError(f"{schedule.name}: ranks wait in calls for one another; send one-way")
+        done = ends[0]
+    else:
+        spans = simulate(schedule, Costs(F=forward, B=backward, send=message)).spans[0]
+        done = {span.entry: span.end for span in spans}
+    first, last = m // 3, m // 3 + 2 * p * ahead  # whole rounds: a round may be uneven inside
+    return Fraction(done[B(0, last)] - done[B(0, first)]) / (last - first)
+
+
+class Delayed(NamedTuple):
+    period: Number
+    latest: int  # steps between the gradient that came last and the update that used it
+
+
+def delayed(steps: int, compute: Number, reduce: Number, bound: int) -> Delayed:
+    """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
+    require_positive_ints(steps=steps)
+    require_nonnegative(compute=compute, reduce=reduce, bound=bound)
+    now, summed, applied, latest, begun = 0, [], 0, 0, []
+    for t in range(steps):
+        if t - applied > bound:
+            now = max(now, summed[t - bound - 1])
+        while applied < t and summed[applied] <= now:  # what has come by now is used at once
+            latest = max(latest, t - 1 - applied)
+            applied += 1
+        assert t - applied <= bound
+        begun.append(now)
+        now += compute
+        summed.append(max(now, summed[-1] if summed else 0) + reduce)
+    half = steps // 2
+    return Delayed(Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1), latest)

@@ -68,9 +68,9 @@ def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype
 
 
 class Loads(NamedTuple):  # of each rank
-    computed: list[int]  # rows
-    sent: list[int]  # rows
-    received: list[int]  # rows
+    computed: list[int]  # rows, as in the next two
+    sent: list[int]
+    received: list[int]
     carried: list[float]  # experts' weights over its link, the larger of in and out
 
 
@@ -99,11 +99,10 @@ def seconds(counts: Counts, holders: Holders, costs: Costs) -> float:
 
 
 def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tuple[int, ...]:
-    """Experts whose remote rows put more on their owner's link than their weights would.
+    """Experts whose remote rows put more on their owner's link than their weights would: each pass moves
+    2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once.
 
-    Each pass moves 2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once. This
-    minimises the sum over experts, and of equal sets takes the smallest. Differs: theirs stops, in the order
-    of loads, when `seconds` grows."""
+    This minimises the sum over experts; theirs stops, in the order of loads, when `seconds` grows."""
     require_nonempty(counts=counts)
     found = []
     for e, (owner,) in enumerate(owners(len(counts[0]), len(counts))):
@@ -129,12 +128,19 @@ def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
     """(seconds, holders) whenever the search found better; the first has no copies, the last is the plan.
 
-    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. A move adds or
-    removes the copy on one rank. Ends at most 5 % above the best of all in our small cases."""
+    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. Ends at most 5 %
+    above the best of all in our small cases."""
     require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
     priced = lambda holders: (seconds(counts, holders, costs), holders)
-    moves = lambda state: map(priced, _toggled(state[1], ranks))
+
+    def moves(state: tuple[float, Holders]) -> Iterator[tuple[float, Holders]]:
+        """Adds or removes the copy on one rank."""
+        for e, (owner, *copies) in enumerate(state[1]):
+            for r in set(range(ranks)) - {owner}:
+                there = [rank for rank in copies if rank != r] if r in copies else [*copies, r]
+                yield priced((*state[1][:e], (owner, *there), *state[1][e + 1 :]))
+
     order = sorted(range(experts), key=lambda e: (-sum(row[e] for row in counts), e))
     starts = [priced(everywhere(order[:k], experts, ranks)) for k in range(experts + 1)]
     trace = starts[:1]
@@ -144,19 +150,11 @@ def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
     return trace
 
 
-def _toggled(holders: Holders, ranks: int) -> Iterator[Holders]:
-    for e, (owner, *copies) in enumerate(holders):
-        for r in set(range(ranks)) - {owner}:
-            there = [rank for rank in copies if rank != r] if r in copies else [*copies, r]
-            yield *holders[:e], (owner, *there), *holders[e + 1 :]
-
-
 def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool = True) -> float:
     """Seconds of a step: layer l computes compute[l] forward and twice that backward; its copies travel for
     copies[l] before its forward, their gradients as long after its backward.
-
-    `hidden`: over a link of their own, the copies of a layer while the layer before computes (no sooner: room
-    for one layer's copies), the gradients while the layers before it go backward."""
+    `hidden`: over a link of their own, the copies while the layer before computes (there is room for one
+    layer's), the gradients while the layers before go backward."""
     if not hidden:
         return 3 * sum(compute) + 2 * sum(copies)
     end = link = start = 0.0
@@ -201,11 +199,8 @@ def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fra
 
 
 def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most=64) -> list[Step]:
-    """At most `most` steps, until the busiest rank has at most `threshold` times the mean, or none helps.
-
-    Each round relieves the busiest rank of one of its experts: a replica of it, or the expert itself, on a
-    rank with fewer than `slots` experts; or on a full one, for which a replica there shrinks, or an expert
-    comes in exchange. A descent; of loads, largest first, the least are best."""
+    """At most `most` steps, until the busiest rank has at most `threshold` times the mean, or none helps: a
+    descent from loads, largest first, to the least."""
     require_ints(1, MOST, ranks=ranks, slots=slots)
 
     def state(steps: list[Step]) -> tuple:
@@ -226,21 +221,22 @@ def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most
 
 
 def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> Iterator[list[Step]]:
+    """Of the busiest rank by one of its experts: a copy of it, or itself, goes to a rank with room; or to a
+    full one, where a replica shrinks, or from where an expert comes in exchange."""
     hot, places = busy.index(max(busy)), Counter(chain(*holders))
-    for e, held in enumerate(holders):
-        for to in range(ranks) if hot in held else ():
-            if to in held:
-                continue
-            if places[to] < slots:
-                yield [Expand(e, to)]
-                yield [Migrate(e, hot, to)]
-                continue
-            for other, there in enumerate(holders):
-                if to in there and len(there) > 1:
-                    yield [Shrink(other, to), Expand(e, to)]
-                    yield [Shrink(other, to), Migrate(e, hot, to)]
-                if to in there and hot not in there:
-                    yield [Migrate(e, hot, to), Migrate(other, to, hot)]
+    for (e, held), to in product(enumerate(holders), range(ranks)):
+        if hot not in held or to in held:
+            continue
+        if places[to] < slots:
+            yield [Expand(e, to)]
+            yield [Migrate(e, hot, to)]
+            continue
+        for other, there in enumerate(holders):
+            if to in there and len(there) > 1:
+                yield [Shrink(other, to), Expand(e, to)]
+                yield [Shrink(other, to), Migrate(e, hot, to)]
+            if to in there and hot not in there:
+                yield [Migrate(e, hot, to), Migrate(other, to, hot)]
 
 
 def round_robin(experts: int, ranks: int) -> Holders:
@@ -323,12 +319,9 @@ def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int)
 
 
 def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
-    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best.
-
-    One more replica at a time goes to the expert whose replicas have the most rows, of equal ones the first,
-    so that their numbers follow popularity; each time the heaviest replicas are placed first, on the least
-    loaded rank with room.
-    """
+    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best. One more
+    replica at a time goes to the expert whose replicas have the most rows, of equal ones the first; each time
+    all are `packed` anew."""
     require_positive_ints(ranks=ranks, slots=slots)
     experts = len(loads)
     if not 0 < experts <= ranks * slots:
@@ -358,16 +351,16 @@ class MoELayer(NamedTuple):
 def grids(ranks: int, layer: MoELayer, bytes_per_element: int, memory_bytes: int) -> list[Grid]:
     """All whose parts are whole and fit; `bytes_per_element`: of weight, gradient and optimizer state."""
     require_positive_ints(1 << 12, ranks=ranks)
+    experts, expert, dense = layer
     found = []
     for ep, tp in product(range(1, ranks + 1), repeat=2):
-        uneven = ranks % (ep * tp) or layer.experts % ep
-        uneven = uneven or layer.expert_weights % tp or layer.dense_weights % tp
-        here = layer.dense_weights // tp + layer.experts // ep * (layer.expert_weights // tp)
+        uneven = ranks % (ep * tp) or experts % ep or expert % tp or dense % tp
+        here = dense // tp + experts // ep * (expert // tp)
         if not uneven and here * bytes_per_element <= memory_bytes:
             found.append(Grid(ranks // (ep * tp), ep, tp))
     if not found:
         rule = f"no grid of {ranks} ranks fits into {memory_bytes:,} bytes each; use more or larger ranks"
-        raise ValueError(f"{layer.experts} experts of {layer.expert_weights:,} elements: {rule}")
+        raise ValueError(f"{experts} experts of {expert:,} elements: {rule}")
     return found
 
 

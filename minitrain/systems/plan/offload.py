@@ -14,18 +14,17 @@ Rates are bytes, or parameters, per second; results are exact.
 Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
 2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
 (Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;
-STRONGHOLD's link is a resource, one window for all phases; Mobius is searched exactly, its activations stay
-on the device.
+STRONGHOLD's link is a resource, one window for all phases; Mobius's cut is given, its activations stay on the
+device.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from minitrain.plan.accounting import model_state_bytes
-from minitrain.plan.simulate.links import Number, Task, divided, play
+from minitrain.plan.simulate.links import Number, Task, divided
 from minitrain.ranks.checks import (
     require_fractions,
     require_ints,
@@ -37,9 +36,7 @@ from minitrain.ranks.checks import (
 )
 
 
-class Profile(NamedTuple):
-    """What is known before the run, of one rank."""
-
+class Profile(NamedTuple):  # known before the run, of one rank
     modules: Sequence[Sequence[int]]  # parameters of each tensor, of modules in the order they run
     activation_bytes: int  # and all else that is no model data, at the peak
     compute_s: Number
@@ -64,16 +61,14 @@ class ElixirPlan(NamedTuple):
 def packed(modules: Sequence[Sequence[int]], chunk: int) -> tuple[int, int]:
     """(chunks, the most that one module needs): tensors lie in order, whole; what no longer fits begins a new
     chunk."""
-    used, number, most = 0, 0, 0
-    for module in modules:
-        places = set()
+    used, number, places = 0, 0, [set() for _ in modules]
+    for module, own in zip(modules, places):
         for size in module:
             if used + size > chunk:
                 used, number = 0, number + 1
             used += size
-            places.add(number)
-        most = max(most, len(places))
-    return number + 1, most
+            own.add(number)
+    return number + 1, max(map(len, places))
 
 
 def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offloaded: int) -> ElixirPlan:
@@ -94,8 +89,8 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
 
 
 def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -> ElixirPlan:
-    """The fastest plan within `cap` bytes. Each chunk offloaded costs time, so as few as fit: none is tried
-    but the smallest number, for every size and number of cached chunks."""
+    """The fastest plan within `cap` bytes. Each chunk offloaded costs time, so only the fewest that fit are
+    tried, for every size and number of cached chunks."""
     require_nonnegative(device_update_faster_by=rates.device_update - rates.host_update)
     found = []
     for chunk in chunks:
@@ -181,9 +176,8 @@ def fuyou_share(work: Work, server: Server) -> Number:
 TIB = 2**40
 
 
-@dataclass(frozen=True)
-class TransformerShape:
-    """A Transformer as that paper counts it: blocks of width D with MLPs of 4·D, embeddings left out."""
+class TransformerShape(NamedTuple):
+    """A Transformer as ZeRO-Infinity counts it: blocks of width D with MLPs of 4·D, embeddings left out."""
 
     num_layers: int  # L
     width: int  # D
@@ -245,10 +239,9 @@ def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -
 
 
 def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: bool) -> float:
-    """Seconds until every rank has a tensor that is kept away from the devices.
-
-    `links`: bytes per second of a rank's own "slow" link (PCIe, disk) and of "network" between ranks. One
-    owner reads all and sends it on, or all read 1/n at once and gather, (n-1)/n over the network (ring)."""
+    """Seconds until every rank has a tensor that is kept away from the devices: one owner reads all and sends
+    it on, or all read 1/n at once and gather, (n-1)/n over the network (ring). `links`: bytes per second of a
+    rank's own "slow" link (PCIe, disk) and of "network" between ranks."""
     require_ints(bytes=bytes)
     require_positive_ints(ranks=ranks)
     read = bytes / ranks if partitioned else bytes
@@ -285,11 +278,6 @@ class StageLayer(NamedTuple):
     bytes: Number  # weights, and as many of gradients
 
 
-class MobiusPlan(NamedTuple):
-    seconds: Number
-    cut: tuple[range, ...]  # layers of each stage
-
-
 def crossed(roots: Sequence[int]) -> list[int]:
     """Devices in an order in which neighbours are behind different root complexes, while there are such."""
     order: list[int] = []
@@ -306,48 +294,26 @@ def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch
     Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
     require_ints(0, len(roots) - 1, order=order)
     require_positive_ints(m=m)
-    made, n, last = [], len(order), len(stages) - 1
+    made, n, numbers = [], len(order), range(len(stages))
 
-    def add(kind: str, s: int, seconds: Number, before: int | None, room: int | None, load: bool) -> None:
+    def add(kind: str, s: int, seconds: Number, before: int, room: int, load: bool) -> None:
         """All microbatches of a stage behind the stage `before`, its load behind the stage whose `room` it
-        gets."""
-        d = order[s % n]
-        needs = () if before is None else (f"{kind}{before}.0",)
+        gets, if there are such."""
+        d, needs = order[s % n], [f"{kind}{before}.0"] * (before in numbers)
         if load:
-            wait = () if room is None else (f"begin {kind}{room}" if prefetch else f"{kind}{room}.{m - 1}",)
-            link = (f"down {roots[d]}",)
+            freed = f"begin {kind}{room}" if prefetch else f"{kind}{room}.{m - 1}"
+            link, wait = (f"down {roots[d]}",), (freed,) * (room in numbers)
             made.append(Task(f"load {kind}{s}", f"loads {d}", stages[s].bytes, link, wait))
-            needs = (*needs, f"load {kind}{s}")
-        made.append(Task(f"begin {kind}{s}", f"device {d}", 0, after=needs))
+            needs.append(f"load {kind}{s}")
+        made.append(Task(f"begin {kind}{s}", f"device {d}", 0, after=tuple(needs)))
         for j in range(m):
-            after = () if before is None else (f"{kind}{before}.{j}",)
+            after = (f"{kind}{before}.{j}",) * (before in numbers)
             made.append(Task(f"{kind}{s}.{j}", f"device {d}", seconds, after=after))
 
-    for s, stage in enumerate(stages):
-        add("F", s, stage.forward_s, s - 1 if s else None, s - n if s >= n else None, True)
-    for s, stage in reversed([*enumerate(stages)]):  # the last stages are still here
-        add("B", s, stage.backward_s, s + 1 if s < last else None, s + n, s <= last - n)
+    for s in numbers:
+        add("F", s, stages[s].forward_s, s - 1, s - n, True)
+    for s in reversed(numbers):  # the last stages are still here
+        add("B", s, stages[s].backward_s, s + 1, s + n, s + n in numbers)
         d, after = order[s % n], (f"B{s}.{m - 1}",)
-        made.append(Task(f"store {s}", f"stores {d}", stage.bytes, (f"up {roots[d]}",), after))
+        made.append(Task(f"store {s}", f"stores {d}", stages[s].bytes, (f"up {roots[d]}",), after))
     return made
-
-
-def plan_mobius(
-    layers: Sequence[StageLayer], devices: int, m: int, room: Number, bytes_per_s: Number
-) -> MobiusPlan:
-    """The fastest of all cuts into stages, if every copy has its link to itself."""
-    rates = {f"{way} {d}": bytes_per_s for way in ("down", "up") for d in range(devices)}
-    found = []
-    for count in range(len(layers)):
-        for inner in combinations(range(1, len(layers)), count):
-            cut = tuple(range(a, b) for a, b in pairwise([0, *inner, len(layers)]))
-            stages = [StageLayer(*map(sum, zip(*layers[run.start : run.stop]))) for run in cut]
-            held = [stage.bytes for stage in stages]
-            pairs = map(sum, zip(held, held[devices:]))  # a stage and the next on its device
-            if max(*held, *pairs, 0) <= room:
-                tasks = mobius_tasks(stages, m, range(devices), range(devices))
-                found.append(MobiusPlan(play(tasks, rates).end_s, cut))
-    if not found:
-        few = f"{len(layers)} layers on {devices} devices with {room} bytes each"
-        raise ValueError(f"Mobius: no cut of {few} fits; use more room or smaller layers")
-    return min(found, key=lambda plan: plan.seconds)

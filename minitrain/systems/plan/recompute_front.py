@@ -53,14 +53,14 @@ def front(units: Sequence[Unit]) -> list[Choice]:
         found: dict[frozenset, list] = {}
         for wanted, plans in unbeaten.items():
             others = wanted - {unit.name}
+            inputs = others | set(unit.inputs)
             for (size, time), (kept, again) in plans:
                 if not (unit.needed or unit.name in wanted):
                     found.setdefault(others, []).append(((size, time), (kept, again)))
                     continue
-                more = (size + unit.bytes, time), ((unit.name, *kept), again)
-                found.setdefault(others, []).append(more)
-                more = (size, time + unit.time), (kept, (unit.name, *again))
-                found.setdefault(others | set(unit.inputs), []).append(more)
+                here, once_more = (unit.name, *kept), (unit.name, *again)
+                found.setdefault(others, []).append(((size + unit.bytes, time), (here, again)))
+                found.setdefault(inputs, []).append(((size, time + unit.time), (kept, once_more)))
         unbeaten = {wanted: undominated(plans) for wanted, plans in found.items()}
     return [Choice(*costs, *plan) for costs, plan in unbeaten[frozenset()]]
 

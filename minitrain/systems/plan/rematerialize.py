@@ -86,11 +86,8 @@ class IntegerProgram:
 
     def __init__(self) -> None:
         self.rows: list[tuple[dict[tuple, float], float, float]] = []
-        self.numbers: dict[tuple, int] = {}
 
     def add(self, terms: dict[tuple, float], low: float, high: float) -> None:
-        for name in terms:
-            self.numbers.setdefault(name, len(self.numbers))
         self.rows.append((terms, low, high))
 
     def solve(self, costs: dict[tuple, Number]) -> set[tuple] | None:
@@ -101,31 +98,31 @@ class IntegerProgram:
         except ImportError:
             cure = "pip install 'minitrain[course]'"
             raise ModuleNotFoundError(f"integer programs need scipy: {cure}") from None
-        terms = ((y, *term) for y, row in enumerate(self.rows) for term in row[0].items())
-        entries = [(y, self.numbers[name], x) for y, name, x in terms]
+        rows, low, high = zip(*self.rows)
+        names = list(dict.fromkeys(name for terms in rows for name in terms))
+        number = {name: x for x, name in enumerate(names)}
+        entries = [(y, number[name], of) for y, terms in enumerate(rows) for name, of in terms.items()]
         y, x, values = zip(*entries)
-        matrix = csr_array((values, (y, x)), shape=(len(self.rows), len(self.numbers)))
-        limits = LinearConstraint(matrix, *([row[side] for row in self.rows] for side in (1, 2)))
-        whole, most = [name[0] != "free" for name in self.numbers], max(map(abs, costs.values())) or 1
-        goal = [costs.get(name, 0) / most for name in self.numbers]
+        limits = LinearConstraint(csr_array((values, (y, x)), shape=(len(rows), len(names))), low, high)
+        whole, most = [name[0] != "free" for name in names], max(map(abs, costs.values())) or 1
+        goal = [costs.get(name, 0) / most for name in names]
         rules = dict(integrality=whole, bounds=Bounds(0, 1), constraints=limits)
         found = milp(goal, **rules, options={"mip_rel_gap": 0})
         if found.status == 2:  # infeasible
             return None
         assert found.success, found.message
-        return {name for name, number in self.numbers.items() if whole[number] and found.x[number] > 0.5}
+        return {name for name, is_whole, x in zip(names, whole, found.x) if is_whole and x > 0.5}
 
 
 def _result(nodes: Sequence[Node], chosen: set[tuple]) -> Rematerialization:
     """R and S as steps; what is held too long, or made for nobody, is left out."""
-    n, steps, held = len(nodes), [], set()
+    steps, held = [], set()
 
     def drop(unwanted: Iterable[int]) -> None:
-        for i in sorted(unwanted):
-            held.remove(i)
-            steps.append(("drop", i))
+        steps.extend(("drop", i) for i in sorted(unwanted))
+        held.difference_update(unwanted)
 
-    for t in range(n):
+    for t in range(len(nodes)):
         drop({i for i in held if ("S", t, i) not in chosen})
         now = [k for k in range(t + 1) if ("R", t, k) in chosen]
         for place, k in enumerate(now):
@@ -195,7 +192,8 @@ def revolve(layers: int, checkpoints: int) -> tuple[Action, ...]:
             plan.extend(advance(start, k))
             add(k, end, checkpoints - 1)
             end = k
-        plan.extend(action for i in reversed(range(start, end)) for action in one_step(start, i))
+        for i in reversed(range(start, end)):  # from x_start, which stays, to the gradient of x_i
+            plan.extend([*advance(start, i), Action("T", i), Action("B", i)])
 
     add(0, layers, checkpoints)
     return tuple(plan)
@@ -206,11 +204,6 @@ def next_checkpoint(layers: int, checkpoints: int) -> int:
     C(c+r-2, c) <= k <= C(c+r-1, c) in front and C(c+r-2, c-1) <= n-k <= C(c+r-1, c-1) behind."""
     r = repetitions(layers, checkpoints)
     return max(comb(checkpoints + r - 2, checkpoints), layers - comb(checkpoints + r - 1, checkpoints - 1), 1)
-
-
-def one_step(start: int, layer: int) -> list[Action]:
-    """From x_start, which stays, to the gradient of x_layer."""
-    return [*advance(start, layer), Action("T", layer), Action("B", layer)]
 
 
 def check_checkpoints(layers: int, checkpoints: int) -> None:

@@ -80,9 +80,7 @@ def largest_divisor(kinds: list[Kind]) -> Fraction:
     return Fraction(gcd(*(int(kind.time * grid) for kind in kinds)), grid)
 
 
-class Shortest(NamedTuple):
-    schedule: Schedule
-    time: Time
+Shortest = NamedTuple("Shortest", [("schedule", Schedule), ("time", Time)])
 
 
 def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=500_000) -> Shortest:
@@ -139,14 +137,11 @@ class Search(NamedTuple):
             front = {at: unbeaten(self.in_time(some, at, goal, time)) for at, some in after.items()}
             tried += sum(map(len, front.values()))
             if tried > self.most:
-                raise ValueError(
-                    f"more than {self.most} partial orders; use fewer stages, or a larger `most`"
-                )
+                raise ValueError(f"more than {self.most} partial orders; use fewer stages or a larger `most`")
         return front.get(tuple(goal), [])
 
-    def in_time(
-        self, some: list[Partial], counts: Sequence[int], goal: list[int], time: Time
-    ) -> list[Partial]:
+    def in_time(self, some: list[Partial], counts, goal, time: Time) -> list[Partial]:
+        """Those whose ranks can still do what is left in so long."""
         left = [0] * len(self.limits)
         for kind, count, end in zip(self.kinds, counts, goal):
             left[kind.rank] += (end - count) * kind.time

@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from minitrain.pipeline.partition import Number, balanced, divided, undominated
+from minitrain.pipeline.partition import Number, Partition, balanced, divided, undominated
 from minitrain.pipeline.schedule import Action, B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
 
 
 def paper_latency(stages: Sequence[Stage], m: int) -> Number:
-    """Warm-up, steady, ending, with the paper's pivot: found from the last stage back to the first."""
+    """With the paper's pivot, found from the last stage back to the first."""
     require_positive_ints(m=m)
     F, B, sync = zip(*((stage.F, stage.B, stage.sync) for stage in stages))
     steady = [(m - 1) * (f + b) for f, b in zip(F, B)]
@@ -115,11 +115,6 @@ class Cluster:
         return self.inside if sum(any(counts) for counts in zip(*groups)) == 1 else self.between
 
 
-class DapplePlan(NamedTuple):
-    time: Number
-    stages: tuple[tuple[range, Devices], ...]
-
-
 def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluster) -> Stage:
     """Layers on replicas, which split each microbatch and sum their gradients in a ring."""
     n, lists = sum(devices), (model.forward, model.backward, model.weights)
@@ -128,13 +123,7 @@ def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluste
     return Stage(divided(forward, n), divided(backward, n), sync)
 
 
-def link_stage(model: Model, layer: int, source: Devices, to: Devices, cluster: Cluster) -> Stage:
-    """The message into `layer`, both ways, as a stage."""
-    time = divided(model.activations[layer], cluster.bandwidth(source, to))
-    return Stage(time, time)
-
-
-def plan_dapple(model: Model, cluster: Cluster, m: int) -> DapplePlan:
+def plan_dapple(model: Model, cluster: Cluster, m: int) -> Partition:
     """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
     with fewest stages."""
     require_positive_ints(m=m)
@@ -146,13 +135,15 @@ def plan_dapple(model: Model, cluster: Cluster, m: int) -> DapplePlan:
             devices = tuple(devices)
             left = tuple(a - b for a, b in zip(free, devices))
             if any(devices) and (any(left) or not start):
-                added = [link_stage(model, end, devices, behind, cluster)] if behind else []
-                added.append(compute_stage(model, range(start, end), devices, cluster))
+                added = [compute_stage(model, range(start, end), devices, cluster)]
+                if behind:  # the message, both ways, is a stage
+                    message = divided(model.activations[end], cluster.bandwidth(devices, behind))
+                    added.insert(0, Stage(message, message))
                 yield start, (number + len(added), left, devices), added, (range(start, end), devices)
 
     whole = in_front_of_all(len(model.forward), (0, cluster.machines, ()), choices, m)
     ahead, stages = min(whole, key=lambda found: (found[0].all, len(found[1])))
-    return DapplePlan(ahead.all, stages)
+    return Partition(ahead.all, stages)
 
 
 def in_front_of_all(layers: int, state: tuple, choices: Callable, m: int) -> list[tuple[Ahead, tuple]]:
@@ -174,12 +165,7 @@ def in_front_of_all(layers: int, state: tuple, choices: Callable, m: int) -> lis
     return whole
 
 
-class AutoPipePlan(NamedTuple):
-    time: Number
-    cut: tuple[range, ...]
-
-
-def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> AutoPipePlan:
+def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> Partition:
     """The cut of units into p stages that the search ends at, and its simulated 1F1B step.
 
     Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
@@ -187,16 +173,13 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
     require_positive_ints(p=p, m=m)
     if len(forward) != len(backward):
         raise ValueError(f"{len(forward)} forward times and {len(backward)} backward; give each unit both")
-    cut = tuple(balanced([f + b for f, b in zip(forward, backward)], p))
+    cut, before = tuple(balanced([f + b for f, b in zip(forward, backward)], p)), None
     best = simulated_step(cut, forward, backward, m)
-    while True:
-        master = min(range(p), key=best.idle)
-        cuts = [cut, *without_one_unit(cut, master)]  # of equal ones this cut
+    while cut != before:
+        before, cuts = cut, [cut, *without_one_unit(cut, min(range(p), key=best.idle))]
         steps = [(simulated_step(one, forward, backward, m), one) for one in cuts]
-        best, moved = min(steps, key=lambda step: step[0].makespan)
-        if moved == cut:
-            return AutoPipePlan(best.makespan, cut)
-        cut = moved
+        best, cut = min(steps, key=lambda step: step[0].makespan)  # of equal ones this cut
+    return Partition(best.makespan, cut)
 
 
 def simulated_step(
@@ -328,13 +311,12 @@ def ops(series: Series) -> Iterator[Op]:
 def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
     require_positive_ints(devices=devices, m=m)
-    found = [
-        ((m + deep - 1) * slow, deep, slow, parts) for (_, deep, slow), parts in graph_cuts(model, devices)
-    ]
-    *costs, parts = min(found, key=lambda plan: plan[:2])
+    time = lambda deep, slow: (m + deep - 1) * slow
+    cuts = graph_cuts(model, devices)
+    (_, *costs), parts = min(cuts, key=lambda found: (time(*found[0][1:]), found[0][1]))
     stages, edges = [], []
     _connect(parts, (), stages, edges)
-    return GraphPipePlan(*costs, tuple(stages), tuple(edges))
+    return GraphPipePlan(time(*costs), *costs, tuple(stages), tuple(edges))
 
 
 def graph_cuts(series: Series, devices: int) -> list[tuple]:
@@ -347,8 +329,11 @@ def graph_cuts(series: Series, devices: int) -> list[tuple]:
     for end in range(1, len(series) + 1):
         runs = [list(ops(series[start:end])) for start in range(end)]
         last = [[((1, 1, sum(op.time for op in run)), tuple(op.name for op in run))] for run in runs]
-        if isinstance(series[end - 1], Parallel):
-            last[-1] = last[-1] + _branches(series[end - 1], devices)
+        if isinstance(series[end - 1], Parallel):  # every branch, which needs a stage at least, on its own
+            branches = series[end - 1].branches
+            for pick in product(*(graph_cuts(one, devices - len(branches) + 1) for one in branches)):
+                (used, deep, slow), parts = zip(*(costs for costs, _ in pick)), [part for _, part in pick]
+                last[-1].append(((sum(used), max(deep), max(slow)), parts))
         found = (
             ((used + n, deep + d, max(slow, s)), (*parts, part))
             for in_front, choices in zip(best, last)
@@ -357,17 +342,6 @@ def graph_cuts(series: Series, devices: int) -> list[tuple]:
         )
         best.append(undominated(plan for plan in found if plan[0][0] <= devices))
     return best[-1]
-
-
-def _branches(element: Parallel, devices: int) -> list[tuple]:
-    """The same of one part with every branch, which needs a stage at least, cut on its own."""
-    most, found = devices - len(element.branches) + 1, []
-    for pick in product(*(graph_cuts(branch, most) for branch in element.branches)):
-        costs, parts = zip(*pick)
-        used, deep, slow = zip(*costs)
-        if sum(used) <= devices:
-            found.append(((sum(used), max(deep), max(slow)), list(parts)))
-    return undominated(found)
 
 
 def _connect(parts: Sequence, before: tuple[int, ...], stages: list, edges: list) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy
 
-from minitrain.pipeline.partition import Number, divided, least_largest, undominated
+from minitrain.pipeline.partition import Number, Partition, divided, least_largest, undominated
 from minitrain.pipeline.schedule import Schedule, in_flight, parts
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.checks import require_ints, require_positive_ints
@@ -65,11 +65,6 @@ class StagePlan(NamedTuple):
     bytes: Number
 
 
-class AdaPipePlan(NamedTuple):
-    time: Number
-    stages: tuple[StagePlan, ...]
-
-
 def bytes_of(model: Model, layers: range, saved: tuple[Flags, ...], in_flight: int) -> Number:
     """The most that the stage holds."""
     costs = [model.layers[i].costs(flags, model.boundary, in_flight) for i, flags in zip(layers, saved)]
@@ -81,15 +76,14 @@ def knapsack(model: Model, layers: range, in_flight: int, cap: Number) -> StageP
     require_positive_ints(in_flight=in_flight)
     unbeaten: list = [((0, 0, 0), ())]  # (fixed and kept bytes, largest recomputed layer, recomputation)
     for layer in model.layers[layers.start : layers.stop]:
-        found = []
-        for kept in product((True, False), repeat=len(layer.units)):
-            held, again, time = layer.costs(kept, model.boundary, in_flight)
-            found += [
-                ((size + held, max(largest, again), spent + time), (*before, kept))
-                for (size, largest, spent), before in unbeaten
-                if size + held + max(largest, again) <= cap
-            ]
-        unbeaten = undominated(found)
+        every = product((True, False), repeat=len(layer.units))
+        priced = [(layer.costs(kept, model.boundary, in_flight), kept) for kept in every]
+        unbeaten = undominated(
+            ((size + held, max(largest, again), spent + time), (*before, kept))
+            for (size, largest, spent), before in unbeaten
+            for (held, again, time), kept in priced
+            if size + held + max(largest, again) <= cap
+        )
     if not unbeaten:
         return None
     (size, largest, spent), kept = min(unbeaten, key=lambda found: found[0][2])
@@ -102,7 +96,7 @@ def stage_of(model: Model, stage: StagePlan) -> Stage:
     return Stage(sum(layer.forward for layer in layers), backward)
 
 
-def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
+def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> Partition:
     """The cut into p stages and the units each keeps, with the shortest step of m microbatches."""
     count = len(model.layers)
     require_positive_ints(count, p=p)
@@ -120,7 +114,7 @@ def plan_adapipe(model: Model, p: int, m: int, cap: Number) -> AdaPipePlan:
     if not found:
         raise ValueError(f"AdaPipe: no cut into {p} stages fits {cap} bytes; use more stages or a larger cap")
     ahead, stages = min(found, key=lambda found: found[0].all)
-    return AdaPipePlan(ahead.all, stages)
+    return Partition(ahead.all, stages)
 
 
 Cut = tuple[range, ...]
@@ -142,9 +136,7 @@ class Peaks(NamedTuple):
 
     def of(self, stage: int, layers: range) -> float:
         count = self.in_flight[stage]
-        return self.base[stage] + sum(
-            self.fixed[layer] + count * self.per_microbatch[layer] for layer in layers
-        )
+        return self.base[stage] + sum(self.fixed[i] + count * self.per_microbatch[i] for i in layers)
 
 
 def fit(measured: Mapping[Cut, Sequence[int]], in_flight: Sequence[int]) -> Peaks:
@@ -217,9 +209,7 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, p
                     for before, chosen in own
                     for place, more in costs.items()
                 )
-        fitting = undominated(
-            ((held + lent, time), place) for (held, lent, time), place in own if held <= cap
-        )
+        fitting = undominated(((held + lent, s), chosen) for (held, lent, s), chosen in own if held <= cap)
         everything = undominated(
             ((total + size, max(slowest, time)), chosen + more)
             for (total, slowest), chosen in everything

@@ -25,7 +25,7 @@ from minitrain.systems.pipeline.asynchronous import (
     per_microbatch,
     sgd,
 )
-from minitrain.systems.plan.trirace import delayed, paired_calls, period
+from minitrain.systems.plan.dynapipe import delayed, paired_calls, period
 from tests.parallel import TOLERANCE, check_refusals, small
 
 CONFIG = small(num_layers=4, tied=False)

@@ -1,4 +1,4 @@
-"""Mobius: crossed devices against those in order, loads behind computation, the best of all cuts."""
+"""Mobius: crossed devices against those in order, loads behind computation."""
 
 import random
 from itertools import pairwise
@@ -62,20 +62,6 @@ def test_prefetch_hides_loads():
     with_it, without = (alone_s(stages, 4, 4, prefetch=prefetch) for prefetch in (True, False))
     compute = 4 + 12 * 2 + 3 * 2 + 12 * 4 + 3 * 4 + 4
     assert with_it < without and with_it >= compute
-
-
-def test_the_fastest_cut_that_fits():
-    """On one device single layers take 20 s, and so does 0 | 1 2: of equal ones the first, with fewest stages."""
-    layers = [Layer(1, 2, 10)] * 4
-    found = offload.plan_mobius(layers, 2, 2, 20, 10)
-    single = (range(1), range(1, 2), range(2, 3), range(3, 4))
-    assert found.cut == single, "two stages of 10 bytes on a device of 20"
-    assert found.seconds == alone_s(layers, 2, 2, bytes_per_s=10)
-    assert offload.plan_mobius(layers, 2, 2, 40, 10).seconds <= found.seconds
-    assert offload.plan_mobius(layers[:1], 1, 1, 10, 10).cut == (range(1),)
-    assert offload.plan_mobius(layers[:3], 1, 2, 30, 10) == (20, (range(1), range(1, 3)))
-    with pytest.raises(ValueError, match="4 layers on 2 devices with 19 bytes"):
-        offload.plan_mobius(layers, 2, 2, 19, 10)
 
 
 def test_neighbours_are_behind_different_roots_while_there_are_such():

@@ -225,8 +225,8 @@ def test_autopipe_takes_the_best_of_its_moves():
         forward, backward = numbers(draw, 14, 1, 9), numbers(draw, 14, 1, 9)
         plan = stage_cuts.plan_autopipe(forward, backward, p, m)
         time, starts, handed = walked(forward, backward, p, m)
-        assert (plan.time, tuple(layers.start for layers in plan.cut)) == (time, starts)
-        moved += list(plan.cut) != balanced([f + b for f, b in zip(forward, backward)], p)
+        assert (plan.time, tuple(layers.start for layers in plan.stages)) == (time, starts)
+        moved += list(plan.stages) != balanced([f + b for f, b in zip(forward, backward)], p)
         handed_on += handed
     assert moved >= 5 and handed_on >= 1, (moved, handed_on)
     # of two moves that end at 69 the first is taken; then the neighbour behind hands a unit on
@@ -251,10 +251,10 @@ def test_autopipe():
         work = [f + b for f, b in zip(forward, backward)]
         by_layers = [units_of(layers, blocks) for layers in even(blocks, p)]
         plan = stage_cuts.plan_autopipe(forward, backward, p, m)
-        assert [unit for layers in plan.cut for unit in layers] == list(range(2 * blocks + 2)) and len(
-            plan.cut
+        assert [unit for layers in plan.stages for unit in layers] == list(range(2 * blocks + 2)) and len(
+            plan.stages
         ) == p
-        assert max(total(work, layers) for layers in plan.cut) <= max(
+        assert max(total(work, layers) for layers in plan.stages) <= max(
             total(work, layers) for layers in by_layers
         )
         assert plan.time <= stage_cuts.simulated_step(by_layers, forward, backward, m).makespan
