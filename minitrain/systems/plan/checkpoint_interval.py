@@ -27,12 +27,10 @@ from minitrain.systems.simulate.failures import Level
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
-    """The first-order optimum of the interval."""
     return sqrt(2 * save_s * mtbf_s)
 
 
 def daly_s(save_s: float, mtbf_s: float) -> float:
-    """Daly's higher-order estimate of it."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     share = save_s / (2 * mtbf_s)
@@ -75,27 +73,19 @@ def two_levels(memory_save_s: float, disk_save_s: float, mtbf_s: float, survives
     require_nonnegative(more_to_disk_s=disk_save_s - memory_save_s)
     require_fractions(survives=survives)
     more_s = disk_save_s - memory_save_s
-
-    def product(n: int) -> float:
-        return (memory_save_s + more_s / n) * (survives + (1 - survives) * n)
-
+    saves_s, undone = (lambda n: memory_save_s + more_s / n), (lambda n: survives + (1 - survives) * n)
     best = sqrt(more_s * survives / (memory_save_s * (1 - survives)))
-    every = min({max(1, floor(best)), ceil(best) or 1}, key=product)
-    saves_s, undone = memory_save_s + more_s / every, survives + (1 - survives) * every
-    return TwoLevels(sqrt(2 * mtbf_s * saves_s / undone), every)
+    every = min({max(1, floor(best)), ceil(best) or 1}, key=lambda n: saves_s(n) * undone(n))
+    return TwoLevels(sqrt(2 * mtbf_s * saves_s(every) / undone(every)), every)
 
 
 def two_levels_waste(plan: TwoLevels, memory: Level, disk: Level, mtbf_s: float, survives: float) -> float:
-    """The expected share of time that is not useful, from one save on disk to the next.
-
-    Seen from the disk: failures M/q apart, and 1/g the chance that a segment ends before one of them, however
-    often it restarts from memory."""
+    """The expected share of time that is not useful, from one save on disk to the next. Seen from the disk:
+    failures M/q apart, and 1/g the chance that a segment ends before one of them, however often it restarts
+    from memory."""
     undone = 1 - survives
     again = undone / (1 + survives * expm1(-memory.restart_s / mtbf_s))
-
-    def growth(save_s: float) -> float:
-        return log1p(again * _expm1((plan.interval_s + save_s) / mtbf_s))
-
+    growth = lambda save_s: log1p(again * _expm1((plan.interval_s + save_s) / mtbf_s))
     total = (plan.every - 1) * growth(memory.stall_s) + growth(disk.stall_s)
     expected = mtbf_s * (1 / undone + _expm1(disk.restart_s / mtbf_s)) * _expm1(total)
     return 1 - plan.every * plan.interval_s / expected
@@ -106,9 +96,7 @@ def best_two_levels(memory: Level, disk: Level, mtbf_s: float, survives: float) 
     start = two_levels(memory.stall_s, disk.stall_s, mtbf_s, survives)
 
     def of(every: int) -> tuple[float, TwoLevels]:
-        def cost(interval_s: float) -> float:
-            return two_levels_waste(TwoLevels(interval_s, every), memory, disk, mtbf_s, survives)
-
+        cost = lambda s: two_levels_waste(TwoLevels(s, every), memory, disk, mtbf_s, survives)
         interval_s = _lowest(cost, start.interval_s / 10, 10 * start.interval_s)
         return cost(interval_s), TwoLevels(interval_s, every)
 
@@ -129,12 +117,10 @@ def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
 
 
 def checkfreq_steps(
-    step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget: Number = 0.035
+    step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget=0.035
 ) -> int:
-    """The fewest steps between saves, of which one is under way at a time, with stalls in the budget.
-
-    A snapshot hides behind the forward and backward that follow, all of a step but its update.
-    """
+    """The fewest steps between saves, of which one is under way at a time, with stalls in the budget. A
+    snapshot hides behind the forward and backward that follow, all of a step but its update."""
     require_nonnegative(update_s=update_s, snapshot_s=snapshot_s, persist_s=persist_s)
     require_positive(budget=budget, forward_and_backward_s=step_s - update_s)
     stall_s = max(0, snapshot_s - (step_s - update_s))

@@ -45,12 +45,10 @@ def recovers(placement: dict[int, frozenset[int]], failed: Collection[int]) -> b
     return all(not held <= set(failed) for held in placement.values())
 
 
-class Protection(NamedTuple):
-    """Bytes a machine: kept beside its own state, sent at a save, received to have a lost state again."""
-
-    stored: Number
-    sent: Number
-    received: Number
+class Protection(NamedTuple):  # bytes a machine
+    stored: Number  # beside its own state
+    sent: Number  # at a save
+    received: Number  # to have a lost state again
 
 
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:

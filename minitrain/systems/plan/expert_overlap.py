@@ -41,9 +41,7 @@ from minitrain.ranks.checks import (
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 
-class Line(NamedTuple):
-    """Seconds for n rows: alpha + beta · n."""
-
+class Line(NamedTuple):  # seconds for n rows
     alpha: float
     beta: float
 
@@ -62,9 +60,8 @@ def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s:
 
 
 def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
-    """r chunks: all dispatches, then all combines on one link, a chunk's work between its two.
-
-    Either the link is never idle, or the experts are busy from the first arrival to the last."""
+    """r chunks: all dispatches, then all combines on one link, a chunk's work between its two. Either the
+    link is never idle, or the experts are busy from the first arrival to the last."""
     require_positive_ints(r=r)
     require_nonnegative(rows=rows)
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
@@ -72,8 +69,7 @@ def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
 
 def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> int:
     """The best r of 1 .. most without trying all: the larger of a rising line and a curve with one valley.
-
-    The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work. The two
+    The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work; the two
     are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
     require_nonnegative(rows=rows)
     require_positive_ints(most=most)
@@ -118,13 +114,11 @@ def schemoe_tasks(compress: float, all_to_all: float, decompress: float, expert:
 
 
 def schemoe_order(chunks: int) -> list[int]:
-    """Chunk numbers: each is the next task of that chunk, queued on its stream.
-
-    All chunks are compressed and sent first; then each is decompressed, worked on, compressed and sent;
-    decompressing what came home is left for the end, behind the all-to-alls of later chunks."""
+    """Chunk numbers: each is the next task of that chunk, queued on its stream. All chunks are compressed and
+    sent first; then each is decompressed, worked on, compressed and sent; decompressing what came home is
+    left for the end, behind the all-to-alls of later chunks."""
     require_positive_ints(chunks=chunks)
-    first, last = [*range(chunks)] * 2, [*range(chunks)]
-    return first + [chunk for chunk in range(chunks) for _ in range(4)] + last
+    return [*range(chunks)] * 2 + [chunk for chunk in range(chunks) for _ in range(4)] + [*range(chunks)]
 
 
 def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
@@ -141,20 +135,16 @@ def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     return max(ready)
 
 
-class Step(NamedTuple):
-    """Of one backward: how long each all-to-all took, when the last all-reduce and everything else ended."""
-
+class Step(NamedTuple):  # how long each all-to-all took, when the last all-reduce and everything else ended
     all_to_all_s: list[float]
     reduced_s: float
     end_s: float
 
 
 def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: float | None = None) -> Step:
-    """Layers (compute, all-to-all, all-reduce of its gradients, which nobody waits for) on one link.
-
-    "share": each at half the rate while both are there. "priority": an all-to-all waits only for the
-    operation under way, a micro-op of `micro_s` seconds (None: the whole all-reduce), and nothing beside it.
-    """
+    """Layers (compute, all-to-all, all-reduce of its gradients, which nobody waits for) on one link. "share":
+    each at half the rate while both are there. "priority": an all-to-all waits only for the operation under
+    way, a micro-op of `micro_s` seconds (None: the whole all-reduce), and nothing beside it."""
     require_one_of(("share", "priority"), policy=policy)
     if micro_s is not None:
         require_positive(micro_s=micro_s)
@@ -178,8 +168,8 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
         pieces = ceil(reduction / micro_s) if micro_s else 1
         queue.extend([reduction / pieces] * pieces if reduction else [])
         if transfer:
-            delay = min(transfer, sum(queue)) if policy == "share" else under_way
-            reduce_for(delay, slower=2 if policy == "share" else 1)
+            delay, slower = (min(transfer, sum(queue)), 2) if policy == "share" else (under_way, 1)
+            reduce_for(delay, slower)
             took.append(delay + transfer)
             now += took[-1]
     end = now
@@ -187,11 +177,9 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     return Step(took, reduced, end)
 
 
-class Chunk(NamedTuple):
-    """Seconds for one chunk of a layer: a crossing, the experts forward, a copy of what they read or made."""
-
+class Chunk(NamedTuple):  # seconds for one chunk of a layer
     transfer: float
-    work: float
+    work: float  # of the experts forward
     copy_rows: float  # to the host's memory, or back
     copy_middle: float  # of what lies between the two products
 
@@ -201,15 +189,14 @@ REUSE_POLICIES = tuple(product(("offload", "send again"), ("offload", "compute a
 
 def mpipemoe_s(policy: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     """Forward and backward; products, crossings and copies have a stream each, the busiest sets the pace.
-
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
     of the two products, sending rows again a crossing."""
     require_one_of(REUSE_POLICIES, policy=policy)
     require_positive_ints(chunks=chunks)
-    copies = (policy[0] == "offload") * chunk.copy_rows + (policy[1] == "offload") * chunk.copy_middle
-    work = (2 + (policy[1] != "offload") / 2) * chunk.work
+    rows, middle = (what == "offload" for what in policy)
+    copies = rows * chunk.copy_rows + middle * chunk.copy_middle
     forward = max(chunk.work, 2 * chunk.transfer, copies)
-    return chunks * (forward + max(work, (2 + (policy[0] != "offload")) * chunk.transfer, copies))
+    return chunks * (forward + max((2.5 - middle / 2) * chunk.work, (3 - rows) * chunk.transfer, copies))
 
 
 def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
@@ -228,9 +215,7 @@ Leg = tuple[str, tuple[int, ...], float]  # axis, members, bytes of the whole in
 
 
 @dataclass(frozen=True)
-class PairLayer:
-    """One layer and microbatch of one rank."""
-
+class PairLayer:  # and microbatch of one rank
     tokens: int
     d_model: int
     hidden: int  # of an expert, which has three matrices
@@ -317,5 +302,4 @@ def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int 
 
 
 def pair_timeline(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> Timeline:
-    """The replay of these events."""
     return replay({0: pair_events(layer, ep, on, order, layers)}, on, algorithms={"all_to_all": "pairwise"})

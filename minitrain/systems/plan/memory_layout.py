@@ -42,7 +42,6 @@ def most_live(lifetimes: Sequence[Lifetime]) -> int:
 
 
 def height(lifetimes: Sequence[Lifetime], addresses: Mapping[int, int]) -> int:
-    """Bytes from 0 to the highest end."""
     return max((addresses[life.block] + life.bytes for life in lifetimes), default=0)
 
 
@@ -86,12 +85,9 @@ def annealed(lifetimes: Sequence[Lifetime], *, steps=2000, seed=0, around=()) ->
 def falling(lifetimes: Sequence[Lifetime], around: Sequence[tuple[Lifetime, int]] = ()) -> Callable:
     """Rectangles that fall, one after another, to the lowest place where they overlap none before them: a
     function of their order that gives the height, and the address of each."""
+    sizes, lives = [life.bytes for life in lifetimes], list(enumerate(lifetimes))
     together = lambda one, other: one.born < other.dies and other.born < one.dies
-    sizes = [life.bytes for life in lifetimes]
-    meets = [
-        [j for j, other in enumerate(lifetimes) if other is not life and together(life, other)]
-        for life in lifetimes
-    ]
+    meets = [[j for j, other in lives if j != i and together(life, other)] for i, life in lives]
     fixed = [[(at, other.bytes) for other, at in around if together(life, other)] for life in lifetimes]
     least = max((address + life.bytes for life, address in around), default=0)
 

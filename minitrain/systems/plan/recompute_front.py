@@ -114,13 +114,10 @@ class Placement(NamedTuple):
 
 def exposed(tasks: Sequence[RecomputeTask], windows: Sequence[Number], places: Sequence[int | str]) -> Number:
     """The time that recomputation adds."""
-    loads, shown = [0] * len(windows), 0
+    loads = {KEPT: 0, ON_DEMAND: 0} | dict.fromkeys(range(len(windows)), 0)
     for task, place in zip(tasks, places):
-        if place == ON_DEMAND:
-            shown += task.time
-        elif place != KEPT:
-            loads[place] += task.time
-    return shown + sum(max(0, load - window) for load, window in zip(loads, windows))
+        loads[place] += task.time
+    return loads[ON_DEMAND] + sum(max(0, loads[w] - window) for w, window in enumerate(windows))
 
 
 def places_for(task: RecomputeTask, places: Sequence[int | str]) -> list[int | str]:
@@ -184,9 +181,8 @@ def repeated(
     first layer of the backward, which has no windows, has a plan of its own. HEU."""
     tasks, all_windows = backward_of(layer, windows, layers)
     check_tasks(tasks, all_windows, room)
-    first = optimal([task._replace(first=0, last=-1) for task in layer], windows, room // layers).places
+    places = [*optimal([task._replace(last=-1) for task in layer], windows, room // layers).places]
     one = optimal(layer, windows, room // layers).places
-    places = list(first)
     for number in range(layers - 1):
         places += [p if isinstance(p, str) else p + number * len(windows) for p in one]
     return Placement(exposed(tasks, all_windows, places), tuple(places))

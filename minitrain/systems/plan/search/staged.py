@@ -20,7 +20,7 @@ EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no ove
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache, partial
-from itertools import combinations, groupby, product
+from itertools import combinations, groupby, pairwise, product
 from math import inf, prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -120,11 +120,11 @@ def all_cuts(problem: Problem) -> list[Cut]:
 
 def handed_over(runs: Sequence[range], at: int) -> Iterator[list[range]]:
     """The stage `at` gives its first layer to the one before it, or its last to the one behind."""
-    starts = [runs[0].start, *(run.stop for run in runs)]
     for boundary, moved in ((at, 1), (at + 1, -1)):
         if 0 < boundary < len(runs) and len(runs[at]) > 1:
-            ends = [start + moved * (i == boundary) for i, start in enumerate(starts)]
-            yield [range(a, b) for a, b in zip(ends, ends[1:])]
+            ends = [runs[0].start, *(run.stop for run in runs)]
+            ends[boundary] += moved
+            yield [range(a, b) for a, b in pairwise(ends)]
 
 
 def with_recomputation(problem: Problem) -> tuple[bool, ...]:
@@ -211,14 +211,11 @@ def families_of(problem: Problem) -> Families:
     tensor-parallel sharding, or do all the same."""
     inside = [*(sharding for sharding in problem.shardings if sharding in SHARED), "all"]
 
-    def families(levels: Sequence[Level]) -> list[list[Option]]:
-        found = []
-        for dp in range(len(levels) + 1):
-            shardings = dict.fromkeys(("dp",) * dp + (sharding,) * (len(levels) - dp) for sharding in inside)
-            found.append([Option(one, again) for one in shardings for again in with_recomputation(problem)])
-        return found
+    def family(dp: int, tp: int) -> list[Option]:
+        shardings = dict.fromkeys(("dp",) * dp + (sharding,) * tp for sharding in inside)
+        return [Option(one, again) for one in shardings for again in with_recomputation(problem)]
 
-    return families
+    return lambda levels: [family(dp, len(levels) - dp) for dp in range(len(levels) + 1)]
 
 
 def piper(problem: Problem) -> SearchResult:
@@ -236,7 +233,6 @@ def piper(problem: Problem) -> SearchResult:
 
 
 def every_piper_plan(problem: Problem) -> SearchResult:
-    """The truth: every cut, in each stage every (dp, tp), for each layer every option."""
     return every_plan(problem, families_of(problem), time=lambda times, _: max(times))
 
 
@@ -323,11 +319,9 @@ def bmw_options(problem: Problem) -> Families:
 
 def even_cuts(problem: Problem) -> list[Cut]:
     """As many stages as there are groups of one size, layers spread over them."""
-    layers, found = len(problem.layers), []
-    for here in reversed(sizes_of(problem)):
-        if (stages := problem.devices // here) <= layers:
-            found.append(tuple((run, here) for run in balanced([1] * layers, stages)))
-    return found
+    groups = ((problem.devices // here, here) for here in reversed(sizes_of(problem)))
+    even = [1] * len(problem.layers)
+    return [tuple((run, here) for run in balanced(even, n)) for n, here in groups if n <= len(even)]
 
 
 def galvatron(problem: Problem) -> SearchResult:
