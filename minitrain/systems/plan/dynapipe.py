@@ -1,25 +1,17 @@
 """Messages of a pipeline: DynaPipe plans those of unequal microbatches, TriRace sends them one way. No torch.
 
     lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
-
 microbatches   step = sum of their times + (stages - 1)·longest, smallest over all runs of sorted samples. If
                the time of one grows with rows and length, no grouping of the samples is better.
 adaptive       each rank does its next backward if it can, else its next forward if that fits under the cap;
                whoever can start first. Equal times and a cap of p microbatches: as long as 1F1B.
 planned        programs with messages, which both sides post when, by a simulated clock, the result is there:
-               the earliest can always go. A rank that receives just before it needs and sends just after it
-               has (`naive`) may face a neighbour that waits the other way round.
-
-With a Runner: `run.cut = samples(groups, lengths)`, `run.program = planned(schedule)[rank]` (no `Reduce`: a
-reducer works in its `finish()`). A rank never holds more than the cap.
-
-TriRace. Sent and received in one call (Megatron-LM's send_forward_recv_backward), a rank waits until both
-messages have come, though what it does next may need neither:
-    paired     F3 [up 3 | down 1] B1 [down 1 | up 4] F4 ..   a period of F + B + 2c for messages that take c
-    one-way    F3 B1 F4 ..   each leaves as soon as it is made: F + B + 2c(p-1)/p, for a microbatch goes down
-               the ranks and back while p others pass; with twice as many forwards ahead F + B
-    late       the gradient of step t is used when its sum has come, at most `bound` steps later: a step takes
-               compute + reduce with bound 0, else max(compute, reduce)
+               the earliest can always go. `naive`, just before the need and just after, may get stuck.
+With a Runner (no `Reduce`): `run.cut = samples(groups, lengths)`, `run.program = planned(schedule)[rank]`.
+TriRace        sent and received in one call, F3 [up 3 | down 1] B1 .., a rank waits for both: a period of
+               F + B + 2c for messages that take c; one way, F3 B1 F4 .., each leaving when made, F + B +
+               2c(p-1)/p, with twice as many forwards ahead F + B. Updates at most `bound` steps late: a step
+               takes compute + reduce with bound 0, else max(compute, reduce).
 
 Jiang et al. 2024 (DynaPipe), arXiv:2311.10418, sections 4 to 6; Guo et al. (TriRace), as Duan et al. 2024,
 arXiv:2407.20018, section 7.2.3, describe it. Differs: DynaPipe tries a set of limits for the longest time, an

@@ -36,16 +36,38 @@ def sent_by_axis(
     `strategy` is a Strategy, `rows` of `length` tokens are the global batch. Without clipping, whose norm
     takes a few numbers more, and for sizes that divide: else a dry run has the bytes."""
     _check(config, strategy)
-    layers = stages_of(config, strategy, stage)
-    tokens = Fraction(rows * length, strategy.dp * strategy.microbatches * strategy.cp)
-    parts = dict(tp=_tensor, pp=_pipeline, cp=_context, ep=_experts)
-    sent = {axis: part(config, strategy, tokens, layers) for axis, part in parts.items()}
-    sent |= {"dp": _data(config, strategy, layers)}
-    if config.tied and strategy.pp > 1 and {0, config.num_layers + 1} & {*chain(*layers)}:
-        pieces = strategy.tp * (strategy.dp * strategy.cp if strategy.zero else 1)  # summed piece by piece
+    s, layers, last = strategy, stages_of(config, strategy, stage), config.num_layers + 1
+    numbers, e = {*chain(*layers)}, BYTES[s.policy.activations]
+    blocks, ends = sorted(numbers - {0, last}), numbers & {0, last}
+    tokens = Fraction(rows * length, s.dp * s.cp)  # of a rank, in all microbatches
+    activations = tokens * config.d_model * e
+
+    block, head = (10, 3) if s.sequence_parallel else (8, 2)
+    if s.recompute == "full":  # what the second sum gives, no backward needs, but for the mask of a dropout
+        block += 4 if config.dropout else 2
+    times = block * len(blocks) + 2 * (0 in ends) + head * (last in ends)
+    loss = 2 * (e + 2 * max(4, e)) * (last in ends)  # a maximum of each token, two sums in float32 or better
+    # A boundary: activations forward, gradients back; a slice of them if the sequence is cut.
+    messages = (2 * len(layers) - len(ends)) * (s.pp > 1)
+    queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+    core = 6 * (s.cp - 1) * keys if s.core == "ring" else share(s.cp) * 4 * (queries + keys)
+    there_and_back = (
+        4 * config.experts.top_k * activations / s.tp + 8 * config.experts_in(block) * s.microbatches
+        for block in blocks
+        if config.experts_in(block)
+    )
+    sent = {
+        "dp": _data(config, s, sorted(numbers)),
+        "pp": messages * activations / (s.tp if s.sequence_parallel else 1),
+        "cp": core * tokens * e * len(blocks) / s.tp,
+        "tp": share(s.tp) * (times * activations + loss * tokens),
+        "ep": share(s.ep) * sum(there_and_back),
+    }
+    if config.tied and s.pp > 1 and ends:
+        pieces = s.tp * (s.dp * s.cp if s.zero else 1)  # summed piece by piece
         table = Fraction(config.vocab_size * config.d_model, pieces)
-        sent["pp"] += table * BYTES[strategy.policy.gradients]  # 2 x(2) = 1
-    return {axis: sent[axis] for axis in ("dp", "pp", "cp", "tp", "ep") if sent[axis]}
+        sent["pp"] += table * BYTES[s.policy.gradients]  # 2 x(2) = 1
+    return {axis: size for axis, size in sent.items() if size}
 
 
 def stages_of(config: GPTConfig, strategy: Any, stage: int) -> list[range]:
@@ -61,64 +83,17 @@ def share(n: int) -> Fraction:
     return Fraction(n - 1, n)
 
 
-def _blocks(config: GPTConfig, layers: list[range]) -> list[int]:
-    return [layer for part in layers for layer in part if 1 <= layer <= config.num_layers]
-
-
-def _tensor(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    ends = {layer for part in layers for layer in part} - set(_blocks(config, layers))
-    block, head = (10, 3) if s.sequence_parallel else (8, 2)
-    if s.recompute == "full":  # what the second sum gives, no backward needs, but for the mask of a dropout
-        block += 4 if config.dropout else 2
-    times = block * len(_blocks(config, layers)) + 2 * (0 in ends) + head * (config.num_layers + 1 in ends)
-    sent = times * config.d_model * BYTES[s.policy.activations]
-    if config.num_layers + 1 in ends:
-        maximum = BYTES[s.policy.activations]
-        sent += 2 * (maximum + 2 * max(4, maximum))  # of each token, and both sums in float32 or better
-    return share(s.tp) * tokens * sent * s.microbatches
-
-
-def _pipeline(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    """A boundary: its activations forward, their gradients back; a slice of them if the sequence is cut."""
-    if s.pp == 1:
-        return Fraction(0)
-    first = sum(part.start == 0 for part in layers)
-    last = sum(part.stop == config.num_layers + 2 for part in layers)
-    width = Fraction(config.d_model * BYTES[s.policy.activations], s.tp if s.sequence_parallel else 1)
-    return (2 * len(layers) - first - last) * tokens * width * s.microbatches
-
-
-def _context(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    queries, keys = (
-        heads * config.head_dim / Fraction(s.tp) for heads in (config.num_heads, config.num_kv_heads)
-    )
-    numbers = 6 * (s.cp - 1) * keys if s.core == "ring" else share(s.cp) * (4 * queries + 4 * keys)
-    return numbers * tokens * BYTES[s.policy.activations] * len(_blocks(config, layers)) * s.microbatches
-
-
-def _experts(config: GPTConfig, s: Any, tokens: Fraction, layers: list[range]) -> Fraction:
-    sent = Fraction(0)
-    for block in _blocks(config, layers):
-        if experts := config.experts_in(block):
-            rows = 4 * config.experts.top_k * tokens / s.tp * config.d_model * BYTES[s.policy.activations]
-            sent += share(s.ep) * (rows + 8 * experts)
-    return sent * s.microbatches
-
-
-def _data(config: GPTConfig, s: Any, layers: list[range]) -> Fraction:
+def _data(config: GPTConfig, s: Any, layers: list[int]) -> Fraction:
     """Whole parameters see a slice of the tokens under sequence parallelism: their sum is over tp as well."""
     ranks, m = s.dp * s.cp, s.microbatches
     g, w = BYTES[s.policy.gradients], BYTES[s.policy.weights]
     per_number = {0: 2 * g, 1: g + w, 2: m * g + w, 3: m * g + 2 * m * w}[s.zero]
-    sent = Fraction(0)
-    for part in layers:
-        for layer in part:
-            cut, whole = layer_parameters(config, layer)
-            experts = expert_parameters(config, layer)
-            over = ranks * s.tp if s.sequence_parallel else ranks
-            sent += per_number * (share(ranks) * Fraction(cut, s.tp) + share(over) * whole)
-            sent += per_number * share(ranks // s.ep) * Fraction(experts, s.tp * s.ep)
-    return sent
+    over, sent = ranks * s.tp if s.sequence_parallel else ranks, Fraction(0)
+    for layer in layers:
+        cut, whole = layer_parameters(config, layer)
+        sent += share(ranks) * Fraction(cut, s.tp) + share(over) * whole
+        sent += share(ranks // s.ep) * Fraction(expert_parameters(config, layer), s.tp * s.ep)
+    return per_number * sent
 
 
 def layer_parameters(config: GPTConfig, layer: int) -> tuple[int, int]:
