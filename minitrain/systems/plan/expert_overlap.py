@@ -31,13 +31,7 @@ from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.simulate.timeline import Timeline
-from minitrain.ranks.checks import (
-    require_ints,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 
@@ -51,7 +45,7 @@ class Line(NamedTuple):  # seconds for n rows
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
     """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
-    require_positive_ints(ranks=ranks)
+    require_ints(1, MOST, ranks=ranks)
     require_nonnegative(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
     place = collectives.place(range(ranks), on)
     none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
@@ -62,7 +56,7 @@ def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s:
 def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     """r chunks: all dispatches, then all combines on one link, a chunk's work between its two. Either the
     link is never idle, or the experts are busy from the first arrival to the last."""
-    require_positive_ints(r=r)
+    require_ints(1, MOST, r=r)
     require_nonnegative(rows=rows)
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
@@ -72,7 +66,7 @@ def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> i
     The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work; the two
     are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
     require_nonnegative(rows=rows)
-    require_positive_ints(most=most)
+    require_ints(1, MOST, most=most)
     a, c = 2 * transfer.alpha - work.alpha, -2 * transfer.beta * rows
     b = (2 * transfer.beta - work.beta) * rows - 2 * transfer.alpha
     points = [1, most]
@@ -88,7 +82,7 @@ def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> i
 
 def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:
     """The same as events of rank 0, for `replay(.., launch_s=)`: what the closed form is checked against."""
-    require_positive_ints(r=r, ranks=ranks)
+    require_ints(1, MOST, r=r, ranks=ranks)
     require_nonnegative(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
     members, size = tuple(range(ranks)), rows / r * row_bytes
     way = "all_to_all", "ep", members, size, size * (ranks - 1) / ranks
@@ -117,13 +111,13 @@ def schemoe_order(chunks: int) -> list[int]:
     """Chunk numbers: each is the next task of that chunk, queued on its stream. All chunks are compressed and
     sent first; then each is decompressed, worked on, compressed and sent; decompressing what came home is
     left for the end, behind the all-to-alls of later chunks."""
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     return [*range(chunks)] * 2 + [chunk for chunk in range(chunks) for _ in range(4)] + [*range(chunks)]
 
 
 def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     """Seconds until all is done; a task starts when its stream and the task before it in its chunk end."""
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     require_ints(0, chunks - 1, order=order)
     free, ready, step = defaultdict(int), [0] * chunks, [0] * chunks
     for chunk in order:
@@ -192,7 +186,7 @@ def mpipemoe_s(policy: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
     of the two products, sending rows again a crossing."""
     require_one_of(REUSE_POLICIES, policy=policy)
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     rows, middle = (what == "offload" for what in policy)
     copies = rows * chunk.copy_rows + middle * chunk.copy_middle
     forward = max(chunk.work, 2 * chunk.transfer, copies)
@@ -207,7 +201,7 @@ def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
 def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
     """Rows in the buffers that experts read from: all chunks, or the one at work and the one arriving."""
     require_ints(rows=rows)
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     return -(-rows // chunks) * (min(2, chunks) if reused else chunks)
 
 
@@ -259,7 +253,7 @@ def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int 
 
     order: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
     """
-    require_positive_ints(1 << 16, ep=ep, layers=layers)
+    require_ints(1, 1 << 16, ep=ep, layers=layers)
     require_one_of(("row", "turns", "weights"), order=order)
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:
         raise ValueError(f"ep={ep}; use 2 to {on.devices_per_node} ranks of a node, or whole nodes")

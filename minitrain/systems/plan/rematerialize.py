@@ -168,7 +168,9 @@ def checkmate_chain(costs: Sequence[Number], sizes: Sequence[Number], budget: Nu
 
 def repetitions(layers: int, checkpoints: int) -> int:
     """r: the most often that a layer runs without a graph."""
-    check_checkpoints(layers, checkpoints)
+    check_layers("revolve", layers)
+    if checkpoints < 1:
+        raise ValueError(f"revolve: c = {checkpoints} held inputs; use 1 (the chain's own input) or more")
     r = 0
     while comb(checkpoints + r, checkpoints) < layers:
         r += 1
@@ -183,7 +185,7 @@ def fewest_forwards(layers: int, checkpoints: int) -> int:
 
 def revolve(layers: int, checkpoints: int) -> tuple[Action, ...]:
     """The plan for equal layers. Where to hold next is known from binomials, without a search: O(n·r)."""
-    check_checkpoints(layers, checkpoints)
+    repetitions(layers, checkpoints)  # looks at both
     plan = []
 
     def add(start: int, end: int, checkpoints: int) -> None:
@@ -204,9 +206,3 @@ def next_checkpoint(layers: int, checkpoints: int) -> int:
     C(c+r-2, c) <= k <= C(c+r-1, c) in front and C(c+r-2, c-1) <= n-k <= C(c+r-1, c-1) behind."""
     r = repetitions(layers, checkpoints)
     return max(comb(checkpoints + r - 2, checkpoints), layers - comb(checkpoints + r - 1, checkpoints - 1), 1)
-
-
-def check_checkpoints(layers: int, checkpoints: int) -> None:
-    check_layers("revolve", layers)
-    if checkpoints < 1:
-        raise ValueError(f"revolve: c = {checkpoints} held inputs; use 1 (the chain's own input) or more")

@@ -33,9 +33,7 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 Limit = int | Sequence[int] | None
 
 
-class Kind(NamedTuple):
-    """All actions of one letter on one stage: the k-th needs the k-th of `before`."""
-
+class Kind(NamedTuple):  # all actions of one letter on one stage: the k-th needs the k-th of `before`
     letter: str
     stage: int
     rank: int
@@ -179,9 +177,7 @@ def scheduled(kinds: Sequence[Kind], one: Partial, ranks: int, name: str) -> Sch
     return check(Schedule(name, tuple(map(tuple, lists)), 1 + max(kind.stage for kind in kinds), counts[0]))
 
 
-class Repetend(NamedTuple):
-    """Microbatch n does the action of kind k at starts[k] + n · period."""
-
+class Repetend(NamedTuple):  # microbatch n does the action of kind k at starts[k] + n · period
     place: tuple[int, ...]
     kinds: tuple[Kind, ...]
     starts: tuple[Time, ...]

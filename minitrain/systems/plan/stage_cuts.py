@@ -31,13 +31,7 @@ from minitrain.pipeline.partition import Number, Partition, balanced, divided, u
 from minitrain.pipeline.schedule import Action, B, F, Schedule
 from minitrain.pipeline.schedules.one_direction import alternate, one_f_one_b
 from minitrain.pipeline.simulate import Measured, Simulation, simulate
-from minitrain.ranks.checks import (
-    require_ints,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
 
 Devices = tuple[int, ...]  # how many of each machine
 
@@ -50,7 +44,7 @@ class Stage(NamedTuple):
 
 def paper_latency(stages: Sequence[Stage], m: int) -> Number:
     """With the paper's pivot, found from the last stage back to the first."""
-    require_positive_ints(m=m)
+    require_ints(1, MOST, m=m)
     F, B, sync = zip(*((stage.F, stage.B, stage.sync) for stage in stages))
     steady = [(m - 1) * (f + b) for f, b in zip(F, B)]
     pivot = len(stages) - 1
@@ -126,7 +120,7 @@ def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluste
 def plan_dapple(model: Model, cluster: Cluster, m: int) -> Partition:
     """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
     with fewest stages."""
-    require_positive_ints(m=m)
+    require_ints(1, MOST, m=m)
 
     def choices(end: int, state: tuple[int, Devices, Devices]) -> Iterator[tuple]:
         """`state`: stages and links behind, devices left, devices of the stage behind."""
@@ -170,7 +164,7 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
 
     Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
     require_nonnegative(forward=forward, backward=backward)
-    require_positive_ints(p=p, m=m)
+    require_ints(1, MOST, p=p, m=m)
     if len(forward) != len(backward):
         raise ValueError(f"{len(forward)} forward times and {len(backward)} backward; give each unit both")
     cut, before = tuple(balanced([f + b for f, b in zip(forward, backward)], p)), None
@@ -204,7 +198,7 @@ def without_one_unit(cut: Sequence[range], stage: int) -> list[tuple[range, ...]
 
 def sliced(p: int, m: int, k: int = 1) -> Schedule:
     """1F1B with the first k of m microbatches in halves: units 2i and 2i+1 if i < k, else unit i + k."""
-    require_positive_ints(p=p, m=m)
+    require_ints(1, MOST, p=p, m=m)
     require_ints(0, m, k=k)
 
     def halves(action: Action) -> list[Action]:
@@ -256,7 +250,7 @@ class GraphSchedule(Schedule):
 
 def heights(stages: int, edges: Edges) -> list[int]:
     """The stages on the longest path from each stage to the end, itself included."""
-    require_positive_ints(stages=stages)
+    require_ints(1, MOST, stages=stages)
     found = [1] * stages
     for _ in range(stages):
         before = found
@@ -272,7 +266,7 @@ def depth(stages: int, edges: Edges) -> int:
 
 def graph_one_f_one_b(stages: int, edges: Edges, m: int) -> GraphSchedule:
     """Stage i on rank i: its height less one forwards ahead, then one forward and one backward in turn."""
-    require_positive_ints(stages=stages, m=m)
+    require_ints(1, MOST, stages=stages, m=m)
     lists = []
     for stage, height in enumerate(heights(stages, edges)):
         lists.append(alternate([F(stage, i) for i in range(m)], [B(stage, i) for i in range(m)], height - 1))
@@ -310,7 +304,7 @@ def ops(series: Series) -> Iterator[Op]:
 
 def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
     """The graph of at most `devices` stages with the shortest (m + depth - 1)·slowest."""
-    require_positive_ints(devices=devices, m=m)
+    require_ints(1, MOST, devices=devices, m=m)
     time = lambda deep, slow: (m + deep - 1) * slow
     cuts = graph_cuts(model, devices)
     (_, *costs), parts = min(cuts, key=lambda found: (time(*found[0][1:]), found[0][1]))

@@ -172,9 +172,9 @@ class Tensor(NamedTuple):
     recompute: Number | None  # None: it cannot be (optimizer state)
 
 
-class Links(NamedTuple):
-    peer: Number  # bytes per time to another rank
-    host: Number  # and to the host
+class Links(NamedTuple):  # bytes per time
+    peer: Number  # to another rank
+    host: Number
 
 
 class MPressPlan(NamedTuple):

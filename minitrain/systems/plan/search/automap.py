@@ -110,10 +110,10 @@ def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) 
 
 def every_set_of_cuts(problem: Problem) -> SearchResult:
     """The least of all that decisions lead to."""
-    waiting, seen = [{}], {frozenset(): {}}
+    waiting, seen = [{}], [{}]
     while waiting:
         for then in moves(waiting.pop(), problem):
-            if (key := frozenset(then.items())) not in seen:
-                seen[key] = then
+            if then not in seen:
+                seen.append(then)
                 waiting.append(then)
-    return least(seen.values(), pricer(problem))
+    return least(seen, pricer(problem))

@@ -51,15 +51,13 @@ SHARED = ("col", "row", "tp")  # weights of which a device uses 1/p
 SPLIT = ("dp", "sdp", "col", "row", "tp")  # the work is split, too
 
 
-class Layer(NamedTuple):
-    """y = x·W: elements of a row of x, of y, and kept inside for backward; of W; FLOPs of a row forward."""
-
+class Layer(NamedTuple):  # y = x·W
     name: str
-    takes: int
-    gives: int
+    takes: int  # elements of a row of x
+    gives: int  # of y
     weights: int
-    flops: float
-    keeps: int = 0
+    flops: float  # of a row forward
+    keeps: int = 0  # elements of a row, inside for backward
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
@@ -302,7 +300,7 @@ def example(**changes) -> Problem:
 
 
 def exhaustive(problem: Problem, unit: str = "seconds") -> SearchResult:
-    """The cheapest choice; of equal ones that which comes first in the order of `problem.shardings`."""
+    """Of equal choices that which comes first in the order of `problem.shardings`."""
     return every(problem.graph(unit=unit), problem.memory_bytes)
 
 

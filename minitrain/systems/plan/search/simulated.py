@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
     """One microbatch. The same names, streams and needs for every choice: only the seconds differ."""
-    tasks, levels, shardings = [], problem.levels, [*(option.shardings for option in choice), None]
+    tasks, levels, shardings = [], problem.levels, [option.shardings for option in choice]
 
     def sent(name, sizes, needs):
         for i in reversed(range(len(levels))):
@@ -47,15 +47,14 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
             needs = ((*name, i),)
         return needs
 
-    forward, backward, gathers, sums, thirds = [], [], [], [], []
-    for j, (layer, option) in enumerate(zip(problem.layers, choice)):
-        there, back = problem.edge_bytes(layer, shardings[j], shardings[j + 1], levels)
-        often, once = problem.weight_bytes(layer, shardings[j], levels)
-        forward.append(there)
-        backward.append(back)
+    edges = zip(problem.layers, shardings, [*shardings[1:], None])
+    forward, backward = zip(*(problem.edge_bytes(*edge, levels) for edge in edges))
+    thirds = [problem.compute_seconds(*one, levels) / 3 for one in zip(problem.layers, choice)]
+    gathers, sums = [], []
+    for layer, sharding in zip(problem.layers, shardings):
+        often, once = problem.weight_bytes(layer, sharding, levels)
         gathers.append([size / 3 for size in often])
-        sums.append([a + b / problem.microbatches for a, b in zip(gathers[j], once)])
-        thirds.append(problem.compute_seconds(layer, option, levels) / 3)
+        sums.append([a + b / problem.microbatches for a, b in zip(gathers[-1], once)])
     needs = ()
     for j, third in enumerate(thirds):
         ready = sent(("gather", j), gathers[j], ())
@@ -209,13 +208,9 @@ def step_seconds(problem: Problem, config: Config, launch_s: float = 1e-4) -> fl
 
 def grid(problem: Problem) -> list[Config]:
     """Every stage with every microbatch that halves a device's rows."""
-    rows, sizes = problem.rows * problem.microbatches // problem.devices, []
-    while rows >= 1:
-        sizes.append(rows)
-        if rows % 2:
-            break
-        rows //= 2
-    return [Config(zero, size) for zero in STAGES for size in sizes]
+    rows = problem.rows * problem.microbatches // problem.devices
+    halved = [rows >> times for times in range(rows.bit_length()) if rows % (1 << times) == 0]
+    return [Config(zero, size) for zero in STAGES for size in halved]
 
 
 def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> SearchResult:
@@ -236,6 +231,6 @@ def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> 
 
 def every_config(problem: Problem) -> SearchResult:
     """The fastest of the whole grid that fits; looked at: the grid."""
-    every = grid(problem)
-    fitting = (config for config in every if memory(problem, config) <= problem.memory_bytes)
-    return least(fitting, lambda config: step_seconds(problem, config))._replace(looked_at=len(every))
+    fitting = (config for config in grid(problem) if memory(problem, config) <= problem.memory_bytes)
+    best = least(fitting, lambda config: step_seconds(problem, config))
+    return best._replace(looked_at=len(grid(problem)))

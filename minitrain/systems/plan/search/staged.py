@@ -449,12 +449,12 @@ def resized(problem: Problem, stage: Stage, layers: range, devices: int) -> Stag
 
 def changes(problem: Problem, stage: Stage, which: Sequence[int]) -> list[tuple[Option, ...]]:
     """These layers with another sharding on one level, or with recomputation turned."""
+    each = lambda change: tuple(change(o) if i in which else o for i, o in enumerate(stage.options))
     found = []
     for level in range(len(stage.options[0].shardings)):
         for sharding in problem.shardings:
-            put = lambda o: o._replace(shardings=(*o.shardings[:level], sharding, *o.shardings[level + 1 :]))
-            found.append(tuple(put(o) if i in which else o for i, o in enumerate(stage.options)))
+            with_it = lambda old: (*old[:level], sharding, *old[level + 1 :])
+            found.append(each(lambda o: o._replace(shardings=with_it(o.shardings))))
     if any(problem.layers[stage.layers[i]].keeps for i in which):
-        turned = [o._replace(again=not o.again) if i in which else o for i, o in enumerate(stage.options)]
-        found.append(tuple(turned))
+        found.append(each(lambda o: o._replace(again=not o.again)))
     return [options for options in found if options != stage.options]
