@@ -42,8 +42,7 @@ class DynaPipePlan(NamedTuple):
 
 
 def microbatches(lengths: Sequence[int], time: Callable, stages: int, cap_tokens=None) -> DynaPipePlan:
-    """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length.
-
+    """Runs of the sorted samples with the shortest step, none of more than `cap_tokens` = rows·length;
     `time(rows, length)` is that of a microbatch on a stage."""
     require_positive_ints(stages=stages)
     require_positive_ints(cap_tokens or MOST, lengths=lengths)
@@ -139,7 +138,6 @@ def blocking(
 ) -> tuple[list[dict[Action, Number]], list[int]]:
     """Plays programs of actions and calls; a call ends when both sides of each message have come to it and
     the messages have passed, one after the other in each direction of a link. `seconds` by kind of action.
-
     Returns when each rank has done each action, and how many entries are left where ranks wait for ever."""
     came: dict[Action, dict[int, Number]] = defaultdict(dict)  # when each side came to a message
     passed: dict[Action, Number] = {}

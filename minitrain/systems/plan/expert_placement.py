@@ -50,12 +50,10 @@ def everywhere(chosen: Sequence[int], experts: int, ranks: int) -> Holders:
     return tuple((own, *copies(e, own)) for e, (own,) in enumerate(owners(experts, ranks)))
 
 
-class Costs(NamedTuple):
-    """Seconds: of a row's products in forward, of a row over a link, of an expert's weights over a link."""
-
-    compute: float
-    move: float
-    carry: float
+class Costs(NamedTuple):  # seconds
+    compute: float  # of a row's products in forward
+    move: float  # of a row over a link
+    carry: float  # of an expert's weights over a link
 
 
 def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype: str = "bfloat16") -> Costs:
@@ -273,10 +271,9 @@ def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
 
 
 def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: int = 7) -> Holders:
-    """Online: the placement with the least time over the next `steps`, the way to it included.
-
-    A step takes 3 · the largest load · compute. Experts move one after the other, each `states` times its
-    weights: in 16 bits these are 1, two moments and a master in 32 bits 6 more."""
+    """Online: the placement with the least time over the next `steps`, the way to it included: a step takes
+    3 · the largest load · compute; experts move one after the other, each `states` times its weights, which
+    are 1 in 16 bits, two moments and a master in 32 bits 6 more."""
     ranks = 1 + max(chain(*current))
 
     def total(holders: Holders) -> float:
@@ -341,11 +338,9 @@ Grid = NamedTuple("Grid", [(axis, int) for axis in ("dp", "ep", "tp")])
 
 
 class MoELayer(NamedTuple):
-    """Elements: of one of the experts, and of all that is no expert."""
-
     experts: int
-    expert_weights: int
-    dense_weights: int
+    expert_weights: int  # elements of one of them
+    dense_weights: int  # of all that is no expert
 
 
 def grids(ranks: int, layer: MoELayer, bytes_per_element: int, memory_bytes: int) -> list[Grid]:

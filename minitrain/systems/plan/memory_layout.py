@@ -259,8 +259,8 @@ def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int 
 
 
 def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:
-    """A step as a framework runs it: forward, backward, and then all updates. Each layer writes what its
-    backward needs and its result; its backward makes the gradient of its input, and of its weights."""
+    """A step as a framework runs it: forward, backward, then all updates. Each layer writes what its backward
+    needs and its result; its backward makes the gradient of its input, and of its weights."""
     require_positive_ints(layers=layers)
     sizes, operators = {"x0": activation_bytes}, []
     for i in range(1, layers + 1):

@@ -42,9 +42,8 @@ class Kind(NamedTuple):  # all actions of one letter on one stage: the k-th need
 
 
 def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bool) -> tuple[list, list]:
-    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit.
-
-    By default that is the number of stages; at least it is the number of the rank's own."""
+    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit: by
+    default the number of stages, at least that of the rank's own."""
     require_ints(place=place)
     require_positive_ints(m=m)
     stages, p = len(place), 1 + max(place)
@@ -82,9 +81,8 @@ Shortest = NamedTuple("Shortest", [("schedule", Schedule), ("time", Time)])
 
 
 def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=500_000) -> Shortest:
-    """The schedule of the smallest makespan, or longest span of a rank from its first action on.
-
-    Asks for ever longer times, from the work of the busiest rank, whether a schedule ends by then."""
+    """The schedule of the smallest makespan, or longest span of a rank from its first action on: asks for ever
+    longer times, from the work of the busiest rank, whether one ends by then."""
     kinds, limits = prepared(place, m, costs, limit, split)
     search, ranks, step = Search(kinds, limits, most), range(len(limits)), largest_divisor(kinds)
     time = m * max(sum(kind.time for kind in kinds if kind.rank == rank) for rank in ranks)
@@ -99,14 +97,11 @@ def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, mo
     return Shortest(scheduled(kinds, found[0], len(limits), name), time)
 
 
-class Partial(NamedTuple):
-    """A schedule that is begun: when each rank began and is free, when what each kind needs came, what was
-    done."""
-
-    begun: tuple[Time, ...]
-    free: tuple[Time, ...]
-    waiting: tuple[tuple[Time, ...], ...]
-    done: tuple[int, ...]
+class Partial(NamedTuple):  # a schedule that is begun
+    begun: tuple[Time, ...]  # when, by rank
+    free: tuple[Time, ...]  # each rank
+    waiting: tuple[tuple[Time, ...], ...]  # when what each kind needs came
+    done: tuple[int, ...]  # kinds
 
 
 def unbeaten(some: list[Partial]) -> list[Partial]:
@@ -246,9 +241,8 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
 
 
 def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -> Schedule:
-    """The smallest makespan of all that repeat whole windows of the pattern, each rank within its limit.
-
-    The limit is by default what a rank holds in `unroll`."""
+    """The smallest makespan of all that repeat whole windows of the pattern, each rank within its limit, by
+    default what it holds in `unroll`."""
     ranks = range(1 + max(pattern.place))
     holds = [peak(unroll(pattern, m), rank) for rank in ranks]
     search = Search(pattern.kinds, per_rank(holds if limit is None else limit, len(ranks)), most)

@@ -55,9 +55,7 @@ def paper_latency(stages: Sequence[Stage], m: int) -> Number:
     return sum(F[: pivot + 1]) + steady[pivot] + max(ends)
 
 
-class Ahead(NamedTuple):
-    """What a stage needs to know of those behind it, from the start of their first forward on."""
-
+class Ahead(NamedTuple):  # what a stage needs to know of those behind it, from their first forward on
     rest: Number = 0  # sum of F+B
     first: Number = 0  # end of the first one's last backward
     all: Number = 0  # end of everything
@@ -118,8 +116,8 @@ def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluste
 
 
 def plan_dapple(model: Model, cluster: Cluster, m: int) -> Partition:
-    """The cut, replication and placement with the smallest `latency`, on all devices or fewer; of equal ones,
-    with fewest stages."""
+    """The cut, replicas and places with the least `latency`, on all devices or fewer; of equal ones, with
+    fewest stages."""
     require_ints(1, MOST, m=m)
 
     def choices(end: int, state: tuple[int, Devices, Devices]) -> Iterator[tuple]:
@@ -141,11 +139,10 @@ def plan_dapple(model: Model, cluster: Cluster, m: int) -> Partition:
 
 
 def in_front_of_all(layers: int, state: tuple, choices: Callable, m: int) -> list[tuple[Ahead, tuple]]:
-    """(Ahead, plan) of all layers: from the last on, stages go in front of stages.
-
-    `choices(end, state)`: (start, the state then, stages added, what the plan says of them) for layers up to
-    `end`; a state begins with the number of stages behind. Kept is all that no other beats in every number of
-    `Ahead`: the latency never falls if one rises, so this equals trying everything."""
+    """(Ahead, plan) of all layers: from the last on, stages go in front of stages. `choices(end, state)`:
+    (start, the state then, stages added, what the plan says of them) for layers up to `end`; a state begins
+    with the number of stages behind. Kept is all that no other beats in every number of `Ahead`: the latency
+    never falls if one rises, so this equals trying everything."""
     frontier, whole = {(layers, state): [(Ahead(), ())]}, []
     for end in range(layers, 0, -1):
         for key in [key for key in frontier if key[0] == end]:
@@ -160,9 +157,8 @@ def in_front_of_all(layers: int, state: tuple, choices: Callable, m: int) -> lis
 
 
 def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int, m: int) -> Partition:
-    """The cut of units into p stages that the search ends at, and its simulated 1F1B step.
-
-    Of equal moves the first: over the front, over the back, and so again with a unit handed on."""
+    """The cut of units into p stages that the search ends at, and its simulated 1F1B step. Of equal moves the
+    first: over the front, over the back, and so again with a unit handed on."""
     require_nonnegative(forward=forward, backward=backward)
     require_ints(1, MOST, p=p, m=m)
     if len(forward) != len(backward):
@@ -315,7 +311,6 @@ def plan_graphpipe(model: Series, devices: int, m: int) -> GraphPipePlan:
 
 def graph_cuts(series: Series, devices: int) -> list[tuple]:
     """All ((stages, depth, slowest), parts) of at most `devices` stages that no other beats in every number.
-
     A part is the names of a stage, or a list of each branch's parts."""
     if not series:
         raise ValueError("a branch is empty; give every branch an operator (leave a skip connection out)")

@@ -191,7 +191,6 @@ def extra_time(tensor: Tensor, place: str, links: Links) -> Number | None:
 
 def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, places=PLACES) -> MPressPlan:
     """The place of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
-
     `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
     rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time)."""
     everything = [((0, 0), ())]

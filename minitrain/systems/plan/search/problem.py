@@ -75,18 +75,14 @@ class Level(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A sharding for each level; `again`: inner results of the layer are computed again in backward."""
-
-    shardings: tuple[str, ...]
-    again: bool = False
+    shardings: tuple[str, ...]  # for each level
+    again: bool = False  # inner results of the layer are computed again in backward
 
 
 class SearchResult(NamedTuple):
-    """What a search returns: its choice, what it costs, and how many partial or whole choices it priced."""
-
     choice: object
     cost: float
-    looked_at: int
+    looked_at: int  # partial or whole choices that were priced
 
 
 def cheapest(priced: Iterable[tuple], memory_bytes: float = inf) -> tuple:

@@ -27,12 +27,10 @@ ACTIVATION, MATRIX = "rc", "kn"  # rows or columns (features); inputs or outputs
 Cuts = tuple[str, ...]  # a letter for each step, the first outermost
 
 
-class Halved(NamedTuple):
-    """How each is cut, step by step: L + 1 activations, L matrices, and {(layer, operator): indices}."""
-
-    activations: tuple[Cuts, ...]
-    matrices: tuple[Cuts, ...]
-    operators: dict[tuple[int, str], Cuts]
+class Halved(NamedTuple):  # how each is cut, step by step
+    activations: tuple[Cuts, ...]  # L + 1
+    matrices: tuple[Cuts, ...]  # L
+    operators: dict[tuple[int, str], Cuts]  # of (layer, operator): indices
 
 
 def moved(description: str, along: Cuts, stored: dict[str, Cuts], sizes: dict[str, int]) -> float:
