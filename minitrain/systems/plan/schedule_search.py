@@ -42,7 +42,7 @@ class Kind(NamedTuple):  # all actions of one letter on one stage: the k-th need
 
 
 def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bool) -> tuple[list, list]:
-    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit: by
+    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit, by
     default the number of stages, at least that of the rank's own."""
     require_ints(place=place)
     require_positive_ints(m=m)
@@ -81,8 +81,8 @@ Shortest = NamedTuple("Shortest", [("schedule", Schedule), ("time", Time)])
 
 
 def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, most=500_000) -> Shortest:
-    """The schedule of the smallest makespan, or longest span of a rank from its first action on: asks for ever
-    longer times, from the work of the busiest rank, whether one ends by then."""
+    """The schedule of the smallest makespan, or longest span of a rank from its first action on. Asks for
+    ever longer times, from the work of the busiest rank, whether one ends by then."""
     kinds, limits = prepared(place, m, costs, limit, split)
     search, ranks, step = Search(kinds, limits, most), range(len(limits)), largest_divisor(kinds)
     time = m * max(sum(kind.time for kind in kinds if kind.rank == rank) for rank in ranks)
