@@ -42,7 +42,7 @@ class Kind(NamedTuple):  # all actions of one letter on one stage: the k-th need
 
 
 def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bool) -> tuple[list, list]:
-    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and every rank's limit, by
+    """The kinds of actions in a microbatch's order (F up, B or I down, then all W), and each rank's limit, by
     default the number of stages, at least that of the rank's own."""
     require_ints(place=place)
     require_positive_ints(m=m)
