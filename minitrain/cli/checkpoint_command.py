@@ -59,15 +59,13 @@ def verify(folder: Folder, step: Step = None) -> None:
 def show(folder: Folder, step: Step = None) -> None:
     """Tensors of a checkpoint, with shape, dtype and in how many pieces they lie; position and versions."""
     store = _store(folder)
+    from minitrain.checkpoint.load import Saved
+
     manifest, files = store.open(_step(store, step))
-    pieces: dict[str, list] = {}
-    for file in files:
-        for entry in file.entries:
-            pieces.setdefault(entry.name, []).append(entry)
-    for name, (one, *others) in sorted(pieces.items()):
-        dtype = str(one.dtype).removeprefix("torch.")
-        lies = f"in {1 + len(others)} pieces" if others else ""
-        echo(f"{name:56} {dtype:9} {str(list(one.whole)):16} {lies}".rstrip())
+    for name, pieces in sorted(Saved(files).entries.items()):
+        dtype, whole = str(pieces[0].dtype).removeprefix("torch."), str(list(pieces[0].whole))
+        lies = f"in {len(pieces)} pieces" if len(pieces) > 1 else ""
+        echo(f"{name:56} {dtype:9} {whole:16} {lies}".rstrip())
     for key in ("strategy", "position", "versions"):
         if key in manifest:
             echo(f"{key}: {json.dumps(_changed(manifest[key]) if key == 'strategy' else manifest[key])}")
@@ -103,7 +101,7 @@ def export_weights(store, step: int, folder: Path) -> int:
     manifest, files = store.open(step)
     config = config_in(manifest)
     weights = Weights(Saved(files), config)
-    shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.without_memory(), config)}
+    shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.shapes(), config)}
     (dtype, _), *_ = shapes.values()
     settings = settings_of(config, family_of(config)) | {"dtype": str(dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,20 +140,20 @@ class Weights:
         if config.tied:
             self.entries[f"layers.{config.num_layers + 1}.out.weight"] = self.entries["layers.0.tokens"]
 
-    def __getitem__(self, name: str):
+    def empty(self, name: str, device: str):
         import torch
 
+        return torch.empty(self.entries[name].whole, dtype=self.entries[name].dtype, device=device)
+
+    def shapes(self) -> dict:
+        return {name: self.empty(name, "meta") for name in self.entries}
+
+    def __getitem__(self, name: str):
         from minitrain.ranks.pieces import whole_piece
 
-        entry = self.entries[name]
-        piece = whole_piece(entry.name, torch.empty(entry.whole, dtype=entry.dtype))
+        piece = whole_piece(self.entries[name].name, self.empty(name, "cpu"))
         self.saved.fill(piece)
         return piece.values
-
-    def without_memory(self) -> dict:
-        import torch
-
-        return {n: torch.empty(e.whole, dtype=e.dtype, device="meta") for n, e in self.entries.items()}
 
 
 def config_in(manifest: dict):
@@ -165,8 +163,10 @@ def config_in(manifest: dict):
     was = manifest["identity"]
     if "d_model" not in was:
         raise ValueError(f"the checkpoint is of {was.get('model')}, a module of somebody's own, not of a GPT")
-    own = {field.name: was[field.name] for field in fields(GPTConfig) if field.name in was}
-    experts = {field.name: was[field.name] for field in fields(ExpertsConfig) if field.name in was}
+    own, experts = (
+        {field.name: was[field.name] for field in fields(cls) if field.name in was}
+        for cls in (GPTConfig, ExpertsConfig)
+    )
     return GPTConfig(**own, experts=ExpertsConfig(**experts) if experts else None)
 
 

@@ -34,14 +34,10 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in 
 version_of = attrgetter("_version")  # of a tensor: how often it was written to in place
 # A tensor without memory that goes through an autograd graph in the place of one that may be dropped.
 wrapper_tensor = torch.Tensor._make_wrapper_subclass
-# What a tensor without numbers is made of, and two operators that those who see every one must know.
-make_subclass = torch.Tensor._make_subclass
-throw_on_data_ptr = _C._set_throw_on_mutable_data_ptr
+# What a result of shapes depends on, and an operator that those who see every one must know.
 default_device = _C._get_default_device
 dispatch_keys = _C._dispatch_keys  # of a tensor: a number that says what it is to the dispatcher
-no_dispatch = _C._DisableTorchDispatch  # while one of these lives no mode and no subclass sees an operator
 DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not call one
 plain_torch_functions = _C._disabled_torch_function_impl
 
 # Attention kernels that also return the log of the denominator.
@@ -64,7 +60,6 @@ FAKE = "torch._subclasses.fake_tensor"
 FOR_DRY_RUNS = {
     "FakeTensor": FAKE,
     "FakeTensorMode": FAKE,
-    "_DispatchCacheValidEntry": FAKE,
     "FakeCopyMode": FAKE,
     "DataDependentOutputException": FAKE,
     "DynamicOutputShapeException": FAKE,

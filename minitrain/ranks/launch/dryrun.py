@@ -4,13 +4,12 @@
 
 torch's FakeTensorMode (shapes.py) gives tensors a shape, a dtype and a device but no memory; its "fake"
 backend gives one process a group of any size. The same operators and collectives happen in the same order, so
-FLOPs, bytes sent and peak bytes equal those of a real run to the last digit. (Where torch's fake kernels and
-its real ones agree: on a CPU, batch norm and LSTM differ in one output.)
+FLOPs, bytes sent and peak bytes equal those of a real run to the last digit (on a CPU, batch norm and LSTM
+differ in one output: torch's fake kernels are not its real ones).
 
 Without numbers nothing can be decided: `.item()`, `if loss > 3` and `x[mask]` end the dry run and name the
-line that asked. Tensors must be made inside the function or be its arguments (passed without data). Whatever
-happens, group and mode are gone afterwards. Estimating memory with fake tensors is an idea of
-torch.distributed._tools. Differs: communication is counted.
+line that asked. Tensors are made inside the function or are its arguments (passed without data). Estimating
+memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is counted.
 """
 
 import copy
@@ -43,7 +42,6 @@ LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os
 NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, shapes.__file__, LEDGER)
 # What torch says where it meets a fake tensor and wanted numbers, or a real one among fake ones.
 NUMBERS_WANTED = ("string passed to FakeTensor", ".numpy() is not supported for tensor subclasses")
-NUMBERS_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 FROM_OUTSIDE = "convert all Tensors to FakeTensors"
 
 
@@ -89,7 +87,8 @@ def _complaint(error: BaseException) -> str | None:
     """What a beginner has to know about an error of torch's; None if it does not come from the dry run."""
     if FROM_OUTSIDE in str(error):
         return "uses a tensor from outside the dry run; make it inside by torch.tensor, or pass it"
-    if isinstance(error, NUMBERS_ERRORS) or any(text in str(error) for text in NUMBERS_WANTED):
+    wants_numbers = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    if wants_numbers or any(text in str(error) for text in NUMBERS_WANTED):
         return "asks for the numbers in a tensor, and a dry run has shapes only; leave this to real runs"
     return None
 

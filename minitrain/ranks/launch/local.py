@@ -29,7 +29,7 @@ from multiprocessing.connection import wait as wait_for
 from minitrain.ranks import collectives
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch import report
-from minitrain.ranks.launch.report import LaunchTimeout, RankError
+from minitrain.ranks.launch.report import RETURNED, LaunchTimeout, RankError
 from minitrain.ranks.process import PROCESS
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
@@ -80,7 +80,8 @@ class Launch:
         self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
         with suppress(OSError):
             socket.send_fds(self.helper.requests, [b"L"], [end.fileno() for end in self.theirs])
-        self.let_go_of_their_ends()
+        for end in self.theirs:
+            end.close()
         os.mkdir(self.directory, 0o700)  # for its owner only
         environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
         environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
@@ -96,10 +97,6 @@ class Launch:
         order = {"ranks": self.ranks, "modules": self.helper.modules()}
         with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
             self.lifeline.sendall(json.dumps(order).encode() + b"\n")
-
-    def let_go_of_their_ends(self) -> None:
-        for end in self.theirs:
-            end.close()
 
     def wait(self, timeout_s: float, start_timeout_s: float) -> None:
         if not self.wait_until({"ready", "done"}, start_timeout_s):
@@ -184,7 +181,8 @@ class Launch:
         try:
             # shutdown, not close: it counts even if a process forked meanwhile holds a copy of this socket
             self.lifeline.shutdown(socket.SHUT_RDWR)
-            self.let_go_of_their_ends()
+            for end in self.theirs:  # if the start was interrupted
+                end.close()
             deadline = time.monotonic() + 10
             while self.pids and not self.reaped and time.monotonic() < deadline:  # no pids: it imports torch
                 self.listen(0.5)
@@ -232,11 +230,8 @@ class Launch:
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
             time.sleep(0.02)
-        dumps, where = {rank: self.text(rank, "stack") for rank in busy}, {}
-        for rank in self.states:
-            where[rank] = report.RETURNED
-            if rank in busy:
-                where[rank] = report.stuck(dumps[rank], self.calls(rank), self.cells)
+        dumps, where = {rank: self.text(rank, "stack") for rank in busy}, dict.fromkeys(self.states, RETURNED)
+        where |= {rank: report.stuck(dump, self.calls(rank), self.cells) for rank, dump in dumps.items()}
         return report.hang(timeout_s, where, dumps, self.cells)
 
     def show_all(self) -> None:

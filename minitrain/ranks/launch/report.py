@@ -205,8 +205,8 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)
-    in_torch = [name for file, _, name in frames if file.endswith(C10D_FILE)]
-    in_torch = [name for name in in_torch if name.islower() and not name.startswith(NO_COLLECTIVE)]
+    of_torch = [name for file, _, name in frames if file.endswith(C10D_FILE)]
+    in_torch = [name for name in of_torch if name.islower() and not name.startswith(NO_COLLECTIVE)]
     in_ours = any(file.startswith(COLLECTIVES) for file, *_ in frames)
     unfinished = [call for call in calls if not call.done]
     if unfinished and in_ours:

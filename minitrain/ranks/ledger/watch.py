@@ -1,15 +1,10 @@
-"""Sees every operator of this thread on its way to the kernel, and writes it down in a `Ledger`.
-
-In a dry run most operators have been seen before with arguments of the same shapes. Then the results are what
-the mode below remembers (shapes.py), the event is that of the last time, and only memory is looked at
-anew: which blocks are read, which are born.
-"""
+"""Sees every operator of this thread on its way to the kernel, and writes it down in a `Ledger`."""
 
 from functools import cache, partial
 
 from minitrain.ranks.events import Compute
 from minitrain.ranks.ledger.operators import FLOATS, Operator, describe, tensors
-from minitrain.ranks.torch_private import DEVICE_OF, DispatchMode, dispatch_modes
+from minitrain.ranks.torch_private import DEVICE_OF, DispatchMode
 
 
 class Watch(DispatchMode):
@@ -21,24 +16,11 @@ class Watch(DispatchMode):
         self._describe = cache(partial(describe, causal=ledger.causal))
         # Equal events are one object: thousands would keep the garbage collector busy.
         self._event = cache(Compute)
-        self._below = None  # the mode of a dry run, if nothing is between
-        # Key of a call -> how its results are made, operator, fields of its event, and that by phase.
-        self._known: dict[tuple, tuple] = {}
-
-    def __enter__(self):
-        top = next(reversed(dispatch_modes()), None)
-        self._below = top if hasattr(top, "key_of") else None
-        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # autograd asks it of every fake tensor that an operator gives
             return args[0].device
-        kwargs, key = kwargs or {}, None
-        if self._below is not None:
-            key = self._below.key_of(func, args, kwargs)
-            known = self._known.get(key)
-            if known is not None:
-                return self._again(*known, args)
+        kwargs = kwargs or {}
         operator = self._describe(func)
         if operator.composite:
             with self:
@@ -47,37 +29,14 @@ class Watch(DispatchMode):
                 return result
         result = func(*args, **kwargs)
         if not operator.bookkeeping:
-            fields = self._account(operator, args, kwargs, result)
-            recipe = key and self._below.recipes.get(key)
-            plain = not tensors(tuple(kwargs.values())) and not (operator.allocates and operator.mutates)
-            if recipe and plain:
-                self._known[key] = recipe, operator, fields, {}
-            self._write_down(operator, fields, {})
+            if event := self._account(operator, args, kwargs, result):
+                self._ledger._events.append(event)
+            if self._memory.limit_bytes is not None and not operator.allocates:  # it may yet be the host's
+                self._memory.check_limit()
         return result
 
-    def _again(self, recipe, operator: Operator, fields: tuple | None, events: dict, args: tuple):
-        result = self._below.make(recipe, args)
-        if not operator.allocates:
-            for tensor in tensors(args):
-                self._memory.read(tensor)
-        if operator.allocates or not operator.views:
-            for tensor in tensors(result):
-                self._memory.write(tensor)
-        self._write_down(operator, fields, events)
-        return result
-
-    def _write_down(self, operator: Operator, fields: tuple | None, events: dict) -> None:
-        if fields:
-            phase = self._ledger._phase
-            if phase not in events:
-                name, flops, moved, dtype, shape, written = fields
-                events[phase] = self._event(name, flops, moved, phase, dtype, shape, written)
-            self._ledger._events.append(events[phase])
-        if self._memory.limit_bytes is not None and not operator.allocates:  # it may yet be the host's
-            self._memory.check_limit()
-
-    def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> tuple | None:
-        """Blocks that are read and born; what there is to write down, but for the phase."""
+    def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> Compute | None:
+        """Notes blocks that are read and born; what there is to write down."""
         memory = self._memory
         inputs = [] if operator.allocates else operator.inputs(args, kwargs)
         read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
@@ -106,4 +65,5 @@ class Watch(DispatchMode):
         of_codes = inputs[:1] if flops else []  # an FP8 product gives bfloat16, and runs at FP8's rate
         dtype = next((FLOATS[tensor.dtype] for tensor in of_codes + outputs if tensor.dtype in FLOATS), "")
         shape = operator.shape(*args, **kwargs) if operator.shape else ()
-        return operator.name, flops, sum(read) + written, dtype, shape, written
+        moved, phase = sum(read) + written, self._ledger._phase
+        return self._event(operator.name, flops, moved, phase, dtype, shape, written)
