@@ -77,7 +77,8 @@ def in_turns(
     for turn in range(-warmup, rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             if _STOCK_LOOPS:
-                (shared_cores.calm_rank, shared_cores.leave_rank)[which]()
+                policy = ((os.SCHED_BATCH, shared_cores.SLICE_NS), (os.SCHED_OTHER, 0))[which]
+                shared_cores.schedule(os.getpid(), *policy)
             meet()
             started = time.perf_counter()
             (ours, theirs)[which]()
@@ -102,9 +103,9 @@ def stock_group(*ours: dist.ProcessGroup, ranks: list[int] | None = None) -> dis
     for group in (dist.group.WORLD, *ours):
         channel_of(group)
     known = shared_cores.event_loops()
-    shared_cores.leave_rank()
+    shared_cores.schedule(os.getpid(), os.SCHED_OTHER)
     group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
-    shared_cores.calm_rank()
+    shared_cores.schedule(os.getpid(), os.SCHED_BATCH, shared_cores.SLICE_NS)
     _STOCK_LOOPS.extend(set(shared_cores.event_loops()) - set(known))
     return group
 

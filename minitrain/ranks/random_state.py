@@ -23,8 +23,9 @@ def random_state(source: Source) -> tuple[Tensor, ...]:
     with outside_modes():
         if isinstance(source, torch.Generator):
             return (source.get_state(),)
-        cuda = [torch.cuda.get_rng_state(source)] if _draws(source) else []
-        return torch.get_rng_state(), *cuda
+        if source.type == "cuda" and torch.cuda.is_initialized():  # a dry run may speak of one that is not
+            return torch.get_rng_state(), torch.cuda.get_rng_state(source)
+        return (torch.get_rng_state(),)
 
 
 def set_random_state(state: tuple[Tensor, ...], source: Source) -> None:
@@ -51,8 +52,3 @@ def drawing_from(state: tuple[Tensor, ...], source: Source) -> Iterator[None]:
         yield
     finally:
         set_random_state(outside, source)
-
-
-def _draws(device: torch.device) -> bool:
-    """Has the device a generator of its own that exists? A dry run may speak of a GPU that is not there."""
-    return device.type == "cuda" and torch.cuda.is_initialized()

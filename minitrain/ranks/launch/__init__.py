@@ -3,7 +3,6 @@ run).
 
 First  start               launch.run(fn, ranks=4): the reader's function on N ranks
        dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers
-       shapes              its tensors, quickly
 then   local               the caller's side of a launch on this machine
        ranks               the other: a helper that has loaded what ranks are forked with, and a rank
        report              who is to blame, in one sentence

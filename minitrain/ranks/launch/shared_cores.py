@@ -22,7 +22,6 @@ import sys
 from contextlib import suppress
 
 SLICE_NS = 8_000_000
-SCHED_OTHER, SCHED_BATCH = 0, 3  # linux/sched.h
 # The number of a system call.
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.platform == "linux" else None
 # `struct sched_attr` of linux/sched/types.h: size, policy, flags, nice, priority, runtime, deadline, period.
@@ -30,26 +29,15 @@ SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
 def calm() -> None:
-    """Ask for both, for the threads there are by now."""
-    calm_rank()
-    for thread in event_loops():
-        schedule(thread, SCHED_BATCH)
-
-
-def calm_rank() -> None:
-    """The rank is this process's main thread."""
-    schedule(os.getpid(), SCHED_BATCH, SLICE_NS)
-
-
-def leave_rank() -> None:
-    """The rank as Linux runs any thread."""
-    schedule(os.getpid(), SCHED_OTHER)
+    """Ask for both, for the threads there are by now; the rank is the main one."""
+    if SCHED_SETATTR is not None:
+        schedule(os.getpid(), os.SCHED_BATCH, SLICE_NS)
+        for thread in event_loops():
+            schedule(thread, os.SCHED_BATCH)
 
 
 def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
     """How Linux runs a thread, how long at a time (0: as the kernel likes). A sandbox may forbid it."""
-    if SCHED_SETATTR is None:
-        return
     with suppress(ProcessLookupError):  # the thread has ended
         nice = os.getpriority(os.PRIO_PROCESS, thread)
         attr = SCHED_ATTR.pack(SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)

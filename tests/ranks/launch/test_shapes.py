@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from minitrain.ranks.launch.shapes import ShapesMode
+from minitrain.ranks.launch.dryrun import ShapesMode
 from minitrain.ranks.torch_private import FakeTensorMode
 
 

@@ -27,7 +27,7 @@ def policies():
     found = [now()]
     collectives.all_reduce(torch.ones(2), dist.group.WORLD)
     found.append(now())
-    shared_cores.leave_rank()
+    shared_cores.schedule(os.getpid(), os.SCHED_OTHER)
     known.update(shared_cores.event_loops())
     group = dist.new_group()
     found.append(now())
@@ -57,9 +57,9 @@ def slice_ns() -> int:
 
 
 def turns():
-    shared_cores.calm_rank()
+    shared_cores.calm()
     calm = slice_ns()
-    shared_cores.leave_rank()
+    shared_cores.schedule(os.getpid(), os.SCHED_OTHER)
     return calm, slice_ns()
 
 
@@ -73,7 +73,7 @@ def test_a_calm_rank_has_longer_turns():
 def test_the_niceness_stays():
     def nice():
         nicer = os.nice(3)
-        shared_cores.calm_rank()
+        shared_cores.calm()
         return os.getpriority(os.PRIO_PROCESS, 0) - nicer
 
     assert launch.run(nice, ranks=1) == [0]

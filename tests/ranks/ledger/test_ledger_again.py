@@ -11,7 +11,7 @@ from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.launch import dryrun, shapes
+from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import FakeTensorMode
 
@@ -61,7 +61,7 @@ def account(ledger):
 
 
 def torchs_own(monkeypatch):
-    monkeypatch.setattr(shapes, "ShapesMode", FakeTensorMode)
+    monkeypatch.setattr(dryrun, "ShapesMode", FakeTensorMode)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
