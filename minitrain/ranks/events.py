@@ -1,14 +1,12 @@
 """What one rank did, in order: the four events which the ledger writes and the replay and the pictures read.
 
 One rank runs one stream of computation. A collective is handed to the network (`Issue`) and later waited for
-(`Wait`); what stands between the two can overlap with it. A blocking call is an `Issue` directly followed by
-its `Wait`. A `Copy` between the memories of a device, its host and its disk is waited for likewise. Events
-hold counts, never times: equal in a real run and in a dry run, so that two lists can be compared with ==.
+(`Wait`); what stands between the two can overlap with it. A `Copy` between the memories of a device, its host
+and its disk is waited for likewise. Events hold counts, never times: they are equal in a real and a dry run.
 
-A cost model finds all it needs in a `Compute`. Three classes: attention (a `shape`, and "attention" in the
-name), products (another `shape`), and passes over memory (no `shape`: bytes are all they cost, but for
-convolutions, which have `flops`). Several passes in a row, fused, save the bytes that one writes (`written`)
-and the next would read.
+To a cost model a `Compute` is attention (a `shape`, and "attention" in the name), a product (another `shape`)
+or a pass over memory (no `shape`: bytes are all it costs, but for convolutions, which have `flops`). Several
+passes in a row, fused, save the bytes that one writes (`written`) and the next would read.
 """
 
 from dataclasses import dataclass

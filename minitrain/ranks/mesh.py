@@ -6,8 +6,8 @@ Put the axis that talks most last: tp inside a node, dp outside. `mesh.group("dp
 several axes at once (gradients are summed over both). A group is made once and by its members only, so that
 one rank of 131,072 makes a handful and not all of them. Sends nothing.
 
-Megatron-LM and DeepSpeed keep such grids in globals; torch's DeviceMesh is the model for this one. Differs: a
-mesh of one axis gets a group of its own, not the default one, so that every group knows its axis.
+torch's DeviceMesh is the model. Differs: a mesh of one axis gets a group of its own, not the default one, so
+that every group knows its axis.
 """
 
 import itertools
@@ -38,10 +38,7 @@ class Mesh:
         for axis in axes:
             self.group(axis)
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """This rank's place: {"dp": 1, "tp": 0}."""
-        return self._place(dist.get_rank())
+    coordinates = property(lambda self: self._place(dist.get_rank()))  # {"dp": 1, "tp": 0}
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along `axes` only, in mesh order whatever that of the names.

@@ -5,10 +5,9 @@
         piece  start (1, 4)  values [1, 2]                   . . . . . .     one rectangle; others need up
                                                              . . . . . .     to 2 · dims - 1
 
-A piece is a view: who saves reads it, who loads writes into it. So one description of a layout serves both,
-and a layout never has to know another one: pieces of either meet where their rectangles overlap. Zeros that
-pad a cut are in no piece. `holders` are the groups whose ranks all have the same values there: product of
-their sizes many copies, of which `share_out` lets each rank write its part, and no two the same.
+A piece is a view: who saves reads it, who loads writes into it. So no layout has to know another one: pieces
+of either meet where their rectangles overlap. Zeros that pad a cut are in no piece. `holders` are the groups
+whose ranks all have the same values there: of these copies `share_out` lets each rank write its part.
 
     alike on k ranks, laid end to end   [ a a a | a b b | b c c ]    rank r writes part r of k, to an element
 
@@ -39,9 +38,8 @@ class Piece:
     values: Tensor
     holders: tuple[ProcessGroup, ...] = ()
 
-    @property
-    def replicas(self) -> int:
-        return math.prod(group.size() for group in self.holders)
+    replicas = property(lambda self: math.prod(group.size() for group in self.holders))
+    shape = property(lambda self: tuple(self.values.shape))
 
     @property
     def replica(self) -> int:
@@ -50,10 +48,6 @@ class Piece:
         for group in self.holders:
             number = number * group.size() + group.rank()
         return number
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
 
 
 def whole_piece(name: str, values: Tensor, holders: tuple[ProcessGroup, ...] = ()) -> Piece:

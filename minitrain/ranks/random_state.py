@@ -3,9 +3,8 @@
     before = random_state(device)                 in front of F
     with drawing_from(before, device): ...        around R: the draws of F; then those that come without R
 
-The CPU's generator and a CUDA device's. Outside of dispatch modes: a state is no tensor of the model, so
-accounts stay the same. Memory: 5 kB on the host for a kept state, 16 bytes of a CUDA generator. Differs from
-torch.utils.checkpoint: a forward and its repetition are two actions of a schedule.
+Outside of dispatch modes: a state is no tensor of the model. Memory: 5 kB on the host for a kept state, 16
+bytes of a CUDA generator. Differs from torch.utils.checkpoint: a forward and its repetition are two actions.
 """
 
 from collections.abc import Iterator

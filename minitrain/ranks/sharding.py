@@ -6,15 +6,13 @@
     inside        of a flat buffer of parameters: the groups that had cut these before it was cut
 
 `shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
-gather sends (n-1)/n of its result. `local_shard` cuts a whole tensor as a parameter is cut, `numbers` says
-where in the whole the elements of a part are. A tensor may be cut
-several times, along one dim (tp, then dp inside the slice) or along two, but not over ranks that hold
-different slices already: that could not be undone. Where the ranks do not divide a dim, `pad=True` gives all
-of them the next larger slice; the last ones end in zeros, which `full_tensor` leaves out again.
+gather sends (n-1)/n of its result. A tensor may be cut several times, along one dim (tp, then dp inside the
+slice) or along two, but not over ranks that hold different slices already: that could not be undone. Where
+the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the last ones end in zeros,
+which `full_tensor` leaves out again.
 
 torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
-ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded as
-well.
+ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded too.
 """
 
 from __future__ import annotations

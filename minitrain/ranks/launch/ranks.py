@@ -1,9 +1,9 @@
 """Behind the caller: the helper process, which forks ranks, and what a rank does from fork to kill.
 
-`launch.run` starts `serve` once per calling process. The helper imports torch, stays single-threaded, never
-touches CUDA, and forks. (The *caller* cannot be forked: a notebook kernel has threads, sockets and perhaps a
-CUDA context, and none of them survives a fork.) A launch is announced before its directory is made, so that
-whoever dies, and whenever, somebody is left who removes it; then its order comes on the lifeline.
+The helper imports torch, stays single-threaded, never touches CUDA, and forks. (The *caller* cannot be
+forked: a notebook kernel has threads, sockets and perhaps a CUDA context, and none of them survives a fork.)
+A launch is announced before its directory is made, so that whoever dies, and whenever, somebody is left who
+removes it; then its order comes on the lifeline.
 
     caller closes the lifeline, or dies     the helper kills and reaps the ranks and all that they started, in
                                             sessions of their own too (Linux), and says "- reaped"

@@ -7,8 +7,8 @@ Three rules find the culprit.
         only a crash can have caused them.
     A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
         disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
-    The line is the reader's. The innermost frame outside Python's and torch's libraries and outside minitrain
-        is named, because that is where something can be changed; the traceback shows the rest.
+    The line is the reader's: the innermost frame outside of libraries and minitrain, where something can be
+        changed; the traceback shows the rest.
 """
 
 import os
