@@ -31,7 +31,7 @@ class Mesh:
         sizes = list(axes.values())
         if (product := math.prod(sizes)) != self.ranks:
             text = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-            cure = self._what_fits(product)
+            cure = f"choose sizes whose product is {self.ranks}"
             raise ValueError(f"Mesh: {text} is {product} ranks, but the job has {self.ranks}; {cure}")
         self._strides = {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(axes)}
         self._groups: dict[tuple, dist.ProcessGroup] = {}
@@ -139,12 +139,6 @@ class Mesh:
             said = ", ".join(map(repr, axes))
             raise ValueError(f"{what}({said}): name each axis once, at least one of {known}")
         return tuple(axis for axis in self.shape if axis in axes)
-
-    def _what_fits(self, product: int) -> str:
-        """The sizes of one axis that would make the product right."""
-        sizes = {axis: divmod(self.ranks * size, product) for axis, size in self.shape.items()}
-        fits = " or ".join(f"{axis}={size}" for axis, (size, rest) in sizes.items() if rest == 0)
-        return f"{fits} would fit" if fits else f"choose sizes whose product is {self.ranks}"
 
 
 def _new_group(members: list[int], axes: tuple[str, ...]) -> dist.ProcessGroup:

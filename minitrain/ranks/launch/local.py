@@ -110,20 +110,20 @@ class Launch:
             )
         if not self.wait_until({"done"}, timeout_s):
             raise self.hang(timeout_s)
-        self.show_all()
+        self.show(ended=True)
 
     def wait_until(self, wanted: set[str], seconds: float) -> bool:
         """False if time is up. Raises as soon as a rank fails."""
         deadline = time.monotonic() + seconds
         while not set(self.states.values()) <= wanted:
             if time.monotonic() > deadline:
-                self.show_all()
+                self.show(ended=True)
                 return False
             self.listen(0.1)
-            self.show(0, "stdout", sys.stdout)
+            self.show(ended=False)
             if self.failed():
                 self.let_others_end()
-                self.show_all()
+                self.show(ended=True)
                 raise self.failure()
         return True
 
@@ -161,8 +161,10 @@ class Launch:
             return
         data = os.read(self.events, 65536) if heard else b""
         if not data:
+            self.helper.log.seek(0)
+            last_words = self.helper.log.read()[-4000:].decode(errors="replace").strip()
             gone = "the helper process that forks ranks is gone (killed, or out of memory?)"
-            raise RankError(f"{gone}; run again to start another", (), self.helper.last_words())
+            raise RankError(f"{gone}; run again to start another", (), last_words)
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
             who, event, *value = line.decode().split()
@@ -234,22 +236,19 @@ class Launch:
         where |= {rank: report.stuck(dump, self.calls(rank), self.cells) for rank, dump in dumps.items()}
         return report.hang(timeout_s, where, dumps, self.cells)
 
-    def show_all(self) -> None:
-        for kind, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-            for rank in self.states:
-                self.show(rank, kind, stream, ended=True)
-
-    def show(self, rank: int, kind: str, stream, ended: bool = False) -> None:
-        """Print the lines that `rank` has completed since the last time; the rest once it has `ended`."""
-        if not self.echo:
-            return
-        before = self.shown.get((rank, kind), 0)
-        text = self.read(rank, kind, before)
-        text = text if ended else text[: text.rfind(b"\n") + 1]
-        self.shown[rank, kind] = before + len(text)
-        for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
-            last_state = line.rpartition("\r")[2]  # of a progress bar
-            print(f"[rank {rank}] {last_state}", file=stream)
+    def show(self, ended: bool) -> None:
+        """Print the lines that rank 0 has completed since the last time; what all have said, once they have
+        `ended`."""
+        streams = {"stdout": sys.stdout} | ({"stderr": sys.stderr} if ended else {})
+        for kind, stream in streams.items() if self.echo else ():
+            for rank in self.states if ended else [0]:
+                before = self.shown.get((rank, kind), 0)
+                text = self.read(rank, kind, before)
+                text = text if ended else text[: text.rfind(b"\n") + 1]
+                self.shown[rank, kind] = before + len(text)
+                for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
+                    last_state = line.rpartition("\r")[2]  # of a progress bar
+                    print(f"[rank {rank}] {last_state}", file=stream)
 
 
 def notebook_cells() -> dict[str, str]:
@@ -312,15 +311,8 @@ class Helper:
         self.requests.close()
         self.log.close()
         if self.owner == os.getpid():
-            try:
-                self.process.wait(2)
-            except subprocess.TimeoutExpired:  # busy importing
-                self.process.kill()
-                self.process.wait()
-
-    def last_words(self) -> str:
-        self.log.seek(0)
-        return self.log.read()[-4000:].decode(errors="replace").strip()
+            self.process.kill()
+            self.process.wait()
 
 
 def changed_at(file: str) -> int:
