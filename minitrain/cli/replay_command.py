@@ -93,8 +93,7 @@ def replay(
 
 def strategy_for(given: dict[str, Any], ranks: int | None) -> Strategy:
     """The strategy of the flags; what is not given is what large runs use."""
-    if ranks is not None:
-        require_ints(1, 1 << 30, ranks=ranks)
+    require_ints(1, 1 << 30, ranks=64 if ranks is None else ranks)
     wanted = Strategy(**{"dp": 1} | given)
     if "dp" not in given:
         beside = wanted.ranks

@@ -83,10 +83,8 @@ def train(
     try:
         launch.run(train_on_rank, settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
-        said = "the same command with --resume goes on from the last checkpoint"
-        typer.echo(
-            f"interrupted; {said if checkpoint else 'nothing was saved, for there is no --checkpoint'}"
-        )
+        cure = "the same command with --resume goes on from the last checkpoint"
+        typer.echo(f"interrupted; {cure if checkpoint else 'nothing was saved'}")
         raise typer.Exit(130) from None
 
 
@@ -119,9 +117,8 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     base = known(presets, preset=preset)
     changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
     if experts and base.experts is None and "num_experts" not in experts:
-        name, value = next(iter(experts.items()))
-        cure = f"preset {preset!r} has no experts; add num_experts, or use another"
-        raise ValueError(f"{name}={value}, but {cure}")
+        said = ", ".join(f"{name}={value}" for name, value in experts.items())
+        raise ValueError(f"{said}, but preset {preset!r} has no experts; add num_experts, or use another")
     if experts:
         changes["experts"] = replace(base.experts, **experts) if base.experts else ExpertsConfig(**experts)
     changes.setdefault("max_positions", max(values["length"], base.max_positions))

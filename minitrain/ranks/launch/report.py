@@ -89,12 +89,11 @@ def shortened(text: str, letters: int) -> str:
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
     """The record of a rank that ended without a word; `code`: its exit status, or minus the signal."""
-    frames = stack_frames(dump)
+    frames, what = stack_frames(dump), f"died of {SIGNALS.get(-code, -code)}"
     if code >= 0:
         what = f"ended the process with status {code} (os._exit?) before fn returned; return from fn instead"
-    else:
-        what = f"died of {SIGNALS.get(-code, -code)}"
-        what += " (kill -9, or the system ran out of memory: try fewer ranks)" * (code == -signal.SIGKILL)
+    elif code == -signal.SIGKILL:
+        what += " (kill -9, or the system ran out of memory: try fewer ranks)"
     what += f" at {place(frames, cells)}" if frames else ""
     if calls and not frames:
         what += f"; last collective: {calls[-1].op} #{calls[-1].seq} ({calls[-1].site})"
@@ -135,8 +134,8 @@ def stack_frames(dump: str) -> list[tuple[str, int, str]]:
 
 
 def stack_text(dump: str, cells: dict[str, str]) -> str:
-    lines = [f'  File "{file}", line {line}, in {name}' for file, line, name in stack_frames(dump)]
-    return readable("\n".join(["innermost line first:", *lines]), cells) if lines else ""
+    lines = "".join(f'\n  File "{file}", line {line}, in {name}' for file, line, name in stack_frames(dump))
+    return readable(f"innermost line first:{lines}", cells) if lines else ""
 
 
 def readable(text: str, cells: dict[str, str]) -> str:
