@@ -4,8 +4,8 @@
     best, second, *_ = search(task, work_of)          Predictions: .run.strategy .step_s .mfu .memory .parts
     why(best, second)                                 where the second loses its time
     pareto(search(task, work_of))                     those that are slower need less memory
-    race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
     least_ranks(7 * 10**9, 32e9, stage=3)             4: 16 bytes per parameter are 112 GB, 28 on each of four
+    race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
 
 `layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
 of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
@@ -23,6 +23,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from minitrain.model.config import GPTConfig, divisors
+from minitrain.plan.accounting import zero_bytes
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.rates import RATES, Rates
 from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
@@ -36,7 +37,6 @@ LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not
 MOST_ROWS = 8  # of a microbatch
 MOST_CHUNKS = 8  # stages of a rank
 RECOMPUTE = ("none", "selective", "full")
-STATES = (2, 2, 12)  # bytes per parameter: weights, gradients, what the optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,13 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
 
 
 def nothing_divides(task: Task) -> str:
-    """No layout at all: it is the batch, or what tp must divide, that fits none."""
     below = task.batch // task.ranks * task.ranks
     near = " or ".join(str(n) for n in (below, below + task.ranks) if n)
     said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
-    cure = f"use a batch of {near}, or fewer ranks"
-    return f"{said}: no sizes of tp, pp, cp and dp divide both batch and ranks; {cure}"
+    return f"{said}: no sizes of tp, pp, cp and dp divide both; use a batch of {near}, or fewer ranks"
 
 
 def too_large(task: Task, least: Prediction) -> str:
-    """By how much the smallest layout misses."""
     said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
     room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
     short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
@@ -178,14 +175,13 @@ def too_large(task: Task, least: Prediction) -> str:
 def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:
     """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them, for
     what a stage does not cut is too large. Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1."""
-    require_positive_ints(1 << 60, parameters=parameters)
     require_positive(memory_bytes=memory_bytes)
-    require_one_of((0, 1, 2, 3), stage=stage)
-    whole = parameters * sum(STATES[: 3 - stage])
-    cut = parameters * sum(STATES) - whole
-    if whole + cut <= memory_bytes:
+    all_of_it = zero_bytes(parameters, 1, stage)
+    cut = 2 * (all_of_it - zero_bytes(parameters, 2, stage))
+    room = memory_bytes - (all_of_it - cut)
+    if all_of_it <= memory_bytes:
         return 1
-    return ceil(cut / (memory_bytes - whole)) if cut and whole < memory_bytes else None
+    return ceil(cut / room) if cut and room > 0 else None
 
 
 class Finish(NamedTuple):

@@ -29,7 +29,7 @@ def test_limits_and_rates_that_are_said_nowhere_else():
     from minitrain.plan.predict import fit, rates
 
     assert (planner.LEAST_TOKENS, planner.MOST_ROWS, planner.MOST_CHUNKS) == (2048, 8, 8)
-    assert fit.LEAST == 0.05 and planner.STATES == (2, 2, 12)
+    assert fit.LEAST == 0.05
     shares = dict(attention=0.6, memory=0.8, nvlink=0.75, tile=128, k0=128)
     assert rates.START == rates.Rates(products=0.8, network=0.5, **shares)
     assert rates.RATES == rates.Rates(products=0.76, network=0.3, **shares)

@@ -165,9 +165,8 @@ def _solve_attention(values: Values) -> Values:
     if not (same and values["latent_norms"]):
         rule = "keys and values of one width, --rope-type rope and --qk-layernorm"
         raise ValueError(f"--multi-latent-attention: minitrain's has {rule}")
-    latents = {"kv_latent": "kv_rank", "query_latent": "q_rank", "rope_head_dim": "rope_dim"}
-    found = {ours: values[theirs] for ours, theirs in latents.items()}
-    return found | {"num_kv_heads": heads, "head_dim": values["value_dim"]}
+    found = {"kv_latent": values["kv_rank"], "query_latent": values["q_rank"], "num_kv_heads": heads}
+    return found | {"rope_head_dim": values["rope_dim"], "head_dim": values["value_dim"]}
 
 
 def _solve_experts(values: Values) -> Values:

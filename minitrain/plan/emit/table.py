@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,13 +81,7 @@ class System:
     """`derive(values)`: numbers of theirs, and values of ours as far as it can say them; None is not said.
     `solve(values)`: values of ours, of all that the table read. `in_code`: ours that code says, and where."""
 
-    def __init__(
-        self,
-        key: str,
-        derive: Callable[[Values], Values],
-        solve: Callable[[Values], Values],
-        in_code: Mapping[str, str] = {},
-    ) -> None:
+    def __init__(self, key: str, derive: Callable, solve: Callable, in_code: Mapping[str, str] = {}) -> None:
         self.derive, self.solve, self.in_code = derive, solve, in_code
         lines = Path(__file__).with_name(f"{key}.tsv").read_text().splitlines()
         rows = [line.split("\t") for line in lines]
@@ -167,12 +160,12 @@ class System:
         raise ValueError(f"{', '.join(said) or rows[0].name}: no {ours} is this")
 
 
-def equal_parts(values: Values, name: str, *numbers: int) -> int:
-    """Of rows or layers, over so many ranks and parts: no option of theirs says that these differ."""
-    size, rest = divmod(values[name], prod(numbers))
+def equal_parts(values: Values, name: str, ranks: int, each: int) -> int:
+    """Of rows or layers, over ranks and parts of each: no option of theirs says that these differ."""
+    size, rest = divmod(values[name], ranks * each)
     if rest:
-        parts = " x ".join(map(str, numbers))
-        raise ValueError(f"{name}={values[name]} in {parts} parts: only ours may differ; use a multiple")
+        said = f"{name}={values[name]} in {ranks} x {each} parts"
+        raise ValueError(f"{said}: only ours may differ; use a multiple")
     return size
 
 

@@ -15,7 +15,7 @@ fields at their defaults out, so that it stays readable; whatever a Job is can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from minitrain.model.config import Derived, ExpertsConfig, GPTConfig, meant
@@ -56,20 +56,17 @@ class Job:
         found["offload"] = "+".join(sorted(self.strategy.offloads)) or "none"
         if found["loss_scale"] == FIRST_SCALE and self.strategy.policy.scales:
             found["loss_scale"] = 0.0
-        return settled(found | {name: DEFAULTS[name] for name in without_effect(self)})
-
-
-def without_effect(job: Job) -> list[str]:
-    strategy = job.strategy
-    ignored = {
-        "core layout inner ulysses": strategy.cp == 1,
-        "schedule": not strategy.pipelined,
-        "ep_travel": strategy.ep == 1,
-        "loss_scale_window": not strategy.first_loss_scale,
-        "bucket_bytes": strategy.dp * strategy.cp == 1,
-        "rope_theta rope_fraction": job.model.positions != "rope",
-    }
-    return [name for names, without in ignored.items() if without for name in names.split()]
+        without_effect = {
+            "core layout inner ulysses": self.strategy.cp == 1,
+            "schedule": not self.strategy.pipelined,
+            "ep_travel": self.strategy.ep == 1,
+            "loss_scale_window": not self.strategy.first_loss_scale,
+            "bucket_bytes": self.strategy.dp * self.strategy.cp == 1,
+            "rope_theta rope_fraction": self.model.positions != "rope",
+        }
+        for names, ignored in without_effect.items():
+            found |= {name: DEFAULTS[name] for name in names.split() if ignored}
+        return settled(found)
 
 
 def settled(values: Values) -> Values:
@@ -117,21 +114,14 @@ def read(text: str) -> Job:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"plan: no JSON: {error}") from None
-    _check_names("plan", tree, KEYS)
-    if missing := [key for key in KEYS if key not in tree]:
-        raise ValueError(f"plan: {missing[0]!r} is missing; it has {', '.join(KEYS)}")
+    if not isinstance(tree, dict) or tree.keys() != set(KEYS):
+        raise ValueError(f"plan: {text[:40]!r}; use an object of {', '.join(KEYS)}")
     if tree["format"] != FORMAT:
         raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")
-    _check_names("plan.strategy", tree["strategy"], STRATEGY)
-    _check_names("plan.model", tree["model"], [*MODEL, "experts"])
-    if experts := tree["model"].get("experts"):
-        _check_names("plan.model.experts", experts, EXPERTS)
-    return Job(Strategy(**tree["strategy"]), GPTConfig(**tree["model"]), tree["rows"], tree["length"])
-
-
-def _check_names(where: str, values: object, names: Iterable[str]) -> None:
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} is {values!r}; use an object of {', '.join(names)}")
-    for name in values:
-        if name not in names:
-            raise ValueError(f"{where} has no {name!r}; {meant(name, names)}")
+    strategy, model = tree["strategy"], tree["model"]
+    experts = isinstance(model, dict) and model.pop("experts", None) or {}
+    for part in (strategy, model, experts):
+        if not isinstance(part, dict):
+            raise ValueError(f"plan: {part!r}; use an object of names and values")
+    experts = EXPERTS | experts if experts else {}
+    return from_values({**strategy, **model, **experts, "rows": tree["rows"], "length": tree["length"]})

@@ -23,7 +23,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import parts
-from minitrain.plan.predict.predicted_pipeline import Layout, in_steady_state, layout_of, splits
+from minitrain.plan.predict.predicted_pipeline import Layout, in_steady_state, layout_of
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import LAYERS, Work
 
@@ -72,27 +72,13 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, 
 @lru_cache(maxsize=1 << 12)
 def _most_kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
     """Most bytes of activations on each rank."""
-    stages, split = [_Stage(work, numbers) for numbers in layout.stages], splits(layout.schedule)
-    unit, most = 1 / layout.slices, []
+    effects, most = [_effects(work, numbers, again) for numbers in layout.stages], []
     for actions in _actions(layout):
         held = high = 0.0
-        for kind, number in actions:
-            stage = stages[number]
-            keeps = work.boundary_bytes if again else stage.kept
-            match kind:
-                case "F":
-                    high, held = max(high, held + stage.forward), held + keeps * unit
-                case "R":
-                    high, held = max(high, held + stage.forward), held + (stage.kept - keeps) * unit
-                case "B" | "I":
-                    high = max(high, held + stage.backward)
-                    held -= (stage.kept - stage.waiting * (split and kind == "I")) * unit
-                case "W":
-                    held -= stage.waiting * unit
-                case "E" | "G":
-                    held -= stage.kept * unit
-                case "H" | "L":
-                    held += stage.kept * unit
+        for kind, stage in actions:
+            beside, kept = effects[stage][kind]
+            high = max(high, held + beside)
+            held += kept / layout.slices
             high = max(high, held)
         most.append(high)
     return tuple(most)
@@ -104,19 +90,27 @@ def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
     return tuple(tuple((one.kind, one.stage) for one in parts(rank)) for rank in layout.build().ranks)
 
 
-class _Stage:
-    """What its layers keep in all, and the most alive during a forward and a backward beyond what was."""
-
-    def __init__(self, work: Work, numbers: tuple[int, ...]) -> None:
-        embedding, routed, dense, head = ([l] * n for l, n in zip(work.layers, numbers))
-        layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
-        # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
-        # away, all but the first have received some.
-        every, below = sum(layer.saved_bytes for layer in layers), 0
-        self.kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
-        self.waiting = sum(layer.waiting_bytes for layer in layers)
-        self.forward, self.backward = 0, 0
-        for layer in layers:
-            self.forward = max(self.forward, below + layer.forward.high_bytes)
-            below += layer.saved_bytes
-            self.backward = max(self.backward, below - every + layer.backward.high_bytes)
+def _effects(work: Work, numbers: tuple[int, ...], again: bool) -> dict[str, tuple[int, int]]:
+    """By kind of action, of a stage with so many of LAYERS: the most alive during it beyond what was, and how
+    much more is kept after it."""
+    embedding, routed, dense, head = ([l] * n for l, n in zip(work.layers, numbers))
+    layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
+    every, below, forward, backward = sum(layer.saved_bytes for layer in layers), 0, 0, 0
+    for layer in layers:
+        forward = max(forward, below + layer.forward.high_bytes)
+        below += layer.saved_bytes
+        backward = max(backward, below - every + layer.backward.high_bytes)
+    # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
+    # away, all but the first have received some.
+    kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
+    waiting = sum(layer.waiting_bytes for layer in layers)
+    keeps = work.boundary_bytes if again else kept
+    leaves, comes = (0, -kept), (0, kept)
+    return {
+        "F": (forward, keeps),
+        "R": (forward, kept - keeps),
+        "B": (backward, -kept),
+        "I": (backward, waiting - kept),
+        "W": (0, -waiting),
+        **dict(E=leaves, G=leaves, H=comes, L=comes),
+    }

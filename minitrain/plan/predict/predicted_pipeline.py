@@ -108,20 +108,19 @@ class Costs:
     message_s: float = 0.0
     blocking: bool = False
 
-    @property
-    def vector(self) -> tuple[float, ...]:
-        return (*self.passes, self.message_s)
-
     def rounded(self) -> Costs:
         """In units of a block forward and back, to an eighth of a doubling."""
         block = LAYERS.index("block")
         unit = sum(self.passes[KINDS.index(kind) * len(LAYERS) + block] for kind in "FB") or 1.0
-        about = [2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0 for time in self.vector]
+        about = [
+            2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0
+            for time in (*self.passes, self.message_s)
+        ]
         return Costs(tuple(about[:-1]), about[-1], self.blocking)
 
 
 def makespan(layout: Layout, costs: Costs) -> float:
-    return sum(map(mul, longest(layout, costs.rounded()), costs.vector))
+    return sum(map(mul, longest(layout, costs.rounded()), (*costs.passes, costs.message_s)))
 
 
 @cache
@@ -152,18 +151,23 @@ def _path(layout: Layout, costs: Costs) -> Counts:
     cast = _cast(layout)
     send = 0.0 if costs.blocking else costs.message_s
     vector = (*costs.passes, costs.message_s * costs.blocking)
-    ends = cast.ends([sum(map(mul, passes, vector)) for passes in cast.passes], send)
+    times, ends = [sum(map(mul, passes, vector)) for passes in cast.passes], []  # of roles, of entries
+    for role, previous, messages in zip(cast.roles, cast.previous, cast.messages):
+        start = ends[previous] if previous >= 0 else 0.0
+        for need in messages:
+            start = max(start, ends[need] + send)
+        ends.append(start + times[role])
     counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
     at = max(cast.last, key=ends.__getitem__)
     while True:
         for number, own in enumerate(cast.passes[cast.roles[at]]):
             counts[number] += own if number < len(counts) - 1 or costs.blocking else 0
-        before = [(ends[need] + send, 1, cast.where[need]) for need in cast.messages[at]]
+        before = [(ends[need] + send, 1, cast.ranks[need], need) for need in cast.messages[at]]
         if (previous := cast.previous[at]) >= 0:
-            before.append((ends[previous], 0, cast.where[previous]))
+            before.append((ends[previous], 0, cast.ranks[previous], previous))
         if not before or max(before)[0] <= 0:
             return tuple(counts)
-        _, sent, (_, _, at) = max(before)
+        _, sent, _, at = max(before)
         counts[-1] += sent and not costs.blocking
 
 
@@ -173,45 +177,32 @@ class _Cast:
 
     def __init__(self, layout: Layout) -> None:
         self.schedule, self.layout = layout.build(), layout
-        numbers: dict[tuple, int] = {}
+        self.ranks: list[int] = []
         self.roles: list[int] = []
         self.previous: list[int] = []  # of the same rank; -1: none
         self.messages: list[list[int]] = []  # what other ranks must have done
-        self.where: list[tuple[int, int, int]] = []  # (rank, place in its list, number)
-        newest, done = [-1] * layout.p, {}
+        newest, done, numbers = [-1] * layout.p, {}, {}
         for number, (rank, entry) in enumerate(in_order(self.schedule, set())):
             own = tuple((action.kind, action.stage, self.leaves(action)) for action in parts([entry]))
             self.roles.append(numbers.setdefault(own, len(numbers)))
             needed = {done[need] for need in self.schedule.needs[entry]}
-            self.messages.append([need for need in needed if self.where[need][0] != rank])
-            place = self.where[newest[rank]][1] + 1 if newest[rank] >= 0 else 0
+            self.messages.append([need for need in needed if self.ranks[need] != rank])
             self.previous.append(newest[rank])
-            self.where.append((rank, place, number))
+            self.ranks.append(rank)
             newest[rank] = number
             done |= dict.fromkeys(parts([entry]), number)
         self.passes = [self.of(own) for own in numbers]
         self.last = [number for number in newest if number >= 0]
 
-    def ends(self, times: list[float], send: float) -> list[float]:
-        """When each entry ends, if those of a role take so long, and a message from rank to rank."""
-        ends: list[float] = []
-        for role, previous, messages in zip(self.roles, self.previous, self.messages):
-            start = ends[previous] if previous >= 0 else 0.0
-            for need in messages:
-                start = max(start, ends[need] + send)
-            ends.append(start + times[role])
-        return ends
-
     def of(self, actions: tuple) -> Counts:
         """How many passes of KINDS x LAYERS, and how many messages that leave the rank."""
         counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
         for kind, stage, leaves in actions:
-            if kind in MOVES:
-                continue
-            first = KINDS.index(kind) * len(LAYERS)
-            for layer, number in enumerate(self.layout.stages[stage], start=first):
-                counts[layer] += number / self.layout.slices
-            counts[-1] += leaves
+            if kind not in MOVES:
+                first = KINDS.index(kind) * len(LAYERS)
+                for layer, number in enumerate(self.layout.stages[stage], start=first):
+                    counts[layer] += number / self.layout.slices
+                counts[-1] += leaves
         return tuple(counts)
 
     def leaves(self, action: Action) -> bool:

@@ -13,7 +13,7 @@ they are charged from the chunk plan, and `planned` is True. Weak references see
 What is inside a collective is communication: its additions are no Compute events, its memory counts.
 Operators of your own threads are not seen, nor is the inside of a compiled function. A closed ledger can be
 sent elsewhere. A causal attention kernel counts the scores its mask leaves; `Ledger(causal="square")` counts
-all T², as the papers' formulas do (`accounting.compute` has both). Costs some 10 us per operator while open.
+all T², as the papers' formulas do (plan/accounting.py has both). Costs some 10 us per operator while open.
 
 FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, weak references to storages that of
 torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
