@@ -45,8 +45,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.plan.strategy import Strategy
-from minitrain.plan.strategy_checks import AXES
+from minitrain.plan.strategy import AXES, Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.events import DIRECTIONS
 from minitrain.ranks.launch import dryrun

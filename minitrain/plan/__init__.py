@@ -1,6 +1,6 @@
 """What a run will cost and how to lay it out, before anything runs. No torch.
 
-First  strategy, strategy_checks   a layout as plain values; what cannot be, in one line
+First  strategy            a layout as plain values; what cannot be, in one line
        accounting          formulas: parameters, FLOPs, memory, bytes
        predict/            step time, its parts and memory, from a dry run's counts, held to published runs
        planner             the fastest layout of a model on a machine; of several fleets the first

@@ -355,7 +355,7 @@ BAD_JSON = {
     '{"zero_optimization": {"stage": "2"}}': "zero_optimization.stage = '2'; it is int",
     '{"zero_optimization": {"stage": true}}': "zero_optimization.stage = True; it is int",
     "{": "DeepSpeed: no JSON",
-    "[]": "the JSON is list",
+    "[]": "use an object of names and values",
     '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}': "the first is a multiple of the others",
     '{"zero_optimization": {"zero_hpz_partition_size": 8}}': "zero_optimization.zero_hpz_partition_size = 8, and",
     '{"fp16": {"enabled": true, "loss_scale": 128.0}}': "it does not change; minitrain's does",

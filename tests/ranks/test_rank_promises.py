@@ -17,8 +17,7 @@ from minitrain.data_parallel.zero2 import Zero2, grad_of
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import ExpertsConfig
 from minitrain.model.training.optim import AdamW
-from minitrain.plan.strategy import Strategy
-from minitrain.plan.strategy_checks import MOST_CELLS
+from minitrain.plan.strategy import MOST_CELLS, Strategy
 from minitrain.ranks.checks import MOST
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

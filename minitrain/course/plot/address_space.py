@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, COLOURS, PALE, VERMILLION
-from minitrain.plan.simulate.intervals import join
+from minitrain.plan.simulate.timeline import join
 from minitrain.systems.simulate.device_memory import Replay
 
 Kinds = Mapping[int, str] | None

@@ -27,8 +27,8 @@ from minitrain.course.plot.style import (
     SKY,
     VERMILLION,
 )
-from minitrain.plan.simulate.intervals import outside
 from minitrain.plan.simulate.links import Run
+from minitrain.plan.simulate.timeline import outside
 from minitrain.systems.plan.checkpoint_placement import holders
 
 Points = Sequence[tuple[float, float]]

@@ -16,7 +16,7 @@ import json
 import math
 
 from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat, nested
-from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values, parsed
 from minitrain.precision.policies import BYTES, FIRST_SCALE, POLICIES
 
 IN_CODE = {
@@ -79,10 +79,4 @@ def write(job: Job) -> Written:
 
 def read(text: str, in_code: Values) -> tuple[Job, Options]:
     """A JSON and what its script says: at least the model and `length`."""
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"DeepSpeed: no JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"DeepSpeed: the JSON is {type(tree).__name__}; its configuration is an object")
-    return SYSTEM.read(flat(tree), in_code)
+    return SYSTEM.read(flat(parsed(text, json.loads, "DeepSpeed: no JSON")), in_code)

@@ -16,8 +16,7 @@ import json
 import tomllib
 
 from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat
-from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values
-from minitrain.ranks.checks import require_text
+from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values, parsed
 
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -131,9 +130,4 @@ def write(job: Job) -> Written:
 
 def read(text: str, in_code: Values) -> tuple[Job, Options]:
     """A TOML and the sizes that its model has."""
-    require_text(text=text)
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"torchtitan: no TOML: {error}") from None
-    return SYSTEM.read(flat(tree), in_code)
+    return SYSTEM.read(flat(parsed(text, tomllib.loads, "torchtitan: no TOML")), in_code)

@@ -15,13 +15,13 @@ fields at their defaults out, so that it stays readable; whatever a Job is can b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from minitrain.model.config import Derived, ExpertsConfig, GPTConfig, meant
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_positive_ints, require_text
 
 Values = dict[str, object]
 
@@ -108,13 +108,22 @@ def _changed(config) -> dict:
     return {name: value for name, value in changed.items() if not isinstance(value, Derived)}
 
 
+def parsed(text: str, loads: Callable[[str], object], what: str) -> dict:
+    """The object that a text is; `what` it is if it is none."""
+    require_text(text=text)
+    try:
+        tree = loads(text)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{what}: {text[:40]!r}; use an object of names and values")
+    return tree
+
+
 def read(text: str) -> Job:
     """ValueError, in one line, for what is no plan."""
-    try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"plan: no JSON: {error}") from None
-    if not isinstance(tree, dict) or tree.keys() != set(KEYS):
+    tree = parsed(text, json.loads, "plan: no JSON")
+    if tree.keys() != set(KEYS):
         raise ValueError(f"plan: {text[:40]!r}; use an object of {', '.join(KEYS)}")
     if tree["format"] != FORMAT:
         raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.plan.simulate import collectives
-from minitrain.plan.simulate.machines import Device, Machine
+from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.checks import require_nonnegative
 
 
@@ -132,20 +132,15 @@ def seconds(operators: Iterable[Operator], at: Place) -> dict[str, float]:
 
 
 def _arithmetic(operator: Operator, at: Place) -> float:
-    peak = at.machine.device.peak(operator.dtype) * at.machine.compute_efficiency
-    if operator.attention:
-        return operator.flops / (peak * at.rates.attention)
-    return _in_tiles(operator, at.machine.device, at.rates) / (peak * at.rates.products)
-
-
-def _in_tiles(operator: Operator, device: Device, rates: Rates) -> float:
-    """FLOPs of a product if its last tiles and its last wave were full."""
-    if not operator.shape or rates.tile == 1:
-        return operator.flops
-    batch, m, n, k = operator.shape
-    tiles = batch * ceil(m / rates.tile) * ceil(n / rates.tile)
-    wave = device.multiprocessors
-    return ceil(tiles / wave) * wave * 2 * rates.tile**2 * (k + rates.k0)
+    """Seconds of a kernel, or of a product whose last tiles and last wave are taken for full."""
+    device, rates, flops = at.machine.device, at.rates, operator.flops
+    share = rates.attention if operator.attention else rates.products
+    if operator.shape and rates.tile > 1 and not operator.attention:
+        batch, m, n, k = operator.shape
+        tiles = batch * ceil(m / rates.tile) * ceil(n / rates.tile)
+        waves = ceil(tiles / device.multiprocessors)
+        flops = waves * device.multiprocessors * 2 * rates.tile**2 * (k + rates.k0)
+    return flops / (device.peak(operator.dtype) * at.machine.compute_efficiency * share)
 
 
 # ---- a layer ---------------------------------------------------------------------------------------------

@@ -3,6 +3,6 @@
 First  machines            devices and links, from datasheets
        collectives         what a collective costs
        replay              when everything would happen; transfers that meet on a link or a card share it
-then   timeline, intervals where the time went, and a file for a browser
+then   timeline            where the time went, and a file for a browser
 beside links               work, and copies that share links
 """

@@ -19,12 +19,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from minitrain.plan.simulate.intervals import Intervals, join, length, outside
 from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.events import Compute, Copy, Issue
+
+Intervals = list[tuple[float, float]]  # (start, end) pairs in order of start
 
 
 class Span(NamedTuple):
@@ -127,15 +129,11 @@ class Timeline:
 
     __repr__ = table  # a notebook shows what the last line of a cell returns
 
-    def to_chrome_trace(self, path: str | Path, ranks: Iterable[int] | None = None) -> Path:
-        """Write a trace of all ranks, or some, for chrome://tracing or ui.perfetto.dev; returns the path."""
-        events = []
-        for rank in self.spans if ranks is None else ranks:
-            self.account(rank)
-            events += _trace_of(rank, self.spans[rank])
-        path = Path(path)
-        path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
-        return path
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Write a trace of all ranks for chrome://tracing or ui.perfetto.dev; returns the path."""
+        events = [event for rank, spans in self.spans.items() for event in _trace_of(rank, spans)]
+        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+        return Path(path)
 
 
 def _intervals(spans: Iterable[Span], kind: str | None = None) -> Intervals:
@@ -155,6 +153,39 @@ def _duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+# ---- intervals of time -----------------------------------------------------------------------------------
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def join(intervals: Iterable[tuple[float, float]], gap: float = 0.0, keep: float = inf) -> Intervals:
+    """Fewer: what overlaps or is at most `gap` apart becomes one, unless both are longer than `keep`."""
+    joined: Intervals = []
+    for start, end in sorted(intervals):
+        if joined and start - joined[-1][1] <= gap and min(end - start, joined[-1][1] - joined[-1][0]) < keep:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def outside(intervals: Iterable[tuple[float, float]], covers: Intervals) -> Intervals:
+    """The parts of `intervals` that no cover overlaps; covers do not overlap each other. One pass."""
+    free, first = [], 0
+    for start, end in sorted(intervals):
+        while first < len(covers) and covers[first][1] <= start:
+            first += 1
+        i = first
+        while i < len(covers) and covers[i][0] < end:
+            free.append((start, covers[i][0]))
+            start = covers[i][1]
+            i += 1
+        free.append((start, end))
+    return [(start, end) for start, end in free if end > start]
 
 
 # ---- a file for a browser --------------------------------------------------------------------------------

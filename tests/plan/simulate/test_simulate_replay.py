@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.simulate import collectives
-from minitrain.plan.simulate.intervals import join, length, outside
 from minitrain.plan.simulate.links import Task, play
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.plan.simulate.replay import Wires, _Transfer, replay
+from minitrain.plan.simulate.timeline import join, length, outside
 from minitrain.ranks.events import Compute, Issue, Wait
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
