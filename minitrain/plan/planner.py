@@ -128,10 +128,18 @@ def search(
     none fits: by how much."""
     every = [predict(task.run(strategy), work_of, rates) for strategy in progress(list(layouts(task)))]
     if not every:
-        raise ValueError(nothing_divides(task))
+        below = task.batch // task.ranks * task.ranks
+        near = " or ".join(str(n) for n in (below, below + task.ranks) if n)
+        said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
+        cure = f"use a batch of {near}, or fewer ranks"
+        raise ValueError(f"{said}: no sizes of tp, pp, cp and dp divide both; {cure}")
     if fits := [one for one in every if needs(one) <= task.room_bytes]:
         return sorted(fits, key=lambda one: (one.step_s, needs(one)))
-    raise ValueError(too_large(task, min(every, key=needs)))
+    least = min(every, key=needs)
+    said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
+    room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
+    short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
+    raise ValueError(f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory")
 
 
 def needs(prediction: Prediction) -> int:
@@ -153,20 +161,6 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
     differences = {part: other.parts[part] - best.parts[part] for part in best.parts}
     ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
     return [(part, seconds) for part, seconds in ordered[:most] if seconds]
-
-
-def nothing_divides(task: Task) -> str:
-    below = task.batch // task.ranks * task.ranks
-    near = " or ".join(str(n) for n in (below, below + task.ranks) if n)
-    said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
-    return f"{said}: no sizes of tp, pp, cp and dp divide both; use a batch of {near}, or fewer ranks"
-
-
-def too_large(task: Task, least: Prediction) -> str:
-    said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
-    room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
-    short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
-    return f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory"
 
 
 # ---- of several fleets -----------------------------------------------------------------------------------

@@ -162,15 +162,12 @@ def _sums_s(sums, at: Place, zero: int, layout: Layout, times: tuple[Times, ...]
         all_of_it = sum(time for time, _ in transfers)
         if not at.stack.dp_overlapped:
             return all_of_it
-        exposed = beyond(layout, times, transfers, before)
-        return exposed + shared(times[LAYERS.index("block")], before) * (all_of_it - exposed)
-
-    def shared(block: Times, before: bool) -> float:
-        """Of a block's pass, the part in which tp, cp or ep have the same wire: all are slower there."""
+        exposed, block = beyond(layout, times, transfers, before), times[LAYERS.index("block")]
         crosses = len({at.machine.node_of(rank) for rank in sums[0][1]}) > 1
         kind = 0 if before else 1
-        sent = block.on_wires[kind][crosses]
-        return min(1.0, sent / block.passes[kind]) if sent else 0.0
+        sent = block.on_wires[kind][crosses]  # in that part of a pass tp, cp or ep have the same wire
+        shared = min(1.0, sent / block.passes[kind]) if sent else 0.0
+        return exposed + shared * (all_of_it - exposed)
 
     weight, gradient, _ = state
     if not sums:

@@ -143,22 +143,12 @@ def _row(row: dict[str, str]) -> Published:
 
 def _model(row: dict[str, str], n: dict[str, int]) -> GPTConfig:
     """GPT-2's kind, with dropout before 2023; Llama's where the MLP is gated and heads share keys."""
-    llama = n["kv"] > 0
     kind = dict(norm="layer", activation="gelu_tanh", bias=True, positions="learned")
-    if llama:
+    if n["kv"]:
         kind = dict(norm="rms", activation="swiglu", positions="rope")
     elif n["gated"]:
         kind |= dict(activation="geglu", positions="rope")
-    return GPTConfig(
-        vocab_size=n["V"],
-        d_model=n["h"],
-        num_layers=n["L"],
-        num_heads=n["a"],
-        num_kv_heads=n["kv"] or None,
-        d_ff=n["ffn"] or None,
-        max_positions=n["s"],
-        tied=bool(n["tied"]),
-        residual="parallel" if n["parallel_block"] else "pre",
-        dropout=0.0 if n["flash"] else 0.1,
-        **kind,
-    )
+    kind |= dict(residual="parallel" if n["parallel_block"] else "pre", dropout=0.0 if n["flash"] else 0.1)
+    sizes = dict(vocab_size=n["V"], d_model=n["h"], num_layers=n["L"], num_heads=n["a"])
+    sizes |= dict(num_kv_heads=n["kv"] or None, d_ff=n["ffn"] or None, max_positions=n["s"])
+    return GPTConfig(**sizes, **kind, tied=bool(n["tied"]))

@@ -197,11 +197,11 @@ def _trace_of(rank: int, spans: list[Span]) -> list[dict]:
         threads.setdefault(span.stream, len(threads))
     names = [("process", 0, f"rank {rank}", rank)]
     names += [("thread", thread, stream, thread) for stream, thread in threads.items()]
-    events = []
-    for kind, thread, name, order in names:
-        for key, argument in (("name", name), ("sort_index", order)):
-            event = {"ph": "M", "pid": rank, "tid": thread, "name": f"{kind}_{key}"}
-            events.append(event | {"args": {key: argument}})
+    events = [
+        {"ph": "M", "pid": rank, "tid": thread, "name": f"{kind}_{key}", "args": {key: argument}}
+        for kind, thread, name, order in names
+        for key, argument in (("name", name), ("sort_index", order))
+    ]
     return events + [_complete(span, rank, threads[span.stream]) for span in spans]
 
 
