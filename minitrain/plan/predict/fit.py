@@ -25,12 +25,7 @@ LEAST = 0.05
 
 
 def fit(
-    rows: Sequence[Published],
-    names: Iterable[str],
-    work_of: WorkOf,
-    start: Rates = START,
-    tolerance=0.01,
-    hold=0.01,
+    rows: Sequence[Published], names: Iterable[str], work_of: WorkOf, start=START, tolerance=0.01, hold=0.01
 ) -> Rates:
     """`start` with the named shares as the rows have them: no step of `tolerance`, of one constant, makes the
     error smaller. With `hold` a constant that the rows hardly know stays: to leave its start by a factor of e

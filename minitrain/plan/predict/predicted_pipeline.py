@@ -62,14 +62,10 @@ class Layout:
         return replace(self, microbatches=self.repeats_after)
 
 
-def layout_of(config: GPTConfig, strategy: Strategy) -> Layout:
-    s = strategy
-    schedule, *sizes = (s.schedule, s.chunks, s.slices) if s.pp > 1 else ("1f1b", 1, 1)  # nobody sends
-    return _layout(Layout(schedule, s.pp, s.microbatches, *sizes, s.recompute == "stage"), config)
-
-
 @lru_cache(maxsize=1 << 14)
-def _layout(bare: Layout, config: GPTConfig) -> Layout:
+def layout_of(config: GPTConfig, s: Strategy) -> Layout:
+    schedule, *sizes = (s.schedule, s.chunks, s.slices) if s.pp > 1 else ("1f1b", 1, 1)  # nobody sends
+    bare = Layout(schedule, s.pp, s.microbatches, *sizes, s.recompute == "stage")
     return replace(bare, **_stages(bare.short, config))
 
 

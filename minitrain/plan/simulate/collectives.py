@@ -64,11 +64,6 @@ class Placement:
     def latency(self, hops: tuple[int, int]) -> float:
         return hops[0] * self.alpha_in + hops[1] * self.alpha_out
 
-    @property
-    def slowest_hop(self) -> tuple[float, float]:
-        """alpha and bytes/s of a message between the two ranks that are furthest apart."""
-        return (self.alpha_in, self.rate_in) if self.nodes == 1 else (self.alpha_out, self.rate_out)
-
 
 def place(members: Sequence[int], machine: Machine) -> Placement:
     """Where the global ranks `members` sit: rank r on node r // devices_per_node."""
@@ -128,8 +123,8 @@ def _bruck(S: float, p: Placement) -> float:
 
 
 def _direct(S: float, p: Placement) -> float:
-    alpha, rate = p.slowest_hop
-    return alpha + S / rate
+    """Between the two ranks that are furthest apart."""
+    return p.alpha_in + S / p.rate_in if p.nodes == 1 else p.alpha_out + S / p.rate_out
 
 
 def _twice(one_way: Callable) -> Callable:
@@ -151,7 +146,7 @@ ALGORITHMS: dict[str, dict[str, Callable]] = {
     "all_to_all": {"pairwise": _pairwise, "bruck": _bruck},
     "send": {"direct": _direct},
     "receive": {"direct": _direct},
-    "barrier": {"dissemination": lambda S, p: _ceil_log2(p.n) * p.slowest_hop[0]},
+    "barrier": {"dissemination": lambda S, p: _ceil_log2(p.n) * _direct(0, p)},
 }
 
 
