@@ -32,7 +32,9 @@ def order_of_use(count: int) -> list[int]:
     return [*range(count - 1), *reversed(range(count))]
 
 
-def forward_backward(layers, x, loss_of, before, after, others: tuple = (), on_host=False) -> Tensor:
+def forward_backward(
+    layers, x, loss_of, before=lambda number: None, after=lambda number: None, others=(), on_host=False
+) -> Tensor:
     """The sum of loss_of(layers(x[u]), u) over microbatches u; gradients are where its backward leaves them.
 
     `before(i)` brings layer i's parameters, `after(i)` may take them and their gradients away; `others` are
