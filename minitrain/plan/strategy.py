@@ -289,7 +289,10 @@ def conflicts(s: Strategy) -> Iterator[tuple[str, str]]:
 
 def check_alone(s: Strategy) -> None:
     """A Strategy by itself."""
-    require_positive_ints(**{name: getattr(s, name) for name in (*AXES, *SIZES)})
+    sizes = {name: getattr(s, name) for name in (*AXES, *SIZES)}
+    if several := [name for name, size in sizes.items() if isinstance(size, list | tuple)]:
+        raise ValueError(f"{several[0]}={sizes[several[0]]}: use one whole number")
+    require_positive_ints(**sizes)
     require_ints(1, bucket_bytes=s.bucket_bytes)
     require_ints(0, MOST, ep_shadow=s.ep_shadow)
     require_text(offload=s.offload, recompute=s.recompute, order=s.order)

@@ -143,7 +143,7 @@ def test_refusals_are_one_line_on_every_rank():
             config, Strategy(pp=2, schedule="interleaved", chunks=3, microbatches=2)
         ),
         "dp='two': use a whole number": lambda: built(dp="two"),
-        "dp=[2]: use a whole number": lambda: built(dp=[2]),
+        "dp=[2]: use one whole number": lambda: built(dp=[2]),
         "core='rings'; use ring": lambda: built(cp=2, core="rings"),
         "make_optimizer left out layers.0.tokens": lambda: parallelize(
             config, Strategy(dp=2), lambda params: AdamW(params[1:])
