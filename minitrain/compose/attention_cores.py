@@ -1,8 +1,8 @@
 """From a name to what runs: an attention core, the layout that cuts batches, the core of a slice.
 
-    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")            core(q, k, v, bias=, dropout=)
+    core_for("usp", {"ring": .., "ulysses": ..}, "zigzag")              core(q, k, v, bias=, dropout=)
     data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
-    core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)      attend(q, k, v, lengths, bias=, dropout=)
+    core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)         attend(q, k, v, lengths, bias=, ..)
 
 `groups` are those of the axes that core_names.CORES has for the core; cp is all of them together, first
 outermost, and cuts batches. Where heads are dealt by Ulysses the layout is that of the rings, whose ranks
@@ -30,29 +30,20 @@ from minitrain.systems.context.wallfacer import wallfacer_attention
 
 Slices = int | Sequence[int]
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-FUNCTIONS = {
-    "ring": ring_attention,
-    "ring_self_attention": ring_self_attention,
-    "gathered": gathered_attention,
-    "balanced": balanced_attention,
-    "burst": burst_attention,
-    "double_ring": double_ring_attention,
-    "wallfacer": wallfacer_attention,
-    "ulysses": partial(ulysses_attention, core=last_attention),
-    "usp": usp_attention,
-    "loongtrain": loongtrain_attention,
-}
+RINGS = ring_attention, gathered_attention, balanced_attention, burst_attention, double_ring_attention
+OTHERS = wallfacer_attention, usp_attention, loongtrain_attention
+FUNCTIONS = {function.__name__.removesuffix("_attention"): function for function in (*RINGS, *OTHERS)}
+FUNCTIONS["ring_self_attention"] = ring_self_attention
+FUNCTIONS["ulysses"] = partial(ulysses_attention, core=last_attention)
 
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:
-    """The core of whole sequences whose tokens are laid out by data_layout(name, .., layout)."""
     require_one_of(LAYOUTS, layout=layout)
     require_one_of(FUNCTIONS, name=name)
     return _core(name, groups, LAYOUTS[layout])
 
 
 def data_layout(name: str, sizes: Mapping[str, int], layout: str, slices: Slices = 1) -> Layout:
-    """How batches are cut over cp."""
     require_one_of(LAYOUTS, layout=layout)
     dealing = dealt_to(name, sizes)
     whole = dealt(LAYOUTS[layout], dealing) if dealing > 1 else LAYOUTS[layout]
@@ -68,10 +59,8 @@ def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, s
         so_far = [length * ranks for length in lengths] if lengths else slices
         so_far = even_slices(k.size(2) * ranks, so_far, ranks) if isinstance(so_far, int) else so_far
         if len(sizes) > 1 and "ulysses" in sizes:
-            core = _core(name, groups, LAYOUTS[layout], slices=so_far)
-        else:
-            core = _core(name, groups, sliced(LAYOUTS[layout], so_far))
-        return core(q, k, v, **extras)
+            return _core(name, groups, LAYOUTS[layout], slices=so_far)(q, k, v, **extras)
+        return _core(name, groups, sliced(LAYOUTS[layout], so_far))(q, k, v, **extras)
 
     return attend
 

@@ -14,8 +14,6 @@ torch's own kernel, as in the stacks that are compared, not by place, and a fuse
 again; `fused_attention=False` writes scores and mask out (attention of 2021).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -52,36 +50,25 @@ def work_of(
     config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
 ) -> Work:
     """Of `microbatch` rows of `length` tokens on a rank of `strategy`; asked again, the same object."""
-    asked = config, strategy, microbatch, length, fused_attention
-    if (key := _key(*asked)) not in _measured:
-        _measured[key] = measure(*asked)
+    sizes = microbatch, length, fused_attention
+    if (key := (config, _what_matters(strategy), *sizes)) not in _measured:
+        _measured[key] = measure(config, strategy, *sizes)
     return _measured[key][splits(strategy.schedule)]
 
 
 def known(config: GPTConfig, strategy: Strategy, *sizes: int) -> bool:
-    """Whether `work_of` was asked before, and answers at once."""
-    return _key(config, strategy, *sizes) in _measured
+    return (config, _what_matters(strategy), *sizes, *(() if len(sizes) > 2 else (True,))) in _measured
 
 
-def _key(
-    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool = True
-) -> tuple:
-    return config, _what_matters(strategy), microbatch, length, fused_attention
-
-
-def measure(
-    config: GPTConfig, strategy: Strategy, microbatch: int, length: int, fused_attention: bool
-) -> tuple[Work, Work]:
+def measure(config: GPTConfig, strategy: Strategy, microbatch, length, fused_attention) -> tuple[Work, Work]:
     """A dry run of one block of each kind: (with whole backwards, with W apart)."""
     kinds = {bool(config.experts_in(number)) for number in range(1, config.num_layers + 1)}
     settings = {name: getattr(strategy, name) for name in MATTERS}
-    if settings["recompute"] in ("stage", "sqrt"):
-        settings["recompute"] = "none" if settings["recompute"] == "stage" else "full"
-    dp = strategy.ep // gcd(strategy.ep, strategy.cp)
+    settings["recompute"] = {"stage": "none", "sqrt": "full"}.get(strategy.recompute, strategy.recompute)
     remembers = config.experts or strategy.products != "plain"
     works = []
     for routed in sorted(kinds, reverse=True):
-        sizes = settings | dict(dp=dp)
+        sizes = settings | dict(dp=strategy.ep // gcd(strategy.ep, strategy.cp))
         if not routed:  # a dense block knows no ep
             sizes = {name: value for name, value in settings.items() if not name.startswith("ep")}
         one_rank = Strategy(**sizes, microbatches=2 if remembers else 1)
@@ -133,17 +120,15 @@ class _Marks:
         self.marks.append((direction, number, len(self.ledger.events), live["activations"] + live["buffers"]))
 
     def begin_forward(self, number: int, layer, inputs) -> None:
-        if number == 0:  # of the next microbatch
-            self.forward = True
+        self.forward = self.forward or number == 0  # of the next microbatch
         if self.forward:  # else it runs again for a backward: part of that
             self.add("forward", number)
 
     def end_forward(self, number: int, layer, inputs, y) -> None:
-        if not self.forward:
-            return
-        if number == 0:
-            self.boundary_bytes = y.nbytes
-        y.register_hook(partial(self.begin_backward, number))
+        if self.forward:
+            if number == 0:
+                self.boundary_bytes = y.nbytes
+            y.register_hook(partial(self.begin_backward, number))
 
     def begin_backward(self, number: int, gradient) -> None:
         self.forward = False
@@ -171,7 +156,6 @@ def _weights_later(run, batch, microbatch: int, ledger: Ledger, marks: _Marks) -
 
 
 def _gradients(layer) -> frozenset[int]:
-    """Bytes of the gradients of its matrices."""
     matrices = [param for param in layer.parameters() if param.dim() > 1]
     return frozenset(param.numel() * param.grad_dtype.itemsize for param in matrices)
 
@@ -200,14 +184,13 @@ def _work(run, ledger: Ledger, all_marks: _Marks, microbatch: int, later: list[t
     ways["backward", head] = ways["loss", head].then(ways["backward", head])
     layers = []
     for number, layer in enumerate(run.model.layers):
-        parameters = {id(param): param.numel() for param in layer.parameters()}
         shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
         weights, waiting = later[number]
         backward = ways["backward", number].then(weights)
-        sizes = kept[number], sum(parameters.values()), shared, waiting
+        sizes = kept[number], sum(param.numel() for param in layer.parameters()), shared, waiting
         layers.append(Layer(ways["forward", number], backward, weights, *sizes))
-    experts = [layer.experts for layer in mixtures(run.model.layers)]
-    dealt = sum(param.numel() for part in experts for param in part.parameters()) if experts else 0
+    experts = [param for layer in mixtures(run.model.layers) for param in layer.experts.parameters()]
+    dealt = sum(param.numel() for param in experts)
     return Work(*layers, boundary_bytes=all_marks.boundary_bytes, expert_parameters=dealt)
 
 
@@ -218,15 +201,14 @@ def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset
         match event:
             case Compute():
                 adds = not event.flops and event.name in GRADIENT and event.written in weights
-                what = event.name, event.flops, event.bytes, event.dtype, event.shape, adds
-                operators.append(Operator(*what))
+                what = event.name, event.flops, event.bytes, event.dtype, event.shape
+                operators.append(Operator(*what, adds))
             case Issue() if len(event.members) > 1:
                 issued[event.id] = event, len(operators)
             case Wait() if event.id in issued:
                 issue, start = issued.pop(event.id)
-                between = range(start, len(operators))
                 what = issue.op, issue.axis, issue.members, issue.payload_bytes
-                collectives.append(Collective(*what, between))
+                collectives.append(Collective(*what, range(start, len(operators))))
     return Pass(tuple(operators), tuple(collectives), high_bytes)
 
 
@@ -234,7 +216,6 @@ def dry_steps(
     config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, *, fused: bool = True
 ) -> dict[int, Ledger]:
     """{rank: the account of its step}, one rank of every stage. ValueError for what cannot be.
-
     Ranks that differ in dp, cp or tp alone run the same layers on as many tokens and issue the same
     collectives, so on equal machines they are in step; those taken are the last of dp and cp, the fullest.
     The replay brings stages together by their messages. The account is that of any step but the first, from
@@ -265,16 +246,14 @@ def _step(config: GPTConfig, strategy: Strategy, hyper: Hyperparameters, fused: 
     make_states(run)
     ledger = Ledger()
 
-    def within(phase_now, function):
-        def named(*args, **kwargs):
-            with ledger.phase(phase_now()):
-                return function(*args, **kwargs)
-
-        return named
+    def within(phase_now, function, *args, **kwargs):
+        with ledger.phase(phase_now()):
+            return function(*args, **kwargs)
 
     for layer in run.model.layers:
-        layer.forward = within(lambda: "backward" if in_backward() else "forward", layer.forward)
-    run.sync.step = within(lambda: "optimizer", run.sync.step)
+        now = lambda: "backward" if in_backward() else "forward"
+        layer.forward = partial(within, now, layer.forward)
+    run.sync.step = partial(within, lambda: "optimizer", run.sync.step)
     batch = run.batch(rows, 0)  # by the host
     with ledger, ledger.phase("backward"):  # but for what is inside a layer or the update
         run.step(batch, hyper.clip)

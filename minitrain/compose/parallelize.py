@@ -5,8 +5,6 @@ folder and takes groups; the pass here says which groups, and to which layers. W
 names of parameters. Sends nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +17,7 @@ from torch import Tensor, nn
 
 from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.compose.attention_cores import core_for, core_of_slices, data_layout
-from minitrain.compose.passes import (
-    PRODUCTS,
-    ExpertGroups,
-    expert_hooks,
-    multiply_in,
-    offload,
-    place_on_ranks,
-    recompute_in,
-)
+from minitrain.compose.passes import PRODUCTS, ExpertGroups, multiply_in, offload, recompute_in
 from minitrain.compose.run import Run
 from minitrain.context.layout import Layout
 from minitrain.data_parallel.hybrid import Hybrid
@@ -48,7 +38,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner, RunnerHooks, WholeStages
 from minitrain.pipeline.schedule import Action, Schedule
-from minitrain.pipeline.schedules.slices import on_each_rank
+from minitrain.pipeline.schedules.one_direction import on_each_rank
 from minitrain.pipeline.sliced_attention import attend, look_back
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
@@ -77,7 +67,6 @@ def parallelize(
     runner: type[Runner] | None = None,
 ) -> Run:
     """This rank's part of training a GPT, or a module of your own (dp and ZeRO; alike on all ranks).
-
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated.
     `seed` fills the parameters and draws dropout's masks; `frozen` are patterns of global names
     ("layers.0.*"). For a pipeline, `schedule` is one of your own in the place of the strategy's, `cuts` the
@@ -184,7 +173,7 @@ def make_groups(build: Build) -> None:
     if strategy.hides_transfers(build.schedule):
         pairs = Halves()
         build.runner_hooks.append(pairs)
-    build.model_hooks = expert_hooks(build.config, strategy, build.mesh, build.experts, pairs)
+    build.model_hooks = build.experts.hooks(build.config, pairs)
 
 
 def build_layers(build: Build) -> None:
@@ -230,12 +219,11 @@ def cut_over_tp(build: Build) -> None:
 
 
 def deal_experts(build: Build) -> None:
-    strategy, mesh = build.strategy, build.mesh
     if build.experts is None:
         return
-    build.sequence_sharded_params |= place_on_ranks(build.module, strategy, mesh, build.experts)
+    build.sequence_sharded_params |= build.experts.place(build.module)
     layers = {number: stage.layers for number, stage in build.module.items()}
-    build.router_losses = RouterLosses(layers, mesh.group("tp") if strategy.tp > 1 else None)
+    build.router_losses = RouterLosses(layers, build.experts.tp)
 
 
 def multiply_in_few_bits(build: Build) -> None:
@@ -356,18 +344,11 @@ def run_microbatches(build: Build) -> None:
     if schedule.breadth_first and isinstance(sync, Zero3):
         build.runner_hooks.append(WholeStages(schedule, build.mesh.rank("pp")))
     kind = build.runner or (Balanced if schedule.evicts else Runner)
-    build.forward_backward = kind(
-        dict(build.module.items()),
-        on_each_rank(schedule, strategy.cp),
-        build.mesh.group("pp"),
-        build.loss_fn,
-        sync,
-        width=build.config.d_model,
-        dtype=build.dtype,
-        sequence_shards=strategy.tp if strategy.sequence_parallel else 1,
-        down=build.mesh.twin("pp"),
-        hooks=build.runner_hooks,
-    )
+    stages, lists = dict(build.module.items()), on_each_rank(schedule, strategy.cp)
+    form = dict(width=build.config.d_model, dtype=build.dtype, down=build.mesh.twin("pp"))
+    form["sequence_shards"] = strategy.tp if strategy.sequence_parallel else 1
+    given = stages, lists, build.mesh.group("pp"), build.loss_fn, sync
+    build.forward_backward = kind(*given, **form, hooks=build.runner_hooks)
 
 
 class ModelHooks(RunnerHooks):

@@ -17,8 +17,6 @@ pair of matrices; not the sum of the MLP's, for the second pass stops before its
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-Infinity, arXiv:2104.07857.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -68,8 +66,10 @@ class ExpertGroups:
     block hold the same ones, and `summed_over` are these, inside a node first."""
 
     def __init__(self, strategy: Strategy, mesh: Mesh):
-        self.group, names = None, ("ep", "edp")
-        self.part, self.summed_over = (0, 1), ()
+        self.strategy, self.tp = strategy, mesh.group("tp") if strategy.tp > 1 else None
+        axes = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
+        self.row_group = mesh.group(*axes) if axes else None  # ranks with tokens of the same rows
+        self.group, self.part, self.summed_over, names = None, (0, 1), (), ("ep", "edp")
         if strategy.ep == 1:
             return
         *outer, inner = strategy.data_axes
@@ -83,63 +83,50 @@ class ExpertGroups:
         names = ("ep_inside", "ep_across")
         self.inside, self.across = mesh.blocks(*rows, size=strategy.ep_node, names=names, of=strategy.ep)
 
+    def hooks(self, config: GPTConfig, pairs: Halves | None) -> Hooks:
+        """How tokens and experts meet: the one place that says what is wrapped in what."""
+        sliced = self.strategy.sequence_parallel
+        where = dict(tp_group=self.tp, sequence_parallel=sliced, row_group=self.row_group)
+        row_ranks = self.strategy.cp * (self.strategy.tp if sliced else 1)
+        return Hooks(tokens=Tokens(**where, row_ranks=row_ranks), experts=self.travel(config, pairs))
 
-def expert_hooks(
-    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
-) -> Hooks:
-    """How tokens and experts meet: the one place that says what is wrapped in what."""
-    axes = (*strategy.context_axes, *["tp"] * (strategy.tp > 1))
-    tokens = Tokens(
-        tp_group=mesh.group("tp") if strategy.tp > 1 else None,
-        sequence_parallel=strategy.sequence_parallel,
-        row_group=mesh.group(*axes) if axes else None,
-        row_ranks=strategy.cp * strategy.tp if strategy.sequence_parallel else strategy.cp,
-    )
-    return Hooks(tokens=tokens, experts=travel(config, strategy, mesh, groups, pairs))
+    def travel(self, config: GPTConfig, pairs: Halves | None) -> Callable:
+        """shadow(pull(rows that travel)), each as far as the strategy asks for it."""
+        strategy, group = self.strategy, self.group
+        if group is None:
+            return AllToAll()
+        meanwhile = pairs.yield_turn if pairs else None
+        table = partial(table_of, group=group, shared_by=(self.tp,) if self.tp else ())
+        width, gated = config.expert_width, config.activation in GATED
+        rule = lambda rows: shadowed(rows, config.d_model, width, 2 + gated)
 
+        def pays(routing: Routing, training: bool) -> bool:
+            return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
 
-def travel(
-    config: GPTConfig, strategy: Strategy, mesh: Mesh, groups: ExpertGroups, pairs: Halves | None
-) -> Callable:
-    """shadow(pull(rows that travel)), each as far as the strategy asks for it."""
-    if groups.group is None:
-        return AllToAll()
-    meanwhile = pairs.yield_turn if pairs else None
-    shared_by = (mesh.group("tp"),) if strategy.tp > 1 else ()
-    table = partial(table_of, group=groups.group, shared_by=shared_by)
-    width, gated = config.expert_width, config.activation in GATED
-    rule = lambda rows: shadowed(rows, config.d_model, width, 2 + gated)
+        if strategy.ep_chunks > 1:
+            chunks = strategy.ep_chunks
+            hook = lambda x, routing, experts: by_capacity(x, routing, group, experts, chunks=chunks)
+        elif self.inside.size() > 1:
+            hook = TwoLevels(self.across, self.inside, meanwhile)
+        else:
+            hook = AllToAll(group, meanwhile)
+        if strategy.ep_travel != "tokens":
+            when = None if strategy.ep_travel == "experts" else pays
+            hook = partial(pull, hook=hook, across=self.across, inside=self.inside, pays=when)
+        if strategy.ep_shadow:
+            hook = partial(shadow, hook=hook, group=group, table=table, rule=rule, most=strategy.ep_shadow)
+        return hook
 
-    def pays(routing: Routing, training: bool) -> bool:
-        return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
-
-    if strategy.ep_chunks > 1:
-        group, chunks = groups.group, strategy.ep_chunks
-        hook = lambda x, routing, experts: by_capacity(x, routing, group, experts, chunks=chunks)
-    elif groups.inside.size() > 1:
-        hook = TwoLevels(groups.across, groups.inside, meanwhile)
-    else:
-        hook = AllToAll(groups.group, meanwhile)
-    if strategy.ep_travel != "tokens":
-        when = None if strategy.ep_travel == "experts" else pays
-        hook = partial(pull, hook=hook, across=groups.across, inside=groups.inside, pays=when)
-    if strategy.ep_shadow:
-        hook = partial(shadow, hook=hook, group=groups.group, table=table, rule=rule, most=strategy.ep_shadow)
-    return hook
-
-
-def place_on_ranks(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh, groups: ExpertGroups
-) -> set[nn.Parameter]:
-    """Experts over ep, each cut over tp; the parameters that see a slice of the tokens."""
-    sliced = set()
-    for layer in mixtures(module.layers):
-        if groups.group is not None:
-            place_experts(layer.experts, groups.group)
-        if strategy.tp > 1:
-            layer.experts = CutExperts(layer.experts, mesh.group("tp"))
-            sliced |= set(layer.router.parameters())
-    return sliced
+    def place(self, module: GPT | Stages) -> set[nn.Parameter]:
+        """Experts over ep, each cut over tp; returns the parameters that see a slice of the tokens."""
+        sliced = set()
+        for layer in mixtures(module.layers):
+            if self.group is not None:
+                place_experts(layer.experts, self.group)
+            if self.tp is not None:
+                layer.experts = CutExperts(layer.experts, self.tp)
+                sliced |= set(layer.router.parameters())
+        return sliced
 
 
 # Every way to compute the products of linear layers, by the names of policies.PRODUCTS.
@@ -161,7 +148,6 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 
 
 def swap(module: nn.Module | None, products) -> None:
-    """A layer with these products in the place of every linear one right below `module`."""
     for name, child in [] if module is None else list(module.named_children()):
         if isinstance(child, nn.Linear):
             scales = Scales(products.history, device=child.weight.device)
@@ -269,9 +255,7 @@ def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> Fil
     return store
 
 
-def recompute_in(
-    module: GPT | Stages, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop: bool = True
-) -> None:
+def recompute_in(module, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop=True) -> None:
     """Comes behind all that adds hooks to layers."""
     policies = parse(strategy.recompute)
     if not any(policy.drops for policy in policies):

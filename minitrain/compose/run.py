@@ -16,8 +16,6 @@ and position in the data are the caller's, and masks of dropout follow from the 
 Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs: loads without a conversion.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections import ChainMap, Counter
@@ -79,10 +77,10 @@ class Run:
         self.tp_group = group("tp") if self.strategy.tp > 1 else None
         self.stage_group = group("pp") if self.runner else None  # with other layers
         self.loss_group = group(*rows, "pp", *tokens) if self.runner else self.token_group
+        self.same_params = [self.tp_group] if self.tp_group else []
         param = next(self.model.parameters())
-        self.device, self.dtype = param.device, param.dtype  # of activations:
-        if self.config:
-            self.dtype = getattr(torch, self.strategy.policy.activations)
+        activations = getattr(torch, self.strategy.policy.activations)
+        self.device, self.dtype = param.device, activations if self.config else param.dtype
 
     def batch(self, rows: Rows, step: int) -> Batch:
         """This rank's tokens of global batch `step`, their positions, and the number of valid targets."""
@@ -138,7 +136,6 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The loss of a batch, on every rank; nothing is dropped, kept or updated."""
         logits = self._through(batch.tokens, batch.positions)
         loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         if logits is not None:
@@ -165,7 +162,6 @@ class Run:
         return logits[:, :length]
 
     def _shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens of whole rows."""
         return layouts.split(x, self.layout, self.context_group) if self.layout else x
 
     def _positions(self, length: int) -> Tensor | None:
@@ -193,7 +189,7 @@ class Run:
         window = self.config.max_positions // pieces * pieces  # no longer when it is padded to pieces
         return generate(self, prompt, n, temperature, seed, window)
 
-    def train(self, mode: bool = True) -> Run:
+    def train(self, mode: bool = True) -> "Run":
         self.model.train(mode)
         return self
 
@@ -203,17 +199,14 @@ class Run:
         """Updates wait for what a checkpoint/saver.py has not copied yet; after `update_in_files`."""
         tell_updates(self.sync, saver.before_update)
 
-    # ---- in pieces
-
     def pieces(self) -> list[Piece]:
         """Views of all tensors of this rank that a run needs to go on; of random states copies. Ranks that
         hold the same say so."""
         self.settle()
-        pieces = [*states.pieces(self.sync, *self._same_params()), *self._more_pieces()]
+        pieces = [*states.pieces(self.sync, *self.same_params), *self._more_pieces()]
         return pieces + ([] if is_fake(pieces[0].values) else self._random_pieces())
 
     def plain_state(self) -> dict[str, Any]:
-        """What is no tensor: counts of steps, the scale of the loss."""
         self.settle()
         plain = {"numbers": states.numbers_of_states(self.sync)}
         return plain | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
@@ -221,23 +214,22 @@ class Run:
     def load_pieces(self, saved) -> list[str]:
         """Take a checkpoint's `Saved` (checkpoint/load.py); returns what could not be restored, a line each.
         ValueError, on all ranks: it is of another model, and nothing has changed; or it is Damaged, and this
-        run is of no use until it has loaded another."""
+        run is of no use until it has loaded another. Names, shapes and dtypes are looked at before."""
         self.settle()
-        world = collectives.world()
-        agree(lambda: self._check(saved), world, self.device)
-        return agree(lambda: self._load(saved), world, self.device)
+        agree(lambda: self._check(saved), collectives.world(), self.device)
+        return agree(lambda: self._load(saved), collectives.world(), self.device)
 
     def _check(self, saved) -> None:
         own = {name: tuple(whole_shape(param)) for param, name in self.sync.names.items()}
         check_names(saved.shapes("parameters"), shapes_of(self.config) if self.config else own)
-        for piece in (*states.pieces_to_load(self.sync, saved, *self._same_params()), *self._more_pieces()):
+        for piece in (*states.pieces_to_load(self.sync, saved, *self.same_params), *self._more_pieces()):
             if not begins_anew(piece, saved):
                 saved.check(piece)
 
     def _load(self, saved) -> list[str]:
         if self.scale and "loss_scale" in saved.plain:
             self.scale.load_state_dict(saved.plain["loss_scale"])
-        states.load_pieces(self.sync, saved, *self._same_params())
+        states.load_pieces(self.sync, saved, *self.same_params)
         left = 0
         for piece in self._more_pieces():
             if begins_anew(piece, saved):
@@ -260,26 +252,20 @@ class Run:
             set_random_state(tuple(piece.values for piece in own), self.device)
         return lost
 
-    def _same_params(self) -> list[ProcessGroup]:
-        return [self.mesh.group("tp")] if self.strategy.tp > 1 else []
-
     def _more_pieces(self) -> list[Piece]:
         found = []
         for layer in self.model.layers if self.config else ():
             own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
             own |= {f"amax/{name}": one.history for name, one in scales_of([layer]).items()}
             copies = placement(next(layer.parameters())).copies if own else None
-            holders = (self.token_group, *self._same_params(), *([copies] if copies is not None else []))
+            holders = (self.token_group, *self.same_params, *([copies] if copies is not None else []))
             holders = tuple(group for group in holders if group.size() > 1)
             found += [whole_piece(name, x, holders) for name, x in own.items()]
         return sorted(found, key=lambda piece: piece.name)  # alike on ranks that have other layers as well
 
     def _random_pieces(self) -> list[Piece]:
-        """Of this rank's generators; what they are filled with they have to be told."""
         name, states = f"random/rank-{collectives.world().rank()}", random_state(self.device)
         return [whole_piece(f"{name}/{kind}", state) for kind, state in zip(("cpu", "cuda"), states)]
-
-    # ---- whole
 
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale",
@@ -296,7 +282,6 @@ class Run:
         return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave under any strategy."""
         self.settle()
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
@@ -343,7 +328,6 @@ def shapes_of(config: GPTConfig) -> Shapes:
 
 
 def check_names(saved: Shapes, wanted: Shapes) -> None:
-    """ValueError if what was saved is not of a model that wants these."""
     for name in sorted(wanted.keys() | saved.keys()):
         if wanted.get(name) != saved.get(name):
             here = list(saved[name]) if name in saved else "not at all"

@@ -13,8 +13,6 @@ Sends what the run's steps send, per report the loss and the held-out loss, and 
 Differs from nanoGPT's train.py: resuming is exact, and the loop is a generator: it knows not who watches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -106,7 +104,6 @@ class Trainer:
         return self.step % every == 0 or self.step == self.hyper.steps
 
     def train_one_step(self) -> StepResult:
-        """All that a step does follows from its number."""
         for group in self.parallel.sync.param_groups:
             group["lr"] = self.hyper.lr_at(self.step)
         batch = self.parallel.batch(self.rows, self.step)
@@ -125,11 +122,11 @@ class Trainer:
             raise ValueError(f"{what} between steps {good} and {self.step}: {cure}")
 
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
-        tokens_per_s = steps * self.hyper.batch_size * self.hyper.length / elapsed_s
-        if not (self.peak_flops and self.parallel.config):
-            return {"tokens_per_s": tokens_per_s}
-        flops = flops_per_token(self.parallel.config, self.hyper.length)
-        return {"tokens_per_s": tokens_per_s, "mfu": mfu(tokens_per_s, flops, self.ranks, self.peak_flops)}
+        said = {"tokens_per_s": steps * self.hyper.batch_size * self.hyper.length / elapsed_s}
+        if self.peak_flops and self.parallel.config:
+            flops = flops_per_token(self.parallel.config, self.hyper.length)
+            said["mfu"] = mfu(said["tokens_per_s"], flops, self.ranks, self.peak_flops)
+        return said
 
     def held_out_loss(self, batches: int = 2) -> float | None:
         """Mean loss per token, always of the same windows, over all ranks."""
@@ -198,8 +195,8 @@ class Trainer:
             if self.rank == 0:
                 self.store.count_as_good(step)
             before = Strategy(**manifest["strategy"])
-            other = f"; it was saved by {before}" if before != self.parallel.strategy else ""
-            return "; ".join([f"{said}resumed at step {self.step}{other}", *lost])
+            other = [f"it was saved by {before}"] if before != self.parallel.strategy else []
+            return "; ".join([f"{said}resumed at step {self.step}", *other, *lost])
         if steps:
             raise ValueError(f"{said}No checkpoint in {self.store.folder} is whole: start anew elsewhere")
         return ""
@@ -228,10 +225,7 @@ def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, pro
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
-def check_identity(
-    path: Path, manifest: dict[str, Any], wanted: dict[str, Any], text: Text, hyper: Hyperparameters
-) -> None:
-    """Is it a checkpoint of this run?"""
+def check_identity(path: Path, manifest: dict, wanted: dict, text: Text, hyper: Hyperparameters) -> None:
     was = manifest["identity"]
     for name, now in wanted.items():
         if was.get(name) != now:

@@ -1,7 +1,7 @@
 """The layers of a model over ranks: schedules as data, run by one interpreter, simulated and drawn.
 
 First  schedule            a schedule is a list for each rank; what makes one right
-       schedules/          the published ones
+       schedules/          the published ones; schedules_by_name, what a Strategy calls them
        simulate            when everything happens: makespan, idle time, bubble share, overhead
 then   lower, runtime      messages put in; the interpreter on real ranks
        halves              a forward and a backward in turns, each while rows of the other travel
@@ -9,5 +9,4 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        partition           where to cut a model into stages
 beside sliced_attention    slices of a sequence as units
        post_validation     clipping without a common stop
-       schedules_by_name   what a Strategy calls them
 """

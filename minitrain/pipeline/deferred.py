@@ -3,9 +3,9 @@
     y = x · Wᵀ          now:    dx = dy · W          later:  dW = dyᵀ · x, from the kept (x, dy)
 
 Inside `with Deferred() as later:` (a torch function mode) each product with a parameter (`F.linear`) becomes
-one whose backward returns dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad.
-Nothing is computed twice. Norms, tables and attention get all gradients at once, and so does a product whose
-weight is not itself a parameter (a slice of one, say). Memory: between I and W a linear keeps x and dy.
+one whose backward returns dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad. Norms,
+tables and attention get all gradients at once, and so does a product whose weight is not itself a parameter.
+Memory: between I and W a linear keeps x and dy.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers,
 torch.distributed.pipelining cuts autograd's graph at the nodes where parameters enter.
 """
@@ -49,8 +49,6 @@ class Deferred(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """A product whose backward returns dx and puts what the weight will need on a list."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, products: list, *params) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -9,10 +9,9 @@ nobody. A receive is posted two entries before its use, which costs two tensors;
 the order of the sends, since the network matches messages by order alone. So a program cannot get stuck if
 its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each direction.
 `Sent(what)` stands where the sent tensor can be freed: an answer that was sent after its use has arrived.
-`Reduce(stage)` stands after a stage's last gradient. Moves (bpipe.py) are messages too: Send(E) is for H,
+`Reduce(stage)` stands after a stage's last gradient. Moves (`bpipe`) are messages too: Send(E) is for H,
 Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak` of all,
-moves under way included; otherwise L's receive is posted later, and Sent stands earlier.
-Sends one message per boundary, unit and direction; none between stages of one rank. Differs from
+moves under way included; otherwise L's receive is posted later, and Sent stands earlier. Differs from
 torch.distributed.pipelining, which batches sends and receives that meet: here order alone does it.
 """
 
@@ -35,8 +34,7 @@ EARLY = 2  # entries between the post of a receive and what uses it
 def lower(schedule: Schedule) -> tuple[Program, ...]:
     """The program of every rank. ValueError for what `check` refuses."""
     if not schedule.chain:
-        rule = "its stages branch, and programs are made for chains; simulate it, or cut a chain"
-        raise ValueError(f"{schedule.name}: {rule}")
+        raise ValueError(f"{schedule.name}: its stages branch, and programs are made for chains; simulate it")
     ranks, sends = range(len(check(schedule).ranks)), messages(schedule)
     most = max(peak(schedule, rank) for rank in ranks) if schedule.evicts else 0
     return tuple(_program(rank, schedule, sends, most) for rank in ranks)
@@ -44,7 +42,6 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
 def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Program]:
     """The program before the rank's first backward, and from there on.
-
     Together the first parts of all ranks receive exactly what they send, so they can be run again."""
     filling = {action for entries in schedule.ranks for action in _forwards(entries)}
     computed = [step for step in program if isinstance(step, (Action, Pair))]
@@ -67,13 +64,11 @@ def _forwards(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def messages(schedule: Schedule) -> Messages:
-    """What travels on each directed link, in the order in which it is sent."""
     links = defaultdict(list)
-    for source, entries in enumerate(schedule.ranks):
-        for what in parts(entries):
-            user = user_of(what, schedule)
-            if user is not None and schedule.place[user] != source:
-                links[source, schedule.place[user]].append((what, user))
+    for source, what in ((rank, what) for rank, own in enumerate(schedule.ranks) for what in parts(own)):
+        user = user_of(what, schedule)
+        if user is not None and schedule.place[user] != source:
+            links[source, schedule.place[user]].append((what, user))
     return dict(links)
 
 
@@ -87,7 +82,6 @@ def user_of(what: Action, schedule: Schedule) -> Action | None:
             return F(stage + 1, unit)
         case "B" | "I" if stage:
             return schedule.backward(stage - 1, unit)
-    return None
 
 
 def _program(rank: int, schedule: Schedule, sends: Messages, most: int) -> Program:
@@ -141,14 +135,14 @@ def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int],
     hidden = 0  # how many of `leaving` have had an entry to run beside
     for i, entry in enumerate(entries):
         kind = "F" if isinstance(entry, Pair) else entry.kind
-        if entry in coming:
-            coming.remove(entry)
+        coming = [move for move in coming if move != entry]
         takes = 1 if isinstance(entry, Pair) else max(held[i + 1] - held[i], 0)
         room = most - held[i] - len(coming) - takes
         if kind in "HL":
             posted.setdefault(entry, i)
         elif kind not in "EG":
-            ahead = _loads_before_the_next(entries[i + 1 :])[: max(room, 0)]
+            moves = takewhile(lambda e: isinstance(e, Action) and e.kind in MOVES, entries[i + 1 :])
+            ahead = [move for move in moves if move.kind == "L"][: max(room, 0)]
             posted |= dict.fromkeys(ahead, i)
             coming += ahead
             takes, room = takes + len(ahead), room - len(ahead)
@@ -160,9 +154,3 @@ def _moves(rank: int, schedule: Schedule, most: int) -> tuple[dict[Action, int],
         elif kind not in "HL":
             hidden = len(leaving)
     return posted, left
-
-
-def _loads_before_the_next(entries: tuple[Entry, ...]) -> list[Action]:
-    """The L that stand before the next entry that computes."""
-    moves = takewhile(lambda entry: isinstance(entry, Action) and entry.kind in MOVES, entries)
-    return [entry for entry in moves if entry.kind == "L"]

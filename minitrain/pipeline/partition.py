@@ -4,15 +4,14 @@
     balanced([1, 3, 3, 3, 3, 5], 3)  ->  [range(0, 3), range(3, 5), range(5, 6)]                costs 7 6 5
     pipedream([4, 8, 4], 4)          ->  slowest stage 4 with layers 0..2 on 4 workers          data parallel
 
-A pipeline in its steady state is as fast as its slowest stage; messages and sums run beside it. A(j, m) is
-the slowest stage's time for the first j layers on m workers, T(i, j, r) that of layers i..j-1 on r workers:
+A pipeline in its steady state is as fast as its slowest stage. A(j, m) is the slowest stage's time for the
+first j layers on m workers, T(i, j, r) that of layers i..j-1 on r workers:
 
     A(j, m)    = min(T(0, j, m), min over i < j, r < m of max(A(i, m-r), 2·acts_i/bandwidth, T(i, j, r)))
     T(i, j, r) = max(sum of times, 2(r-1)·(sum of weights) / bandwidth) / r
 
-All times are exact if they are whole numbers or Fractions. O(stages·L²) and O(L²·workers²) steps.
-Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one level of links. stage_cuts.py
-plans for the time of a whole step.
+Exact for whole numbers and Fractions. O(stages·L²) and O(L²·workers²) steps; stage_cuts.py plans for the time
+of a step. Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, section 3.1. Differs: one level of links.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +22,11 @@ from typing import NamedTuple
 
 from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 
 
 def even(num_blocks: int, stages: int) -> list[range]:
     """Runs of layers, one per stage: blocks as evenly as they divide, the embedding first, the head last.
-
     Blocks left over go to the stages after the first, which has the most microbatches in flight."""
     layers = num_blocks + 2
     if not 1 <= stages <= layers:
@@ -45,9 +43,8 @@ def even(num_blocks: int, stages: int) -> list[range]:
 
 def balanced(costs: Sequence[Number], stages: int) -> list[range]:
     """Runs of layers whose largest sum of costs is as small as it can be.
-
     Of equal ones that with the shortest last stage, and what is in front is cut by the same rule."""
-    check_costs("balanced", costs=costs)
+    require_nonnegative(costs=costs)
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")
     before = [0, *accumulate(costs)]
@@ -76,11 +73,10 @@ class Partition(NamedTuple):
 
 def pipedream(times, workers, weights=None, activations=None, bandwidth=inf) -> Partition:
     """The partition whose slowest stage is fastest, on all `workers`; of equal ones, with fewest stages.
-
     times[l] forward and backward of layer l for a microbatch; weights[l] its bytes; activations[i] the bytes
     that layer i takes from layer i-1; bandwidth in bytes per time."""
     weights, activations = weights or [0] * len(times), activations or [0] * len(times)
-    check_costs("pipedream", times=times, weights=weights, activations=activations)
+    require_nonnegative(times=times, weights=weights, activations=activations)
     if not len(times) == len(weights) == len(activations):
         given = f"{len(weights)} weights, {len(activations)} activations"
         raise ValueError(f"pipedream: {given} of {len(times)} layers; give one per layer")
@@ -119,10 +115,3 @@ def undominated(points: Iterable[tuple[tuple, object]]) -> list[tuple[tuple, obj
         if not any(all(a <= b for a, b in zip(other, costs)) for other, _ in kept):
             kept.append((costs, plan))
     return kept
-
-
-def check_costs(what: str, **lists: Sequence[Number]) -> None:
-    for name, numbers in lists.items():
-        for layer, number in enumerate(numbers):
-            if not number >= 0:
-                raise ValueError(f"{what}: {name}[{layer}] = {number}; use 0 or more")

@@ -9,9 +9,8 @@
     before_backward()  rank p-1 -> ... -> 0     sum of all squares; a wrong update is undone and done again,
                                                 and all ranks run these forwards again
 
-An all-reduce of the norm would make all ranks wait for the last one. What is done again uses the learning
-rate and the random numbers of its own step; if the norm is not finite nothing is updated. Sends 2(p-1)
-numbers per step. Memory: a copy of parameters and optimizer state, and the gradients, until the check.
+What is done again uses the rate and the random numbers of its own step; if the norm is not finite nothing is
+updated. Sends 2(p-1) numbers per step. Memory: a copy of parameters, states and gradients, until the check.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse.
 """
 
@@ -30,7 +29,6 @@ from minitrain.ranks.torch_private import tree_leaves
 
 class PostValidation(RunnerHooks):
     """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
-
     Where parameters are cut over other groups (tp, ZeRO) `squares()` is optim.sum_of_squares of the stage."""
 
     restarts = True
@@ -40,26 +38,21 @@ class PostValidation(RunnerHooks):
         self.inner = getattr(optimizer, "optimizer", optimizer)  # a Sync's; None on a frozen stage
         self.params = [param for settings in optimizer.param_groups for param in settings["params"]]
         self.sum_squares = squares or self.squares_of_whole
-        self.unchecked = False
-        self.norm: Tensor | None = None
+        self.unchecked, self.norm = False, None
         self.sending: list[collectives.Handle] = []
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: must be > 0")
         if squares is None and any(placement(param).cut_over for param in self.params):
-            raise ValueError(
-                "parameters are cut over other ranks; give squares=, which sums over those ranks"
-            )
+            rule = "give squares=, which sums over those ranks"
+            raise ValueError(f"parameters are cut over other ranks; {rule}")
 
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups
+    param_groups = property(lambda self: self.optimizer.param_groups)
 
     def zero_grad(self) -> None:
         """Nothing yet: a wrong update still needs its gradients. `before_backward` clears them."""
 
     @torch.no_grad()
     def step(self) -> None:
-        """In place of clipping and `optimizer.step()`."""
         if self.unchecked:
             raise ValueError("the step before has not been checked; append it to the runner's hooks")
         self.squares = self.sum_squares().to(torch.float64)
@@ -96,9 +89,8 @@ class PostValidation(RunnerHooks):
             if stepped:
                 self.undo()
             if torch.isfinite(self.squares):
-                for param in self.params:
-                    if param.grad is not None:
-                        param.grad.mul_(scale)
+                for param in (param for param in self.params if param.grad is not None):
+                    param.grad.mul_(scale)
                 self.set(self.then)
                 self.optimizer.step()
             self.set(now)
@@ -117,7 +109,6 @@ class PostValidation(RunnerHooks):
             self.optimizer.publish()  # a Sync brings the model up to date
 
     def receive(self, step: int) -> Tensor:
-        """From the next stage (+1) or the one before (-1)."""
         return collectives.receive(self.squares, self.group.rank() + step, self.group)
 
     def send(self, step: int) -> None:
@@ -126,7 +117,6 @@ class PostValidation(RunnerHooks):
             self.sending.append(collectives.send(self.squares, to, self.group, async_op=True))
 
     def settings(self) -> list[dict]:
-        """The learning rate and all else that may change from step to step."""
         return [{name: x for name, x in group.items() if name != "params"} for group in self.param_groups]
 
     def set(self, settings: list[dict]) -> None:

@@ -8,10 +8,9 @@
     I   the same for x only (deferred.py)            W   the deferred products: gradients of the weights
     R   the stage once more from x (its F built no graph), with the random numbers that F drew
 
-Every rank is given the same rows. The last stage computes the loss, a sum over tokens / `batch.num_valid`:
-what the ranks return adds up to the loss, and each gradient is that of the whole batch. Sends, per microbatch
-and boundary between ranks, rows · T · D elements forward and as many backward. Memory: x and what autograd
-saved, not y, of each microbatch in flight; two tensors received ahead.
+Every rank is given the same rows. What the ranks return adds up to the loss, a sum over tokens /
+`batch.num_valid`. Sends, per microbatch and boundary between ranks, rows · T · D elements forward and as many
+backward. Memory: x and what autograd saved, not y, of each microbatch in flight; two tensors received ahead.
 Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
 a function for each schedule.
 """
@@ -21,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -33,8 +33,7 @@ from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W, parts
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
 
-# What one action runs, a microbatch or a slice: tokens, targets, positions.
-Unit = tuple[Tensor, Tensor, Tensor]
+Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions of a microbatch or a slice
 
 
 class RunnerHooks:
@@ -58,7 +57,7 @@ class RunnerHooks:
         return []
 
     def before_backward(self) -> bool:
-        """Once a step, before the rank's first backward. True, on all ranks alike: run the forwards again."""
+        """Once a step, before the first backward. True, on all ranks alike: run the forwards again."""
         return False
 
     def run_pair(self, runner: "Runner", pair: Pair) -> bool:
@@ -101,7 +100,7 @@ class WholeStages(RunnerHooks):
 class InFlight:
     """What a forward leaves for its backward."""
 
-    x: Tensor  # the input
+    x: Tensor
     output: object = None  # where the graph of the output begins
     extra_loss: Tensor | None = None  # of the stage itself, as of a router
     deferred: Deferred | None = None  # the products that W will do
@@ -110,16 +109,17 @@ class InFlight:
 
 def cut_evenly(batch, schedule: Schedule) -> list[Unit]:
     """The units of a batch. Rows need not divide evenly among the microbatches."""
-    (rows, length), slices, lengths = batch.tokens.shape, schedule.slices, schedule.lengths
-    name, microbatches = schedule.name, schedule.microbatches // slices
+    (rows, length), name = batch.tokens.shape, schedule.name
+    slices, lengths = schedule.slices, schedule.lengths
+    microbatches = schedule.microbatches // slices
     if rows < microbatches:
         raise ValueError(f"{name}: {microbatches} microbatches, but this rank has {rows} rows; use fewer")
     if length < slices or lengths and sum(lengths) != length:
         wanted = f"{slices} slices" + f" of {sum(lengths)}" * bool(lengths)
         raise ValueError(f"{name}: {wanted} tokens, and the batch has {length}; make both fit")
-    ends = list(accumulate(lengths))[:-1] or slices
-    plain = batch.positions is None
-    positions = torch.arange(length, device=batch.tokens.device) if plain else batch.positions
+    ends, positions = list(accumulate(lengths))[:-1] or slices, batch.positions
+    if positions is None:
+        positions = torch.arange(length, device=batch.tokens.device)
     rows = zip(batch.tokens.tensor_split(microbatches), batch.targets.tensor_split(microbatches))
     return [unit for row in rows for unit in zip(*(x.tensor_split(ends, dim=-1) for x in (*row, positions)))]
 
@@ -192,7 +192,6 @@ class Runner:
         self.play(rest)
 
     def begin(self) -> None:
-        """A step starts with nothing in flight and nothing on its way."""
         self.gradients_due = self.uses.copy()
         self.in_flight: dict[tuple[int, int], InFlight] = {}
         # activations and gradients at the boundaries of stages: here, coming or to be sent; on their way
@@ -233,6 +232,9 @@ class Runner:
         with self.turn(action):
             self.run_action(action)
 
+    def run_action(self, action: Action) -> None:
+        getattr(self, self.methods[action.kind])(action)
+
     @contextmanager
     def turn(self, action: Action) -> Iterator[None]:
         with ExitStack() as stack:
@@ -240,10 +242,7 @@ class Runner:
                 stack.enter_context(hook.around(self, action))
             yield
 
-    def run_action(self, action: Action) -> None:
-        getattr(self, self.methods[action.kind])(action)
-
-    # ---- actions ------------------------------------------------------------------------------------------
+    # ---- actions
 
     def forward(self, action: Action) -> None:
         _, stage, unit = action
@@ -267,7 +266,7 @@ class Runner:
             self.run_stage(action.stage, action.microbatch, mine)
 
     def run_stage(self, stage: int, unit: int, mine: InFlight) -> Tensor:
-        """Runs the stage, the last one with the loss; leaves the end of the graph, not the output."""
+        """The stage, the last one with the loss; leaves the end of the graph, not the output."""
         _, targets, positions = self.units[unit]
         mine.deferred = Deferred() if W(stage, unit) in self.schedule.place else None
         with mine.deferred or nullcontext():
@@ -297,11 +296,9 @@ class Runner:
             torch.autograd.backward(*map(tuple, zip(*roots)))
         if action.kind == "B":
             self.reducer.on_microbatch_grads(self.stages[stage].parameters())
-        if stage:
-            dx = mine.x.grad
-            if dx is None:  # the stage lets no gradient through, and its neighbour waits for one
-                dx = torch.zeros(self.shape(unit), dtype=self.dtype, device=self.device)
-            self.put(action, dx)
+        if stage:  # if no gradient comes through, its neighbour still waits for one
+            zeros = partial(torch.zeros, self.shape(unit), dtype=self.dtype, device=self.device)
+            self.put(action, zeros() if mine.x.grad is None else mine.x.grad)
         mine.x = mine.output = mine.extra_loss = None
 
     def weights(self, action: Action) -> None:
@@ -311,7 +308,6 @@ class Runner:
     @torch.no_grad()
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
         """Rows of tokens, the same on all ranks, through all stages: forward only, outside of any schedule.
-
         Returns the last stage's output on the first rank that has it (`homes[-1]`), None elsewhere."""
         self.device, shape = x.device, (len(x), positions.size(-1) // self.sequence_shards, self.width)
         for stage, (here, there) in enumerate(pairwise([*self.homes, self.homes[-1]])):
@@ -323,10 +319,10 @@ class Runner:
                 x = self.receive(here, shape, self.dtype)
         return x if self.rank == self.homes[-1] else None
 
-    # ---- boundaries ---------------------------------------------------------------------------------------
+    # ---- boundaries
 
     def put(self, what: Action, x: Tensor) -> None:
-        """For the neighbouring stage: the next step of the program sends x, or that stage is on this rank."""
+        """For the neighbouring stage: the program's next step sends x, or that stage is on this rank."""
         if user_of(what, self.schedule) is not None:
             self.boundary[what] = x
 

@@ -1,20 +1,20 @@
 """A pipeline schedule is data: for each rank the list of what it does, in order. No torch, no processes.
 
-    F  forward of a stage for one microbatch       B  its whole backward
-    I  backward for the input only                 W  the rest, gradients of the weights       B = I + W
+    F  forward of a stage for one microbatch       B  its whole backward = I and W
+    I  backward for the input only                 W  the rest, gradients of the weights
     R  forward once more, from the kept input (recomputation: F kept nothing else)
-    E  what F kept leaves for another rank, H  is hosted there, G  given back, L  loaded for B (bpipe.py)
+    E  what F kept leaves for another rank, H  is hosted there, G  given back, L  loaded for B (`bpipe`)
 
     one_f_one_b(2, 3).ranks = (F0.0 F0.1 B0.0 F0.2 B0.1 B0.2,      "F1.2": stage 1, microbatch 2
                                F1.0 B1.0 F1.1 B1.1 F1.2 B1.2)
 
-A rank has the stages whose actions stand in its list. A stage may stand in two lists, for different
-microbatches (Chimera), and a rank may have several (interleaving). With `slices` = k, unit m·k + j is slice j
-of microbatch m; forwards go from the first slice to the last, backwards from the last to the first. F, B, I,
-W are the letters of torch.distributed.pipelining. Differs: no map from stages to ranks, no sends.
+A rank may have several stages (interleaving), and a stage stand in two lists, for different microbatches
+(Chimera). With `slices` = k, unit m·k + j is slice j of microbatch m; forwards go from the first slice to the
+last, backwards from the last to the first. F, B, I, W are the letters of torch.distributed.pipelining.
+Differs: no map from stages to ranks, no sends.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -71,18 +71,13 @@ class Schedule:
 
     @cached_property
     def place(self) -> dict[Action, int]:
-        """The rank of every action."""
         return {action: rank for rank, entries in enumerate(self.ranks) for action in parts(entries)}
 
     @cached_property
     def position(self) -> dict[Action, int]:
-        """The place of every action in its rank's list."""
         return {action: i for own in self.ranks for i, entry in enumerate(own) for action in parts([entry])}
 
-    @cached_property
-    def kinds(self) -> set[str]:
-        return {action.kind for action in self.place}
-
+    kinds = cached_property(lambda self: {action.kind for action in self.place})
     recomputes = property(lambda self: "R" in self.kinds)
     evicts = property(lambda self: "E" in self.kinds)
     splits_backward = property(lambda self: "W" in self.kinds)
@@ -91,11 +86,8 @@ class Schedule:
     @cached_property
     def needs(self) -> dict[Entry, Sequence[Action]]:
         """For every entry what must be done before it, other than its own parts."""
-        found = {}
-        for entry in (entry for entries in self.ranks for entry in entries):
-            own = entry if isinstance(entry, Pair) else (entry,)
-            found[entry] = [before for action in own for before in needs(action, self) if before not in own]
-        return found
+        of = lambda own: [before for action in own for before in needs(action, self) if before not in own]
+        return {entry: of([*parts([entry])]) for entries in self.ranks for entry in entries}
 
     @cached_property
     def breadth_first(self) -> bool:
@@ -133,10 +125,7 @@ def _entry(entry, name: str, rank: int, at: int) -> Entry:
 def parts(entries: Iterable[Entry]) -> Iterator[Action]:
     """The actions of a list, pairs taken apart: the forward first."""
     for entry in entries:
-        if isinstance(entry, Pair):
-            yield from entry
-        else:
-            yield entry
+        yield from entry if isinstance(entry, Pair) else (entry,)
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
@@ -160,7 +149,6 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
 
 def in_flight(schedule: Schedule, rank: int) -> list[int]:
     """Activations on a rank after each entry of its list, in units of one stage and one microbatch or slice.
-
     One counts whole until its W. Before R a recomputed stage counts as nothing."""
     require_ints(0, len(schedule.ranks) - 1, rank=rank)
     holds = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1, "E": -1, "H": 1, "G": -1, "L": 1}
@@ -186,9 +174,8 @@ def check(schedule: Schedule) -> Schedule:
             found = f"{action} is no action of {stages} stages and {units} microbatches"
             raise ValueError(f"{name}: {found}; the kinds are {', '.join(KINDS)}, both count from 0")
         if times > 1:
-            raise ValueError(
-                f"{name}: {action} stands {times} times (rank {place[action]}); every action once"
-            )
+            what = f"{action} stands {times} times (rank {place[action]}); every action once"
+            raise ValueError(f"{name}: {what}")
     if units % schedule.slices:
         raise ValueError(f"{name}: {units} units are not a multiple of slices={schedule.slices}")
     for pair in (entry for entries in schedule.ranks for entry in entries if isinstance(entry, Pair)):
@@ -198,8 +185,7 @@ def check(schedule: Schedule) -> Schedule:
             raise ValueError(f"{name}: {pair} is no pair; {rule}")
     for stage, unit in product(range(stages), range(units)):
         _check_unit(schedule, stage, unit)
-    for _ in in_order(schedule, set()):
-        pass
+    deque(in_order(schedule, set()), maxlen=0)
     return schedule
 
 

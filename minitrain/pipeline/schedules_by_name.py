@@ -7,11 +7,16 @@ from functools import lru_cache
 
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
-from minitrain.pipeline.schedules.bpipe import bpipe
 from minitrain.pipeline.schedules.greedy import greedy
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
-from minitrain.pipeline.schedules.varuna import recomputed, varuna
+from minitrain.pipeline.schedules.less_memory import bpipe, recomputed, varuna
+from minitrain.pipeline.schedules.one_direction import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    seq1f1b,
+    terapipe,
+)
 from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from minitrain.ranks.checks import require_positive_ints
 
@@ -40,7 +45,6 @@ def named(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> 
 
 def stages_of(name: str, p: int, m: int, *, chunks=1, slices=1, recompute=False) -> int:
     """How many stages that schedule has; ValueError as from `named`, if it is not for these sizes.
-
     Planners ask thousands of times, and a schedule of many microbatches is long: rules look at m modulo p and
     2p and whether it is at least 2p, so one of 2p to 4p microbatches answers for all that are alike."""
     require_positive_ints(p=p, m=m, chunks=chunks, slices=slices)

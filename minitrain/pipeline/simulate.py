@@ -8,17 +8,17 @@ A message takes no time of its ranks. With whole numbers or Fractions for costs 
     makespan   from 0 to the end of the last action      idle(rank)   makespan - the time that rank computes
     bubble     the bubble share: idle time / (makespan · ranks)       overhead     idle time / work
 
-All ranks start and stop together here. Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one
-whole stage: stages that are 1/v of a rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B
-defaults to I + W; a pair takes `FB`, if given (times the mean of its stages' factors), else its two parts in
-a row; what a forward kept takes `move` to another rank (bpipe.py), by default `send`.
+Where bubble is (p-1)/(m+p-1), overhead is (p-1)/m. `Costs` are of one whole stage: stages that are 1/v of a
+rank cost Fraction(1, v); `stage={3: 2}` makes stage 3 twice as long. B defaults to I + W; a pair takes `FB`,
+if given (times the mean of its stages' factors), else its parts in a row; `move` is for moves (`bpipe`).
 """
 
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from heapq import heappop, heappush
 
 from minitrain.pipeline.schedule import MOVES, Action, Entry, Pair, Schedule, in_order, parts
 
@@ -101,7 +101,6 @@ class Simulation:
 
     @property
     def overhead(self) -> Time:
-        """Idle time / work."""
         ranks = range(len(self.spans))
         return divided(sum(map(self.idle, ranks)), sum(map(self.busy, ranks)))
 
@@ -111,7 +110,6 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulation:
-    """As soon as possible, in the order of the lists."""
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ended: dict[Action, tuple[Time, int]] = {}  # when, and on which rank
     send, needed = costs.send, schedule.needs
@@ -129,6 +127,22 @@ def simulate(schedule: Schedule, costs: Costs | Measured = Costs()) -> Simulatio
         for action in entry if isinstance(entry, Pair) else (entry,):
             ended[action] = end, rank
     return Simulation(schedule, costs, tuple(map(tuple, spans)))
+
+
+def play(p: int, choose: Callable, costs: Costs, later: Callable) -> tuple[list[list[Action]], Time]:
+    """(lists, makespan): a free rank starts what choose(rank, now, ended) gives, None to wait.
+    All are asked when an action ends, and each of `later(action)` after that, the last rank first: what it
+    begins is seen at once, as `ended[action]` is known from the start."""
+    ranks, free, ended, clock = [[] for _ in range(p)], [0] * p, {}, [0]
+    while clock:
+        now = heappop(clock)
+        for rank in reversed(range(p)):
+            if free[rank] <= now and (action := choose(rank, now, ended)):
+                ranks[rank].append(action)
+                free[rank] = ended[action] = now + costs.of(action)
+                for after in (0, *later(action)):
+                    heappush(clock, max(now, free[rank] + after))
+    return ranks, max(free)
 
 
 def divided(a: Time, b: Time) -> Time:

@@ -3,15 +3,13 @@
     F of slice j    keeps its K, V and a leaf of each     out = attend(Q, [leaves < j, K_j], [.., V_j])
     B of slice j    starts from [y, K_j, V_j] with [dy, leaf_j.grad]; adds to the gradients of the leaves < j
 
-Between two slices autograd's graph is cut at K and V. Later slices look at a leaf, so their backwards leave
-dK and dV in its `.grad`; backwards run from the last slice, so the sum is complete when slice j's turn comes.
-A `SlicedAttention` stands in every attention layer (`look_back`). `attend(q, k, v, lengths)` is the attention
-of the newest slice's queries over all slices so far, on one rank or on ranks that share the sequence, each
-with `lengths` tokens of the slices; outside of a step `lengths` is None: the tokens are a whole sequence.
+Between two slices autograd's graph is cut at K and V. Later slices leave dK and dV in a leaf's `.grad`;
+backwards run from the last slice, so it is complete when slice j's turn comes. `attend(q, k, v, lengths)` is
+the attention of the newest slice's queries over all slices so far, on one rank or on ranks that share the
+sequence, each with `lengths` tokens of the slices; outside of a step `lengths` is None: a whole sequence.
 Sends only what `attend` sends. Memory: the fused attention keeps [K_0..K_j] in one piece, so the slices hold
 K and V (k+1)/2 times, and (k-1)/k as leaves; masks of T²·(k+1)/2k - (T/k)² numbers, with ALiBi T²·(k+1)/2k
-for each head; dK and dV while backwards run. Dropout by place keeps all scores, and values narrower than keys
-(latent attention) are padded.
+for each head. Dropout by place keeps all scores, and values narrower than keys (latent) are padded.
 Li et al. 2021 (TeraPipe), arXiv:2102.07988, section 3.1; Sun et al. 2024 (Seq1F1B), arXiv:2406.03488, 3.
 """
 

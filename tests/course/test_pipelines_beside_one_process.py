@@ -7,8 +7,7 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.course.pipelines import agree, batches, losses, one_process, step
 from minitrain.model.config import GPTConfig
 from minitrain.model.training.optim import AdamW
-from minitrain.pipeline.schedules.one_direction import one_f_one_b
-from minitrain.pipeline.schedules.slices import seq1f1b
+from minitrain.pipeline.schedules.one_direction import one_f_one_b, seq1f1b
 from minitrain.plan.strategy import Strategy
 
 SMALL = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=2, max_positions=16)

@@ -8,10 +8,15 @@ import pytest
 
 from minitrain.pipeline.schedule import B, F, I, Pair, Schedule, W, peak
 from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
-from minitrain.pipeline.schedules.bpipe import bpipe
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
-from minitrain.pipeline.schedules.varuna import recomputed, varuna
+from minitrain.pipeline.schedules.less_memory import bpipe, recomputed, varuna
+from minitrain.pipeline.schedules.one_direction import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    seq1f1b,
+    terapipe,
+)
 from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 
 GRID = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 64), (8, 3), (8, 16), (16, 16)]

@@ -21,9 +21,8 @@ from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Sent, lower
 from minitrain.pipeline.runtime import Around, Runner
 from minitrain.pipeline.schedule import Action, B, F, R, Schedule, check
-from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.less_memory import bpipe, jitter, recomputed, varuna
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.schedules.varuna import jitter, recomputed, varuna
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Issue, Wait

@@ -13,9 +13,8 @@ from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, Pair, Schedule, check
-from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.less_memory import bpipe, recomputed
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
-from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import zb_h1
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from tests.parallel import TOLERANCE

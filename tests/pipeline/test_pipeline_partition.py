@@ -175,7 +175,7 @@ def test_what_is_refused():
     refuse(
         {
             "use 1 to 3 stages": lambda: balanced([1, 2, 3], 4),
-            "costs[1] = -1": lambda: balanced([1, -1], 1),
+            "costs[1]=-1": lambda: balanced([1, -1], 1),
             "3 weights, 2 activations of 2 layers": lambda: pipedream([1, 2], 2, weights=[1, 2, 3]),
         }
     )

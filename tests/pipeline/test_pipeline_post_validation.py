@@ -20,9 +20,8 @@ from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.schedules.bidirectional import chimera
-from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.less_memory import bpipe, recomputed
 from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.varuna import recomputed
 from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import channel_of

@@ -24,9 +24,14 @@ from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Action, B, F, Pair, Schedule, check, parts, peak
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import terapipe
-from minitrain.pipeline.schedules.varuna import recomputed
+from minitrain.pipeline.schedules.less_memory import recomputed
+from minitrain.pipeline.schedules.one_direction import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    terapipe,
+)
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay

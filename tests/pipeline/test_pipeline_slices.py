@@ -14,11 +14,12 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.lower import messages
 from minitrain.pipeline.schedule import Action, check, peak
-from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.schedules.slices import (
+from minitrain.pipeline.schedules.one_direction import (
     causal_cost,
+    gpipe,
     makespan,
     on_each_rank,
+    one_f_one_b,
     seq1f1b,
     slice_lengths,
     terapipe,

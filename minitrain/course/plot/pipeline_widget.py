@@ -22,8 +22,14 @@ from minitrain.course.plot import pipeline_svg
 from minitrain.course.plot.controls import Drawn, followed, menus, slider
 from minitrain.pipeline.schedule import Schedule, check, peak
 from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
-from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import seq1f1b, terapipe
+from minitrain.pipeline.schedules.one_direction import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    seq1f1b,
+    terapipe,
+)
 from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
 

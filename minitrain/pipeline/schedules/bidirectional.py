@@ -26,7 +26,6 @@ from minitrain.ranks.checks import require_positive_ints
 
 def chimera(p: int, m: int) -> Schedule:
     """Stage s is on rank s for even microbatches, which go down, on rank p-1-s for odd ones, which go up.
-
     The j-th of a direction begins in slot 2j, units of p microbatches every 2p slots. Bubble of K units: p-2
     forwards of idle time if B = F, (K+1)·(p-2) if B = 2F. Memory: two stages per rank; activations of p/2 + 1
     stages at the ends, up to p in the middle. Sends 2(p-1) messages per microbatch and, once per step, all
@@ -41,7 +40,6 @@ def chimera(p: int, m: int) -> Schedule:
 
 def hanayo(p: int, m: int, waves: int) -> Schedule:
     """Stage s is on rank s % p on the way down, on p-1 - s % p on the way up; groups of p every 2S slots.
-
     Bubble if B = F: 2(p-1) slots, the share (p-1)/(2·m·W+p-1) for W waves and m a multiple of p. Memory:
     parameters once; activations of (2W-1)·p + r + 1 stages on rank r. Sends 4·W·(p-1) messages each."""
     require_positive_ints(p=p, m=m, waves=waves)
@@ -62,7 +60,6 @@ def in_slots(p: int, stages: int, m: int, rank: Callable, begin: Callable) -> li
 
 def dualpipe(p: int, m: int) -> Schedule:
     """Stage s is on rank s for microbatches 0 to m/2-1, which enter on rank 0, on rank p-1-s for the others.
-
     Sends per microbatch 2(p-1) messages and, once per step, all gradients between ranks r and p-1-r."""
     require_positive_ints(p=p, m=m)
     check_even("dualpipe", "two directions meet between two ranks", "p", p, "ranks")

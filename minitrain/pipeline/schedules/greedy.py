@@ -5,11 +5,10 @@
     greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 8)    every stage on two ranks, both directions
 
 `place[stage]`, or `place(stage, microbatch)`, is a rank. Actions whose inputs have arrived (`costs.send`)
-start in the order of `priority(action)`: by default backwards, forwards, then gradients of weights, which
-fill what would be bubbles. With `split` each backward is I and W. `limit` is what a rank may hold, in
-activations of one stage and one microbatch (one number, or one for each rank). A rank keeps room for all
+start in the order of `priority(action)`. With `split` each backward is I and W. `limit` is what a rank may
+hold, in activations of one stage and one microbatch (one number, or one for each rank); it keeps room for all
 stages of its oldest unfinished microbatch, so that nobody gets stuck (the banker's rule). Greedy is not
-optimal: to wait for something more urgent can pay. Memory: at most `limit`.
+optimal: to wait for something more urgent can pay.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 3.1. Differs: theirs keeps the best of several ways to
 place the warm-up forwards; here that is the caller's `priority`.
 """
@@ -22,7 +21,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from minitrain.pipeline.schedule import Action, Schedule, check
-from minitrain.pipeline.simulate import Costs, Time
+from minitrain.pipeline.simulate import Costs, Time, play
 from minitrain.ranks.checks import require_positive_ints
 
 Place = Sequence[int] | Callable[[int, int], int]
@@ -56,29 +55,27 @@ def greedy(
         for other in before:
             users[other].append(action)
 
-    ranks: list[list[Action]] = [[] for _ in range(p)]
     ready: list[list[tuple[object, Action]]] = [[] for _ in range(p)]  # a forward may wait for memory
-    free: list[Time] = [0] * p
+    coming: list[list[tuple[Time, Action]]] = [[] for _ in range(p)]  # heaps: when an action can start
     arrival: dict[Action, Time] = defaultdict(int)
-    events = sorted((0, action) for action in unmet if not unmet[action])  # (time, what can start then)
-    alarms: list[Time] = [0]  # times at which something changes
-    while alarms:
-        now = heappop(alarms)
-        while events and events[0][0] <= now:
-            action = heappop(events)[1]
-            insort(ready[home[action[1:]]], (priority(action), action))
-        for rank in range(p):
-            if free[rank] > now or (action := memory[rank].first_allowed(ready[rank])) is None:
-                continue
-            ranks[rank].append(action)
-            free[rank] = end = now + costs.of(action)
-            heappush(alarms, end)
+    for action in sorted(action for action in unmet if not unmet[action]):
+        coming[home[action[1:]]].append((0, action))
+
+    def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
+        while coming[rank] and coming[rank][0][0] <= now:
+            action = heappop(coming[rank])[1]
+            insort(ready[rank], (priority(action), action))
+        if action := memory[rank].first_allowed(ready[rank]):
             for user in users[action]:
-                arrival[user] = max(arrival[user], end + (0 if home[user[1:]] == rank else costs.send))
+                there = home[user[1:]]
+                end = now + costs.of(action) + (0 if there == rank else costs.send)
+                arrival[user] = max(arrival[user], end)
                 unmet[user] -= 1
                 if not unmet[user]:
-                    heappush(events, (arrival[user], user))
-                    heappush(alarms, arrival[user])
+                    heappush(coming[there], (arrival[user], user))
+        return action
+
+    ranks, _ = play(p, choose, costs, lambda action: (costs.send,))
     return check(Schedule(name, ranks, stages, m))
 
 
@@ -86,7 +83,6 @@ class Memory:
     """What one rank holds, and which of its ready actions it may start."""
 
     def __init__(self, name: str, rank: int, limit: Amount | None, sizes: Sequence[Amount], stages: Counter):
-        """`stages`: how many each microbatch has on this rank."""
         self.limit, self.sizes, self.largest, self.stages = limit, sizes, max(sizes), stages
         self.used = self.oldest = 0
         self.forwards, self.backwards = Counter(), Counter()  # of each microbatch

@@ -22,24 +22,25 @@ from collections.abc import Callable
 
 from minitrain.pipeline.schedule import Action, F, I, Schedule, W, check
 from minitrain.pipeline.schedules.one_direction import depth_first, on_rank
-from minitrain.pipeline.simulate import Simulation, Time
+from minitrain.pipeline.simulate import Costs, Simulation, Time, play
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble where all times are equal, in 1F1B's memory."""
-    require_positive_ints(p=p, m=m)
-    order = [(0, i) for i in range(m)]
-    ranks = [delayed(*on_rank(r, p, 1, order, I), ahead=p - r - 1, w_delay=r) for r in range(p)]
-    return Schedule(f"ZB-H1, p={p}, m={m}", ranks, p, m)
+    return _in_a_line("ZB-H1", p, m, 1)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """No bubble where all times are equal, in twice the memory."""
+    return _in_a_line("ZB-H2", p, m, 2)
+
+
+def _in_a_line(name: str, p: int, m: int, steps: int) -> Schedule:
     require_positive_ints(p=p, m=m)
-    order = [(0, i) for i in range(m)]
-    ranks = [delayed(*on_rank(r, p, 1, order, I), ahead=2 * (p - r - 1), w_delay=2 * r) for r in range(p)]
-    return Schedule(f"ZB-H2, p={p}, m={m}", ranks, p, m)
+    lists = [on_rank(r, p, 1, [(0, i) for i in range(m)], I) for r in range(p)]
+    ranks = [delayed(*own, ahead=steps * (p - r - 1), w_delay=steps * r) for r, own in enumerate(lists)]
+    return Schedule(f"{name}, p={p}, m={m}", ranks, p, m)
 
 
 def zb_interleaved(p: int, m: int, v: int) -> Schedule:
@@ -124,32 +125,31 @@ def block_order(p: int, m: int, block: Block, rank: int) -> list[Action]:
 
 def squeezed(shape: str, p: int, m: int, block: Block, limit: int, early: bool = False) -> Schedule:
     """The block's order, each action as soon as it can be; W where a rank would wait or is full (`limit`).
-
     With `early` a rank that waits before its first backward runs forwards of its early stage ahead."""
     require_positive_ints(m=m)
     orders, name = [deque(block_order(p, m, block, rank)) for rank in range(p)], f"{shape}, p={p}, m={m}"
     needs, later = Schedule(name, orders, 2 * p, m).needs, [deque() for _ in range(p)]
-    ranks, held, done = [[] for _ in range(p)], [0] * p, set()
-    can = lambda action: all(before in done for before in needs[action])
+    held, begun = [0] * p, [False] * p  # activations; the first backward
 
-    def choose(rank: int) -> Action | None:
+    def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
         """What the order has next, else a W, else, before the first backward, a forward ahead of its turn."""
-        order = orders[rank]
+        order, action = orders[rank], None
+        done = lambda before: before in ended and ended[before] <= now
+        can = lambda action: all(map(done, needs[action]))
         if order and can(order[0]) and (order[0].kind == "I" or held[rank] < limit):
-            return order[0]
-        if later[rank]:
-            return later[rank][0]
-        if early and all(action.kind == "F" for action in ranks[rank]) and held[rank] + 2 <= limit:
+            action = order[0]
+        elif later[rank]:
+            action = later[rank][0]
+        elif early and not begun[rank] and held[rank] + 2 <= limit:
             ahead = [action for action in order if action.kind == "F" and action.stage < p][:1]
-            return next(filter(can, ahead), None)  # room stays for the one whose turn it is
-        return None
-
-    while now := [(rank, action) for rank in range(p) if (action := choose(rank))]:
-        for rank, action in now:
+            action = next(filter(can, ahead), None)  # room stays for the one whose turn it is
+        if action is not None:
             (later if action.kind == "W" else orders)[rank].remove(action)
-            ranks[rank].append(action)
             held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
             if action.kind == "I":
+                begun[rank] = True
                 later[rank].append(W(*action[1:]))
-            done.add(action)
+        return action
+
+    ranks, _ = play(p, choose, Costs(), lambda action: ())
     return check(Schedule(name, ranks, 2 * p, m))

@@ -3,13 +3,12 @@
     rank 0 of 3   F0 F1 F2 .. B0 F3 B1 F4 B2 F5 B3 F6 ..    1F1B for ever: after the first fill no rank waits
     its weights   w0 w0 w0    w0 w1 w1 w2 w2 w3 w3 w4       F3 takes the newest, w1, and B3 takes w1 again
 
-A forward and its backward must take the same weights, so a stage *stashes* those of each forward until its
-backward. `per_microbatch` (PipeDream) updates after every microbatch, and stage s of p keeps p - s versions:
-w_s(t+1) = w_s(t) - lr · grad_s(w_0(t-p+1), .., w_{p-1}(t)), indices not below 0. `double_buffered(k)`
-(PipeDream-2BW) updates after k >= p: w(t+1) = w(t) - lr · grad(w(t-1)); two versions are enough. A call runs
-`schedule.microbatches` from filling to draining: make it as long as the training; `batch.num_valid` is the
-divisor of one update. `update(params, grads)` returns new tensors, and is the place to sum gradients over
-ranks. Memory: activations of the schedule, a gradient, `most[stage]` copies of the weights.
+A stage *stashes* the weights of each forward until its backward. `per_microbatch` (PipeDream) updates after
+every microbatch, and stage s of p keeps p - s versions: w_s(t+1) = w_s(t) - lr · grad_s(w_0(t-p+1), ..,
+w_{p-1}(t)), indices not below 0. `double_buffered(k)` (PipeDream-2BW) updates after k >= p: w(t+1) = w(t) -
+lr · grad(w(t-1)); two versions are enough. A call runs `schedule.microbatches`, the whole training;
+`batch.num_valid` is the divisor of one update. `update(params, grads)` returns new tensors, and is the place
+to sum gradients over ranks. Memory: activations, a gradient, `most[stage]` copies of the weights.
 Narayanan et al. 2019, arXiv:1806.03377, sections 3.1 and 3.3; 2021 (2BW), arXiv:2006.09503, section 3.1.
 Differs: no vertical sync, no replicated stages; parameters that two stages share train separately.
 """
@@ -69,10 +68,8 @@ class AsynchronousRunner(Runner):
         self.used: dict[tuple[int, int], int] = {}  # (stage, unit) in flight -> version
         self.most = dict.fromkeys(self.stages, 1)
         loss = super().__call__(batch)
-        with torch.no_grad():
-            for number, stage in self.stages.items():
-                for name, newest in self.versions[number][max(self.versions[number])].items():
-                    stage.get_parameter(name).copy_(newest)
+        for number, stage in self.stages.items():
+            stage.load_state_dict(self.versions[number][max(self.versions[number])], strict=False)
         return loss
 
     def run(self, stage: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -81,9 +78,8 @@ class AsynchronousRunner(Runner):
 
     def forward(self, action: Action) -> None:
         _, stage, unit = action
-        versions = self.versions[stage]
-        self.used[stage, unit] = version = self.policy.version(unit, max(versions))
-        self.weights = versions[version]
+        self.used[stage, unit] = version = self.policy.version(unit, max(self.versions[stage]))
+        self.weights = self.versions[stage][version]
         super().forward(action)
         self.weights = {}
 
@@ -102,12 +98,12 @@ class AsynchronousRunner(Runner):
             self.forget(stage, unit)
             self.most[stage] = max(self.most[stage], len(self.versions[stage]))
 
+    @torch.no_grad()
     def step(self, stage: int, grads: dict[str, Tensor]) -> None:
         """Adds a version: the newest weights, moved along a gradient that was taken at older ones."""
         versions = self.versions[stage]
         newest = versions[max(versions)]
-        with torch.no_grad():
-            params = self.update([newest[name].detach() for name in grads], list(grads.values()))
+        params = self.update([newest[name].detach() for name in grads], list(grads.values()))
         stepped = {name: param.detach().requires_grad_() for name, param in zip(grads, params, strict=True)}
         versions[max(versions) + 1] = newest | stepped
 

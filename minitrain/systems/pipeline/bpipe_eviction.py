@@ -1,22 +1,21 @@
-"""Evictions on real ranks: activations leave for another rank between forward and backward (lists: bpipe.py).
+"""Evictions on real ranks: activations leave for another rank between forward and backward (lists: `bpipe`).
 
     saved = SavedTensors(stays, device)              stays: what stays anyway, such as parameters
     with saved_tensors_hooks(saved.pack, saved.unpack): y = stage(x)
     flat, places = saved.evict()                     one piece of bytes; the graph now holds no tensor
     saved.load(flat, places)                         what autograd kept is views of it again
 
-SavedTensors has each storage once, however many views of it autograd keeps; in place of tensors the graph
-holds a block's number and how to view it. The graph's first node would still hold the stage's input, so
-`without_input` makes a node that does not, and leaves the gradient in an `InputGrad`. Storages are told apart
-by identity, as those without data (a dry run) have no address. `Balanced` is the interpreter: E evicts and
-the rank computes on while the bytes travel, L loads them. Their number depends on a microbatch's shape alone.
-Sends what a forward keeps at each eviction, the same back, and 8 bytes per shape (the number). Memory: moves
-under way included, at most the largest `schedule.peak` on any rank; only while E copies, the evicted
-microbatch exists twice.
+In place of tensors the graph holds the number of a storage and how to view it. Its first node would still
+hold the stage's input, so `without_input` makes a node that does not. Storages are told apart by identity, as
+those of a dry run have no address. E evicts and the rank computes on while the bytes travel, L loads them;
+their number depends on a microbatch's shape alone. Sends what a forward keeps at each eviction, the same
+back, and 8 bytes per shape (the number). Memory: moves under way included, at most the largest
+`schedule.peak` on any rank; only while E copies, the evicted microbatch exists twice.
 Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save_on_cpu: views travel once.
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ Places = list[tuple[int, int]]  # where each block stands in the flat piece, and
 
 
 class SavedTensors:
-    """What autograd keeps of one forward."""
-
     def __init__(self, stays: Iterable[Tensor], device: torch.device):
         self.stays, self.device = {storage_id(x.untyped_storage()) for x in stays}, device
         self.blocks: list[Tensor] = []  # the bytes of each storage
@@ -43,11 +40,11 @@ class SavedTensors:
         storage = x.untyped_storage()
         if storage_id(storage) in self.stays or not storage.nbytes():
             return x
-        if storage_id(storage) not in self.index:
-            self.index[storage_id(storage)] = len(self.blocks)
+        number = self.index.setdefault(storage_id(storage), len(self.blocks))
+        if number == len(self.blocks):
             first = x.detach().as_strided((1,), (1,), 0).view(torch.uint8)
             self.blocks.append(first.as_strided((storage.nbytes(),), (1,), 0))
-        return self.index[storage_id(storage)], x.dtype, x.storage_offset(), x.size(), x.stride()
+        return number, x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def unpack(self, packed) -> Tensor:
         if isinstance(packed, Tensor):
@@ -58,12 +55,11 @@ class SavedTensors:
         return block[:0].view(dtype).as_strided(size, stride, offset)
 
     def evict(self) -> tuple[Tensor, Places]:
-        sizes = [-(-block.numel() // ALIGNED) * ALIGNED for block in self.blocks]
-        flat, places, at = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device), [], 0
-        for block, size in zip(self.blocks, sizes):
-            flat[at : at + block.numel()] = block
-            places.append((at, block.numel()))
-            at += size
+        ends = list(accumulate(-(-block.numel() // ALIGNED) * ALIGNED for block in self.blocks))
+        flat = torch.empty(sum(ends[-1:]), dtype=torch.uint8, device=self.device)
+        places = [(at, block.numel()) for at, block in zip([0, *ends], self.blocks)]
+        for (at, size), block in zip(places, self.blocks):
+            flat[at : at + size] = block
         self.blocks.clear()
         self.index.clear()
         return flat, places
@@ -136,7 +132,7 @@ class Balanced(Runner):
 
     def learn(self, what: Action, source: int) -> None:
         length = self.receive(source, (1,), torch.int64)
-        if self.unit(what) not in self.lent:
+        if self.unit(what) not in self.lent:  # a dry run is told before
             self.lent[self.unit(what)] = int(length)
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
@@ -161,9 +157,8 @@ class Balanced(Runner):
     def evict(self, action: Action) -> None:
         flat, self.places[action[1:]] = self.saved[action[1:]].evict()
         if flat.numel() != self.lent.setdefault(self.unit(action), flat.numel()):
-            raise ValueError(
-                f"{action} moves {flat.numel()} bytes; what a stage keeps must not depend on the data"
-            )
+            rule = "what a stage keeps must not depend on the data"
+            raise ValueError(f"{action} moves {flat.numel()} bytes; {rule}")
         self.boundary[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:

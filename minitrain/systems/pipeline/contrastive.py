@@ -5,14 +5,13 @@
                                          .. Fa Fb Ba Bb .. .. Fc Fd Bc Bd ..     .. Fa Fb Ba Fc Bb Fd Bc Bd ..
 
 CLIP's scores images · textsᵀ / temperature `[N, N]` have all N samples in each loss, so every forward must be
-over before the first backward. Embeddings are gathered from all microbatches and ranks, the gradient is
-computed from the whole `[N, E]`, and each microbatch's backward starts from its own rows: exactly the
-gradients of one batch. In `doubled` the forwards of a second batch of the same step fill the wait: a rank
-waits for p-1 forwards and backwards, not 2(p-1). Sends 2·(n-1)/n · N·E elements beside GPipe's messages; with
-towers on ranks of their own (`tower_step`) n-1 times the rows of the rank that has most of them.
-Memory: min(m + p-r-1, 2m) forwards in flight on rank r, m in `naive`.
-Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP), arXiv:2103.00020, figure 3. Differs:
-how many ranks a tower gets is the caller's choice.
+over before the first backward. Embeddings are gathered from all microbatches and ranks, the gradient is that
+of the whole `[N, E]`, and each microbatch's backward starts from its own rows: exactly the gradients of one
+batch. In `doubled` the forwards of a second batch fill the wait: a rank waits for p-1 forwards and backwards,
+not 2(p-1). Sends 2·(n-1)/n · N·E elements beside GPipe's messages; with towers on ranks of their own
+(`tower_step`) n-1 times the rows of the rank that has most. Memory: min(m + p-r-1, 2m) forwards in flight on
+rank r, m in `naive`. Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP),
+arXiv:2103.00020, figure 3. Differs: how many ranks a tower gets is the caller's choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +38,6 @@ def contrastive_loss(images: Tensor, texts: Tensor, temperature: float = 0.1) ->
 
 def contrastive_step(towers: Towers, microbatches: Sequence[object], group: ProcessGroup) -> Tensor:
     """One batch: all forwards, the loss of all ranks' samples, all backwards. Returns that loss.
-
     Ranks may have different numbers of samples. The gradients are this rank's share of a sum over ranks."""
     pairs = [torch.stack(towers(microbatch)) for microbatch in microbatches]  # [2, rows, E] each
     parts = _gathered(torch.cat(pairs, dim=1).detach(), group)
@@ -48,7 +46,6 @@ def contrastive_step(towers: Towers, microbatches: Sequence[object], group: Proc
 
 def tower_step(tower: Callable, texts: bool, microbatches: Sequence[object], group: ProcessGroup) -> Tensor:
     """The same with one tower on this rank, that of images or of `texts`; each has as many ranks as it needs.
-
     The ranks of a tower have all samples between them, in the order of the ranks."""
     embeddings = [tower(microbatch)[None] for microbatch in microbatches]  # [1, rows, E] each
     parts = _gathered(torch.cat(embeddings, dim=1).detach(), group)
@@ -58,7 +55,6 @@ def tower_step(tower: Callable, texts: bool, microbatches: Sequence[object], gro
 
 
 def _backward(loss: Tensor, own: Tensor, microbatches: Sequence[Tensor]) -> Tensor:
-    """Each microbatch's backward starts from the loss's gradient by its own rows."""
     (gradient,) = torch.autograd.grad(loss, own)
     for rows, part in zip(microbatches, gradient.split([rows.size(1) for rows in microbatches], dim=1)):
         rows.backward(part)
@@ -66,7 +62,6 @@ def _backward(loss: Tensor, own: Tensor, microbatches: Sequence[Tensor]) -> Tens
 
 
 def _gathered(own: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Every rank's `[.., rows, E]`, as the loss's inputs."""
     rows = collectives.all_gather(torch.tensor([own.size(1)], device=own.device), group).tolist()
     padded = own.new_zeros(own.size(0), max(rows), own.size(2))
     padded[:, : own.size(1)] = own
@@ -85,8 +80,7 @@ def naive(p: int, m: int) -> Schedule:
 def doubled(p: int, m: int) -> Schedule:
     """The second batch's forwards fill the wait for the first's loss, then alternate with its backwards."""
     require_positive_ints(p=p, m=m)
-    ranks = []
-    for rank in range(p):
-        forwards, backwards = ([Action(kind, rank, i) for i in range(2 * m)] for kind in "FB")
-        ranks.append(alternate(forwards, backwards, min(m + p - rank - 1, 2 * m) - 1))
+    every = lambda kind, rank: [Action(kind, rank, i) for i in range(2 * m)]
+    ahead = lambda rank: min(m + p - rank - 1, 2 * m) - 1
+    ranks = [alternate(every("F", rank), every("B", rank), ahead(rank)) for rank in range(p)]
     return check(Schedule(f"doubled microbatches, p={p}, m={m}", ranks, p, 2 * m))

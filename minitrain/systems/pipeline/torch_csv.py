@@ -6,16 +6,16 @@
     theirs._dump_csv(file, format="compute_only"); from_csv(text)
 
 A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. Of their format with messages
-(`0SEND_F0`, `1RECV_F0`) `from_csv` keeps the computation, as messages follow from it. A stage on two ranks,
-slices, R, moves and other pairs have no letters there. Their gradients are divided by the number of
-microbatches unless `scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13,
-torch.distributed.pipelining, schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it
-is read, not when it runs.
+(`0SEND_F0`, `1RECV_F0`) `from_csv` keeps the computation. A stage on two ranks, slices, R, moves and other
+pairs have no letters there. Their gradients are divided by the number of microbatches unless
+`scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13, torch.distributed.pipelining,
+schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it is read, not when it runs.
 """
 
 import csv
 import io
 import re
+from collections import Counter
 
 from minitrain.pipeline.schedule import Action, Entry, Pair, Schedule, check, parts
 from minitrain.ranks.checks import require_text
@@ -25,7 +25,6 @@ PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text for `_load_csv(file, format="compute_only")`."""
     check_writable(check(schedule))
     return "".join(",".join(map(cell, entries)) + "\n" for entries in schedule.ranks)
 
@@ -70,14 +69,12 @@ def entry_of(written: str, where: str) -> Entry | None:
 
 
 def check_writable(schedule: Schedule) -> None:
-    homes: dict[int, set[int]] = {}
-    for (_, stage, _), rank in schedule.place.items():
-        homes.setdefault(stage, set()).add(rank)
+    homes = Counter(stage for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank))
     refused = {
         f"no slices of a sequence, this has {schedule.slices}": schedule.slices > 1,
         "no R; leave recomputation to the stages (torch.utils.checkpoint)": schedule.recomputes,
         "no E, H, G and L; use a schedule whose activations stay, 1F1B say": schedule.evicts,
-        "each stage on one rank; use one without copies, such as a V": max(map(len, homes.values())) > 1,
+        "each stage on one rank; use one without copies, such as a V": max(homes.values()) > 1,
     }
     for words in (words for words, found in refused.items() if found):
         raise ValueError(f"{schedule.name}: PyTorch's format has {words}")

@@ -7,10 +7,9 @@
 The graph may be cut behind every operator where one float tensor crosses: a residual stream has such places
 between and inside blocks. What lies between two is a unit, and units are dealt out so that the slowest stage
 has least FLOPs. What crosses a cut is all that a rank sends on; integers (positions) go along. Parameters are
-the model's own, not copies, so a tied one is in two stages. torch.export traces with tensors that have no
-memory, so the model may be larger than this machine.
-Lai et al. 2022 (Merak), arXiv:2206.04959. Differs: the partitioner alone, without its schedule
-(shifted critical path) and its tensor parallelism; shapes are fixed by the trace.
+the model's own, so a tied one is in two stages. torch.export traces with tensors that have no memory, so the
+model may be larger than this machine. Lai et al. 2022 (Merak), arXiv:2206.04959. Differs: the partitioner
+alone, without its schedule (shifted critical path) and tensor parallelism; shapes are fixed by the trace.
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ def operators(traced: fx.GraphModule) -> list[fx.Node]:
 
 
 def flops(traced: fx.GraphModule, *inputs: Tensor) -> list[int]:
-    """Of each operator in forward."""
     found: dict[str, int] = {}
 
     class Counting(fx.Interpreter):
@@ -76,7 +74,6 @@ def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[T
 
 
 def run(stages: Sequence[TracedStage], *inputs: Tensor) -> Tensor:
-    """One stage after the other, in one process."""
     for stage in stages:
         inputs = stage.module(*inputs)
     return inputs[0]
@@ -99,9 +96,8 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _module(traced: fx.GraphModule, nodes, takes, gives) -> fx.GraphModule:
-    graph, copies = fx.Graph(), {}
-    for node in takes:
-        copies[node] = graph.placeholder(node.name)
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in takes}
 
     def copy_of(node: fx.Node) -> fx.Node:
         if node.op == "get_attr" and node not in copies:

@@ -25,7 +25,7 @@ from minitrain.course.plot import (
 from minitrain.course.plot.searches import race
 from minitrain.course.plot.style import BLUE, COLOURS, GREEN, ORANGE, PALE, SKY, VERMILLION
 from minitrain.pipeline.schedule import in_flight, peak
-from minitrain.pipeline.schedules.bpipe import bpipe
+from minitrain.pipeline.schedules.less_memory import bpipe
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.zero_bubble import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import simulate

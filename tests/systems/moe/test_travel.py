@@ -55,7 +55,7 @@ def measured(width, tokens, activation="gelu", training=True, **how):
     mesh, rank, ours, whole = Mesh(**strategy.axes), collectives.world().rank(), layer(c), layer(c, True)
     groups = compose_passes.ExpertGroups(strategy, mesh)
     place_experts(ours.experts, groups.group)
-    ours.hooks.experts = compose_passes.travel(c, strategy, mesh, groups, None)
+    ours.hooks.experts = groups.travel(c, None)
     ours.train(training)
     x, at = drawn(tokens, rank), torch.arange(tokens)
     with Ledger() as ledger, torch.set_grad_enabled(training):

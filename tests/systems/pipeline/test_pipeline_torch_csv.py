@@ -14,9 +14,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from minitrain import collectives, launch
 from minitrain.pipeline.schedule import B, F, Pair, Schedule, check
 from minitrain.pipeline.schedules.bidirectional import chimera
-from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b
-from minitrain.pipeline.schedules.slices import terapipe
-from minitrain.pipeline.schedules.varuna import recomputed
+from minitrain.pipeline.schedules.less_memory import recomputed
+from minitrain.pipeline.schedules.one_direction import gpipe, interleaved, one_f_one_b, terapipe
 from minitrain.pipeline.schedules.zero_bubble import bubble
 from minitrain.pipeline.simulate import simulate
 from minitrain.systems.pipeline.torch_csv import from_csv, to_csv
