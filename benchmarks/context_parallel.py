@@ -30,7 +30,7 @@ from minitrain.attention.kernel import FUSED, merge
 from minitrain.context.gathered import gathered_attention
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
-from minitrain.ranks.collectives.backends import renamed
+from minitrain.ranks.collectives.transport import renamed
 
 BATCH, HEADS, WIDTH = 1, 8, 64
 LENGTHS = (1024, 4096)

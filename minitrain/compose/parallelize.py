@@ -29,7 +29,7 @@ from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
-from minitrain.model.hooks import Hooks
+from minitrain.model.layers import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import Batch, accumulate

@@ -38,7 +38,7 @@ from minitrain.memory.recompute_policies import Policy, parse, segments
 from minitrain.memory.segment import Hold, Results
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.gpt import GPT, Stages, one_by_one
-from minitrain.model.hooks import Hooks
+from minitrain.model.layers import Hooks
 from minitrain.model.mixture import mixtures
 from minitrain.model.training.optim import AdamW
 from minitrain.moe.dispatch import AllToAll, CutExperts, Tokens, place_experts

@@ -1,10 +1,9 @@
 """A GPT in plain PyTorch, one process: what every technique is applied to and compared with.
 
 First  config              GPTConfig and ExpertsConfig: every size and choice; presets of published models
-       layers              attention, MLP, norms
+       layers              attention, MLP, norms; hooks: what techniques put between its layers
        gpt                 blocks, embedding, head, whole models and stages of them
 then   mixture             a router and its experts in the place of an MLP (routers: moe/)
-       hooks               what techniques put between its layers: one object for all
 beside data/               deterministic batches of text
        training/           one step, its optimizer, hyperparameters
        hugging_face        the same model under Hugging Face's names, and where conventions differ

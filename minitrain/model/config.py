@@ -14,7 +14,7 @@ positions.
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from minitrain.ranks.checks import require_positive_ints
@@ -28,41 +28,31 @@ CHOICES = {
 }
 GATED = ("swiglu", "geglu")
 ROUTERS = ("top_k", "switch", "gshard", "deepseek", "expert_choice", "balanced")
+OF_DEEPSEEK = ("bias_speed", "route_nodes", "node_limit", "route_scale")
 FIXED = {"switch": 1, "gshard": 2}  # routers that say themselves how many experts a token visits
 
 
 class Settings:
     """A frozen dataclass of plain values: the base of GPTConfig and ExpertsConfig."""
 
-    def __new__(cls, *args, **settings):
-        names = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in names:
-                raise ValueError(f"unknown setting {name!r}; {meant(name, names)}")
-        return super().__new__(cls)
-
-    def check_types(self, leave_out: Iterable[str] = ()) -> None:
-        """Every field has the type of its default; None stands for a whole number that is derived."""
+    def check_fields(self, choices: Mapping[str, Collection[str]], *positive: str) -> None:
+        """Every field has the type of its default, where None stands for a whole number that is derived, and
+        is one of its choices or a finite number, at least 0, and 1 if it is `positive`."""
         for field in fields(self):
-            value, kind = getattr(self, field.name), int if field.default is None else type(field.default)
-            if field.name in leave_out or value is field.default:
+            name, value = field.name, getattr(self, field.name)
+            kind = int if field.default is None else type(field.default)
+            if value is field.default or isinstance(value, Settings):
                 continue
             fits = isinstance(value, (int, float) if kind is float else kind)
             if not fits or (isinstance(value, bool) and kind is not bool):
-                given = type(value).__name__
-                raise ValueError(f"{field.name} = {value!r} is {given}; expected {kind.__name__}")
+                raise ValueError(f"{name} = {value!r} is {type(value).__name__}; expected {kind.__name__}")
+            if kind is str and value not in choices[name]:
+                raise ValueError(f"{name} = {value!r}; {meant(value, choices[name])}")
+            least = 1 if name in positive else 0
+            if kind in (int, float) and not least <= value < math.inf:
+                raise ValueError(f"{name} = {value}; use at least {least}")
             if kind is int and value > LARGEST:
-                raise ValueError(f"{field.name} = {value}; use at most {LARGEST:,}")
-
-    def check_choice(self, name: str, choices: Iterable[str]) -> None:
-        if (value := getattr(self, name)) not in choices:
-            raise ValueError(f"{name} = {value!r}; {meant(value, choices)}")
-
-    def check_least(self, least: float, *names: str) -> None:
-        """`least` or more, and finite."""
-        for name in names:
-            if not least <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)}; use at least {least}")
+                raise ValueError(f"{name} = {value}; use at most {LARGEST:,}")
 
 
 def meant(given: str, allowed: Iterable[str]) -> str:
@@ -108,41 +98,25 @@ class ExpertsConfig(Settings):
     route_scale: float = 1.0  # of deepseek: factor of the weights
 
     def __post_init__(self):
-        self.check_types()
-        self.check_choice("router", ROUTERS)
-        self.check_least(1, "num_experts", "top_k", "expert_every", "route_nodes")
-        self.check_least(
-            0, "shared_experts", "dense_first", "pyramid_layers", "pyramid_experts", "node_limit"
-        )
-        self.check_least(0, "capacity_factor", "balance_alpha", "z_alpha", "bias_speed", "route_scale")
-        if self.expert_width is not None:
-            self.check_least(1, "expert_width")
+        positive = ("num_experts", "top_k", "expert_every", "route_nodes", "expert_width")
+        self.check_fields({"router": ROUTERS}, *positive)
         if bool(self.pyramid_layers) != bool(self.pyramid_experts):
-            sizes = f"pyramid_layers = {self.pyramid_layers}, pyramid_experts = {self.pyramid_experts}"
-            raise ValueError(f"{sizes}; a pyramid needs both")
+            raise ValueError("pyramid_layers or pyramid_experts alone; a pyramid needs both")
         fewest = min(self.num_experts, self.pyramid_experts or self.num_experts)
         if self.top_k > fewest:
-            cure = f"use 1 to {fewest}; shared experts have no number and come on top"
-            raise ValueError(f"top_k = {self.top_k} of {fewest} experts; {cure}")
+            raise ValueError(f"top_k = {self.top_k} of {fewest} experts; shared ones come on top")
         if self.top_k != (wanted := FIXED.get(self.router, self.top_k)):
             raise ValueError(f"top_k = {self.top_k}; router {self.router!r} is for top_k = {wanted}")
-        self._check_nodes()
-
-    def _check_nodes(self):
-        plain = ExpertsConfig.__dataclass_fields__
-        for name in ("bias_speed", "route_nodes", "node_limit", "route_scale"):
-            if self.router != "deepseek" and getattr(self, name) != plain[name].default:
-                given = f"{name} = {getattr(self, name)}"
-                raise ValueError(f"{given} is for router 'deepseek', not {self.router!r}")
+        for field in fields(self):
+            given, is_set = getattr(self, field.name), getattr(self, field.name) != field.default
+            if field.name in OF_DEEPSEEK and is_set and self.router != "deepseek":
+                raise ValueError(f"{field.name} = {given} is for router 'deepseek', not {self.router!r}")
         nodes, limit = self.route_nodes, self.node_limit or self.route_nodes
-        if limit > nodes:
-            raise ValueError(
-                f"node_limit = {limit} of route_nodes = {nodes}; use at most {nodes}, or 0 for all"
-            )
         for experts in {self.num_experts, self.pyramid_experts or self.num_experts}:
-            if experts % nodes or self.top_k % limit or self.top_k // limit > experts // nodes:
+            each = self.top_k // limit
+            if limit > nodes or experts % nodes or self.top_k % limit or each > experts // nodes:
                 sizes = f"{experts} experts, route_nodes {nodes}, node_limit {limit}, top_k {self.top_k}"
-                rule = "nodes divide the experts, the limit divides top_k, and top_k / limit stand on a node"
+                rule = "nodes divide experts, a limit within them top_k, and top_k / limit stand on a node"
                 raise ValueError(f"{sizes}: {rule}")
 
     def in_block(self, number: int, num_layers: int) -> int:
@@ -154,7 +128,6 @@ class ExpertsConfig(Settings):
         return self.pyramid_experts if in_pyramid else self.num_experts
 
     def blocks(self, num_layers: int) -> list[int]:
-        """The blocks with experts."""
         return list(range(self.dense_first + self.expert_every, num_layers + 1, self.expert_every))
 
     @property
@@ -194,38 +167,30 @@ class GPTConfig(Settings):
     def __post_init__(self):
         if isinstance(self.experts, dict):  # as plain values travel
             object.__setattr__(self, "experts", ExpertsConfig(**self.experts))
-        self.check_types(leave_out=("experts",))
-        self.check_least(1, "vocab_size", "d_model", "num_layers", "num_heads", "max_positions")
-        self.check_least(0, "kv_latent", "query_latent", "rope_head_dim")
-        for name, choices in CHOICES.items():
-            self.check_choice(name, choices)
+        elif not isinstance(self.experts, ExpertsConfig | None):
+            raise ValueError(f"experts = {self.experts!r}; use an ExpertsConfig, or None")
+        derived = ("num_kv_heads", "head_dim", "d_ff")
+        positive = ("vocab_size", "d_model", "num_layers", "num_heads", "max_positions")
+        self.check_fields(CHOICES, *positive, *derived)
         width, heads = self.d_model, self.num_heads
         if _derived(self.head_dim) and width % heads:
-            near = sorted(sorted(divisors(width), key=lambda n: abs(n - heads))[:2])
-            cure = f"try num_heads {' or '.join(map(str, near))}"
-            raise ValueError(f"d_model {width} is not divisible by num_heads {heads}; {cure}")
-        self._derive("head_dim", width // heads)
-        self._derive("num_kv_heads", heads)
-        self._derive("d_ff", -(-8 * width // (3 * 64)) * 64 if self.activation in GATED else 4 * width)
-        self._check_attention()
+            raise ValueError(f"d_model {width} is not divisible by num_heads {heads}: try {divisors(width)}")
+        d_ff = -(-8 * width // (3 * 64)) * 64 if self.activation in GATED else 4 * width
+        for name, value in zip(derived, (heads, width // heads, d_ff)):
+            if _derived(getattr(self, name)):
+                object.__setattr__(self, name, Derived(value))
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}; must be in [0, 1)")
-        self._check_experts()
-        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
-            found = f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta}"
-            raise ValueError(f"{found} must both be > 0, finite")
-
-    def _derive(self, name: str, value: int):
-        if _derived(getattr(self, name)):
-            object.__setattr__(self, name, Derived(value))
-        elif getattr(self, name) < 1:
-            raise ValueError(f"{name} = {getattr(self, name)}; use at least 1, or None for {value}")
+        if not (self.norm_eps and self.rope_theta):
+            raise ValueError(f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must be > 0")
+        self._check_attention()
+        if self.experts:
+            self._check_experts()
 
     def _check_attention(self):
         heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.kv_latent
         if heads % kv_heads:
-            found = f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}"
-            raise ValueError(f"{found}; allowed {', '.join(map(str, divisors(heads)))}")
+            raise ValueError(f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
         latent_wants = {
             "positions": ("'rope'", self.positions == "rope"),
             "rope_head_dim": ("at least 2", self.rope_head_dim >= 2),
@@ -233,24 +198,18 @@ class GPTConfig(Settings):
         }
         for name, (wanted, fits) in latent_wants.items():
             if latent and not fits:
-                found = f"{name} = {getattr(self, name)!r}"
-                raise ValueError(f"{found}; with kv_latent {latent} (MLA) it must be {wanted}")
+                given = f"{name} = {getattr(self, name)!r}"
+                raise ValueError(f"{given}; with kv_latent {latent} (MLA) use {wanted}")
         if not 0.0 < self.rope_fraction <= 1.0:
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:
-            cure = "RoPE turns pairs and needs an even one"
-            raise ValueError(f"rotated head size {self.rotated_dim} is odd; {cure}")
+            raise ValueError(f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs")
 
     def _check_experts(self):
-        if self.experts is None:
-            return
-        if not isinstance(self.experts, ExpertsConfig):
-            raise ValueError(f"experts = {self.experts!r}; use an ExpertsConfig, or None")
         blocks, pyramid = self.experts.blocks(self.num_layers), self.experts.pyramid_layers
         if not blocks or pyramid > len(blocks):
-            sizes = f"expert_every {self.experts.expert_every}, dense_first {self.experts.dense_first}"
-            found = f"{len(blocks)} of {self.num_layers} blocks have experts ({sizes})"
-            raise ValueError(f"{found}; use at least {max(1, pyramid)}, or experts=None")
+            least = f"expert_every and dense_first must leave {max(1, pyramid)}"
+            raise ValueError(f"{len(blocks)} of {self.num_layers} blocks have experts; {least}")
 
     def experts_in(self, block: int) -> int:
         """Of block 1 .. L; 0: its MLP is dense."""
@@ -258,7 +217,6 @@ class GPTConfig(Settings):
 
     @property
     def expert_width(self) -> int:
-        """The F of one expert."""
         return (self.experts and self.experts.expert_width) or self.d_ff
 
     @property

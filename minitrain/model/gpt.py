@@ -29,8 +29,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.model.config import GPTConfig, presets
-from minitrain.model.hooks import Hooks
-from minitrain.model.layers import MLP, Attention, Dropout, LatentAttention, Linear, causal_attention, norm
+from minitrain.model.layers import (
+    MLP,
+    Attention,
+    Dropout,
+    Hooks,
+    LatentAttention,
+    Linear,
+    causal_attention,
+    norm,
+)
 from minitrain.model.mixture import MixtureOfExperts
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
@@ -55,8 +63,7 @@ class Embedding(nn.Module):
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}; expected int64 [B, T]")
         if (length := tokens.size(1)) > (most := self.config.max_positions):
-            cure = "cut the sequence or raise max_positions"
-            raise ValueError(f"sequence {length} > max_positions {most}; {cure}")
+            raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         x = self.hooks.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
             x = x + self.hooks.position_rows(self.positions, positions, "position", "max_positions")
@@ -86,7 +93,7 @@ class Block(nn.Module):
         self.norm1, self.attention = norm(config, **place), kind(config, attention, self.hooks, **place)
         self.norm2 = norm(config, **place)
         if experts := config.experts_in(int(name.split(".")[-1])):
-            self.mlp = MixtureOfExperts(config, experts, *expert_part, self.hooks, **place)
+            self.mlp = MixtureOfExperts(config, experts, expert_part[1], self.hooks, **place)
         else:
             self.mlp = MLP(config, hooks=self.hooks, **place)
         self.dropout1, self.dropout2 = Dropout(config.dropout), Dropout(config.dropout)
@@ -103,16 +110,15 @@ class Block(nn.Module):
 
         norm1 = partial(self.hooks.result, "norm1", self.norm1)
         norm2 = partial(self.hooks.result, "norm2", self.norm2)
-        match self.config.residual:
-            case "pre":
-                x = x + attention(norm1(x))
-                return x + mlp(norm2(x))
-            case "parallel":
-                return x + attention(norm1(x)) + mlp(norm2(x))
-            case "post" | "deepnorm" as kind:
-                alpha = deepnorm(self.config.num_layers)[0] if kind == "deepnorm" else 1.0
-                x = norm1(alpha * x + attention(x))
-                return norm2(alpha * x + mlp(x))
+        kind = self.config.residual
+        if kind == "pre":
+            x = x + attention(norm1(x))
+            return x + mlp(norm2(x))
+        if kind == "parallel":
+            return x + attention(norm1(x)) + mlp(norm2(x))
+        alpha = deepnorm(self.config.num_layers)[0] if kind == "deepnorm" else 1.0
+        x = norm1(alpha * x + attention(x))
+        return norm2(alpha * x + mlp(x))
 
 
 def deepnorm(num_layers: int) -> tuple[float, float]:
@@ -162,8 +168,7 @@ class GPT(nn.Module):
         expert_part: tuple[int, int] = (0, 1),
         hooks: Hooks | None = None,
     ):
-        """`expert_part` (i, n): of every layer of experts the i-th n-th, from 0. `hooks`: those of
-        all layers (hooks.py)."""
+        """`expert_part` (i, n): of every layer of experts the i-th n-th, from 0. `hooks`: of all layers."""
         super().__init__()
         require_one_of((torch.float32, torch.bfloat16, torch.float16, torch.float64), dtype=dtype)
         self.config, self.hooks, self.layers = config, hooks or Hooks(), Layers()
@@ -172,26 +177,23 @@ class GPT(nn.Module):
         for number in range(last + 1) if layers is None else layers:
             if not 0 <= number <= last:
                 raise ValueError(f"layer {number}; this model has layers 0 (embedding) to {last} (head)")
-            name, ends = f"layers.{number}", {0: Embedding, last: Head}
-            if number in ends:
-                layer = ends[number](config, name, self.hooks, **place)
+            given = dict(config=config, name=f"layers.{number}", hooks=self.hooks, **place)
+            if 0 < number < last:
+                layer = Block(attention=attention, expert_part=expert_part, **given)
             else:
-                layer = Block(config, name, attention, expert_part, self.hooks, **place)
+                layer = Head(**given) if number else Embedding(**given)
             self.layers.add_module(str(number), layer)
         share_table(config, self.layers)
         for name, parameter in self.named_parameters():
             initialise(parameter, name, config, seed, expert_part[0])
 
     def items(self) -> list[tuple[int, GPT]]:
-        """The slices by stage, as those of `Stages`: this one."""
         return [(0, self)]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens `[B, T]` -> logits `[B, T, V]`; a slice takes and gives what its first and last layer do."""
         if x.dim() < 2:
-            raise ValueError(
-                f"input is {list(x.shape)}; expected tokens [B, T], or x [B, T, D] of a later stage"
-            )
+            raise ValueError(f"input is {list(x.shape)}; expected tokens [B, T], or x [B, T, D] of a stage")
         if positions is None:
             positions = torch.arange(x.size(1), device=x.device)
         return self.run_layers(self.layers, x, positions)
@@ -222,12 +224,8 @@ class Stages(nn.Module):
     def layers(self) -> list[nn.Module]:
         return [layer for _, stage in self.items() for layer in stage.layers]
 
-    def global_parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model, where a tied table has the name of its first place."""
-        return {name: param for part in self.parts() for param, name in part.items()}
-
     def parts(self) -> list[dict[nn.Parameter, str]]:
-        """The parameters of each stage with their global names; last those that two stages here share."""
+        """Of each stage the parameters with global names (a tied table has its first); last those shared."""
         tied = {f"{self.head}.out.weight": "layers.0.tokens"} if self.config.tied else {}
         stages = [stage.named_parameters() for _, stage in self.items()]
         stages = [{param: tied.get(name, name) for name, param in stage} for stage in stages]
@@ -244,8 +242,8 @@ def seed_of(name: str, seed: int = 0) -> int:
 
 @torch.no_grad()
 def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int, part: int = 0):
-    """Fills one parameter from its global name; of stacked experts, the part that is here, each from its
-    own. A dry run does the same operators, for the same account."""
+    """Fills one parameter from its global name; of stacked experts, the part that is here, each from its own.
+    A dry run does the same operators, for the same account."""
     fake = type(parameter) is not nn.Parameter
     if parameter.is_meta or (fake and not parameter.is_cpu):  # no memory; or a GPU that torch may not know
         return
@@ -256,18 +254,16 @@ def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int, part:
         name = "layers.0.tokens"  # a stage with the head only: the same table
     if parameter.dim() == 3:
         first = part * len(parameter)
-        for number, expert in enumerate(parameter, start=first):
-            _draw(expert, seed_of(f"{name}.{number}", seed), _std(name, expert, config))
+        each = [(f"{name}.{number}", expert) for number, expert in enumerate(parameter, start=first)]
     else:
-        _draw(parameter, seed_of(name, seed), _std(name, parameter, config))
-
-
-def _draw(parameter: Tensor, seed: int, std: float) -> None:
-    in_place = parameter.is_cpu and parameter.dtype == torch.float32
-    values = parameter if in_place else torch.empty(parameter.shape, dtype=torch.float32)
-    values.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-    if not in_place:
-        parameter.copy_(values)
+        each = [(name, parameter)]
+    for own_name, values in each:
+        in_place = values.is_cpu and values.dtype == torch.float32
+        drawn = values if in_place else torch.empty(values.shape, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed_of(own_name, seed))
+        drawn.normal_(0.0, _std(name, values, config), generator=generator)
+        if not in_place:
+            values.copy_(drawn)
 
 
 def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
@@ -282,10 +278,9 @@ def _std(name: str, parameter: Tensor, config: GPTConfig) -> float:
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of -log p(target) over the targets that count (not -100): `[B, T, V]`, `[B, T]` -> scalar.
-
-    A sum and not a mean: whoever knows how many tokens count on all ranks divides once. If every target is
-    masked it is 0 with zero gradients and no error, for another rank may hold tokens that count."""
+    """Sum of -log p(target) over the targets that count (not -100): `[B, T, V]`, `[B, T]` -> scalar. Not a
+    mean: whoever knows how many tokens count on all ranks divides once. If every target is masked it is 0
+    with zero gradients, for another rank may hold tokens that count."""
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets.flatten(), ignore_index=MASKED, reduction="sum")
 

@@ -112,8 +112,8 @@ def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
     top_k, nodes = settings["num_experts_per_tok"], settings.get("n_group") or 1
     limit = settings.get("topk_group") or nodes
     if limit < nodes and top_k != 2 * limit:
-        rule = "theirs takes groups by their 2 best experts, ours by their num_experts_per_tok / topk_group"
-        raise ValueError(f"num_experts_per_tok = {top_k}, topk_group = {limit}: {rule}; only 2 is both")
+        given = f"num_experts_per_tok = {top_k}, topk_group = {limit}"
+        raise ValueError(f"{given}: theirs takes groups by their 2 best, so only 2 of a group agree")
     return ExpertsConfig(
         settings["n_routed_experts"],
         top_k,
@@ -130,9 +130,8 @@ def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
 def _only(settings: Mapping, known: Mapping[str, list]) -> None:
     for name, values in known.items():
         if (given := settings.get(name, values[0])) not in values:
-            raise ValueError(
-                f"{name} = {given!r}; only {', '.join(map(repr, values))} has a counterpart here"
-            )
+            known = ", ".join(map(repr, values))
+            raise ValueError(f"{name} = {given!r}; only {known} has a counterpart here")
 
 
 # ---- weights ---------------------------------------------------------------------------------------------
@@ -145,26 +144,20 @@ def incoming(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[s
     found = _readers(state)
     if config.tied and "lm_head.weight" not in found:
         found["lm_head.weight"] = found.get(table["layers.0.tokens"][0])
-    wanted = {
-        theirs.format(e)
-        for theirs, _, shape in table.values()
-        for e in range(shape[0] if "{}" in theirs else 1)
-    }
+    several = {name: range(shape[0] if "{}" in theirs else 1) for name, (theirs, _, shape) in table.items()}
+    wanted = {theirs.format(e) for name, (theirs, _, _) in table.items() for e in several[name]}
     if wanted != found.keys():
         lacks, more = sorted(wanted - found.keys())[:3], sorted(found.keys() - wanted)[:3]
-        other = f"another model than this config's ({family} by its norm, positions and experts)"
-        raise ValueError(f"the state lacks {lacks} and has {more} too many: {other}")
+        raise ValueError(f"the state lacks {lacks} and has {more} too many: another model, or no {family}")
     for name, (theirs, part, shape) in table.items():
-        each = [found[theirs.format(e)]() for e in range(shape[0] if "{}" in theirs else 1)]
+        each = [found[theirs.format(e)]() for e in several[name]]
         value = torch.stack([x.T for x in each]) if "{}" in theirs else _ours(each[0], name, part, config)
         if value.shape != shape:
-            gives = f"{theirs} is {list(each[0].shape)}, which gives {name} {list(value.shape)}"
-            raise ValueError(f"{gives}; the config wants {list(shape)}")
+            raise ValueError(f"{theirs} gives {name} {list(value.shape)}; the config wants {list(shape)}")
         yield name, value
 
 
 def outgoing(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Their names and tensors one after the other."""
     table, outer = names_of(config), "transformer." if family_of(config) == "GPT-2" else "model."
     sources: dict[str, list[str]] = {}
     for name, (theirs, _, _) in table.items():
@@ -178,10 +171,8 @@ def outgoing(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[tuple[s
 
 
 def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]:
-    """{our name: (their name without its first word, which part of it if it is several of ours, our shape)}.
-
-    A {} in their name is the number of an expert.
-    """
+    """{our name: (their name without its first word, {} for the number of an expert; which part of it, if it
+    is several of ours; our shape)}."""
     family, last, table = family_of(config), config.num_layers + 1, {}
     inside, folder = counterparts(family, "module"), "h" if family == "GPT-2" else "layers"
     outer = {ours.format(last=last): theirs for ours, theirs in counterparts(family, "outer").items()}
@@ -199,11 +190,7 @@ def names_of(config: GPTConfig) -> dict[str, tuple[str, int | None, torch.Size]]
     return table
 
 
-# ---- tensors ---------------------------------------------------------------------------------------------
-
-
 def _ours(value: Tensor, name: str, part: int | None, config: GPTConfig) -> Tensor:
-    """One of ours from theirs."""
     if name.endswith(("k_up.weight", "v_up.weight")):  # rows of a head: K, then V
         return value.unflatten(0, (config.num_heads, 2, -1))[:, part].flatten(0, 1)
     if width := _turned(name, config):
@@ -230,7 +217,6 @@ def _turned(name: str, config: GPTConfig) -> int:
 
 
 def _last_rows(weight: Tensor, width: int, turned: int, order: str, other: str) -> Tensor:
-    """Of every `width` rows the last `turned` in another order."""
     plain, last = weight.unflatten(0, (-1, width)).split((width - turned, turned), dim=1)
     last = rearrange(last, f"n {order} -> n {other}", pair=2)
     return torch.cat((plain, last), dim=1).flatten(0, 1)
@@ -241,11 +227,8 @@ def _readers(state: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     bare = {re.sub(r"^(model|transformer)\.", "", name): name for name in state if not BUFFERS.search(name)}
     # Multi-token prediction modules, numbered after the last layer: nothing here has them.
     beside = tuple(name.removesuffix("eh_proj.weight") for name in bare if name.endswith(".eh_proj.weight"))
-    return {
-        short: partial(state.__getitem__, name)
-        for short, name in bare.items()
-        if not short.startswith(beside)
-    }
+    own = {key: name for key, name in bare.items() if not key.startswith(beside)}
+    return {key: partial(state.__getitem__, name) for key, name in own.items()}
 
 
 def family_of(config: GPTConfig) -> str:
@@ -265,8 +248,7 @@ def family_of(config: GPTConfig) -> str:
                 return "Mixtral"
         case ("rms", "rope", "swiglu", False, "pre", False, 1), "deepseek", True:
             return "DeepSeek-V3"
-    names = ("norm", "positions", "activation", "bias", "residual", "kv_latent", "experts")
-    said = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
+    said = f"norm, positions, activation, bias, residual {kind[:5]}, kv_latent {c.kv_latent}, {experts}"
     raise ValueError(f"a model with {said} is none of {', '.join(KINDS.values())}")
 
 

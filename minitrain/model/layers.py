@@ -7,7 +7,7 @@ No layer stores how many heads it has: it counts them in the width it finds, so 
 to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
 H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. Linear
 layers are swapped as modules: cut over ranks, or with products in few bits. `positions` `[T]` or `[B, T]`
-come with the tokens; results that have a name are computed by `hooks.result` (hooks.py).
+come with the tokens; what techniques put between layers stands in `Hooks`, wrapped by compose/ alone.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
@@ -17,6 +17,7 @@ arXiv:2002.05202. Differs: RoPE turns the pairs (i, i + K/2), as GPT-NeoX does, 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,7 +28,36 @@ from torch import Tensor, nn
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.model.hooks import Hooks
+from minitrain.moe.dispatch import AllToAll, Tokens
+
+
+def call(name: str, compute: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    return compute(*inputs)
+
+
+def lookup(table: Tensor, ids: Tensor, what: str, limit: str) -> Tensor:
+    """Rows `ids` of the table. An error names a wrong id where torch notices it (on a CPU): to look first
+    costs an operator, and a synchronisation on a GPU."""
+    try:
+        return F.embedding(ids, table)
+    except IndexError:
+        size, place = table.size(0), ((ids < 0) | (ids >= table.size(0))).nonzero()[0].tolist()
+        wrong = ids[tuple(place)].item()
+        raise ValueError(f"{what} {wrong} at {place}; {limit} is {size} (0..{size - 1})") from None
+
+
+@dataclass(eq=False)
+class Hooks:
+    """What may be put into layers: one object, given when a model is built, that all of its layers ask."""
+
+    # y = result("act", compute, gate, up): compute(gate, up), under a name. Recomputation keeps some results,
+    # computes others again. All tensors with gradients that compute reads are its inputs, or parameters
+    result: Callable = call
+    token_rows: Callable = lookup  # of a table that may be cut over ranks (tensor_parallel/vocabulary.py)
+    position_rows: Callable = lookup
+    experts: Callable = field(default_factory=AllToAll)  # x [N, D] to its experts and back (moe/dispatch.py)
+    tokens: Tokens = field(default_factory=Tokens)  # those that this rank routes to experts (moe/dispatch.py)
+    block: Callable | None = None  # (layer, x, positions) -> x: how blocks compute, if not as written here
 
 
 class Linear(nn.Linear):
@@ -40,8 +70,7 @@ class Linear(nn.Linear):
 class Dropout(nn.Dropout):
     """torch's, with a mask of one byte per element on every device (on a CPU torch's is as wide as x)."""
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions` are for attention/dropout.py, which drops by place."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # by place: attention/dropout.py
         return drop(x, self.p if self.training else 0.0)
 
 
@@ -111,12 +140,11 @@ def heads_of(x: Tensor, head_dim: int) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
-    x `[B, H, T, R]`, R even; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key
-    depends on the difference of their positions only."""
+    x `[B, H, T, R]`; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
+    the difference of their positions only."""
     exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
-    angles = positions.to(exact).unsqueeze(-1) * theta**-exponents  # [(B,) T, R/2]
-    angles = angles.unsqueeze(-3)  # [(B,) 1, T, R/2]
+    angles = (positions.to(exact).unsqueeze(-1) * theta**-exponents).unsqueeze(-3)  # [(B,) 1, T, R/2]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -129,9 +157,8 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
     Values `[.., W]` narrower than keys (MLA): on a CPU torch would keep scores. Its flash kernel, called
     here, keeps q, k, v, out and lse, and pads values with zeros: FLOPs are 2K for K + W, in backward 5K for
     3K + 2W."""
-    if q.size(-2) != k.size(-2):
-        sizes = f"{q.size(-2)} queries, {k.size(-2)} keys"
-        raise ValueError(f"causal_attention: {sizes}; it is written for as many of both")
+    if (queries := q.size(-2)) != (keys := k.size(-2)):
+        raise ValueError(f"causal_attention: {queries} queries, {keys} keys; it is for as many of both")
     if callable(dropout):  # the fused one takes no mask that it has not drawn
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if v.size(-1) < q.size(-1) and bias is None and not dropout and q.device.type == "cpu":
@@ -209,12 +236,10 @@ class Attention(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: of a token a latent c and a rotated key r, shared by all heads, are kept.
+    """Multi-head latent attention: a cache holds a latent c and a rotated key r per token, for all heads.
 
-        [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
-                                      q_h = [plain_h, rope(turned_h)]      from x, or from a query latent
-
-    A cache holds kv_latent + rope_head_dim numbers per token and layer, whatever the number of heads."""
+    [c, r] = x · W_kv_down        k_h = [c · W_k_up,h, rope(r)]        v_h = c · W_v_up,h
+                                  q_h = [plain_h, rope(turned_h)]      from x, or from a query latent"""
 
     def __init__(self, config: GPTConfig, core: Callable = causal_attention, hooks=None, **place):
         nn.Module.__init__(self)
@@ -249,10 +274,8 @@ class LatentAttention(Attention):
         return torch.cat((plain, turned), dim=-1), k, v
 
     def absorbed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core.
-
-        q · (c · W)ᵀ = (q · Wᵀ) · cᵀ, so what is left is MQA: one key [c, rope(r)] and one value c for every
-        head."""
+        """As it is served, and equal to forward: W_k_up moves to the queries, W_v_up behind the core. With
+        q · (c · W)ᵀ = (q · Wᵀ) · cᵀ it is MQA: one key [c, rope(r)] and one value c for every head."""
         plain, turned, latent, shared_key = self._parts(*self.compress(x), positions)
         weights, width = (self.k_up.weight, self.v_up.weight), self.config.head_dim
         k_up, v_up = (rearrange(weight, "(h k) c -> h k c", k=width) for weight in weights)
@@ -288,8 +311,7 @@ class MLP(nn.Module):
             self.gate = Linear(config.d_model, width, bias=config.bias, **place)
         self.down = Linear(width, config.d_model, bias=config.bias, **place)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions` are for experts in its place."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # of experts in its place
         act = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             gate, up = self.hooks.result("up", lambda x: self.project(x, (self.gate, self.up)), x)

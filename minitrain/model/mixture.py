@@ -4,13 +4,11 @@
     y_n = Σ_j weight_nj · expert_nj(x_n) + shared(x_n)
     up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
 
-On ranks (moe/dispatch.py) its `experts` are another module, and two hooks (hooks.py) say the rest: `experts`
-brings rows to their experts and back, `tokens` are those that a rank routes. A token whose position is
-negative is padding: it visits nobody. Capacity and the balance loss count per row of the batch, over the
-ranks with the row's other tokens. In evaluation nobody is dropped.
-
-The router's losses are terms of the loss: a forward leaves them on its layer, who runs it collects them
-(`RouterLosses`). In a dry run scores have no numbers, so every expert gets as many tokens.
+On ranks (moe/dispatch.py) its `experts` are another module, and two hooks say the rest. A token
+whose position is negative is padding: it visits nobody. Capacity and the balance loss count per row of the
+batch, over the ranks with the row's other tokens. In evaluation nobody is dropped. The router's losses are
+terms of the loss: a forward leaves them on its layer, who runs it collects them (`RouterLosses`). In a dry
+run scores have no numbers, so every expert gets as many tokens.
 Shazeer et al. 2017, arXiv:1701.06538, section 2; Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1;
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.1.2; Rajbhandari et al. 2022 (DeepSpeed-MoE),
 arXiv:2201.05596, section 4.1. Differs: capacity and balance are of rows, so that no layout changes them.
@@ -25,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.model.config import GATED, GPTConfig
-from minitrain.model.hooks import Hooks
-from minitrain.model.layers import ACTIVATIONS, MLP, Linear
+from minitrain.model.layers import ACTIVATIONS, MLP, Hooks, Linear
 from minitrain.moe import router
 from minitrain.moe.experts import grouped
 from minitrain.moe.router import NOWHERE, Routing, without_numbers
@@ -79,12 +76,10 @@ class Router(nn.Module):
         parts = [router.expert_choice(part, room, own) for part, own in zip(scores.chunk(rows), masks)]
         widest = max(part.experts.shape[1] for part in parts)
 
-        def joined(name: str, missing: float) -> Tensor:
-            found = (getattr(part, name) for part in parts)
-            return torch.cat([nn.functional.pad(x, (0, widest - x.shape[1]), value=missing) for x in found])
-
-        probs = torch.cat([part.probs for part in parts])
-        return Routing(joined("experts", NOWHERE), joined("weights", 0.0), probs)
+        pad = lambda x, missing: nn.functional.pad(x, (0, widest - x.shape[1]), value=missing)
+        chosen = torch.cat([pad(part.experts, NOWHERE) for part in parts])
+        weights = torch.cat([pad(part.weights, 0.0) for part in parts])
+        return Routing(chosen, weights, torch.cat([part.probs for part in parts]))
 
 
 class Experts(nn.Module):
@@ -99,19 +94,15 @@ class Experts(nn.Module):
         self.gate = make(config.d_model, config.expert_width) if config.activation in GATED else None
         self.down = make(config.expert_width, config.d_model)
 
-    def forward(
-        self, rows: Tensor, counts: Tensor, sizes: list[int] | None = None, work: Callable | None = None
-    ) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, sizes=None, work: Callable | None = None) -> Tensor:
         """`sizes`: the counts as numbers, in a dry run. `work`: another than the layer's."""
         return (work or self.work)(rows, counts, self.up, self.down, self.act, self.gate, sizes=sizes)
 
 
 class MixtureOfExperts(nn.Module):
-    """With experts over ranks, this one makes part `part` of `parts`."""
+    """With experts over ranks, this one makes one of so many `parts`."""
 
-    def __init__(
-        self, config: GPTConfig, num_experts: int, part: int = 0, parts: int = 1, hooks=None, **place
-    ):
+    def __init__(self, config: GPTConfig, num_experts: int, parts: int = 1, hooks=None, **place):
         super().__init__()
         self.config, self.num_experts, self.hooks = config.experts, num_experts, hooks or Hooks()
         self.router = Router(config, num_experts, **place)
@@ -121,7 +112,6 @@ class MixtureOfExperts(nn.Module):
         self.losses: Tensor | None = None  # the router's, of the last forward: a sum over tokens
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, T, D] at `positions` [T] or [B, T]."""
         tokens = self.hooks.tokens
         mine, at, padded = tokens.enter(x, positions)
         routing = self.route(mine, at, padded, x.shape[1] * tokens.row_ranks)
@@ -187,15 +177,14 @@ class MixtureOfExperts(nn.Module):
 
 
 class RouterLosses:
-    """Of layers by the stage that they are on: `collect(stage)` right after its forward."""
+    """Of layers by the stage that they are on: `collect(stage)` right after its forward. `tokens_over`: ranks
+    (of tp) that share out the tokens of this one, and report one loss."""
 
     def __init__(self, layers: Mapping[int, Iterable[nn.Module]], tokens_over: ProcessGroup | None = None):
-        """`tokens_over`: ranks (of tp) that share out the tokens of this one, and report one loss."""
         self.routed = {stage: mixtures(layers) for stage, layers in layers.items()}
         self.tokens_over = tokens_over
 
     def collect(self, stage: int = 0) -> Tensor | None:
-        """The sum over tokens, with its graph."""
         losses = [layer.losses for layer in self.routed[stage] if layer.losses is not None]
         for layer in self.routed[stage]:
             layer.losses = None

@@ -20,10 +20,10 @@ class Process:
         self.observers: list = []
         self.labels: dict[str, str | None] = {}  # file name -> how call sites print it; None: not at all
         self.thread = threading.local()  # .site: whose line a backward belongs to; .lane: where it waits
-        # groups (arguments.py): a ProcessGroup has no attributes, so its channel is found by its id
+        # groups (functions.py): a ProcessGroup has no attributes, so its channel is found by its id
         self.channels: dict[int, object] = {}
         self.on_open = lambda: None  # what a rank does when it first uses a group on gloo
-        self.checked = False  # is checked mode on? (checked.py)
+        self.checked = False  # is checked mode on? (call_log.py)
         # a rank that is gone (channel.py): since when, and how long a wait lasts from then on
         self.lost_since, self.patience_s = None, None
         # launch: the helper of a caller, the job of a rank that torchrun has started

@@ -215,10 +215,7 @@ def test_the_tab_key_offers_names():
         ),
         ("train --query-latent -1", "query_latent = -1; use at least 0"),
         ("train --norm-eps nan", "norm_eps = nan"),
-        (
-            "train --text three.txt",
-            "three.txt has 3 tokens; test_share=0.1 of them leaves a part empty: give",
-        ),
+        ("train --text three.txt", "three.txt has 3 tokens, and no tenth: give"),
         ("train --text picture.png", "picture.png is binary"),
         ("grade 02 --file .", ". cannot be read (Is a directory); give a notebook"),
         ("grade 02 --file deep.ipynb", "deep.ipynb is not a notebook"),

@@ -391,7 +391,7 @@ BAD_SETTINGS = {  # what is said, and of which settings
     | {"rope_parameters": {"rope_theta": 1.0, "rope_type": "llama3"}},
     "attention_bias = True; only False": LLAMA | {"attention_bias": True},
     "activation_function = 'relu'": GPT2 | {"activation_function": "relu"},
-    "num_experts_per_tok = 6, topk_group = 2: .* 2 is both": DEEPSEEK | {"num_experts_per_tok": 6},
+    "num_experts_per_tok = 6, topk_group = 2: .* 2 of a group agree": DEEPSEEK | {"num_experts_per_tok": 6},
     "sliding_window = 4096; only None": CASES["mixtral"] | {"sliding_window": 4096},
 } | {
     f"{name} = {value!r}; only": DEEPSEEK | {name: value}

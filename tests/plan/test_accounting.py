@@ -278,7 +278,7 @@ def test_case_mixtral_deepseek2():
     assert near(active_parameters(v2, token_table=False), 21e9, 0.01)  # as DeepSeek counts
     one = replace(presets["mistral-7b"], experts=ExpertsConfig(1, 1))  # one expert and its router
     assert parameters(one) == active_parameters(one) == parameters(presets["mistral-7b"]) + 32 * 4096
-    with pytest.raises(ValueError, match="top_k = 9 of 8 experts; use 1 to 8; shared experts have no number"):
+    with pytest.raises(ValueError, match="top_k = 9 of 8 experts; shared ones"):
         ExpertsConfig(8, 9)
 
 

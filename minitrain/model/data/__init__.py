@@ -1,5 +1,1 @@
-"""Text as batches of tokens, a pure function of (step, rank, size).
-
-First  batches             Text, Rows, random tokens
-beside deduplicate         near duplicates, found by hashes
-"""
+"""Text as batches of tokens, a pure function of (step, rank, size), and its near duplicates: batches."""

@@ -26,7 +26,9 @@ def flags(
 ) -> list[Parameter]:
     """A parameter of a typer command for every field. With `unset` a flag that is not given is None, whatever
     the field's default; `short` are second names."""
-    kinds, help_of, found = get_type_hints(cls), comments(cls), []
+    kinds, found = get_type_hints(cls), []
+    # what stands beside each field in the source
+    help_of = dict(re.findall(r"^ +(\w+):[^#\n]*# *(.+)$", inspect.getsource(cls), re.M))
     for field in fields(cls):
         name, kind, default = field.name, flag_type(kinds[field.name]), None if unset else field.default
         if name in leave_out:
@@ -41,16 +43,10 @@ def flags(
 
 
 def flag_type(kind: Any) -> type:
-    """What a shell can say of a field of that type."""
     if get_origin(kind) is tuple:
         return list[get_args(kind)[0]]
     kinds = [one for one in get_args(kind) if one is not type(None)] or [kind]
     return str if str in kinds else kinds[0]
-
-
-def comments(cls: type) -> dict[str, str]:
-    """What stands beside each field in the source."""
-    return dict(re.findall(r"^ +(\w+):[^#\n]*# *(.+)$", inspect.getsource(cls), re.M))
 
 
 def chosen(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """Hyperparameters: what decides the numbers of a run besides model, text and layout, as plain values.
 
     run = parallelize(config, strategy, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
-    Trainer(run, text, hyper)
 
 The optimizer is AdamW, with masters in at least float32, over matrices that decay and vectors that do not;
-its rate goes up in a line and down half a cosine. torch is needed by a run only, not to read what a run would
-be.
+its rate goes up in a line and down half a cosine. torch is needed by a run only.
 """
 
 from __future__ import annotations
@@ -38,32 +36,19 @@ class Hyperparameters:
     def __post_init__(self):
         require_positive_ints(LARGEST, steps=self.steps, batch_size=self.batch_size, length=self.length)
         require_nonnegative(weight_decay=self.weight_decay)
-        warmup, min_lr = self._shape()
-        if not 0 <= min_lr <= self.lr < math.inf:
-            raise ValueError(f"lr={self.lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
-        if not 0 <= warmup <= self.steps:
-            sizes = f"warmup={warmup} of steps={self.steps}"
-            raise ValueError(f"{sizes}: lr is never reached; use 0 to {self.steps}")
+        self.lr_at(0)  # refuses a shape that is none
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
 
-    def _shape(self) -> tuple[int, float]:
-        warmup = min(20, self.steps) if self.warmup is None else self.warmup
-        return warmup, self.lr / 10 if self.min_lr is None else self.min_lr
-
     def lr_at(self, step: int) -> float:
-        """The rate of step 0, 1, 2, ..."""
-        from minitrain.model.training.optim import warmup_cosine
-
-        warmup, min_lr = self._shape()
+        warmup = min(20, self.steps) if self.warmup is None else self.warmup
+        min_lr = self.lr / 10 if self.min_lr is None else self.min_lr
         return warmup_cosine(step, self.lr, warmup, self.steps, min_lr)
 
     def freezes(self, name: str) -> bool:
-        """Is the parameter of that name left as it is?"""
         return any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def make_optimizer(self, params: list):
-        """For `parallelize`."""
         import torch
 
         from minitrain.model.training.optim import AdamW
@@ -71,6 +56,19 @@ class Hyperparameters:
         master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
         groups = decaying_matrices(params, self.weight_decay)
         return AdamW(groups, self.lr, betas=(0.9, 0.95), master_dtype=master)
+
+
+def warmup_cosine(step: int, lr: float, warmup: int, steps: int, min_lr: float = 0.0) -> float:
+    """The rate of step 0, 1, 2, ...: up in a line, at `lr` after `warmup` steps, then half a cosine down to
+    `min_lr` at `steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
+    if not 0 <= min_lr <= lr < math.inf:
+        raise ValueError(f"lr={lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"warmup={warmup} of steps={steps}: lr is never reached; use 0 to {steps}")
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""AdamW on whatever tensors it is given, one norm over parameters cut in any way, the schedule of the rate.
+"""AdamW on whatever tensors it is given, and one norm over parameters cut in any way.
 
 With gradient g, step t, moments m and v, for every element (the paper's symbols):
 
@@ -7,10 +7,9 @@ With gradient g, step t, moments m and v, for every element (the paper's symbols
     v ← β2·v + (1 - β2)·g²              exp_avg_sq
     θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
 
-Nothing here mixes elements, so the optimizer of a shard is the same optimizer. Only the norm of all gradients
-does; it learns from `param.placement` over which groups to sum its squares. Memory per parameter: 8 bytes in
-float32, and 4 more for a float32 master of a bfloat16 parameter: with weight and gradient 2 + 2 + 12 = 16.
-Sends nothing; the norm one number per way of cutting and group of it, in an all-reduce.
+Nothing here mixes elements, so the optimizer of a shard is the same optimizer. Only the norm of all
+gradients does; it learns from `param.placement` over which groups to sum its squares: one number per way of
+cutting. Memory per parameter: 8 bytes in float32, and 4 more for a float32 master of a bfloat16 parameter.
 Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; masters: Micikevicius et al. 2018,
 arXiv:1710.03740, section 3.1. Differs from torch.optim.AdamW: it runs on fake tensors (the step is an int);
 `state_dict` and `load_state_dict` copy, so that training does not write into a checkpoint held in memory.
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from minitrain.precision.chance import keep_by_chance
 from minitrain.precision.fp8_lm import narrow, wide
@@ -35,6 +33,20 @@ from minitrain.ranks.checks import (
     require_positive_ints,
 )
 from minitrain.ranks.sharding import placement
+
+
+def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of one tensor, in place. `state` holds exp_avg, exp_avg_sq and the step, counted from 1."""
+    (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
+    exp_avg, exp_avg_sq = (state[name].to(weight.dtype) for name in ("exp_avg", "exp_avg_sq"))
+    weight.mul_(1 - lr * group["weight_decay"])
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if moment is not state[name]:  # kept in fewer bits
+            state[name].copy_(moment)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -51,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     before_update = None  # if somebody sets it, called with a parameter before it and its state change
+    update = staticmethod(adamw_update)  # an instance may have a kernel in its place
 
     def __init__(
         self,
@@ -85,7 +98,10 @@ class AdamW(torch.optim.Optimizer):
                 weight = state.get("master", param)
                 tensors = [weight, param.grad, state["exp_avg"], state["exp_avg_sq"]]
                 if group["by_chance"]:
-                    tensors.append(bits_of(param, state["step"]))
+                    if not hasattr(param, "chance"):
+                        found = f"by_chance=True, and a parameter {list(param.shape)} has no place"
+                        raise ValueError(f"{found}: use parallelize with a precision that rounds by chance")
+                    tensors.append(param.chance.bits(state["step"], param))
                 for part, grad, exp_avg, exp_avg_sq, *bits in tiles(tensors, group["tile"]):
                     moments = dict(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state["step"])
                     exact = torch.promote_types(part.dtype, torch.float32) if bits else part.dtype
@@ -99,10 +115,6 @@ class AdamW(torch.optim.Optimizer):
                 if weight is not param:
                     param.copy_(weight)
 
-    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Of one tensor; an instance may have a kernel in its place."""
-        adamw_update(weight, grad, state, group)
-
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state, weight, master_dtype = self.state[param], param, group["master_dtype"]
         if master_dtype is not None and master_dtype != param.dtype:
@@ -112,17 +124,16 @@ class AdamW(torch.optim.Optimizer):
         moments = (torch.zeros_like(weight, dtype=dtype) for dtype in dtypes)
         state.update(zip(("step", "exp_avg", "exp_avg_sq"), (0, *moments)))
         if hasattr(param, "largest"):
-            state["exp_avg_largest"] = torch.zeros_like(param.largest)
-            state["exp_avg_sq_largest"] = torch.zeros_like(param.largest)
+            for name in ("exp_avg_largest", "exp_avg_sq_largest"):
+                state[name] = torch.zeros_like(param.largest)
         return state
 
     # These four replace torch's, which import its compiler when first used: two seconds in every rank. Its
     # load_state_dict shares tensors with the caller, rounds states of bfloat16, takes those of other shapes.
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         for param in self._params():
-            if param.grad is not None:
-                param.grad = None if set_to_none else param.grad.detach().zero_()
+            param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given, known = param_group["params"], self._params()
@@ -130,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
         group = {**self.defaults, **param_group, "params": given}
         if unknown := sorted(set(group) - set(self.defaults) - {"params"}):
             raise ValueError(f"unknown setting {unknown[0]!r}; AdamW knows {', '.join(self.defaults)}")
-        _check_settings(**{name: group[name] for name in self.defaults})
+        _check_settings(group)
         if not all(isinstance(param, Tensor) and param.is_leaf for param in given):
             raise ValueError("AdamW updates leaf tensors: pass model.parameters()")
         if len({*given, *known}) < len(given) + len(known):
@@ -148,12 +159,10 @@ class AdamW(torch.optim.Optimizer):
         saved, params = state_dict["param_groups"], self._params()
         sizes, found = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
         if sizes != found:
-            cure = "build it over the same model and groups"
-            raise ValueError(f"the state has groups of {found} parameters, this optimizer of {sizes}: {cure}")
+            raise ValueError(f"the state has groups of {found} parameters, this optimizer of {sizes}")
         for i, state in state_dict["state"].items():
             if (found := state["exp_avg"].shape) != (shape := params[i].shape):
-                sizes = f"shape {list(found)}, the parameter {list(shape)}"
-                raise ValueError(f"the state of parameter {i} has {sizes}: it is of another model")
+                raise ValueError(f"the state of parameter {i} is {list(found)}, the parameter {list(shape)}")
         self.state.clear()
         for i, state in state_dict["state"].items():
             self.state[params[i]] = _copy(state, params[i].device)
@@ -170,20 +179,6 @@ def tiles(tensors: Iterable[Tensor], size: int | None) -> Iterable[tuple[Tensor,
         return [tuple(tensors)]
     weight, grad, *moments = tensors  # a gradient may have other strides
     return zip(*(x.split(size) for x in (weight.view(-1), grad.flatten(), *(m.view(-1) for m in moments))))
-
-
-def adamw_update(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of one tensor, in place. `state` holds exp_avg, exp_avg_sq and the step, counted from 1."""
-    (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
-    exp_avg, exp_avg_sq = (state[name].to(weight.dtype) for name in ("exp_avg", "exp_avg_sq"))
-    weight.mul_(1 - lr * group["weight_decay"])
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-    weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if moment is not state[name]:  # kept in fewer bits
-            state[name].copy_(moment)
 
 
 def update_by_chance(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict, bits: Tensor) -> None:
@@ -211,35 +206,21 @@ def update_scaled(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -
 
 
 def values_of(param: Tensor) -> Tensor:
-    """Of a gradient that may be codes with a scale."""
     return wide(param.grad, param.grad_largest) if hasattr(param, "largest") else param.grad
-
-
-def bits_of(param: Tensor, step: int) -> Tensor:
-    if not hasattr(param, "chance"):
-        cure = "use parallelize with a precision that rounds by chance, which gives them theirs"
-        raise ValueError(f"by_chance=True, and a parameter {list(param.shape)} has no place: {cure}")
-    return param.chance.bits(step, param)
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    params: Iterable[Tensor],
-    max_norm: float,
-    *,
-    stages: ProcessGroup | None = None,
-    like: Tensor | None = None,
-    grad_scale: float = 1.0,
+    params: Iterable[Tensor], max_norm: float, *, stages=None, like: Tensor | None = None, grad_scale=1.0
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); return the norm of the whole gradient before, a tensor.
 
-    A parameter cut over groups is held once by all their ranks together: its squares are summed over exactly
-    those groups. One that is not cut counts once; one with copies on other stages of a pipeline is counted on
-    the first. `stages`: the ranks that have the other layers, over which squares are added too (a stage may
-    have no parameter to train: `like` is a tensor of the dtype and device of all). Hence the same number on
-    every rank, which must all call this, those of one stage with the same parameters in the same order. A NaN
-    or infinite gradient makes the norm so and the gradients useless: the caller reads it, and stops. The norm
-    is that of the gradients divided by `grad_scale`."""
+    Squares of a parameter cut over groups are summed over exactly those; one that is not cut counts once; one
+    with copies on other stages of a pipeline on the first. `stages`: the ranks with the other layers, over
+    which squares are added too (a stage may train nothing: `like` has the dtype and device of all). Hence the
+    same number on every rank, which must all call this, those of a stage with the same parameters in order. A
+    NaN or infinite gradient makes the norm so: the caller reads it, and stops. Gradients are `grad_scale`
+    times too large."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
     params = list(params)
@@ -279,32 +260,16 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
     return total
 
 
-def warmup_cosine(
-    step: int, peak_lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0
-) -> float:
-    """The rate of step 0, 1, 2, ...: up in a line, at the peak after `warmup_steps`, then half a cosine down
-    to `min_lr` at `total_steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
-    if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"{warmup_steps=} of {total_steps=}: the peak is never reached")
-    if not 0 <= min_lr <= peak_lr < math.inf:
-        raise ValueError(f"min_lr={min_lr}, peak_lr={peak_lr}: need 0 <= min_lr <= peak_lr, finite")
-    if step < warmup_steps:
-        return peak_lr * (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return min_lr + (peak_lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
-
-
-def _check_settings(
-    lr, betas, eps, weight_decay, master_dtype, tile, moment_dtypes, grad_scale, by_chance
-) -> None:
-    require_nonnegative(lr=lr, eps=eps, weight_decay=weight_decay)
+def _check_settings(group: dict[str, Any]) -> None:
+    betas, moment_dtypes = group["betas"], group["moment_dtypes"] or []
+    require_nonnegative(lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
     require_fractions(betas=betas)
-    require_positive(grad_scale=grad_scale)
+    require_positive(grad_scale=group["grad_scale"])
     if max(betas) == 1:
         raise ValueError(f"betas={betas}: use fractions below 1")
-    if tile is not None:
-        require_positive_ints(1 << 40, tile=tile)
-    for name, dtypes in (("master_dtype", [master_dtype]), ("moment_dtypes", moment_dtypes or [])):
+    if group["tile"] is not None:
+        require_positive_ints(1 << 40, tile=group["tile"])
+    for name, dtypes in (("master_dtype", [group["master_dtype"]]), ("moment_dtypes", moment_dtypes)):
         if not all(dtype is None or getattr(dtype, "is_floating_point", False) for dtype in dtypes):
             raise ValueError(f"{name}={dtypes}: use floating-point dtypes such as torch.float32, or None")
 

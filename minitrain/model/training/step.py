@@ -1,18 +1,15 @@
 """One training step, with one seam.
 
     loss = sum over all valid tokens of the global batch of -log p(target)  /  number of those tokens
-
-The divisor is known before the first forward (one all-reduce of a count), so everything after it only adds:
-microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs inside a step is
-an argument, `forward_backward(batch)`: gradient accumulation, below, is the schedule of a pipeline of one
-stage.
-
     train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
 
-Sends 2(n-1)/n of 8 bytes per batch, the count. Holds the activations of one microbatch. Never reads a number
-out of a tensor, so a step runs as a dry run too. Gradient accumulation with the network left out: Li et al.
-2020, arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over
-microbatches, ranks or the tokens of one rank. A mean of means is the loss above only if all counts are equal.
+The divisor is known before the first forward (one all-reduce of a count, 8 bytes), so everything after it
+only adds: microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs
+inside a step is an argument, `forward_backward(batch)`: gradient accumulation is the schedule of a pipeline
+of one stage. Holds the activations of one microbatch. Never reads a number out of a tensor, so a step runs
+as a dry run too. Gradient accumulation with the network left out: Li et al. 2020, arXiv:2006.15704, section
+3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over microbatches, ranks or the tokens of
+one rank. A mean of means is the loss above only if all counts are equal.
 """
 
 import math
@@ -23,9 +20,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from minitrain.model.data.batches import MASKED
 from minitrain.model.training.optim import clip_grad_norm
+from minitrain.precision.mixed import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 
@@ -48,40 +47,25 @@ class StepResult(NamedTuple):
 
 
 class Reducer(Protocol):
-    """Adds up gradients over ranks. While `enabled`, a backward may start it. Whoever runs backwards in an
-    order of its own calls `on_microbatch_grads(params)` after each and `on_step_grads(params)` after the
-    last."""
+    """Adds up gradients over ranks. While `enabled`, a backward may start it; after `finish` all are sums.
+    Whoever runs backwards in an order of its own calls `on_microbatch_grads` after each and `on_step_grads`
+    after the last. `gathered_buffers`: memory of parameters besides their own, which no forward may release.
+    """
 
-    enabled: bool
+    enabled: bool = True
 
     def on_step_grads(self, params: Iterable[nn.Parameter]) -> None: ...
 
     def on_microbatch_grads(self, params: Iterable[nn.Parameter]) -> None: ...
 
     def gathered_buffers(self) -> Iterable[Tensor]:
-        """Memory of parameters besides their own: a forward must not release it."""
+        return ()
 
-    def finish(self) -> None:
-        """Returns when all gradients are sums."""
-
-
-class LossScale(Protocol):
-    """precision/mixed.py."""
-
-    factor: float
-
-    def divisor(self, num_tokens: Tensor) -> Tensor: ...
-
-    def finite(self, norm: Tensor) -> bool: ...
+    def finish(self) -> None: ...
 
 
 class NoReducer(Reducer):
     """For one device: its gradients are the sums already, so there is nothing to do."""
-
-    enabled = True
-
-    def gathered_buffers(self) -> Iterable[Tensor]:
-        return ()
 
 
 def valid_tokens(targets: Tensor, *groups) -> Tensor:
@@ -94,12 +78,7 @@ def valid_tokens(targets: Tensor, *groups) -> Tensor:
 
 
 def train_step(
-    forward_backward: Callable[[Batch], Tensor],
-    batch: Batch,
-    optimizer: torch.optim.Optimizer,
-    reducer: Reducer,
-    clip: float | None = None,
-    stages: ProcessGroup | None = None,
+    forward_backward: Callable, batch: Batch, optimizer: Optimizer, reducer: Reducer, clip=None, stages=None
 ) -> StepResult:
     """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
     optimizer.zero_grad()
@@ -116,14 +95,14 @@ def train_step(
 def scaled_train_step(
     forward_backward: Callable[[Batch], Tensor],
     batch: Batch,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     reducer: Reducer,
     scale: LossScale,
     clip: float | None = None,
     stages: ProcessGroup | None = None,
 ) -> StepResult:
-    """The same with gradients `scale.factor` times too large, which the optimizer, one whose groups know a
-    `grad_scale`, divides again; no step if they have overflowed."""
+    """The same with gradients `scale.factor` times too large (precision/mixed.py), which the optimizer,
+    one whose groups know a `grad_scale`, divides again; no step if they have overflowed."""
     optimizer.zero_grad()
     loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid))) / scale.factor
     reducer.finish()
@@ -146,20 +125,17 @@ def accumulate(
     at: Callable[[int, int], None] = lambda step, first_row: None,
     router_loss: Callable[[], Tensor | None] = lambda: None,
 ) -> Callable[[Batch], Tensor]:
-    """A `forward_backward` that runs this rank's rows in microbatches, one after the other, and adds up.
-
-    `loss_fn(logits, targets)` is a sum over tokens. Gradients add up locally and travel once, in the last
-    backward. `at(step, first_row)` is told which rows of the global batch come next (dropout.Places);
-    `router_loss()` is asked after each forward for terms that layers have found themselves.
-    """
+    """A `forward_backward` that runs this rank's rows in microbatches, one after the other: gradients add up
+    locally and travel once, in the last backward. `loss_fn(logits, targets)` is a sum over tokens.
+    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places); `router_loss()`
+    is asked after each forward for terms that layers have found themselves."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
 
     def forward_backward(batch: Batch) -> Tensor:
         rows = len(batch.tokens)
         if rows < num_microbatches:
-            found = f"num_microbatches={num_microbatches}, but this rank has {rows} rows"
-            raise ValueError(f"{found}: use at most {rows}, or a larger batch")
+            raise ValueError(f"num_microbatches={num_microbatches}, but this rank has {rows} rows")
         microbatches = zip(*(x.tensor_split(num_microbatches) for x in (batch.tokens, batch.targets)))
         places = () if batch.positions is None else (batch.positions,)
         total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row

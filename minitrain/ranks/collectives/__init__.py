@@ -1,20 +1,16 @@
 """The only door to torch.distributed: what ranks send each other, counted, logged, and checked on request.
 
-First  functions           all_reduce, all_gather, ..., and the pairs that gradients flow through
-       messages            send, receive, exchange, rotate
-then   backends            what moves the data: gloo, NCCL, or nothing in a dry run
-       transport           our algorithms over gloo's messages, and the chunk plan
-       channel             what is known of one process group: numbers of calls, worker threads, handles
-       arguments           what every call checks before any rank waits
-beside call_log            every call: who, what, how many bytes, from which line
-       checked             members of a group compare what they are about to call
+First  functions           all_reduce, ..., the pairs that gradients flow through; send, rotate, ...
+then   transport           what moves the data: our algorithms over gloo's messages, NCCL, or nothing
+       channel             what is known of one process group: numbers, threads; what every call checks
+beside call_log            every call: who, what, how many bytes, from which line; members compare theirs
 
 This folder is one module to its users: `from minitrain import collectives`.
 """
 # ruff: noqa: F401
 
-from minitrain.ranks.collectives.arguments import channel_of, settle
 from minitrain.ranks.collectives.call_log import (
+    CollectiveMismatch,
     announce,
     announce_host,
     last_calls,
@@ -22,9 +18,9 @@ from minitrain.ranks.collectives.call_log import (
     name_file,
     observe,
     read_log,
+    set_checked,
 )
-from minitrain.ranks.collectives.channel import Handle
-from minitrain.ranks.collectives.checked import CollectiveMismatch, set_checked
+from minitrain.ranks.collectives.channel import Handle, settle
 from minitrain.ranks.collectives.functions import (
     all_gather,
     all_reduce,
@@ -32,14 +28,18 @@ from minitrain.ranks.collectives.functions import (
     axis_of,
     barrier,
     broadcast,
+    channel_of,
     copy_to,
+    exchange,
     gather_from,
     gather_to,
     members,
+    receive,
     reduce_from,
     reduce_scatter,
     reduce_scatter_to,
+    rotate,
     scatter_to,
+    send,
     world,
 )
-from minitrain.ranks.collectives.messages import exchange, receive, rotate, send

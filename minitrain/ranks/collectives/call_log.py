@@ -17,6 +17,7 @@ import zlib
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Callable, Iterator
 
 import torch
@@ -24,6 +25,9 @@ import torch
 from minitrain.ranks.process import LAST_CALLS, PROCESS
 
 SLOTS, SLOT_BYTES = LAST_CALLS, 320
+HEADER_BYTES = 256
+ROOM = (112, 48, 72, 20)  # bytes for what, name, site and count, which with three separators fit a header
+SEPARATOR = "\x1f"
 
 
 @dataclass(slots=True, eq=False)
@@ -125,16 +129,13 @@ def call_site() -> str:
 
 
 def issued(call: Call) -> Call:
-    """Record a call that is about to start."""
     call.order = PROCESS.num_calls
     PROCESS.num_calls += 1
     PROCESS.recent.append(call)
     if PROCESS.log_file is not None:
         what = call.order, call.seq, call.op, call.axis, call.who, ", ".join(map(str, call.shape))
-        name, peer = (
-            shortened((call.name or "").replace("\t", " "), 40),
-            "" if call.peer is None else call.peer,
-        )
+        name = shortened((call.name or "").replace("\t", " "), 40)
+        peer = "" if call.peer is None else call.peer
         fields = *what, str(call.dtype)[6:], call.payload_bytes, peer, name, call.group, call.site
         text = ("i" + "\t".join(map(str, fields))).encode()[:SLOT_BYTES]
         start = (call.order % SLOTS) * SLOT_BYTES
@@ -183,7 +184,6 @@ def observe(callback: Callable) -> Iterator[None]:
 
 
 def last_calls() -> list[Call]:
-    """This process's last calls, oldest first."""
     return list(PROCESS.recent)
 
 
@@ -209,3 +209,99 @@ def read_log(path: str | os.PathLike) -> list[LoggedCall]:
         except (TypeError, ValueError, KeyError):
             continue  # never written, or being written right now
     return sorted(calls, key=lambda call: call.order)
+
+
+# ---- checked mode ----------------------------------------------------------------------------------------
+
+
+def set_checked(on: bool) -> None:
+    """Turn checked mode on or off in this process: alike on all ranks, and not between halves of a call."""
+    PROCESS.checked = bool(on)
+
+
+class CollectiveMismatch(RuntimeError):
+    """The ranks of a group do not call the same collective. In checked mode they swap a header before each.
+
+    gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order,
+    and aborts the process when sizes differ. A header of 256 bytes says what is called, where and as what:
+
+        collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all
+                    members, and so must the call site: SPMD code is one program, and two tensors summed in
+                    swapped order differ in nothing else. Where branches meet on purpose (`if rank == 0:
+                    broadcast(..) else: broadcast(..)`), or where one line issues many tensors (a loop over
+                    buckets), pass `name=`: then names must agree, and sites may differ.
+        all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
+        message     The header travels ahead, and dtype and shape go into the tag of the data, so that a
+                    message the receiver does not expect is never written into its tensor. Sites may differ.
+
+    A rank that calls nothing leaves the others waiting, and the launch reports the hang. Each header is a
+    small message, n-1 per call, not counted as sent bytes. On NCCL and in a dry run nothing is compared."""
+
+
+@lru_cache(maxsize=256)
+def pack(*fields: str) -> torch.Tensor:
+    texts = [field.encode("ascii", "backslashreplace").decode() for field in fields]
+    cut = [shortened(text, room) for text, room in zip(texts, ROOM)]
+    header = SEPARATOR.join(cut).encode().ljust(HEADER_BYTES, b"\0")
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def unpack(header: torch.Tensor) -> tuple[str, ...]:
+    return tuple(bytes(header.tolist()).rstrip(b"\0").decode().split(SEPARATOR))
+
+
+def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
+    """The header for each member; it also says how many elements go there, where sizes may differ."""
+    counts = [""] * len(call.members) if sends is None else map(str, sends)
+    return [pack(describe(call), call.name or "", call.site, count) for count in counts]
+
+
+def compare(call: Call, received: list[torch.Tensor], expects: list[int] | None) -> None:
+    """Raise CollectiveMismatch if the members' headers, in rank order, do not belong together."""
+    headers = [unpack(header) for header in received]
+    if expects is None and headers.count(headers[0]) == len(headers):
+        return
+    calls = dict(zip(call.members, headers))
+    if len({(what, name, "" if name else site) for what, name, site, _ in calls.values()}) > 1:
+        raise CollectiveMismatch(disagreement(call, calls))
+    for member, expected in zip(call.members, expects or ()):
+        sent = calls[member][-1]
+        if int(sent) != expected:
+            both = f"rank {member} sends {sent} elements at {call.site}, but here receive_sizes asks"
+            raise CollectiveMismatch(f"{place(call)}: {both} for {expected}; pass what it sends")
+
+
+def disagreement(call: Call, calls: dict[int, tuple[str, ...]]) -> str:
+    """Who calls what, the fewest first: "rank 2 calls all_reduce(..) at .., others all_reduce(..) at .."."""
+    ranks: dict[str, list[int]] = {}
+    for member, (what, name, site, _) in calls.items():
+        named = f" named {name!r}" if name else ""
+        ranks.setdefault(f"{what}{named} at {site}", []).append(member)
+    sides = sorted(ranks.items(), key=lambda side: len(side[1]))
+    several = {what: f"ranks {', '.join(map(str, who))} call {what}" for what, who in sides}
+    texts = [several[what] if len(who) > 1 else f"rank {who[0]} calls {what}" for what, who in sides]
+    if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
+        texts[1] = f"others {sides[1][0]}"
+    only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1
+    hint = "; if these belong together, give both the same name=" if only_sites_differ else ""
+    return f"{place(call)}: {', '.join(texts)}{hint}"
+
+
+def place(call: Call) -> str:
+    return f"collective #{call.seq}" + ("" if call.axis == "world" else f" on {call.axis}")
+
+
+def message_header(call: Call) -> torch.Tensor:
+    return pack(signature(call.shape, call.dtype), "", call.site)
+
+
+def fingerprint(sent: Call) -> int:
+    return zlib.crc32(signature(sent.shape, sent.dtype).encode()) & 0xFFFF
+
+
+def compare_message(call: Call, header: torch.Tensor) -> None:
+    """Raise CollectiveMismatch if the message announced by `header` is not what `call` expects."""
+    (what, _, site), expected = unpack(header), signature(call.shape, call.dtype)
+    if what != expected:
+        both = f"it sends {what} at {site}, this rank expects {expected} at {call.site}"
+        raise CollectiveMismatch(f"message #{call.seq} from rank {call.peer}: {both}")

@@ -9,9 +9,11 @@ meanwhile; while one lane waits, the other moves.
 
 import time
 import weakref
+from collections import defaultdict
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Callable
 
 import torch
@@ -19,14 +21,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from minitrain.ranks.collectives import call_log
-from minitrain.ranks.collectives.call_log import Call
+from minitrain.ranks.collectives.call_log import Call, signature
 from minitrain.ranks.process import PROCESS
 
 LOOK_S = 0.1  # how often a wait looks whether a rank is gone
+FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+REFUSED = {
+    "sum": (FLOAT8 | {torch.bool}, "added; convert first, x.int() or x.float()"),
+    "max": (FLOAT8 | {torch.complex64, torch.complex128}, "compared; convert first, x.float() or x.abs()"),
+}
+Sizes = list[int] | None
 
 
 class Channel:
-    """What we know of one process group. `backend` (backends.py) moves its data."""
+    """What we know of one process group. `backend` (transport.py) moves its data."""
 
     def __init__(self, group: ProcessGroup, backend):
         self._group = weakref.ref(group)  # a channel must not keep a destroyed group alive
@@ -40,7 +48,8 @@ class Channel:
         self.axis = "world" if what in ("default_pg", "undefined", "") else what.removeprefix("mesh_")
         self.name = "" if self.axis != "world" or what == "default_pg" else group.group_name
         self.unwaited: set[Handle] = set()  # messages nobody has waited for: their buffers must stay alive
-        self._next: dict[object, int] = {}
+        # the numbers of the next calls: of collectives under None, of messages under (op, peer)
+        self.numbers: defaultdict[object, count] = defaultdict(count)
         self.lanes = (Lane(self.axis), Lane(self.axis))
         if backend.counts:  # gloo's event loop is there by now
             PROCESS.on_open()
@@ -49,14 +58,7 @@ class Channel:
     def group(self) -> ProcessGroup:
         return self._group()
 
-    def number(self, sequence: object) -> int:
-        """The next number of a sequence of calls: None for collectives, (op, peer) for messages."""
-        number = self._next.get(sequence, 0)
-        self._next[sequence] = number + 1
-        return number
-
     def lane(self, call: Call) -> "Lane":
-        """Where an asynchronous call is driven."""
         return self.lanes[call.seq % len(self.lanes)]
 
 
@@ -132,3 +134,79 @@ class Handle:
             self._result, self._waited = self._finish(), True
             self._settle = self._finish = None  # let the buffers go
         return self._result
+
+
+def settle() -> None:
+    """Wait for what runs in the background; raise the first error that nobody has waited for."""
+    for ch in list(PROCESS.channels.values()):
+        for lane, future in [(lane, future) for lane in ch.lanes for future in list(lane.unsettled)]:
+            try:
+                lane.wait(future)
+            except RuntimeError as error:
+                raise type(error)(f"{error}; nobody waited for this asynchronous call") from None
+
+
+# ---- what every call checks before any rank waits for another, and its record ----------------------------
+
+
+def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, peer=None, **more) -> Call:
+    """The record of a call on x, numbered; `payload` times x is the size S of the formulas."""
+    number = next(ch.numbers[None if peer is None else (op, peer)])
+    size, peer = payload * x.numel() * x.element_size(), None if peer is None else ch.members[peer]
+    what = tuple(x.shape), x.dtype, call_log.call_site()
+    return Call(number, op, ch.axis, ch.members, ch.who, size, *what, peer, name, dim, group=ch.name, **more)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x outside autograd and contiguous; the copy, if one is needed, is communication memory."""
+    x = x.detach()
+    return x if x.is_contiguous() else call_log.announce("buffer", x.contiguous())
+
+
+def result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    """Where the result goes: `out` if it fits, else new memory."""
+    if out is None:
+        return x.new_empty(shape)
+    given, needed = (out.shape, out.dtype, out.device), (tuple(shape), x.dtype, x.device)
+    if given != needed or not out.is_contiguous():
+        told = [f"{signature(*what)} on {device}" for *what, device in (given, needed)]
+        raise ValueError(f"{op}: out is {told[0]}; it must be {told[1]}, contiguous")
+    return out
+
+
+def check_rank(ch: Channel, what: str, rank: int, other: bool = False) -> None:
+    if not 0 <= rank < ch.size:
+        raise ValueError(f"{what} rank {rank}; the ranks of this group ({ch.axis}) are 0..{ch.size - 1}")
+    if other and rank == ch.rank:
+        raise ValueError(f"{what} rank {rank}, which is this rank itself; it would wait for ever")
+
+
+def check_can_reduce(what: str, op: str, x: Tensor) -> None:
+    if op not in REFUSED:
+        raise ValueError(f"{what}: op={op!r}; it is 'sum' or 'max' (the mean is the sum / group.size())")
+    dtypes, reason = REFUSED[op]
+    if x.dtype in dtypes:
+        raise ValueError(f"{what}: {x.dtype} cannot be {reason}")
+
+
+def checked_dim(op: str, x: Tensor, dim: int, divisor: Channel | None = None) -> int:
+    """`dim` counted from the front; x must have it, divisible by the ranks of `divisor` if that is given."""
+    if not -x.dim() <= dim < x.dim():
+        what = "has no dims; use x.reshape(1)" if x.dim() == 0 else f"has dims {-x.dim()} to {x.dim() - 1}"
+        raise ValueError(f"{op}: dim={dim}, but x {list(x.shape)} {what}")
+    if divisor is not None and x.shape[dim] % divisor.size:
+        size = f"{op}: x {list(x.shape)} has {x.shape[dim]} along dim {dim}"
+        ranks = f"{divisor.size} ranks ({divisor.axis}); pad it, or use all_to_all with sizes"
+        raise ValueError(f"{size}, not a multiple of the group's {ranks}")
+    return dim % x.dim()
+
+
+def check_sizes(ch: Channel, x: Tensor, dim: int, sends: Sizes, receives: Sizes) -> None:
+    for what, sizes in (("send_sizes", sends), ("receive_sizes", receives)):
+        if sizes is None or len(sizes) != ch.size or min(sizes) < 0:
+            raise ValueError(f"all_to_all: {what}={sizes}; give both, {ch.size} sizes >= 0 each")
+    if (total := sum(sends)) != (size := x.shape[dim]):
+        raise ValueError(f"all_to_all: send_sizes {sends} add up to {total}, but x has {size} along {dim=}")
+    if sends[ch.rank] != receives[ch.rank]:
+        own, expected = sends[ch.rank], receives[ch.rank]
+        raise ValueError(f"all_to_all: this rank sends {own} to itself, but receive_sizes expects {expected}")

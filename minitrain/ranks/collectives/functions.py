@@ -1,4 +1,4 @@
-"""Collectives that are counted, logged and, in checked mode, compared across ranks.
+"""Collectives and messages that are counted, logged and, in checked mode, compared across ranks.
 
 `group` is always an argument, `world()` for everyone; a `source` or `to` is a rank in the group. With n ranks
 and S the bytes of the full tensor a rank sends
@@ -8,44 +8,45 @@ and S the bytes of the full tensor a rank sends
     reduce_scatter  [.., n·d, ..]  -> [.., d, ..] of the sum               (n-1)/n S
     all_to_all      [.., n·d, ..]  -> [.., n·d, ..] piece j to rank j      (n-1)/n S
     broadcast       [..]           -> [..] of the source                   S to each child in a binomial tree
+    send, exchange, rotate                                                 S
 
 and holds, besides the result, a receive buffer of (n-1)/n S where it adds, and copies where pieces along
 `dim` are not consecutive memory. Sums are taken in rank order, with the same bits on all ranks. A result is
 new, contiguous and outside autograd, or written to `out=`. Until an asynchronous call is waited for, x must
-not change. Gradients flow through pairs of linear maps and their adjoints (Megatron-LM's f and g and, for the
-sequence, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; differs: any group, any dim):
-
-    forward    copy_to     reduce_from  gather_from  scatter_to  reduce_scatter_to  gather_to       all_to_all
-    backward   all_reduce  identity     slice        all_gather  all_gather         reduce_scatter  all_to_all
+not change. Messages between two ranks arrive in the order they were sent. Gradients flow through pairs of
+linear maps and their adjoints, below.
 """
 
 import math
+import weakref
 from typing import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 
 from minitrain.ranks.collectives import call_log, transport
-from minitrain.ranks.collectives.arguments import (
-    OUTSIDE,
+from minitrain.ranks.collectives.channel import (
+    Channel,
+    Handle,
     Sizes,
-    channel_of,
     check_can_reduce,
     check_rank,
     check_sizes,
     checked_dim,
     contiguous,
     new_call,
-    open_channel,
+    new_scratch,
     result,
 )
-from minitrain.ranks.collectives.channel import Channel, Handle, new_scratch
-from minitrain.ranks.collectives.transport import Job
+from minitrain.ranks.collectives.transport import Job, backend_of
+from minitrain.ranks.process import PROCESS
 
 Given = Tensor | None
 Name = str | None  # of a call, to tell it apart from others of its line
+Posted = list[tuple[Tensor, int]]  # tensors and ranks
+OUTSIDE = "there are no ranks here, and no group of them; call this inside launch.run(fn, ranks=4), in fn"
 
 
 def world() -> ProcessGroup:
@@ -56,7 +57,6 @@ def world() -> ProcessGroup:
 
 
 def members(group: ProcessGroup) -> list[int]:
-    """Global ranks of a group, in its order."""
     return dist.get_process_group_ranks(group)
 
 
@@ -65,17 +65,41 @@ def axis_of(group: ProcessGroup) -> str:
     return channel_of(group).axis
 
 
+def channel_of(group: ProcessGroup) -> Channel:
+    """The one channel of a process group; ValueError if this rank cannot talk in it."""
+    channels = PROCESS.channels
+    if id(group) in channels:
+        return channels[id(group)]
+    if not dist.is_initialized():
+        raise ValueError(OUTSIDE)
+    if group == GroupMember.NON_GROUP_MEMBER:  # what torch's new_group gives to the others
+        raise ValueError("this rank is not a member of the group; only members may call its collectives")
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"group is {group!r}; pass a process group: mesh.group('dp'), collectives.world()")
+    channels[id(group)] = Channel(group, backend_of(group))
+    weakref.finalize(group, channels.pop, id(group))
+    return channels[id(group)]
+
+
+def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
+    """The channel for a call that hands over x, if it can."""
+    ch = channel_of(group)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: x is a {type(x).__name__}; pass a tensor, torch.tensor(x)")
+    ch.backend.check(op, x)
+    if x.layout is not torch.strided:
+        raise ValueError(f"{op}: x is {x.layout}; use x.to_dense()")
+    return ch
+
+
 # ---- collectives -----------------------------------------------------------------------------------------
 
 
 def all_reduce(
     x: Tensor, group: ProcessGroup, *, op="sum", out: Given = None, name: Name = None, async_op=False
 ) -> Tensor | Handle:
-    """The sum over the group, or with `op="max"` the maximum of each element. `out=x` works in place.
-
-    Both cost the same bytes. A NaN of any rank is the maximum, as for torch.maximum (over NCCL, what NCCL
-    makes of it).
-    """
+    """The sum over the group, or with `op="max"` the maximum of each element: a NaN of any rank, as for
+    torch.maximum (over NCCL, what NCCL makes of it). `out=x` works in place."""
     ch = open_channel(group, "all_reduce", x)
     check_can_reduce("all_reduce", op, x)
     out = result("all_reduce", x, x.shape, out)
@@ -118,12 +142,10 @@ def all_to_all(
     async_op: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor | Handle:
-    """Piece j of x along `dim` goes to rank j; the pieces received are concatenated in rank order.
-
-    Pieces are equal unless both `send_sizes` (which add up to x.shape[dim]) and `receive_sizes` (what each
-    rank sends to this one) are given. Differentiable if blocking: backward is the all_to_all that brings
-    every piece home. A blocking call runs `meanwhile()` while the pieces are under way, and so does backward.
-    """
+    """Piece j of x along `dim` goes to rank j; the pieces received are concatenated in rank order. They are
+    equal unless both `send_sizes` (which add up to x.shape[dim]) and `receive_sizes` (what each rank sends to
+    this one) are given. Differentiable if blocking: backward is the all_to_all that brings every piece home.
+    A blocking call runs `meanwhile()` while the pieces are under way, and so does backward."""
     ch = open_channel(group, "all_to_all", x)
     if x.requires_grad and torch.is_grad_enabled() and not async_op:
 
@@ -159,7 +181,6 @@ def broadcast(
 
 
 def barrier(group: ProcessGroup, *, name: str | None = None) -> None:
-    """Return when every member has called it."""
     ch = channel_of(group)
     nothing = torch.empty(0)
     _perform(ch, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
@@ -188,8 +209,10 @@ def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, send
 
 def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
     """Allocate what the algorithm needs, log the call, move the data now or in the background."""
-    backend, call = ch.backend, job.call
-    bring_back = backend.stage(job)
+    backend, call, target = ch.backend, job.call, job.dst
+    if backend.on_host and target.is_cuda:
+        job.src = call_log.announce("buffer", job.src.cpu())
+        job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
     if backend.adds and call.op in ("all_reduce", "reduce_scatter"):
         own = transport.chunk_size(job.src.numel(), ch.size, ch.rank)
         scratch = ch.lane(call).scratch if async_op else new_scratch
@@ -204,8 +227,8 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
     def end():
         job.src = job.received = job.wide = None  # what only the algorithm needed is free from here
         call_log.announce("wait", call)
-        if bring_back:
-            bring_back()
+        if job.dst is not target:
+            target.copy_(job.dst)
         return finish()
 
     if async_op:
@@ -214,7 +237,101 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
     return end()
 
 
+# ---- messages --------------------------------------------------------------------------------------------
+
+
+def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> Handle | None:
+    """Give x to rank `to` of the group."""
+    ch = open_channel(group, "send", x)
+    check_rank(ch, "send to", to, other=True)
+    return _transfer(ch, [(x, to)], [], lambda received: None, async_op)
+
+
+def receive(
+    like: Given, source: int, group: ProcessGroup, *, shape=None, dtype=None, device="cpu", async_op=False
+) -> Tensor | Handle:
+    """What rank `source` sends: shaped as `like`, which is not written to, or as the keywords say."""
+    if like is None and (shape is None or dtype is None):
+        raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
+    room = torch.empty(shape, dtype=dtype, device=device) if like is None else _room_for(like)
+    ch = open_channel(group, "receive", room if like is None else like)
+    check_rank(ch, "receive from", source, other=True)
+    return _transfer(ch, [], [(room, source)], lambda received: received[0], async_op)
+
+
+def exchange(
+    x: Tensor, to: int, source: int, group: ProcessGroup, *, like: Given = None, async_op: bool = False
+) -> Tensor | Handle:
+    """Send x to rank `to` while receiving a tensor shaped as `like` (as x if None) from rank `source`."""
+    ch = open_channel(group, "exchange", x)
+    check_rank(ch, "exchange: send to", to)
+    check_rank(ch, "exchange: receive from", source)
+    if (to == ch.rank) != (source == ch.rank):
+        raise ValueError(f"exchange: {to=} and {source=}, one of them this rank; make it both or neither")
+    room = _room_for(x if like is None else like)
+    return _transfer(ch, [(x, to)], [(room, source)], lambda received: received[0], async_op)
+
+
+def rotate(
+    xs: Tensor | tuple[Tensor, ...], group: ProcessGroup, shift: int = 1, *, async_op: bool = False
+) -> Tensor | tuple[Tensor, ...] | Handle:
+    """xs goes to rank + shift, what comes is rank - shift's: as many tensors, of the same shapes."""
+    tensors = (xs,) if isinstance(xs, Tensor) else tuple(xs)
+    if not tensors:
+        raise ValueError("rotate: an empty tuple; give at least one tensor")
+    ch = [open_channel(group, "rotate", x) for x in tensors][0]
+    to, source = (ch.rank + shift) % ch.size, (ch.rank - shift) % ch.size
+    pack = (lambda received: received[0]) if isinstance(xs, Tensor) else tuple
+    receives = [(_room_for(x), source) for x in tensors]
+    return _transfer(ch, [(x, to) for x in tensors], receives, pack, async_op)
+
+
+def _room_for(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, async_op: bool):
+    """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
+    if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
+        copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
+        handle = Handle(lambda: None, lambda: pack(copies))
+        return handle if async_op else handle.wait()
+    backend, first = ch.backend, (sends + receives)[0][0]
+    there = torch.device("cpu") if backend.on_host else first.device
+    outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x.to(there)), peer) for x, peer in sends]
+    room = [(x if x.device == there else torch.empty_like(x, device=there), peer) for x, peer in receives]
+    incoming = [(new_call(ch, "receive", x, peer=peer), x, peer) for x, peer in room]
+    calls = [call for call, _, _ in outgoing + incoming]
+    for call in calls:
+        if not backend.counts:
+            call.planned, call.sent_bytes = True, call.payload_bytes if call.op == "send" else 0
+        call_log.issued(call)
+    wait = backend.post(ch, outgoing, incoming)
+
+    def settle() -> None:
+        wait()
+        for call in calls:
+            call_log.finished(call)
+
+    def finish():
+        ch.unwaited.discard(handle)
+        outgoing.clear()
+        for call in calls:
+            call_log.announce("wait", call)
+        return pack([x.to(first.device) for _, x, _ in incoming])
+
+    handle = Handle(settle, finish)
+    ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done
+    return handle if async_op else handle.wait()
+
+
 # ---- differentiable: a linear map and its adjoint --------------------------------------------------------
+#
+# forward    copy_to     reduce_from  gather_from  scatter_to  reduce_scatter_to  gather_to       all_to_all
+# backward   all_reduce  identity     slice        all_gather  all_gather         reduce_scatter  all_to_all
+#
+# Megatron-LM's f and g and, for the sequence, Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+# Differs: any group, any dim.
 
 
 class _Linear(torch.autograd.Function):

@@ -17,15 +17,20 @@ Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication oper
 its algorithms for long messages. Differs: here they serve every size.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from minitrain.ranks.collectives import checked
+from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.call_log import Call
-from minitrain.ranks.collectives.channel import Channel
+from minitrain.ranks.collectives.channel import Channel, apart
 from minitrain.ranks.process import PROCESS
+from minitrain.ranks.torch_private import num_modes, outside_modes
 
 Tensors = list[Tensor]
 
@@ -53,7 +58,6 @@ def chunk_size(total: int, n: int, index: int) -> int:
 
 
 def pieces(flat: Tensor, n: int, sizes: list[int] | None = None) -> list[Tensor]:
-    """The n parts of a flat tensor, views: of the sizes given, else the plan's chunks."""
     return list(flat.tensor_split(n) if sizes is None else flat.split(sizes))
 
 
@@ -65,11 +69,6 @@ def tree_children(rank: int, n: int, source: int) -> list[int]:
             children.append((position + step + source) % n)
         step *= 2
     return children[::-1]
-
-
-def tree_parent(rank: int, n: int, source: int) -> int:
-    position = (rank - source) % n
-    return ((position & (position - 1)) + source) % n
 
 
 def planned_bytes(ch: Channel, job: Job) -> int:
@@ -191,7 +190,9 @@ def broadcast(ch: Channel, job: Job, tag: int) -> None:
     if ch.rank == job.source:
         job.dst.copy_(job.src)
     else:
-        wait_all([post_receive(ch, job.dst, tree_parent(ch.rank, ch.size, job.source), tag)])
+        position = (ch.rank - job.source) % ch.size
+        parent = ((position & (position - 1)) + job.source) % ch.size
+        wait_all([post_receive(ch, job.dst, parent, tag)])
     children = tree_children(ch.rank, ch.size, job.source)
     wait_all([post_send(ch, job.call, job.dst, child, tag) for child in children])
 
@@ -203,19 +204,162 @@ def barrier(ch: Channel, job: Job, tag: int) -> None:
 ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
 
 
-def swap_headers(ch: Channel, ours: list[bytes], tag: int) -> list[bytes]:
-    """Give ours[p] to each member p, and return what they say, in rank order."""
-    outgoing = [checked.as_tensor(header) for header in ours]
-    incoming = [header.clone() for header in outgoing]
-    in_rounds(ch, None, outgoing, incoming, tag)
-    return [bytes(header.tolist()) for header in incoming]
-
-
 def move(ch: Channel, job: Job) -> None:
     """One collective to its end; in checked mode the members first compare what they call."""
     # this tag is for headers, the next two for the data of the first and second half of an all-reduce
     tag = job.call.seq % 2**27 * 4
     if PROCESS.checked and ch.size > 1:
-        headers = swap_headers(ch, checked.headers_of(job.call, job.send_sizes), tag)
-        checked.compare(job.call, headers, job.receive_sizes)
+        outgoing = call_log.headers_of(job.call, job.send_sizes)
+        incoming = [header.clone() for header in outgoing]
+        in_rounds(ch, None, outgoing, incoming, tag)
+        call_log.compare(job.call, incoming, job.receive_sizes)
     ALGORITHMS[job.call.op](ch, job, tag + 1)
+
+
+# ---- backends: gloo, NCCL, or nothing (a dry run) --------------------------------------------------------
+#
+# start(ch, job, in_background)   sets a collective in motion; returns wait
+# post(ch, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
+#
+# Where the backend moves the data itself, on NCCL and in a dry run, `planned_bytes` charges the same cuts. In
+# a dry run nothing is cut: a call costs the same Python in a world of 4 and of 131,072.
+
+
+class Backend:
+    counts = False  # are bytes counted where a buffer is handed to the network?
+    adds = True  # are sums taken here, in memory of ours?
+    on_host = False  # does the network read and write memory of the host alone?
+
+    def check(self, op: str, x: Tensor) -> None:
+        """ValueError for a tensor that the backend cannot reach."""
+
+
+class Gloo(Backend):
+    """Our algorithms over messages between host memories."""
+
+    counts = on_host = True
+
+    def check(self, op: str, x: Tensor) -> None:
+        if not x.is_cpu and not x.is_cuda:
+            raise ValueError(f"{op}: x is on {x.device}, but gloo moves memory of CPU and CUDA; use x.cpu()")
+
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        def drive() -> None:
+            try:
+                unseen(move, ch, job)
+            finally:  # a call that is refused, or whose peer is gone, is over as well
+                call_log.finished(job.call)
+
+        if in_background:
+            return ch.lane(job.call).submit(drive)
+        apart(drive)
+        return lambda: None
+
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
+        arrivals, works = unseen(self._post, ch, sends, receives)
+
+        def wait() -> None:
+            for call, header, header_work, data_work in arrivals:
+                wait_all([header_work])
+                if header is not None:
+                    call_log.compare_message(call, header)
+                wait_all([data_work])
+            wait_all(works)
+
+        return lambda: apart(wait)
+
+    def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
+        """Returns (what will arrive: call, header if it has one, works of both; works of what is sent)."""
+        arrivals, works = [], []
+        for call, tensor, peer in receives:
+            header, header_work, (header_tag, tag) = None, None, message_tags(call)
+            if PROCESS.checked:
+                header = torch.empty(call_log.HEADER_BYTES, dtype=torch.uint8)
+                header_work = post_receive(ch, header, peer, header_tag)
+            arrivals.append((call, header, header_work, post_receive(ch, tensor, peer, tag)))
+        for call, tensor, peer in sends:
+            header_tag, tag = message_tags(call)
+            if PROCESS.checked:
+                works.append(post_send(ch, None, call_log.message_header(call), peer, header_tag))
+            works.append(post_send(ch, call, tensor, peer, tag))
+        return arrivals, works
+
+
+def message_tags(call: Call) -> tuple[int, int]:
+    """Tags of a message's header and data, which in checked mode has dtype and shape in it (call_log.py)."""
+    tag = 2**30 + call.seq % 2**12 * 2**17
+    return tag + 2**16, tag + (call_log.fingerprint(call) if PROCESS.checked else 0)
+
+
+def unseen(work: Callable, *args):
+    """work(*args) unseen by dispatch modes: an algorithm's additions are communication, not FLOPs."""
+    with outside_modes() if num_modes() else nullcontext():
+        return work(*args)
+
+
+class Dry(Backend):
+    """Nothing moves; results have shapes and no values."""
+
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        return lambda: call_log.finished(job.call)
+
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
+        return lambda: None
+
+
+def renamed(new: str, old: str) -> Callable:
+    """torch 2.13 renamed two collectives and warns at the old names; 2.11 has only the old ones."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+class NCCL(Backend):
+    """NCCL's own collectives and messages between GPUs."""
+
+    adds = False
+
+    def check(self, op: str, x: Tensor) -> None:
+        if not x.is_cuda:
+            raise ValueError(f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda()")
+
+    def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
+        op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)
+        if op == "all_reduce":
+            if dst.data_ptr() != src.data_ptr():
+                dst.copy_(src)
+            reduction = dist.ReduceOp.MAX if job.call.reduction == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(dst, reduction, **given)
+        elif op == "all_gather":
+            work = renamed("all_gather_single", "all_gather_into_tensor")(dst, src, **given)
+        elif op == "reduce_scatter":
+            work = renamed("reduce_scatter_single", "reduce_scatter_tensor")(dst, src, **given)
+        elif op == "all_to_all":
+            work = dist.all_to_all_single(dst, src, job.receive_sizes, job.send_sizes, **given)
+        elif op == "broadcast":
+            if ch.rank == job.source:
+                dst.copy_(src)
+            work = dist.broadcast(dst, group_src=job.source, **given)
+        else:
+            work = dist.barrier(**given)
+        return lambda: (work.wait(), call_log.finished(job.call))
+
+    def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
+        group = ch.group
+        if len(sends) + len(receives) == 1:  # on the pair's own stream: waits for no other peer
+            works = [dist.isend(tensor, group=group, group_dst=peer) for _, tensor, peer in sends]
+            works += [dist.irecv(tensor, group=group, group_src=peer) for _, tensor, peer in receives]
+        else:  # together, else two ranks that send to each other could block
+            both = [(dist.isend, *send) for send in sends] + [(dist.irecv, *receive) for receive in receives]
+            ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, _, x, peer in both]
+            works = dist.batch_isend_irecv(ops)
+        return lambda: wait_all(works)
+
+
+BACKENDS = {"nccl": NCCL(), "gloo": Gloo(), "fake": Dry()}
+
+
+def backend_of(group: ProcessGroup) -> Backend:
+    name = dist.get_backend(group)
+    for known, backend in BACKENDS.items():
+        if known in name:
+            return backend
+    raise ValueError(f"backend {name!r}; collectives run on gloo and nccl, and on fake in a dry run")

@@ -5,18 +5,16 @@
             loss = loss_of(model(tokens), targets)
     print(ledger.table())
 
-A dispatch mode of torch sees every operator, those of backward too (`operators.py`). The collectives report
-every call: bytes are counted where a buffer is handed to the network; where the backend moves the data itself
-they are charged from the chunk plan, and `planned` is True. Weak references see every tensor die
-(`memory_meter.py`). A real run and a dry run of the same code give the same account, event by event.
+A dispatch mode of torch sees every operator, those of backward too (`operators.py`); weak references see
+every tensor die (`memory_meter.py`). The collectives report every call: bytes are counted where a buffer is
+handed to the network; where the backend moves the data itself they are charged from the chunk plan, and
+`planned` is True. A real run and a dry run of the same code give the same account, event by event.
 
 What is inside a collective is communication: its additions are no Compute events, its memory counts.
-Operators of your own threads are not seen, nor is the inside of a compiled function. A closed ledger can be
-sent elsewhere. A causal attention kernel counts the scores its mask leaves; `Ledger(causal="square")` counts
-all T², as the papers' formulas do (plan/accounting.py has both). Costs some 10 us per operator while open.
-
-FLOP counting by dispatch mode is the idea of torch.utils.flop_counter, weak references to storages that of
-torch.distributed._tools.mem_tracker. Differs: one account for both and for communication, of a dry run too.
+Operators of your own threads are not seen, nor is the inside of a compiled function. A causal attention
+kernel counts the scores its mask leaves; `Ledger(causal="square")` counts all T², as the papers' do.
+The ideas are torch.utils.flop_counter's and torch.distributed._tools.mem_tracker's. Differs: one account for
+both and for communication, of a dry run too.
 """
 
 from collections import Counter
@@ -29,7 +27,7 @@ from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives.call_log import Call
 from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Event, Issue, Wait
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
-from minitrain.ranks.ledger.watch import Watch
+from minitrain.ranks.ledger.operators import Watch
 from minitrain.ranks.tables import aligned
 
 
@@ -77,43 +75,36 @@ class Ledger:
         finally:
             self._phase = outer
 
-    # ---- communication ------------------------------------------------------------------------------------
+    # ---- communication: all calls, or those of one operation and one mesh axis -----------------------------
 
     def sent_bytes(self, op: str | None = None, axis: str | None = None) -> int:
-        """Bytes this rank handed to the network, in all calls or those of one operation and one mesh axis."""
         return sum(call.sent_bytes for call in self._matching(op, axis))
 
     def payload_bytes(self, op: str | None = None, axis: str | None = None) -> int:
         """The sum of the sizes S which the papers' formulas start from."""
         return sum(call.payload_bytes for call in self._matching(op, axis))
 
+    def num_calls(self, op: str | None = None, axis: str | None = None) -> int:
+        return len(self._matching(op, axis))
+
+    def _matching(self, op: str | None = None, axis: str | None = None) -> list[Call]:
+        calls = (issued.call for issued in self._calls)
+        return [call for call in calls if op in (None, call.op) and axis in (None, call.axis)]
+
     @property
     def sent_by_dtype(self) -> dict[str, int]:
         """Bytes handed to the network as numbers of each dtype; codes are uint8."""
         total: Counter[str] = Counter()
-        for issued in self._calls:
-            total[str(issued.call.dtype).removeprefix("torch.")] += issued.call.sent_bytes
+        for call in self._matching():
+            total[str(call.dtype).removeprefix("torch.")] += call.sent_bytes
         return dict(total)
 
-    def num_calls(self, op: str | None = None, axis: str | None = None) -> int:
-        return len(self._matching(op, axis))
+    # Some volume was charged from the plan, not counted (NCCL, dry run).
+    planned = property(lambda self: any(call.planned for call in self._matching()))
 
-    @property
-    def planned(self) -> bool:
-        """Some volume was charged from the plan, not counted (NCCL, dry run)."""
-        return any(issued.call.planned for issued in self._calls)
+    # ---- computation: of every operator, or phase, that has FLOPs, the most expensive first ---------------
 
-    def _matching(self, op: str | None, axis: str | None) -> list:
-        calls = (issued.call for issued in self._calls)
-        return [call for call in calls if op in (None, call.op) and axis in (None, call.axis)]
-
-    # ---- computation --------------------------------------------------------------------------------------
-
-    @property
-    def flops(self) -> int:
-        return sum(self.flops_by_operator.values())
-
-    # FLOPs of every operator, or phase, that has some, the most expensive first.
+    flops = property(lambda self: sum(self.flops_by_operator.values()))
     flops_by_operator = property(lambda self: self._flops_by(lambda compute: compute.name))
     flops_by_phase = property(lambda self: self._flops_by(lambda compute: compute.phase))
 
@@ -125,38 +116,23 @@ class Ledger:
         return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
     # ---- memory -------------------------------------------------------------------------------------------
+    #
+    # Bytes of all tensors that live now (of a closed ledger: that lived when it was closed), and at most; of
+    # the device, and of the memory marked as the host's (memory/pools.py), which is not part of it.
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of all tensors that live now; of a closed ledger: that lived when it was closed."""
-        return self._memory.live_bytes()
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self._memory.totals())
-
-    @property
-    def live_by_kind(self) -> dict[str, int]:
-        return self._memory.by_kind()
+    live_bytes = property(lambda self: self._memory.live_bytes())
+    host_bytes = property(lambda self: self._memory.live_bytes(host=True))
+    peak_bytes = property(lambda self: max(self._memory.totals()))
+    host_peak_bytes = property(lambda self: max(self._memory.totals(host=True)))
+    live_by_kind = property(lambda self: self._memory.by_kind())
+    host_by_kind = property(lambda self: self._memory.by_kind(host=True))
+    block_kinds = property(lambda self: self._memory.block_kinds())  # by the numbers of `memory_trace`
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
         """What the peak consists of (the first moment at which it was reached)."""
         totals = self._memory.totals()
         return self._memory.by_kind(after=totals.index(max(totals)))
-
-    @property
-    def host_bytes(self) -> int:
-        """As `live_bytes`, of the memory marked as the host's (memory/pools.py); not part of it."""
-        return self._memory.live_bytes(host=True)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        return max(self._memory.totals(host=True))
-
-    @property
-    def host_by_kind(self) -> dict[str, int]:
-        return self._memory.by_kind(host=True)
 
     def copied_bytes(self, direction: str | None = None) -> int:
         """Bytes copied between memories: "to_host", "to_device", "to_disk", "from_disk", or all."""
@@ -172,11 +148,6 @@ class Ledger:
         """(index of the event, live bytes by kind at its fullest moment), where one is born or dies; with
         `gathered`, "gathered parameters" (ZeRO-3) stand apart from the other buffers."""
         return list(self._memory.timeline(gathered))
-
-    @property
-    def block_kinds(self) -> list[str]:
-        """The kind of every block by its number in `memory_trace`."""
-        return self._memory.block_kinds()
 
     # ---- the order of things ------------------------------------------------------------------------------
 
@@ -222,7 +193,11 @@ class Ledger:
             copy = Copy(self._next_id, subject.direction, subject.bytes, self._phase)
             self._begun(subject, copy, self._copies)
         elif kind == "issue":
-            self._begun(subject, _Issued(subject, self._next_id, self._phase, _members(subject)), self._calls)
+            members = subject.members  # the ranks that take part; of a message: (source, destination)
+            if subject.peer is not None:
+                pair = collectives.world().rank(), subject.peer
+                members = pair if subject.op == "send" else pair[::-1]
+            self._begun(subject, _Issued(subject, self._next_id, self._phase, members), self._calls)
         elif id(subject) in self._pending:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
         self._memory.check_limit()
@@ -250,14 +225,6 @@ class _Issued:
         call = self.call
         sizes = call.payload_bytes, call.sent_bytes
         return Issue(self.id, call.op, call.axis, self.members, *sizes, call.seq, call.site, self.phase)
-
-
-def _members(call: Call) -> tuple[int, ...]:
-    """The ranks that take part; of a message: (source, destination)."""
-    if call.peer is None:
-        return call.members
-    rank = collectives.world().rank()
-    return (rank, call.peer) if call.op == "send" else (call.peer, rank)
 
 
 class _Shown(str):

@@ -1,13 +1,14 @@
 """Every block of tensor memory from its birth to its death, and what it was for.
 
 A block (torch's storage, shared by tensors and views) is born when an operator returns it and dies when the
-last tensor on it is gone: a weak reference tells. All births and deaths are written down, so these are exact:
+last tensor on it is gone: a weak reference tells. All births and deaths are written down, so these are
+exact:
 
     live bytes = blocks older than the meter and seen by it + births - deaths         peak = its largest value
 
-A test compares them with the events of torch's own CPU allocator. A block that an operator reads and nobody
-was seen to make counts from the start. Unseen: memory never touched, scratch inside a kernel, the rounding of
-an allocator. Of several kinds that fit a block the first of this order holds, but buffers before activations:
+A test compares them with torch's own CPU allocator. A block that an operator reads and nobody was seen to
+make counts from the start. Unseen: memory never touched, scratch inside a kernel, the rounding of an
+allocator. Of several kinds that fit a block the first of this order holds, but buffers before activations:
 
     parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
     gradients          it was the .grad of a parameter at some moment (hence kinds are settled at the end)
@@ -15,13 +16,11 @@ an allocator. Of several kinds that fit a block the first of this order holds, b
     activations        everything else: what forward and backward make, and the batch
     buffers            scratch of a collective or of an optimizer's step, gathered parameters
     checkpoint         of the host alone: what is copied to be saved
-
-A block resized in place (`resize_`) is measured when it is next used, or announced. Blocks marked as the
-host's (`collectives.announce_host`) are counted apart: live, peak and kinds are the device's.
 """
 
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
@@ -44,7 +43,8 @@ class _Block(weakref.ref):
 
 
 class MemoryMeter:
-    """`now()` is the index of the event during which something happens."""
+    """`now()` is the index of the event during which something happens. A block resized in place
+    (`resize_`) is measured when it is next used, or announced. The host's blocks are counted apart."""
 
     def __init__(self, now: Callable[[], int], limit_bytes: int | None = None) -> None:
         self._now = now
@@ -77,7 +77,7 @@ class MemoryMeter:
         self._now = None
 
     def read(self, tensor: Tensor) -> int:
-        """Bytes of the block of `tensor`, which an operator reads; if unknown, it is older than the meter."""
+        """Bytes of the block, which an operator reads; if unknown, it is older than the meter."""
         block = self._block(tensor, older=True)
         kind = type(tensor)
         # isinstance(tensor, Parameter), in a third of the time: a dry run asks it of every argument
@@ -86,7 +86,7 @@ class MemoryMeter:
         return block.bytes
 
     def write(self, tensor: Tensor) -> int:
-        """Bytes of the block of `tensor`, which an operator returns; if unknown, it was born just now."""
+        """Bytes of the block, which an operator returns; if unknown, it was born just now."""
         return self._block(tensor, older=False).bytes
 
     def name(self, tensor: Tensor, kind: str, older: bool = True) -> None:
@@ -103,7 +103,6 @@ class MemoryMeter:
         self._gathered.add(block.number)
 
     def is_host(self, tensor: Tensor) -> None:
-        """The block of `tensor`, just allocated, is the host's."""
         self._mark_host(self._block(tensor, older=False).number, tensor.untyped_storage().on_host)
 
     def _mark_host(self, number: int, kind: str) -> None:
@@ -189,10 +188,7 @@ class MemoryMeter:
 
     # ---- answers ------------------------------------------------------------------------------------------
 
-    @property
-    def births(self) -> int:
-        """How many blocks have been seen so far."""
-        return len(self._kinds)
+    births = property(lambda self: len(self._kinds))  # how many blocks have been seen so far
 
     def block_kinds(self) -> list[str]:
         self._name_gradients()
@@ -200,16 +196,15 @@ class MemoryMeter:
 
     def trace(self) -> Iterator[tuple[str, int, int]]:
         """("alloc" or "free", block number, bytes) of the device's blocks; older ones come first."""
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for number, change in (*self._older, *zip(self._changes[1::3], self._changes[2::3])):
             if number in self._host or not change:
                 continue
-            before, after = sizes.get(number, 0), sizes.get(number, 0) + change
-            sizes[number] = after
-            if before:
-                yield "free", number, before
-            if after:
-                yield "alloc", number, after
+            if sizes[number]:
+                yield "free", number, sizes[number]
+            sizes[number] += change
+            if sizes[number]:
+                yield "alloc", number, sizes[number]
 
     def check_limit(self) -> None:
         """MemoryError where more is alive than the device is said to have."""

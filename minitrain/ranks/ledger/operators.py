@@ -1,4 +1,4 @@
-"""What is known of an operator of torch: whether it reads, writes, allocates or only views; what it costs.
+"""Sees every operator of torch on its way to the kernel: what it reads and writes, what it costs.
 
     bytes    input tensors read + output tensors written; 0 for a view and for an allocation
     flops    of a contraction, which has a shape too; 0 and () for everything else
@@ -9,16 +9,14 @@ Bytes are what must move without a cache: an expanded tensor counts its memory, 
 from or added to counts those rows. FLOPs are the hardware's, as executed: the backward of a fused attention
 kernel counts five products, since it computes the scores again. Told `is_causal` it counts the T(T+1)/2
 scores its mask leaves (tiles on the diagonal are done in full, which is not charged); `causal="square"`
-charges all T², as published formulas do. With a mask of numbers all scores count. Of grouped products, whose
-rows numbers share out among E matrices, the shape is E products of the mean rows, rounded up.
+charges all T². Of grouped products the shape is E products of the mean rows, rounded up.
 
-Products and convolutions use the formulas of torch.utils.flop_counter. Differs: attention and the backward of
-convolutions are ours (torch 2.13 counts nothing for the CPU attention kernel, too much for grouped
-convolutions). A convolution has no shape here.
+Formulas are those of torch.utils.flop_counter. Differs: attention and the backward of convolutions (torch
+2.13 counts nothing for the CPU attention kernel, too much for grouped convolutions), which have no shape
+here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 
@@ -27,7 +25,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from minitrain.ranks import torch_private as private
-from minitrain.ranks.torch_private import OpOverload, has_kernel, schema_of
+from minitrain.ranks.events import Compute
+from minitrain.ranks.torch_private import DispatchMode, OpOverload, has_kernel, schema_of
 
 aten = torch.ops.aten
 
@@ -40,23 +39,34 @@ DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dty
 FLOATS = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES if dtype.is_floating_point}
 
 
-@dataclass(slots=True)
 class Operator:
     """What can be said of an operator before its arguments are known."""
 
-    name: str  # "mm", "add_"
-    flops: Callable[..., int] | None  # (*args, out_val=result, **kwargs) -> int
-    shape: Callable[..., tuple[int, ...]] | None  # (*args, **kwargs) -> batch, m, n, k
-    written: tuple[int, ...]  # positions of the arguments it writes into: x.add_(y)
-    written_keywords: frozenset[str]  # names of those it writes into without reading: torch.add(x, y, out=z)
-    mutates: bool  # either of the two
-    ignores_first: bool  # does not read its first argument: x.zero_(), torch.ones_like(x)
-    gathers: bool  # reads as much of its first argument as it writes
-    scatters: bool  # reads and writes as much of its first argument as its last one brings
-    views: bool  # gives its argument's memory another shape
-    allocates: bool  # gives memory and writes nothing
-    composite: bool  # has no kernel: made of others, which are to be counted in its place
-    bookkeeping: bool  # of the profiler, or a question about a device
+    def __init__(self, func: OpOverload, causal: str = "triangle"):
+        packet, schema = func.overloadpacket, schema_of(func)
+        self.name = name = packet.__name__  # "mm", "add_"
+        not_in_place = getattr(aten, name.removesuffix("_"), None)  # addmm_ costs what addmm does
+        # (*args, out_val=result, **kwargs) -> FLOPs, and (*args, **kwargs) -> (batch, m, n, k), or None
+        self.flops = flops_of(packet, causal) or flops_of(not_in_place, causal)
+        self.shape = shape_of(packet) or shape_of(not_in_place)
+        written = [(i, argument) for i, argument in enumerate(schema.arguments) if _is_written(argument)]
+        # positions of the arguments it writes into: x.add_(y)
+        self.written = tuple(i for i, a in written if not a.kwarg_only)
+        # names of those it writes into without reading: torch.add(x, y, out=z)
+        self.written_keywords = frozenset(a.name for _, a in written if a.kwarg_only)
+        self.mutates = bool(written)
+        # does not read its first argument: x.zero_(), torch.ones_like(x)
+        self.ignores_first = name in OVERWRITES or name.endswith("_like") or name.startswith("new_")
+        self.gathers = name in GATHERS  # reads as much of its first argument as it writes
+        self.scatters = name in SCATTERS  # reads and writes as much of its first as its last one brings
+        aliases = [r.alias_info is not None and not _is_written(r) for r in schema.returns]
+        self.views = bool(aliases) and all(aliases)  # gives its argument's memory another shape
+        self.allocates = name in ALLOCATES  # gives memory and writes nothing
+        # of the profiler, or a question about a device
+        self.bookkeeping = func.namespace in ("prim", "profiler")
+        kernels = {key for key in BACKENDS if not self.bookkeeping and has_kernel(func.name(), key)}
+        # has no kernel: made of others, which are to be counted in its place
+        self.composite = kernels == {"CompositeImplicitAutograd"}
 
     def inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         if kwargs:
@@ -64,44 +74,17 @@ class Operator:
         return tensors(args)
 
     def targets(self, args: tuple, kwargs: dict) -> list[Tensor]:
-        """The arguments it writes into."""
         by_position = [args[i] for i in self.written if i < len(args)]
         return tensors(by_position + [kwargs.get(name) for name in self.written_keywords])
 
 
-def describe(func: OpOverload, causal: str = "triangle") -> Operator:
-    packet, schema = func.overloadpacket, schema_of(func)
-    name, bookkeeping = packet.__name__, func.namespace in ("prim", "profiler")
-    written = [(i, argument) for i, argument in enumerate(schema.arguments) if _is_written(argument)]
-    not_in_place = getattr(aten, name.removesuffix("_"), None)  # addmm_ costs what addmm does
-    kernels = {key for key in BACKENDS if not bookkeeping and has_kernel(func.name(), key)}
-    aliases = [r.alias_info is not None and not _is_written(r) for r in schema.returns]
-    return Operator(
-        name=name,
-        flops=flops_of(packet, causal) or flops_of(not_in_place, causal),
-        shape=shape_of(packet) or shape_of(not_in_place),
-        written=tuple(i for i, a in written if not a.kwarg_only),
-        written_keywords=frozenset(a.name for _, a in written if a.kwarg_only),
-        mutates=bool(written),
-        ignores_first=name in OVERWRITES or name.endswith("_like") or name.startswith("new_"),
-        gathers=name in GATHERS,
-        scatters=name in SCATTERS,
-        views=bool(aliases) and all(aliases),
-        allocates=name in ALLOCATES,
-        composite=kernels == {"CompositeImplicitAutograd"},
-        bookkeeping=bookkeeping,
-    )
-
-
-@cache
-def _described(func: OpOverload) -> Operator:
-    return describe(func)
+described = cache(Operator)
 
 
 def operator_cost(func: OpOverload, args, kwargs: dict, out) -> int:
     """FLOPs + bytes read + bytes written: one number for those who choose which result to drop and compute
     again (dtr.py). A view costs nothing. Differs from the account: a table is read whole."""
-    operator = _described(func)
+    operator = described(func)
     if operator.views:
         return 0
     flops = operator.flops(*args, **kwargs, out_val=out) if operator.flops else 0
@@ -126,30 +109,27 @@ def tensors(values) -> list[Tensor]:
     return several
 
 
-# ---- contractions ----------------------------------------------------------------------------------------
+# ---- contractions: FLOPs, and shapes ---------------------------------------------------------------------
 
 
 def flops_of(packet, causal: str) -> Callable[..., int] | None:
     """The formula (*args, out_val=result, **kwargs) -> FLOPs of an operator; None if it is no contraction."""
     if packet in ATTENTION:
-        return partial(_attention, _arguments(packet), *ATTENTION[packet], causal)
+        return partial(_attention, _names(packet), *ATTENTION[packet], causal)
     return OUR_FORMULAS.get(packet) or flop_registry.get(packet)
 
 
 def shape_of(packet) -> Callable[..., tuple[int, ...]] | None:
     """The formula (*args, **kwargs) -> (batch, m, n, k); None if there is none."""
     if packet in ATTENTION:
-        return partial(_attention_shape, _arguments(packet))
+        return partial(_attention_shape, _names(packet))
     if packet is private.grouped_product:
         return _grouped_shape
     return partial(_product_shape, PRODUCTS[packet]) if packet in PRODUCTS else None
 
 
-def _arguments(packet) -> list[str]:
+def _names(packet) -> list[str]:
     return [argument.name for argument in schema_of(packet.default).arguments]
-
-
-# ---- shapes ----------------------------------------------------------------------------------------------
 
 
 def _product_shape(first: int, *args, **kwargs) -> tuple[int, ...]:
@@ -159,8 +139,7 @@ def _product_shape(first: int, *args, **kwargs) -> tuple[int, ...]:
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor | None = None, *args, **kwargs) -> tuple[int, ...]:
-    """Every row of a [R, D] meets one of E matrices b [E, D, F]; or each of E groups of the columns of a
-    [D, R] meets its rows of b [R, F]."""
+    """Rows of a [R, D] meet one of E matrices b [E, D, F]; or columns of a [D, R], by groups, rows of b."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     if ends is None:
         return a.shape[0], m, n, k
@@ -183,10 +162,10 @@ def _attention(
     """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq,
     K], k and v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
     given = dict(zip(names, args)) | kwargs
-    (B, H, T, K), S = given["query"].shape, given["key"].shape[-2]
+    heads, T, S, K = _attention_shape(names, *args, **kwargs)
     triangle = given.get("is_causal", False) and causal == "triangle"
     scores = visible_scores(T, S, aligned) if triangle else T * S
-    return 2 * B * H * scores * (with_keys * K + with_values * given["value"].shape[-1])
+    return 2 * heads * scores * (with_keys * K + with_values * given["value"].shape[-1])
 
 
 def visible_scores(queries: int, keys: int, aligned: str = "top left") -> int:
@@ -201,15 +180,6 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *settings, **
     bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask = settings
     points = prod((x if transposed else grad).shape[2:])
     return 2 * x.shape[0] * points * weight.numel() * (output_mask[0] + output_mask[1])
-
-
-def _matrix_vector(matrix: Tensor, *args, **kwargs) -> int:
-    return 2 * matrix.numel()
-
-
-def _grouped_product(a: Tensor, b: Tensor, *args, **kwargs) -> int:
-    """Every row of a [R, D] meets one matrix of b [E, D, F]; or a [D, R] and b [R, F] add to one [D, F]."""
-    return 2 * a.numel() * b.shape[-1]
 
 
 # Scores = Q·Kᵀ, out = P·V. Backward: scores again, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q.
@@ -228,10 +198,74 @@ PRODUCTS = dict.fromkeys((aten.mm, aten.bmm, private.scaled_product, aten.mv, at
 PRODUCTS |= dict.fromkeys((aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv), 1)
 OUR_FORMULAS = {
     aten.convolution_backward: _convolution_backward,
-    private.grouped_product: _grouped_product,
-    aten.mv: _matrix_vector,
-    aten.dot: _matrix_vector,
-    aten.vdot: _matrix_vector,
-    aten.addmv: lambda vector, matrix, *args, **kwargs: _matrix_vector(matrix),
+    # every row of a [R, D] meets one matrix of b [E, D, F]; or a [D, R] and b [R, F] add to one [D, F]
+    private.grouped_product: lambda a, b, *args, **kwargs: 2 * a.numel() * b.shape[-1],
+    aten.addmv: lambda vector, matrix, *args, **kwargs: 2 * matrix.numel(),
     aten.addbmm: lambda matrix, a, b, **kwargs: 2 * a.numel() * b.shape[-1],
 }
+OUR_FORMULAS |= dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, *args, **kwargs: 2 * a.numel())
+
+
+# ---- the watch -------------------------------------------------------------------------------------------
+
+
+class Watch(DispatchMode):
+    """Entered while a ledger is open: writes down every operator of this thread."""
+
+    def __init__(self, ledger) -> None:
+        super().__init__()
+        self._ledger, self._memory = ledger, ledger._memory
+        self._describe = partial(described, causal=ledger.causal)
+        # Equal events are one object: thousands would keep the garbage collector busy.
+        self._event = cache(Compute)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is private.DEVICE_OF:  # autograd asks it of every fake tensor that an operator gives
+            return args[0].device
+        kwargs = kwargs or {}
+        operator = self._describe(func)
+        if operator.composite:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if not operator.bookkeeping:
+            if event := self._account(operator, args, kwargs, result):
+                self._ledger._events.append(event)
+            if self._memory.limit_bytes is not None and not operator.allocates:  # it may yet be the host's
+                self._memory.check_limit()
+        return result
+
+    def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> Compute | None:
+        """Notes blocks that are read and born; what there is to write down."""
+        memory = self._memory
+        inputs = [] if operator.allocates else operator.inputs(args, kwargs)
+        read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
+        if operator.views and not operator.allocates:  # torch.tensor(..) ends in a view of what it has made
+            return None
+        outputs = tensors(result)
+        if operator.mutates:
+            for target in operator.targets(args, kwargs):
+                memory.read(target)  # lest it be taken for new-born below
+                if all(target is not output for output in outputs):
+                    outputs.append(target)
+        births = memory.births
+        written = sum([min(tensor.nbytes, memory.write(tensor)) for tensor in outputs])
+        if operator.allocates or (births == memory.births and not operator.mutates):
+            return None  # memory that nobody has written yet, or a view by another name
+        if operator.gathers:
+            read[0] = written
+        elif operator.scatters:
+            # the last one brings values, or the indices of a number
+            read[0] = written = read[-1] * inputs[0].itemsize // inputs[-1].itemsize
+        elif operator.ignores_first and read:
+            read[0] = 0
+        flops = operator.flops(*args, **kwargs, out_val=result) if operator.flops else 0
+        if not flops and not written:
+            return None
+        of_codes = inputs[:1] if flops else []  # an FP8 product gives bfloat16, and runs at FP8's rate
+        dtype = next((FLOATS[tensor.dtype] for tensor in of_codes + outputs if tensor.dtype in FLOATS), "")
+        shape = operator.shape(*args, **kwargs) if operator.shape else ()
+        moved, phase = sum(read) + written, self._ledger._phase
+        return self._event(operator.name, flops, moved, phase, dtype, shape, written)

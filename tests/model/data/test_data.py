@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from minitrain.model.data.batches import MASKED, Text, permute, random_tokens
-from minitrain.model.data.deduplicate import jaccard, keep_first_of_each, minhash, shingles
+from minitrain.model.data.batches import (
+    MASKED,
+    Text,
+    jaccard,
+    keep_first_of_each,
+    minhash,
+    permute,
+    random_tokens,
+    shingles,
+)
 
 TEXT = Text(bytes(random.Random(0).choices(range(1, 256), k=1009)), "noise")
 
@@ -108,7 +116,7 @@ def test_position_is_saved_and_resumed_on_any_number_of_ranks():
 
 
 def test_split_shares_no_byte():
-    train, held_out = TEXT.split(0.1)
+    train, held_out = TEXT.split()
     assert train.data + held_out.data == TEXT.data and len(held_out) == 101
     assert train.digest != TEXT.digest
 
@@ -153,11 +161,8 @@ def test_a_bad_file_is_one_line(tmp_path, content, words):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (
-            lambda: TEXT.batch(0, 0, 1, 2, 1009),
-            "noise has 1009 tokens, length=1009 needs 1010: .* length <= 1008",
-        ),
-        (lambda: TEXT.batch(0, 0, 4, 3, 8), "batch_size=3 for 4 ranks .* use at least 4"),
+        (lambda: TEXT.batch(0, 0, 1, 2, 1009), "noise has 1009 tokens, length=1009 needs 1010"),
+        (lambda: TEXT.batch(0, 0, 4, 3, 8), "batch_size=3 leaves some of 4 ranks"),
         (lambda: TEXT.batch(0, 4, 4, 8, 8), "rank=4 of size=4: ranks are 0 to size - 1"),
         (lambda: Text("abc"), "text is str, tokens are bytes"),
     ],

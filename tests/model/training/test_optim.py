@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
-from minitrain.model.training.optim import AdamW, clip_grad_norm, warmup_cosine
+from minitrain.model.training.hyperparameters import warmup_cosine
+from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import Shard, full_tensor, local_shard, place, placement, shard
@@ -128,7 +129,7 @@ def test_a_state_of_another_model_is_refused():
     give_gradients(params, 0)
     optimizer.step()
     turned = [nn.Parameter(torch.zeros(param.shape[::-1])) for param in params]
-    with pytest.raises(ValueError, match=r"parameter 0 has shape \[4, 3\], the parameter \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"parameter 0 is \[4, 3\], the parameter \[3, 4\]"):
         AdamW(turned).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"groups of \[4\] parameters, this optimizer of \[3\]"):
         AdamW(parameters()[:3]).load_state_dict(optimizer.state_dict())

@@ -30,7 +30,7 @@ from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
-from minitrain.ranks.ledger.operators import ATTENTION, describe, visible_scores
+from minitrain.ranks.ledger.operators import ATTENTION, Operator, visible_scores
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.process import PROCESS
 
@@ -205,7 +205,7 @@ def of_kernel(packet, queries, keys, is_causal):
             rows = keys if argument.name in ("key", "value") else queries
             width = 8 if argument.name in ("query", "key") else 16
             given[argument.name] = torch.empty(1, 2, rows, width, **place)
-    flops = lambda causal: describe(packet.default, causal).flops(**given, is_causal=is_causal)
+    flops = lambda causal: Operator(packet.default, causal).flops(**given, is_causal=is_causal)
     return flops("triangle"), flops("square")
 
 

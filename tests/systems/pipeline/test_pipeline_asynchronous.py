@@ -121,7 +121,7 @@ def trained(p: int, m: int, policy: Policy, update=None, kind: type = Watched) -
     group = collectives.world()
     own = {group.rank(): even(CONFIG.num_layers, p)[group.rank()]}
     stages = Stages(CONFIG, own, seed=3, dtype=torch.float64)
-    if FROZEN in (params := stages.global_parameters()):
+    if FROZEN in (params := dict(stages.items()[0][1].named_parameters())):
         params[FROZEN].requires_grad_(False)
     given = dict(stages.items()), one_f_one_b(p, m), group, cross_entropy_sum, policy, update or sgd(LR)
     run = kind(*given, width=CONFIG.d_model)

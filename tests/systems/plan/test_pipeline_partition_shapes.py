@@ -119,7 +119,7 @@ def planned_step(groups):
     measured = Measured({action: times[0][action.microbatch][0] for action in schedule.place})
     run.program = dynapipe.planned(schedule, measured)[group.rank()]
     loss = run(Batch(*padded(), torch.tensor(sum(LENGTHS))))
-    return loss.item(), {name: param.grad for name, param in stages.global_parameters().items()}
+    return loss.item(), {name: param.grad for part in stages.parts() for param, name in part.items()}
 
 
 def random_schedule(draw, p, m) -> Schedule:

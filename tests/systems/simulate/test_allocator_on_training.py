@@ -37,7 +37,7 @@ def training(config, lengths, rows=4, recompute=False, warm=False):
         cross_entropy_sum(x, tokens).backward()
         del x
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
     with Ledger() as ledger:
         model = GPT(config)
