@@ -403,7 +403,10 @@ BAD_STATES = {  # what is said, of which weights, for which model
     r"lacks \['embed_tokens.weight'": (gpt2_state(), LLAMA),
     r"has \['extra.weight'\] too many": (gpt2_state() | {"extra.weight": torch.ones(1)}, GPT2),
     r"lacks \['lm_head.weight'\]": (llama_state(tied=True), LLAMA),
-    r"embed_tokens.weight is \[61, 32\], .* wants \[62, 32\]": (llama_state(), LLAMA | {"vocab_size": 62}),
+    r"embed_tokens.weight gives .* \[61, 32\]; .* wants \[62, 32\]": (
+        llama_state(),
+        LLAMA | {"vocab_size": 62},
+    ),
     r"lacks \['layers.0.block_sparse_moe.experts.4.w1.weight'": (
         case_of("mixtral")[1],
         CASES["mixtral"] | {"num_local_experts": 5},
