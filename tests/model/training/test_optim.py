@@ -136,7 +136,7 @@ def test_a_state_of_another_model_is_refused():
     before = optimizer.state_dict()
     wrong = optimizer.state_dict()
     wrong["state"][3]["exp_avg"] = torch.zeros(1, 2, 3)
-    with pytest.raises(ValueError, match="parameter 3 has shape"):
+    with pytest.raises(ValueError, match="parameter 3 is"):
         optimizer.load_state_dict(wrong)
     after = optimizer.state_dict()["state"]
     assert after.keys() == before["state"].keys() and len(after) == 4, "what was refused has changed nothing"
