@@ -108,8 +108,7 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        for number, copy in self._here.items():  # still here of the step before, and updated since
-            to_device(self._home[number], out=copy).wait()
+        self._bring_up_to_date()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
@@ -122,6 +121,11 @@ class LayerWindow:
         """Whole layers again, on the host; the window is closed."""
         self._engine.clear()
         return self.layers
+
+    def _bring_up_to_date(self) -> None:
+        """What is still here of the step before has been updated since. No copy outlives it."""
+        for number, copy in self._here.items():
+            to_device(self._home[number], out=copy).wait()
 
     def _enter(self, number: int) -> None:
         if number in self._params:
