@@ -306,7 +306,8 @@ def check_alone(s: Strategy) -> None:
     if sorted(order) != sorted(AXES):
         raise ValueError(f"order={s.order!r}; name {', '.join(AXES)} once each, joined by -, outermost first")
     if order.index("cp") < order.index("dp"):  # nodes of hybrid sharding and experts cut dp x cp into blocks
-        raise ValueError(f"order={s.order!r}: other tokens of the same rows lie inside dp; put dp before cp")
+        why = "ranks with other tokens of a row lie inside dp"
+        raise ValueError(f"order={s.order!r}: {why}; put dp before cp")
     if set(s.offloads) - set(OFFLOADS) or len(set(s.offloads)) < len(s.offloads):
         raise ValueError(f"offload={s.offload!r}; use none, or once each of {', '.join(OFFLOADS)}, by +")
     for names, why in conflicts(s):
