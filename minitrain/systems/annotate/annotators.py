@@ -13,10 +13,18 @@ from typing import NamedTuple
 
 from minitrain.ranks.checks import require_one_of
 from minitrain.systems.annotate.graph import Graph, Op
-from minitrain.systems.annotate.plan import Placed, cheapest, place
-from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Signature, Spec, Split, cut_along
-
-# ---- Mesh-TensorFlow
+from minitrain.systems.annotate.plan import (
+    BROADCAST,
+    PARTIAL,
+    Place,
+    Placed,
+    Signature,
+    Spec,
+    Split,
+    cheapest,
+    cut_along,
+    place,
+)
 
 
 def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -> Placed:
@@ -32,28 +40,20 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
             if names.setdefault(name, term) != term:
                 said = f"{name} has the dims {names[name]!r}, and in {op.name} {term!r}"
                 raise ValueError(f"{said}; a layout is by name, so give a dim one name everywhere")
-    for name, term in names.items():
-        for axis in axes:
-            if len(both := [letter for letter in term if layout.get(letter) == axis]) > 1:
-                said = f"{name} ({term}) would be cut along {' and '.join(both)} over {axis}"
+    known, chosen = {}, {}
+    for axis in axes:
+        for name, term in names.items():
+            cut = [letter for letter in term if layout.get(letter) == axis]
+            if len(cut) > 1:
+                said = f"{name} ({term}) would be cut along {' and '.join(cut)} over {axis}"
                 raise ValueError(f"illegal layout: {said}; map one of them to another axis, or to none")
-    known = {
-        (name, layout[letter]): Split(term.index(letter))
-        for name, term in names.items()
-        for letter in term
-        if letter in layout
-    }
-    chosen = {}
-    for op in graph.ops:
-        for axis in axes:
+            known |= {(name, axis): Split(term.index(letter)) for letter in cut}
+        for op in graph.ops:
             letters = [letter for letter in op.letters if layout.get(letter) == axis]
             if len(letters) > 1:  # in different operands, and in no result: two sums at once
                 raise ValueError(f"illegal layout: {op.name} sums over {' and '.join(letters)} on {axis}")
             chosen[op.name, axis] = cut_along(op, letters[0] if letters else None)
     return place(graph, axes, known, chosen)
-
-
-# ---- GSPMD
 
 
 class Propagation:
@@ -76,21 +76,21 @@ class Propagation:
     def complete(self, axis: str) -> None:
         """Until nothing changes; after each step operators that leave dims as they are have precedence."""
         in_order = sorted(self.graph.ops, key=lambda op: op.function == "product")
-        while step := next(filter(None, (self._suggested(op, axis) for op in in_order)), None):
-            op, one = step
-            self.chosen[op.name, axis] = one
-            for name, to in zip(op.tensors, (*one.inputs, one.output)):
-                if isinstance(to, Split):
-                    self.known.setdefault((name, axis), to)
+        while any(self._cut(op, axis) for op in in_order):
+            pass
 
-    def _suggested(self, op: Op, axis: str) -> tuple[Op, Signature] | None:
-        """The operator and how to cut it, if one of its tensors says so and nobody has said it before."""
+    def _cut(self, op: Op, axis: str) -> bool:
+        """Cuts the operator, if one of its tensors says so and nobody has said it before."""
         places = [self.known.get((name, axis)) for name in op.tensors]
         letters = [term[to.dim] for term, to in zip(op.terms, places) if isinstance(to, Split)]
         if not letters or (op.name, axis) in self.chosen:
-            return None
+            return False
         choices = [cut_along(op, letter) for letter in dict.fromkeys(letters)]
-        return op, cheapest(self.graph, op, places, self.axes[axis], choices)
+        one = self.chosen[op.name, axis] = cheapest(self.graph, op, places, self.axes[axis], choices)
+        for name, to in zip(op.tensors, (*one.inputs, one.output)):
+            if isinstance(to, Split):
+                self.known.setdefault((name, axis), to)
+        return True
 
     def placed(self) -> Placed:
         return place(self.graph, self.axes, self.known, self.chosen)
@@ -117,9 +117,6 @@ def propagate(
     return state.placed()
 
 
-# ---- OneFlow
-
-
 def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> Placed:
     """Operator by operator, of all signatures the one that costs least to box. `given`: of inputs (others
     are whole), and of results that must stay so.
@@ -136,9 +133,6 @@ def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> 
         chosen[op.name] = tuple(cheapest(graph, op, places, ranks) for places, ranks in each)
         specs[op.name] = given.get(op.name, tuple(one.output for one in chosen[op.name]))
     return Placed(graph, axes, specs, chosen)
-
-
-# ---- PartIR
 
 
 class Tactic(NamedTuple):

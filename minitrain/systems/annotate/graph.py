@@ -9,18 +9,16 @@ have one operand (a sum, a transposition) and letters that its result alone has 
 `d_y`, an input more, back to the tensors that are asked for. So who places tensors on ranks places backward
 and the update too, as compilers do that see a whole step.
 
-signature.py says how an operator can be cut, run_placed.py runs it. `mlp` and `mlp_step` are graphs to begin
+plan.py says how an operator can be cut, run_placed.py runs it. `mlp` and `mlp_step` are graphs to begin
 with. No torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-LINEAR = ("product", "add", "negate")  # of parts of a sum they make a part of the sum
 
 
 @dataclass(frozen=True)
@@ -65,16 +63,18 @@ class Graph:
             shapes[op.name] = tuple(sizes[letter] for letter in op.terms[-1])
         return shapes
 
-    def sizes(self, op: Op) -> dict[str, int]:
-        """Of each letter of the operator."""
-        return letter_sizes(op, self.shapes)
-
 
 def letter_sizes(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     sizes = dict(op.copies)
     for name, term in zip(op.inputs, op.terms):
         sizes.update(zip(term, shapes[name], strict=True))
     return sizes
+
+
+def pointwise(shape: Sequence[int], operands: int = 1) -> str:
+    """The equation of an operator on tensors of this shape that leaves dims as they are."""
+    term = "abcdefgh"[: len(shape)]
+    return f"{','.join([term] * operands)}->{term}"
 
 
 def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph, dict[str, str]]:
@@ -97,10 +97,9 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
 
     def gradient(name: str) -> str:
         if name not in grads:
-            term = "abcdefgh"[: len(graph.shapes[name])]
-            added = f"{','.join([term] * len(parts[name]))}->{term}"
-            many = len(parts[name]) > 1
-            grads[name] = new(f"d_{name}", "add", added, tuple(parts[name])) if many else parts[name][0]
+            terms = tuple(parts[name])
+            added = pointwise(graph.shapes[name], len(terms))
+            grads[name] = new(f"d_{name}", "add", added, terms) if len(terms) > 1 else terms[0]
         return grads[name]
 
     for op in reversed(live):
@@ -108,7 +107,7 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
         for at, name in enumerate(op.inputs):
             if name in moving:
                 called = f"d_{name}" if uses[name] == 1 else f"d_{name}.{op.name}{at}"
-                parts[name].append(_back(op, at, dy, called, graph.sizes(op), new))
+                parts[name].append(_back(op, at, dy, called, letter_sizes(op, graph.shapes), new))
     gradients = {name: gradient(name) for name in wanted}
     return Graph({**graph.inputs, f"d_{of}": graph.shapes[of]}, tuple(ops)), gradients
 
@@ -133,16 +132,6 @@ def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Cal
     raise AssertionError(op.function)
 
 
-def with_update(graph: Graph, gradients: Mapping[str, str]) -> Graph:
-    """And `w_new = w - gradient` for each parameter w; the learning rate is in `d_of`, as every factor is."""
-    ops = list(graph.ops)
-    for name, gradient in gradients.items():
-        term = "abcdefgh"[: len(graph.shapes[name])]
-        ops.append(Op(f"{name}_step", "negate", f"{term}->{term}", (gradient,)))
-        ops.append(Op(f"{name}_new", "add", f"{term},{term}->{term}", (name, f"{name}_step")))
-    return Graph(graph.inputs, tuple(ops))
-
-
 # ---- graphs to begin with
 
 
@@ -157,6 +146,12 @@ def mlp(rows: int, width: int, hidden: int) -> Graph:
 
 
 def mlp_step(rows: int, width: int, hidden: int) -> Graph:
-    """The same, backward from an input d_y, and the parameters after a step of gradient descent."""
+    """The same, backward from an input d_y, and w_new = w - gradient of both parameters; the learning rate is
+    in d_y, as every factor is."""
     graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
-    return with_update(graph, gradients)
+    ops = list(graph.ops)
+    for name, gradient in gradients.items():
+        shape = graph.shapes[name]
+        ops.append(Op(f"{name}_step", "negate", pointwise(shape), (gradient,)))
+        ops.append(Op(f"{name}_new", "add", pointwise(shape, 2), (name, f"{name}_step")))
+    return Graph(graph.inputs, tuple(ops))

@@ -1,15 +1,28 @@
-"""A graph placed on a mesh, and the program of one rank: operators, and between them what is boxed.
+"""Where tensors are on a mesh, how operators can be cut, and a graph placed there: the program of one rank.
 
-    placed = Placed(graph, {"x": 2, "y": 2}, specs={"w1": (BROADCAST, Split(1)), ..}, chosen={"h": (..), ..})
-    placed.program()        [Compute h .., Compute y, Box y: (S(0), P) -> (S(0), B)]
+Along one axis of ranks a tensor has one of OneFlow's three words, on a mesh one for every axis, in the order
+of the axes: `(Split(0), BROADCAST)`. If two axes cut one dim, the first is the outer one.
 
-`specs` says where each tensor is, `chosen` the signature of each operator along each axis. What an
-operator needs and what it makes follow: operands are boxed from where they are kept to what its signature
-asks for, its result from there to where it is kept. Whoever annotates, propagates or searches gives a Placed;
-what follows is the same for all of them. A tensor that was boxed for one operator is there for the next: a
-weight gathered in forward is not gathered again in backward, and takes memory until the end.
+    Split(d)    S(d)    a rank has its slice along dim d
+    BROADCAST   B       each rank has all of it
+    PARTIAL     P       each rank has a term, and the sum over the ranks is the tensor
 
-`collectives()` and `sent_elements()` are read from the program; run_placed.py does it on ranks. No torch.
+The signatures that an operator can have follow from its equation alone. Cut along a letter, operands and
+result that have it are split there, operands that have not are whole, a result that has not is a sum:
+
+    bd,df->bf     b: S(0), B -> S(0)     f: B, S(1) -> S(1)     d: S(1), S(0) -> P
+                  linear in each operand:   P, B -> P           B, P -> P            and whole: B, B -> B
+
+the six that the paper lists for a product of matrices. A `Placed` graph says where each tensor is kept
+(`specs`) and which signature each operator has along each axis (`chosen`); whoever annotates, propagates or
+searches makes one. Its program follows: operands are boxed from where they are kept to what the signature
+asks for, results from there to where they are kept. What was boxed for one operator is there for the next:
+a weight gathered in forward is not gathered again in backward, and takes memory until the end.
+
+    placed.program()        [Compute h .., Compute y, Box y: (S(0), P) -> (S(0), B)], done by run_placed.py
+
+Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3. `sharding.Placement` tells of parameters, cut for good
+over known groups; this is about any tensor between two operators, and about no group. No torch.
 """
 
 from __future__ import annotations
@@ -22,22 +35,137 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from minitrain.systems.annotate.graph import Graph, Op
-from minitrain.systems.annotate.signature import (
-    BROADCAST,
-    PARTIAL,
-    Move,
-    Place,
-    Signature,
-    Spec,
-    Split,
-    local_shape,
-    moves,
-    sent,
-    sent_along,
-    signatures,
-)
 
-Signatures = tuple[Signature, ...]  # of an operator: one for each axis of the mesh
+
+class Split(NamedTuple):
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+BROADCAST, PARTIAL = "B", "P"
+Place = Split | str
+Spec = tuple[Place, ...]  # of a tensor: one for each axis of the mesh
+
+
+class Signature(NamedTuple):
+    """Of an operator along one axis; `letter` is what is cut."""
+
+    inputs: tuple[Place, ...]
+    output: Place
+    letter: str | None = None
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {self.output}"
+
+
+def signatures(op: Op) -> list[Signature]:
+    """All that are right, whatever the numbers; first the whole one."""
+    *terms, result = op.terms
+    right = [Signature((BROADCAST,) * len(terms), BROADCAST)]
+
+    def at(term: str, letter: str, otherwise: Place) -> Place:
+        return Split(term.index(letter)) if letter in term else otherwise
+
+    for letter in op.letters:
+        inputs = tuple(at(term, letter, BROADCAST) for term in terms)
+        right.append(Signature(inputs, at(result, letter, PARTIAL), letter))
+    if op.function == "product":  # linear in each operand, but not in several at once
+        for linear in range(len(terms)):
+            inputs = tuple(PARTIAL if i == linear else BROADCAST for i in range(len(terms)))
+            right.append(Signature(inputs, PARTIAL))
+    elif op.function in ("add", "negate"):
+        right.append(Signature((PARTIAL,) * len(terms), PARTIAL))
+    return right
+
+
+def cut_along(op: Op, letter: str | None) -> Signature:
+    return next(one for one in signatures(op) if one.letter == letter)
+
+
+def local_shape(shape: tuple[int, ...], spec: Spec, axes: Mapping[str, int], what: str) -> tuple[int, ...]:
+    """What one rank has of a tensor; ValueError where a dim does not divide."""
+    local = list(shape)
+    for place, (axis, ranks) in zip(spec, axes.items()):
+        if isinstance(place, Split):
+            if local[place.dim] % ranks:
+                size = f"{local[place.dim]} along dim {place.dim} of {list(shape)}"
+                cure = "choose another size, or leave this dim whole"
+                raise ValueError(f"{what}: {size} is not a multiple of the {ranks} ranks of {axis}; {cure}")
+            local[place.dim] //= ranks
+    return tuple(local)
+
+
+# ---- from one place to another
+
+
+def collective(source: Place, target: Place) -> str | None:
+    """What has to be called; None where nothing is sent."""
+    if source == target or source == BROADCAST or target == PARTIAL:
+        return None
+    if source == PARTIAL:
+        return "all_reduce" if target == BROADCAST else "reduce_scatter"
+    return "all_gather" if target == BROADCAST else "all_to_all"
+
+
+def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
+    """Elements sent by all ranks together, of a tensor of T elements whole: table 2 of the paper.
+
+    T elements, p ranks   -> S(i)                   -> B                    -> P
+    S(j)                  all-to-all, for i ≠ j     all-gather              nothing (zeros around it)
+                          (p-1)/p · T               (p-1) · T
+    B                     nothing (a slice)         nothing                 nothing (one keeps it)
+    P                     reduce-scatter            all-reduce              nothing
+                          (p-1) · T                 2 (p-1) · T
+    """
+    others = ranks - 1
+    factor = {None: 0, "all_to_all": Fraction(others, ranks), "all_gather": others, "reduce_scatter": others}
+    return (factor | {"all_reduce": 2 * others})[collective(source, target)] * Fraction(elements)
+
+
+class Move(NamedTuple):
+    """Of one tensor along one axis, by its number."""
+
+    axis: int
+    source: Place
+    target: Place
+
+
+def moves(source: Spec, target: Spec) -> list[Move]:
+    """One axis after the other, from the outermost. What an inner axis has cut of a dim that an outer one is
+    about to change would end in the wrong order: it is gathered first, and cut again when its turn comes."""
+    if len(source) != len(target):
+        raise ValueError(f"from {source} to {target}: give a place for each axis of the mesh")
+    now, path = list(source), []
+
+    def move(axis: int, to: Place) -> None:
+        if now[axis] != to:
+            path.append(Move(axis, now[axis], to))
+            now[axis] = to
+
+    for axis in reversed(range(len(now))):
+        outside = [pair for pair in zip(now[:axis], target[:axis]) if pair[0] != pair[1]]
+        if isinstance(now[axis], Split) and any(now[axis] in pair for pair in outside):
+            move(axis, BROADCAST)
+    for axis, to in enumerate(target):
+        move(axis, to)
+    return path
+
+
+def sent_along(path: list[Move], source: Spec, elements: int, ranks: tuple[int, ...]) -> list[Fraction]:
+    """Elements that each move sends, over all groups of its axis together."""
+    now, totals = list(source), []
+    for axis, before, after in path:
+        others = [place for place in enumerate(now) if place[0] != axis]
+        cut = math.prod(ranks[other] for other, place in others if isinstance(place, Split))
+        groups = math.prod(ranks) // ranks[axis]
+        totals.append(groups * sent(before, after, Fraction(elements, cut), ranks[axis]))
+        now[axis] = after
+    return totals
+
+
+# ---- a graph that is placed
 
 
 class Box(NamedTuple):
@@ -46,10 +174,6 @@ class Box(NamedTuple):
     tensor: str
     source: Spec
     target: Spec
-
-    @property
-    def moves(self) -> list[Move]:
-        return moves(self.source, self.target)
 
 
 class Compute(NamedTuple):
@@ -65,23 +189,21 @@ class Placed:
     graph: Graph
     axes: Mapping[str, int]  # ranks of each axis, the outermost first
     specs: Mapping[str, Spec]
-    chosen: Mapping[str, Signatures]
+    chosen: Mapping[str, tuple[Signature, ...]]  # one for each axis of the mesh
 
     def __post_init__(self):
         for name, shape in self.graph.shapes.items():
             local_shape(shape, self.specs[name], self.axes, name)
-        for op in self.graph.ops:
+        for op, needs, makes in map(self.computed, self.graph.ops):
             assert all(one in signatures(op) for one in self.chosen[op.name]), op
-            for name, spec in zip(op.tensors, (*self.needs(op), self.makes(op))):
+            for name, spec in zip(op.tensors, (*needs, makes)):
                 local_shape(self.graph.shapes[name], spec, self.axes, f"{op.name}: {name}")
 
-    def needs(self, op: Op) -> list[Spec]:
-        """Where the operands must be."""
-        return [tuple(one.inputs[at] for one in self.chosen[op.name]) for at in range(len(op.inputs))]
-
-    def makes(self, op: Op) -> Spec:
-        """Where the result is."""
-        return tuple(one.output for one in self.chosen[op.name])
+    def computed(self, op: Op) -> Compute:
+        """Where its operands must be and its result is."""
+        chosen = self.chosen[op.name]
+        needs = tuple(tuple(one.inputs[at] for one in chosen) for at in range(len(op.inputs)))
+        return Compute(op, needs, tuple(one.output for one in chosen))
 
     def program(self) -> list[Box | Compute]:
         there = {(name, self.specs[name]) for name in self.graph.inputs}
@@ -92,13 +214,12 @@ class Placed:
                 steps.append(Box(name, source, target))
                 there.add((name, target))
 
-        for op in self.graph.ops:
-            needs, made, kept = self.needs(op), self.makes(op), self.specs[op.name]
+        for op, needs, made in map(self.computed, self.graph.ops):
             for name, spec in zip(op.inputs, needs):
                 box(name, self.specs[name], spec)
-            steps.append(Compute(op, tuple(needs), made))
+            steps.append(Compute(op, needs, made))
             there.add((op.name, made))
-            box(op.name, made, kept)
+            box(op.name, made, self.specs[op.name])
         return steps
 
     def collectives(self) -> Counter[tuple[str, str]]:
@@ -116,10 +237,11 @@ class Placed:
         names, ranks = list(self.axes), tuple(self.axes.values())
         for step in self.program():
             if isinstance(step, Box):
-                elements = math.prod(self.graph.shapes[step.tensor])
-                for move, count in zip(step.moves, sent_along(step.moves, step.source, elements, ranks)):
-                    if move.collective:
-                        yield (move.collective, names[move.axis]), count
+                path = moves(step.source, step.target)
+                counts = sent_along(path, step.source, math.prod(self.graph.shapes[step.tensor]), ranks)
+                for (axis, source, target), count in zip(path, counts):
+                    if op := collective(source, target):
+                        yield (op, names[axis]), count
 
 
 def cheapest(graph: Graph, op: Op, places: Sequence[Place | None], ranks: int, choices=None) -> Signature:
@@ -137,20 +259,14 @@ def cheapest(graph: Graph, op: Op, places: Sequence[Place | None], ranks: int, c
     return min(choices or signatures(op), key=cost)
 
 
-def place(
-    graph: Graph,
-    axes: Mapping[str, int],
-    known: Mapping[tuple[str, str], Place],
-    chosen: Mapping[tuple[str, str], Signature],
-) -> Placed:
+def place(graph: Graph, axes: Mapping[str, int], known: Mapping, chosen: Mapping) -> Placed:
     """From what is known by (tensor, axis) and chosen by (operator, axis). Other tensors are whole, of other
     operators it is the cheapest."""
     specs = {name: tuple(known.get((name, axis), BROADCAST) for axis in axes) for name in graph.shapes}
-    full = {}
-    for op in graph.ops:
-        signatures_ = []
-        for at, (axis, ranks) in enumerate(axes.items()):
-            here = [specs[name][at] for name in op.tensors]
-            signatures_.append(chosen.get((op.name, axis)) or cheapest(graph, op, here, ranks))
-        full[op.name] = tuple(signatures_)
-    return Placed(graph, axes, specs, full)
+
+    def signature(op: Op, at: int, axis: str) -> Signature:
+        here = [specs[name][at] for name in op.tensors]
+        return chosen.get((op.name, axis)) or cheapest(graph, op, here, axes[axis])
+
+    each = {op.name: tuple(signature(op, *axis) for axis in enumerate(axes)) for op in graph.ops}
+    return Placed(graph, axes, specs, each)

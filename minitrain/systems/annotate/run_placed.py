@@ -18,9 +18,18 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
-from minitrain.systems.annotate.graph import Graph, Op
-from minitrain.systems.annotate.plan import Box, Placed
-from minitrain.systems.annotate.signature import BROADCAST, PARTIAL, Place, Spec, Split, local_shape, moves
+from minitrain.systems.annotate.graph import Graph, Op, letter_sizes
+from minitrain.systems.annotate.plan import (
+    BROADCAST,
+    PARTIAL,
+    Box,
+    Place,
+    Placed,
+    Spec,
+    Split,
+    local_shape,
+    moves,
+)
 
 Groups = Mapping[str, ProcessGroup]
 
@@ -69,30 +78,26 @@ def whole(x: Tensor, spec: Spec, groups: Groups) -> Tensor:
 
 def run(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
     """Every tensor of the graph as it is kept on this rank, from this rank's parts of the inputs."""
-    check(placed, parts, groups)
+    ranks = {axis: group.size() for axis, group in groups.items()}
+    if list(ranks.items()) != list(placed.axes.items()):
+        raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {ranks}; use one mesh")
+    local = {name: local_shape(x, placed.specs[name], ranks, name) for name, x in placed.graph.inputs.items()}
+    given = {name: tuple(part.shape) for name, part in parts.items()}
+    if given != local:
+        raise ValueError(f"parts of {given}, and placed they are {local}; give local_part(..) of each input")
     there = {(name, placed.specs[name]): parts[name] for name in placed.graph.inputs}
     for step in placed.program():
         if isinstance(step, Box):
             there[step.tensor, step.target] = box_along(there[step.tensor, step.source], *step[1:], groups)
             continue
         op, needs, made = step
-        sizes = placed.graph.sizes(op)
-        for ranks, one in zip(placed.axes.values(), placed.chosen[op.name]):
+        sizes = letter_sizes(op, placed.graph.shapes)
+        for cut, one in zip(ranks.values(), placed.chosen[op.name]):
             if one.letter:
-                sizes[one.letter] //= ranks
+                sizes[one.letter] //= cut
         operands = [there[name, spec] for name, spec in zip(op.inputs, needs)]
         there[op.name, made] = compute(op, operands, sizes)
     return {name: there[name, spec] for name, spec in placed.specs.items()}
-
-
-def check(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> None:
-    sizes = {axis: group.size() for axis, group in groups.items()}
-    if list(sizes.items()) != list(placed.axes.items()):
-        raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {sizes}; use one mesh")
-    local = {name: local_shape(x, placed.specs[name], sizes, name) for name, x in placed.graph.inputs.items()}
-    given = {name: tuple(part.shape) for name, part in parts.items()}
-    if given != local:
-        raise ValueError(f"parts of {given}, and placed they are {local}; give local_part(..) of each input")
 
 
 def compute(op: Op, operands: list[Tensor], sizes: Mapping[str, int]) -> Tensor:
@@ -119,5 +124,6 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor of the graph, on one process."""
     tensors = dict(values)
     for op in graph.ops:
-        tensors[op.name] = compute(op, [tensors[name] for name in op.inputs], graph.sizes(op))
+        operands = [tensors[name] for name in op.inputs]
+        tensors[op.name] = compute(op, operands, letter_sizes(op, graph.shapes))
     return tensors

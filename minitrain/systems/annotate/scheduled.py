@@ -9,7 +9,7 @@
     block.cut()                                              a stage ends here: stages(model, schedule)
 
 Each word changes one module of one model, by a hook, a parameter or an attribute of that object: classes and
-their source stay as they are, and so does every other model made of them. `schedule.done` lists the words.
+their source stay as they are, and so does every other model made of them.
 
 Sends what is said: an all-reduce in forward or backward for each `sync`; what is computed again sends its
 forward's again, but for the last product's, which the second pass does not reach.
@@ -36,8 +36,7 @@ class Schedule:
 
     def __init__(self, module: nn.Module, name: str = "", root: Schedule | None = None):
         self.module, self.name, self.root = module, name, root or self
-        self.done: list[str] = []  # of the root
-        self.ends: list[str] = []  # names of the layers behind which a stage ends
+        self.ends: list[str] = []  # of the root: names of the layers behind which a stage ends
 
     def __getitem__(self, name: str) -> Schedule:
         full = f"{self.name}.{name}" if self.name else name
@@ -46,7 +45,7 @@ class Schedule:
     def shard(self, param: str, dim: int, group: ProcessGroup) -> Schedule:
         """This rank keeps its slice of the parameter along `dim`."""
         setattr(self.module, param, shard(getattr(self.module, param), dim, group))
-        return self._did(f"shard({param!r}, {dim}, {collectives.axis_of(group)})")
+        return self
 
     def sync(self, direction: str, group: ProcessGroup) -> Schedule:
         """The sum over the group: "forward" of what the module gives, "backward" of its input's gradient."""
@@ -59,25 +58,21 @@ class Schedule:
         else:
             self.module.register_forward_hook(lambda _, given, y: collectives.reduce_from(y, group))
         self.module.synced = True
-        return self._did(f"sync({direction!r}, {collectives.axis_of(group)})")
+        return self
 
     def fuse(self) -> Schedule:
         """One product for all matrices that the module multiplies one input with."""
         self.module.project = project_once
-        return self._did("fuse()")
+        return self
 
     def checkpoint(self, recompute: Callable) -> Schedule:
         """Only its inputs are kept: backward runs `forward` again, as `recompute(forward, *inputs)` does."""
         self.module.forward = partial(recompute, self.module.forward)
-        return self._did("checkpoint()")
+        return self
 
     def cut(self) -> Schedule:
         """A stage ends with this layer."""
         self.root.ends.append(self.name)
-        return self._did("cut()")
-
-    def _did(self, what: str) -> Schedule:
-        self.root.done.append(f"{self.name}.{what}")
         return self
 
 
@@ -91,12 +86,11 @@ def project_once(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     return y.split([linear.weight.size(0) for linear in linears], dim=-1)
 
 
-def stages(layers: nn.ModuleList, schedule: Schedule, name: str = "layers") -> list[list[nn.Module]]:
-    """The layers of the list called `name`, up to each cut."""
+def stages(layers: nn.ModuleList, schedule: Schedule) -> list[list[nn.Module]]:
+    """The model's list of `layers`, up to each cut."""
     parts: list[list[nn.Module]] = [[]]
-    names = [f"{name}.{number}" for number, _ in layers.named_children()]
-    for called, layer in zip(names, layers):
+    for number, layer in layers.named_children():
         parts[-1].append(layer)
-        if called in schedule.ends:
+        if f"layers.{number}" in schedule.ends:
             parts.append([])
     return parts

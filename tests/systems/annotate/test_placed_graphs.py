@@ -14,16 +14,15 @@ from minitrain import collectives, launch
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.annotate import signature as boxing
+from minitrain.systems.annotate import plan
 from minitrain.systems.annotate.annotators import choose, propagate
 from minitrain.systems.annotate.graph import Graph, Op, mlp, mlp_step, with_gradients
-from minitrain.systems.annotate.plan import Placed
+from minitrain.systems.annotate.plan import BROADCAST as B
+from minitrain.systems.annotate.plan import PARTIAL as P
+from minitrain.systems.annotate.plan import Placed, collective, local_shape, moves, sent_along, signatures
+from minitrain.systems.annotate.plan import Split as S
 from minitrain.systems.annotate.run_placed import box, box_along, compute, evaluate, local_part, run, whole
-from minitrain.systems.annotate.signature import BROADCAST as B
-from minitrain.systems.annotate.signature import PARTIAL as P
-from minitrain.systems.annotate.signature import Split, collective, local_shape, moves, sent_along, signatures
 
-S = Split
 ALL = ("x", "w1", "w2")
 ODD = Graph(
     {"x": (4, 6), "w": (6, 6)},
@@ -173,7 +172,7 @@ def every_box():
             path = moves(source, target)
             planned = sent_along(path, source, tensor.numel(), tuple(axes.values()))
             calls = [event.op for event in ledger.events if isinstance(event, Issue)]
-            assert calls == [move.collective for move in path if move.collective]
+            assert calls == [op for _, *ends in path if (op := collective(*ends))]
             error = (whole(got, target, groups) - tensor).abs().max().item()
             found.append((str((axes, source, target)), error, ledger.sent_bytes(), sum(planned) * 8))
     return found
@@ -201,7 +200,7 @@ def test_an_inner_cut_of_a_dim_is_gathered_before_the_outer_one_changes():
 def test_what_is_sent_of_a_table_and_along_a_path():
     """One row and column of it a place; a second move finds what the first has gathered."""
     places, t, p = (S(0), S(1), B, P), 12, 3
-    found = {(a, b): (collective(a, b), boxing.sent(a, b, t, p)) for a in places for b in places}
+    found = {(a, b): (collective(a, b), plan.sent(a, b, t, p)) for a in places for b in places}
     said = {(a, b): (None, 0) for a in places for b in places}
     for cut, other in ((S(0), S(1)), (S(1), S(0))):
         said[cut, other] = "all_to_all", Fraction(p - 1, p) * t

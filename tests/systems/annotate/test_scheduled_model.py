@@ -77,15 +77,15 @@ def scheduled(words=("shard", "sync", "fuse", "checkpoint", "cut"), broken=None)
         if param.grad is not None
     }
     classes = [type(module) for module in model.modules()]
-    return loss.item(), grads, ledger, schedule.done, classes
+    return loss.item(), grads, ledger, classes
 
 
 def without_ledger(outcome):
-    loss, grads, ledger, done, classes = outcome
+    loss, grads, ledger, classes = outcome
     calls = [(event.op, event.axis) for event in ledger.events if isinstance(event, Issue)]
     products = sum(isinstance(event, Compute) and event.name == "mm" for event in ledger.events)
     sent = ledger.sent_bytes("all_reduce", "tp")
-    return loss, grads, calls, products, sent, ledger.peak_by_kind["activations"], done, classes
+    return loss, grads, calls, products, sent, ledger.peak_by_kind["activations"], classes
 
 
 def farthest(outcomes):
@@ -118,11 +118,9 @@ def test_slapo():
     kinds = [type(module) for module in fresh().modules()]
     for _, _, calls, *_ in outcomes:
         assert calls.count(("all_reduce", "tp")) == (2 + 2 + 1) * CONFIG.num_layers, "attention's sum again"
-    for *_, done, classes, after, again in outcomes:
+    for *_, classes, after, again in outcomes:
         assert classes == kinds and again == reference
         assert after == [(source, own.keys()) for source, own in before]
-        assert len(done) == 2 * (4 + 3 + 2 + 2 + 1 + 1 + 1) + 1 and done[-1] == "layers.1.cut()"
-        assert done[0] == "layers.1.attention.q.shard('weight', 0, tp)"
     for kind, (_, own) in zip(CLASSES, before):
         assert vars(kind).items() == own.items(), "this process' classes as well"
 
