@@ -19,6 +19,8 @@ al. 2023 (Coop), NeurIPS'23, arXiv:2311.00591. Differs: cost is counted, not tim
 partition of tensors over GPUs; Coop without updates in place; no rounding, streams or pools.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
@@ -26,30 +28,21 @@ from weakref import WeakValueDictionary, ref
 
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
-Work = Callable[["list[Block | None]"], None] | None
-
 
 class Block:
     """Memory of `bytes`, made by an operator (or None: pinned, it came from outside).
 
     `data` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
 
-    def __init__(self, evictor: "Evictor", bytes: int, made_by: "Operator | None" = None):
-        self.evictor, self.bytes, self.made_by, self.data = evictor, bytes, made_by, {}
-        self.number, self.resident, self.locks, self.used, self.uses = evictor.numbered(self), False, 0, 0, 1
+    def __init__(self, evictor: Evictor, number: int, bytes: int, made_by: Operator | None = None):
+        self.evictor, self.number, self.bytes, self.made_by = evictor, number, bytes, made_by
+        self.data, self.resident, self.used, self.uses = {}, False, 0, 1
+        self.parents, self.cost = (made_by.inputs, made_by.cost) if made_by else ((), 0)
         self.place: int | None = None  # its address
         self.group: _Group | None = None  # of the evicted
         self.children: WeakValueDictionary[int, Block] = WeakValueDictionary()
         for parent in self.parents:
-            parent.children[self.number] = self
-
-    @property
-    def parents(self) -> "tuple[Block, ...]":
-        return self.made_by.inputs if self.made_by else ()
-
-    @property
-    def cost(self) -> int:
-        return self.made_by.cost if self.made_by else 0
+            parent.children[number] = self
 
     def __del__(self):
         if self.resident:
@@ -61,7 +54,7 @@ class Block:
 class Operator:
     """What makes blocks. `work(blocks)` fills the `data` of its outputs; None stands for one nobody needs."""
 
-    def __init__(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost: int, work: Work):
+    def __init__(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost: int, work):
         self.name, self.cost, self.work, self.times = name, cost, work, 0
         self.inputs, self.sizes = tuple(dict.fromkeys(inputs)), tuple(sizes)
         self.outputs: list[ref[Block]] = []
@@ -70,12 +63,10 @@ class Operator:
 class _Group:
     """Evicted blocks that hang together, in a union-find: the cost of them all."""
 
-    __slots__ = ("cost", "above")
-
     def __init__(self, cost: int):
         self.cost, self.above = cost, None
 
-    def top(self) -> "_Group":
+    def top(self) -> _Group:
         group = self
         while group.above:
             if group.above.above:
@@ -83,7 +74,7 @@ class _Group:
             group = group.above
         return group
 
-    def join(self, other: "_Group") -> None:
+    def join(self, other: _Group) -> None:
         mine, others = self.top(), other.top()
         if mine is not others:
             others.above, mine.cost = mine, mine.cost + others.cost
@@ -101,18 +92,19 @@ class Evictor:
         self.operators = self.recomputed = self.evictions = 0
         self.recomputed_cost = self.clock = self.evicted_bytes = 0
         self.resident_bytes = self.peak_bytes = 0
+        self.waiting: list[Operator] = []  # to run, each for the inputs of the one before
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
-        self._count = 0
+        self._numbers = count()
 
-    def numbered(self, block: Block) -> int:
-        self._blocks[self._count] = block
-        self._count += 1
-        return self._count - 1
+    def _block(self, bytes: int, made_by: Operator | None = None) -> Block:
+        number = next(self._numbers)
+        block = self._blocks[number] = Block(self, number, bytes, made_by)
+        return block
 
     def constant(self, bytes: int) -> Block:
         """A block from outside: a parameter, an input. It stays until it is gone."""
         (place,) = self.reserve((bytes,), f"a constant of {bytes} bytes", inf)
-        block = Block(self, bytes)
+        block = self._block(bytes)
         self.trace.append(("constant", block.number, bytes))
         self.settle(block, place)
         return block
@@ -120,7 +112,7 @@ class Evictor:
     def run(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost, work=None) -> list[Block]:
         """The program runs an operator -> its outputs, blocks of these sizes, resident, one use each."""
         operator = Operator(name, inputs, sizes, cost, work)
-        blocks = [Block(self, size, operator) for size in operator.sizes]
+        blocks = [self._block(size, operator) for size in operator.sizes]
         operator.outputs = [ref(block) for block in blocks]
         read = tuple(block.number for block in operator.inputs)
         made = tuple((block.number, block.bytes) for block in blocks)
@@ -133,13 +125,13 @@ class Evictor:
         block.uses -= 1
         if block.uses == 0:
             self.trace.append(("release", block.number))
-            if block.made_by and block.resident and not block.locks:
+            if block.made_by and block.resident and block not in self._read():
                 self._drop(block)
 
     def pin(self, block: Block) -> Block:
         """The program keeps this memory for itself (a gradient): a constant in the place of the block."""
         self.restore(block)
-        constant = Block(self, block.bytes)
+        constant = self._block(block.bytes)
         self.trace.append(("pin", block.number, constant.number))
         place = block.place
         self._drop(block)
@@ -153,26 +145,23 @@ class Evictor:
 
     def _execute(self, operator: Operator) -> None:
         """Run it, after whatever has to run again for its inputs; no recursion, so chains may be long."""
-        waiting, locked = [operator], {}
+        before = len(self.waiting)
+        self.waiting.append(operator)
         try:
-            while waiting:
-                last = waiting[-1]
-                for block in last.inputs:
-                    if block.resident and (last, block) not in locked:
-                        locked[last, block] = None
-                        block.locks += 1
+            while len(self.waiting) > before:
+                last = self.waiting[-1]
                 missing = next((block for block in last.inputs if not block.resident), None)
-                if missing is not None:
-                    waiting.append(missing.made_by)
-                    continue
-                self._run(last)
-                waiting.pop()
-                for block in last.inputs:
-                    del locked[last, block]
-                    block.locks -= 1
+                if missing is None:
+                    self._run(last)
+                    self.waiting.pop()
+                else:
+                    self.waiting.append(missing.made_by)
         finally:
-            for _, block in locked:
-                block.locks -= 1
+            del self.waiting[before:]
+
+    def _read(self) -> set[Block]:
+        """What operators that wait read: it stays."""
+        return {block for operator in self.waiting for block in operator.inputs}
 
     def _run(self, operator: Operator) -> None:
         """Also outputs that are there already are made once more, and need room until they are dropped."""
@@ -185,7 +174,7 @@ class Evictor:
             if block:
                 self.settle(block, place)
             else:
-                self.unreserve(place)
+                self.vacate(place)
         self.operators += 1
         if operator.times:
             self.recomputed += 1
@@ -206,18 +195,19 @@ class Evictor:
         """Room for all results of an operator at once, and their places (here: no matter where)."""
         needed = sum(sizes)
         while self.resident_bytes + needed > self.limit_bytes:
-            if (victim := self.least()) is None:
+            if (victim := min(self.candidates(), key=self.rank, default=None)) is None:
                 raise ValueError(self._too_small(needed, what))
             self.evict(victim)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes + needed)
         return [None] * len(sizes)
 
-    def unreserve(self, place: int | None) -> None:
-        """The room at that place is not needed after all."""
+    def vacate(self, place: int | None) -> None:
+        """The room at that place is free again."""
 
     def leave(self, block: Block) -> None:
         """A resident block is gone: evicted, released, or nobody knows it any more."""
         self.resident_bytes -= block.bytes
+        self.vacate(block.place)
 
     def _too_small(self, needed: int, what: str) -> str:
         stays = f"{self.resident_bytes} that cannot go (pinned, or read by"
@@ -227,12 +217,12 @@ class Evictor:
 
     def candidates(self) -> list[Block]:
         """What may be evicted now."""
-        return [b for b in self._blocks.values() if b.resident and b.made_by and not b.locks and b.bytes]
+        stays = self._read()
+        return [b for b in self._blocks.values() if b.resident and b.made_by and b.bytes and b not in stays]
 
-    def least(self) -> Block | None:
-        """Who is evicted first, by the rule."""
-        rule = RULES[self.rule]
-        return min(self.candidates(), key=lambda block: (rule(block), block.number), default=None)
+    def rank(self, block: Block) -> tuple[float, int]:
+        """By the rule: the least goes first."""
+        return RULES[self.rule](block), block.number
 
     def evict(self, block: Block) -> None:
         self.evictions += 1
@@ -251,8 +241,7 @@ class Evictor:
 def neighbourhood(block: Block) -> int:
     """Its own cost and that of the groups of evicted blocks it touches."""
     others = (*block.parents, *block.children.values())
-    touched = {other.group.top() for other in others if other.group is not None}
-    return block.cost + sum(group.cost for group in touched)
+    return block.cost + sum(group.cost for group in {other.group.top() for other in others if other.group})
 
 
 def staleness(block: Block) -> int:
@@ -330,12 +319,8 @@ class BestFit(Evictor):
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes + sum(sizes))
         return places
 
-    def unreserve(self, place: int | None) -> None:
+    def vacate(self, place: int | None) -> None:
         self._taken.pop(place, None)
-
-    def leave(self, block: Block) -> None:
-        super().leave(block)
-        self.unreserve(block.place)
 
     def settle(self, block: Block, place: int | None) -> None:
         super().settle(block, place)
@@ -345,11 +330,10 @@ class BestFit(Evictor):
     def _allocate(self, bytes: int, what: str, cost: float) -> int:
         evicted: list[tuple[int, int]] = []
         while not (fitting := [hole for hole in self.holes() if hole[1] - hole[0] >= bytes]):
-            victims = self.victims(bytes)
-            if not victims:
+            if not (victims := self.victims(bytes)):
                 raise ValueError(self._too_small(bytes, what))
-            evicted += [(block.place, block.bytes) for block in victims]
             for block in victims:
+                evicted.append((block.place, block.bytes))
                 self.evict(block)
         start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
         self.stranded_bytes += sum(size for place, size in evicted if not start <= place < end)
@@ -375,8 +359,7 @@ class BestFit(Evictor):
 
     def victims(self, bytes: int) -> list[Block]:
         """Whom to evict next for a request of so many bytes; nobody: it cannot be met."""
-        best = self.least()
-        return [best] if best else []
+        return sorted(self.candidates(), key=self.rank)[:1]
 
 
 class MegTaiChi(BestFit):
@@ -391,8 +374,7 @@ class MegTaiChi(BestFit):
             hole = block.bytes + before.get(block.place, 0) + after.get(end, 0)
             return hole < bytes, neighbourhood(block) / (hole * staleness(block)), block.number
 
-        best = min(self.candidates(), key=key, default=None)
-        return [best] if best else []
+        return sorted(self.candidates(), key=key)[:1]
 
 
 class Coop(BestFit):
@@ -405,18 +387,16 @@ class Coop(BestFit):
 
     def parts(self) -> list[tuple[int, float, Block | None]]:
         """All memory in order of address: (bytes, cost of having it free, the block or None: a hole)."""
-        free = {block.number for block in self.candidates()}
-        parts = [(start, end - start, 0, None) for start, end in self.holes()]
-        for start, (end, block) in self._taken.items():
-            movable = block is not None and block.number in free
-            cost = neighbourhood(block) / staleness(block) if movable else inf
-            parts.append((start, end - start, cost, block if movable else None))
-        return [part for _, *part in sorted(parts, key=lambda part: part[0])]
+        parts = {start: (end - start, inf, None) for start, (end, _) in self._taken.items()}
+        parts |= {start: (end - start, 0, None) for start, end in self.holes()}
+        for block in self.candidates():
+            parts[block.place] = block.bytes, neighbourhood(block) / staleness(block), block
+        return [parts[start] for start in sorted(parts)]
 
     def victims(self, bytes: int) -> list[Block]:
         parts = self.parts()
-        found = cheapest_window([(size, cost) for size, cost, _ in parts], bytes)
-        return [block for *_, block in parts[slice(*found)] if block] if found else []
+        window = cheapest_window([(size, cost) for size, cost, _ in parts], bytes)
+        return [block for *_, block in parts[slice(*window)] if block] if window else []
 
 
 def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int, int] | None:
