@@ -1,25 +1,17 @@
-"""Where tensors are on a mesh, how operators can be cut, and a graph placed there: the program of one rank.
+"""Where tensors are on a mesh, how operators can be cut, and a graph placed there: the program of a rank.
 
-Along one axis of ranks a tensor has one of OneFlow's three words, on a mesh one for every axis, in the order
-of the axes: `(Split(0), BROADCAST)`. If two axes cut one dim, the first is the outer one.
-
-    Split(d)    S(d)    a rank has its slice along dim d
-    BROADCAST   B       each rank has all of it
-    PARTIAL     P       each rank has a term, and the sum over the ranks is the tensor
-
-The signatures that an operator can have follow from its equation alone. Cut along a letter, operands and
-result that have it are split there, operands that have not are whole, a result that has not is a sum:
+Along each axis of a mesh a tensor is Split(d), S(d): a rank has its slice along dim d; BROADCAST, B: each
+has all of it; or PARTIAL, P: each has a term, and the sum is the tensor. If two axes cut one dim, the first
+is the outer one.
+The signatures of an operator follow from its equation. Cut along a letter, operands and result that have it
+are split there, operands that have not are whole, a result that has not is a sum; the six of a product are
 
     bd,df->bf     b: S(0), B -> S(0)     f: B, S(1) -> S(1)     d: S(1), S(0) -> P
                   linear in each operand:   P, B -> P           B, P -> P            and whole: B, B -> B
 
-the six that the paper lists for a product of matrices. A `Placed` graph says where each tensor is kept
-(`specs`) and which signature each operator has along each axis (`chosen`); whoever annotates, propagates or
-searches makes one. Its program follows: operands are boxed from where they are kept to what the signature
-asks for, results from there to where they are kept. What was boxed for one operator is there for the next:
-a weight gathered in forward is not gathered again in backward, and takes memory until the end.
-
-    placed.program()        [Compute h .., Compute y, Box y: (S(0), P) -> (S(0), B)], done by run_placed.py
+A `Placed` graph says where each tensor is kept and which signatures its operators have. The program follows:
+operands are boxed to what the signature asks for, results to where they are kept. What was boxed once is
+there for the next: a weight gathered in forward is not gathered again in backward, and stays until the end.
 
 Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3. `sharding.Placement` tells of parameters, cut for good
 over known groups; this is about any tensor between two operators, and about no group. No torch.

@@ -20,10 +20,8 @@ c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp; Guo et al. 2024 (
 stream, no graphs, no private pools.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
-from operator import attrgetter
 
 from minitrain.ranks.checks import require_text
 from minitrain.systems.simulate.device_memory import PAGE, DeviceMemory, MiB, OutOfMemory
@@ -31,8 +29,7 @@ from minitrain.systems.simulate.device_memory import PAGE, DeviceMemory, MiB, Ou
 SMALLEST = 512
 SMALL = MiB  # the largest request of the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MiB, 20 * MiB  # of an expandable segment: the pages
-DEDICATED_SEGMENT = 10 * MiB  # from here on a request has a segment made to measure
-ROUNDED_TO = 2 * MiB
+DEDICATED_SEGMENT = 10 * MiB  # from here on a request has a segment made to measure, in whole pages
 
 
 def parsed(text: str) -> dict:
@@ -51,19 +48,8 @@ def parsed(text: str) -> dict:
     return values
 
 
-def segment_size(size: int) -> int:
-    """Bytes of the segment that is made for a block."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < DEDICATED_SEGMENT else rounded(size, ROUNDED_TO)
-
-
 def rounded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-_OF_SIZE = attrgetter("bytes", "address")
-_AT = attrgetter("address")
 
 
 class _Block:
@@ -85,32 +71,40 @@ class _Block:
         return rest
 
 
+def _by_size(blocks) -> list[_Block]:
+    return sorted(blocks, key=lambda block: (block.bytes, block.address))
+
+
+def _bytes(parts: Sequence[_Block]) -> int:
+    return sum(part.bytes for part in parts)
+
+
 class _Pool:
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.cached: list[_Block] = []  # free and backed, by size, then address
-        self.unbacked: list[_Block] = []  # of expandable segments, by address
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.free: set[_Block] = set()
 
-    def add(self, block: _Block) -> None:
-        block.free = True
-        insort(self.cached if block.backed else self.unbacked, block, key=_OF_SIZE if block.backed else _AT)
+    def cached(self) -> list[_Block]:
+        """What is free and backed, the smallest first."""
+        return _by_size(block for block in self.free if block.backed)
 
-    def remove(self, block: _Block) -> None:
-        blocks, key = (self.cached, _OF_SIZE) if block.backed else (self.unbacked, _AT)
-        del blocks[bisect_left(blocks, key(block), key=key)]
+    def take(self, block: _Block) -> _Block:
+        self.free.remove(block)
+        block.free = False
+        return block
 
-    def joined(self, block: _Block) -> _Block:
-        """`block`, in no list, together with free neighbours that are backed as it is; put into its list."""
+    def put(self, block: _Block) -> _Block:
+        """`block` is free, and one with free neighbours that are backed as it is."""
         for other in (block.before, block.after):
             if other is not None and other.free and other.backed == block.backed:
-                self.remove(other)
                 block, second = (other, block) if other is block.before else (block, other)
                 block.bytes += second.bytes
                 block.after = second.after
                 if block.after:
                     block.after.before = block
-        self.add(block)
+                self.free.discard(second)
+        block.free = True
+        self.free.add(block)
         return block
 
 
@@ -124,20 +118,23 @@ class CachingAllocator:
         self.memory = DeviceMemory(capacity_bytes)
         self.allocated_bytes = 0
         self.retries = 0  # requests that were tried again when all cached segments had been given back
-        self._pools = _Pool(small=True), _Pool(small=False)
+        self._pools = _Pool(SMALL_SEGMENT), _Pool(LARGE_SEGMENT)
         self._live: dict[int, list[_Block]] = {}
 
     def alloc(self, block: int, size: int) -> None:
         """Room for `size` bytes under the name `block`; OutOfMemory if there is none."""
         # torch hands out a null pointer for nothing
-        self._live[block] = [self._room(size)] if size else []
+        parts = self._live[block] = self._parts(size) if size else []
+        for part in parts:
+            part.free = False
+        self.allocated_bytes += _bytes(parts)
 
     def free(self, block: int) -> None:
         for part in self._live.pop(block):
             self.allocated_bytes -= part.bytes
             part.free = True
             if part.pool:
-                part.pool.joined(part)
+                part.pool.put(part)
 
     def pieces(self, block: int) -> tuple[tuple[int, int], ...]:
         """(address, bytes) of where it lies physically."""
@@ -146,7 +143,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give everything back to the device that no live block needs."""
         for pool in reversed(self._pools):
-            for block in [*pool.cached]:
+            for block in pool.cached():
                 if self.expandable:
                     self._take_pages_from(block)
                 elif block.before is None and block.after is None:  # a whole segment
@@ -155,12 +152,12 @@ class CachingAllocator:
     @property
     def largest_bytes(self) -> int:
         """The largest block that cached memory and what the device has left could be made into."""
-        left = self.memory.unreserved_bytes
-        cached = [pool.cached[-1].bytes for pool in self._pools if pool.cached]
-        ends = [bare.before for pool in self._pools for bare in pool.unbacked if bare.before]
+        left, free = self.memory.unreserved_bytes, [block for pool in self._pools for block in pool.free]
+        ends = [block.before for block in free if not block.backed and block.before]
+        cached = [block.bytes for block in free if block.backed]
         return max(left, *cached, *(left + block.bytes for block in ends if block.free), 0)
 
-    def _room(self, requested: int) -> _Block:
+    def _parts(self, requested: int) -> list[_Block]:
         size = rounded(requested, SMALLEST)
         pool = self._pools[size > SMALL]
         block = self._cached(pool, size) or self._new(pool, size)
@@ -172,48 +169,46 @@ class CachingAllocator:
             block = self._new(pool, size)
         if block is None:
             raise self._out_of_memory(requested, self.largest_bytes)
-        if self._splits(block, size):
-            pool.add(block.cut(size))
-        block.free = False
-        self.allocated_bytes += block.bytes
-        return block
+        rest = block.bytes - size
+        if self.expandable or size <= SMALL:
+            splits = rest >= SMALLEST
+        else:
+            splits = rest > SMALL and size < self.max_split_bytes
+        if splits:
+            pool.put(block.cut(size))
+        return [block]
 
     def _out_of_memory(self, requested: int, largest: int) -> OutOfMemory:
         capacity = self.memory.capacity_bytes
         return OutOfMemory(requested, capacity - self.allocated_bytes, largest, capacity)
 
-    def _splits(self, block: _Block, size: int) -> bool:
-        if block.pool.small or self.expandable:
-            return block.bytes - size >= SMALLEST
-        return size < self.max_split_bytes and block.bytes - size > SMALL
-
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
         """The best fit among cached blocks."""
-        at = bisect_left(pool.cached, (size, -1), key=_OF_SIZE)
-        if at == len(pool.cached):
+        fitting = [block for block in pool.cached() if block.bytes >= size]
+        if not fitting:
             return None
-        if self.expandable:
+        block = fitting[0]
+        for other in fitting[1:] if self.expandable else ():
             # The last block of a range counts as large as it can grow, so that it is used last.
-            while at + 1 < len(pool.cached) and _grown(pool.cached[at + 1]) < _grown(pool.cached[at]):
-                at += 1
-        block = pool.cached[at]
+            if _grown(other) >= _grown(block):
+                break
+            block = other
         kept_whole = size < self.max_split_bytes <= block.bytes
         too_large = size >= self.max_split_bytes and block.bytes >= size + LARGE_SEGMENT
-        return None if kept_whole or too_large else pool.cached.pop(at)
+        return None if kept_whole or too_large else pool.take(block)
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of new memory, in no list; None if the device has too little."""
+        """A block of new memory, not free; None if the device has too little."""
         if self.expandable:
             return self._expanded(pool, size)
-        size = segment_size(size)
-        if size > self.memory.unreserved_bytes:
+        size = rounded(size, PAGE) if size >= DEDICATED_SEGMENT else pool.page
+        address = self.memory.segment(size)
+        if address is None:
             return None
-        block = _Block(self.memory.addresses(size), size, pool)
-        self.memory.back(block.address, size)
-        return block
+        return pool.take(pool.put(_Block(address, size, pool)))
 
     def _give_back(self, block: _Block) -> None:
-        block.pool.remove(block)
+        block.pool.take(block)
         self.memory.release(block.address, block.bytes)
         self.memory.forget(block.address, block.bytes)
 
@@ -221,7 +216,7 @@ class CachingAllocator:
         """With a largest size to split: give back enough of the larger cached blocks, if there is enough."""
         if self.max_split_bytes == inf or self.expandable:
             return False
-        larger = [block for block in pool.cached if block.bytes >= self.max_split_bytes]
+        larger = [block for block in pool.cached() if block.bytes >= self.max_split_bytes]
         one = next((block for block in larger if block.bytes >= size), None)
         released = 0
         for block in [one] if one else reversed(larger):
@@ -233,38 +228,33 @@ class CachingAllocator:
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
         """The lowest free addresses of a range with room for `size`, backed as far as they were not; None if
         the device has too few pages."""
-        block = next(self._growing(pool, size), None) or self._range(pool)
+        block = self._lowest(pool, size)
         while not block.backed or block.bytes < size:
             bare = block.after if block.backed else block
             missing = size - block.bytes if block.backed else size
             pages = rounded(min(bare.bytes, missing), pool.page)
             if not self.memory.back(bare.address, pages):
                 return None
-            pool.remove(bare)
-            if pages < bare.bytes:
-                pool.add(bare.cut(pages))
+            rest = bare.cut(pages) if pages < bare.bytes else None
             bare.backed = True
-            block = pool.joined(bare)
-        pool.remove(block)
-        return block
+            if rest:
+                pool.put(rest)
+            block = pool.put(bare)
+        return pool.take(block)
 
-    def _growing(self, pool: _Pool, size: int) -> Iterator[_Block]:
-        """Free blocks, in order of address, that reach `size` with what follows them."""
-        for bare in pool.unbacked:
+    def _lowest(self, pool: _Pool, size: int) -> _Block:
+        """The first free block that reaches `size` with what follows it; else a new range of addresses,
+        somewhat more than the device has memory."""
+        for bare in sorted(pool.free - {*pool.cached()}, key=lambda block: block.address):
             first = bare.before if bare.before is not None and bare.before.free else bare
             room, block = 0, first
             while block is not None and block.free:
                 room, block = room + block.bytes, block.after
             if room >= size:
-                yield first
-
-    def _range(self, pool: _Pool) -> _Block:
-        """A new range of addresses, somewhat more than the device has memory."""
+                return first
         capacity = self.memory.capacity_bytes
-        size = rounded(capacity + capacity // 8, pool.page)
-        block = _Block(self.memory.addresses(size), size, pool, backed=False)
-        pool.add(block)
-        return block
+        length = rounded(capacity + capacity // 8, pool.page)
+        return pool.put(_Block(self.memory.addresses(length), length, pool, backed=False))
 
     def _take_pages_from(self, block: _Block) -> None:
         """Give back the pages that lie in a cached block entirely."""
@@ -273,16 +263,12 @@ class CachingAllocator:
         end = (block.address + block.bytes) // page * page
         if start >= end:
             return
-        pool.remove(block)
-        if start > block.address:
-            inner = block.cut(start - block.address)
-            pool.add(block)
-            block = inner
-        if end < block.address + block.bytes:
-            pool.add(block.cut(end - block.address))
+        bare = block.cut(start - block.address) if start > block.address else block
+        rest = [bare.cut(end - start)] if end < start + bare.bytes else []
         self.memory.release(start, end - start)
-        block.backed = False
-        pool.joined(block)
+        bare.backed = False
+        for part in dict.fromkeys((block, *rest, bare)):
+            pool.put(part)
 
 
 def _grown(block: _Block) -> int:
@@ -299,27 +285,22 @@ class StitchingAllocator(CachingAllocator):
         self._primitives: list[_Block] = []  # physical memory in a row
         self._stitches: list[list[_Block]] = []
 
-    def alloc(self, block: int, size: int) -> None:
-        """Room for `size` bytes under the name `block`; OutOfMemory if there is less in all."""
-        if size >= PAGE:
-            parts = self._live[block] = self._parts(size)
-            self.allocated_bytes += _bytes(parts)
-            for part in parts:
-                part.free = False
-            return
+    def _free(self) -> list[_Block]:
+        return _by_size(one for one in self._primitives if one.free)
+
+    def _parts(self, requested: int) -> list[_Block]:
+        if requested >= PAGE:
+            return self._together(requested)
         try:
-            super().alloc(block, size)
+            return super()._parts(requested)
         except OutOfMemory:
             for one in self._free():
                 self._primitives.remove(one)
                 self._stitches = [parts for parts in self._stitches if one not in parts]
                 self.memory.release(one.address, one.bytes)
-            super().alloc(block, size)
+            return super()._parts(requested)
 
-    def _free(self) -> list[_Block]:
-        return sorted((one for one in self._primitives if one.free), key=_OF_SIZE)
-
-    def _parts(self, requested: int) -> list[_Block]:
+    def _together(self, requested: int) -> list[_Block]:
         size, free = rounded(requested, PAGE), self._free()
         whole = [parts for parts in self._stitches if all(one.free for one in parts)]
         for parts in [*([one] for one in free), *whole]:
@@ -345,10 +326,10 @@ class StitchingAllocator(CachingAllocator):
     def _primitive(self, size: int, requested: int) -> _Block:
         if size > self.memory.unreserved_bytes:
             self.empty_cache()
-        made = _Block(self.memory.addresses(size), size, None)
-        if not self.memory.back(made.address, size):
+        address = self.memory.segment(size)
+        if address is None:
             raise self._out_of_memory(requested, self.memory.unreserved_bytes + _bytes(self._free()))
-        self._primitives.append(made)
+        self._primitives.append(made := _Block(address, size, None))
         return made
 
     def _split(self, block: _Block, size: int) -> None:
@@ -358,7 +339,3 @@ class StitchingAllocator(CachingAllocator):
         for parts in self._stitches:
             if block in parts:
                 parts.insert(parts.index(block) + 1, rest)
-
-
-def _bytes(parts: Sequence[_Block]) -> int:
-    return sum(part.bytes for part in parts)

@@ -61,7 +61,6 @@ def snapshot_stall() -> SavePolicy:
 
 def torchsnapshot(chunks: int) -> SavePolicy:
     """Training stops until all is written, but a chunk is written while others are copied."""
-    require_positive_ints(chunks=chunks)
     return SavePolicy("write", "forward", chunks, chunks)
 
 
@@ -77,13 +76,11 @@ def datastates(chunks: int, buffers: int) -> SavePolicy:
 
 def lightcheck(layers: int) -> SavePolicy:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
-    require_positive_ints(layers=layers)
     return SavePolicy("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     return SavePolicy("write", "update", chunks, buffers)
 
 
@@ -91,38 +88,30 @@ def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int =
     """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy" and "write".
 
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
-    chunk j of save s.
-    """
-    require_positive_ints(steps=steps, every=every)
-    layers = policy.chunks if policy.by_layer else 1
+    chunk j of save s."""
+    chunks = policy.chunks
+    require_positive_ints(steps=steps, every=every, chunks=chunks, buffers=policy.buffers)
+    layers = chunks if policy.by_layer else 1
+    copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     tasks: list[Task] = []
     for i in range(steps):
-        saves, rest = divmod(i, every)
-        saved = saves - 1 if i and not rest else None  # the save that this step runs beside
-        last = (f"{policy.until} {saved}.{policy.chunks - 1}",) if saved is not None else ()
+        s, rest = divmod(i, every)
+        under_way = i > 0 and rest == 0  # save s - 1
+        last = (f"{policy.until} {s - 1}.{chunks - 1}",) if under_way else ()
         tasks.append(Task(f"F {i}", "train", work.forward_s, after=last if policy.by == "forward" else ()))
         for p in range(layers):
-            gate = last if policy.by == "update" else ()
-            if policy.by_layer and saved is not None:
-                gate = (f"{policy.until} {saved}.{p}",)
+            gate = (f"{policy.until} {s - 1}.{p}",) if under_way and policy.by_layer else last
             tasks.append(Task(f"B {i}.{p}", "train", divided(work.backward_s, layers)))
+            gate = gate if policy.by == "update" else ()
             tasks.append(Task(f"U {i}.{p}", "train", divided(work.update_s, layers), after=gate))
-        if rest == every - 1:
-            tasks += _save(saves, i, state, policy)
+        for j in range(chunks if rest == every - 1 else 0):
+            ready = [f"U {i}.{j if policy.by_layer else 0}"]
+            before, chunk = divmod(s * chunks + j - policy.buffers, chunks)
+            if before >= 0:
+                ready.append(f"write {before}.{chunk}")
+            tasks.append(Task(f"copy {s}.{j}", "copy", copy_s, after=tuple(ready)))
+            tasks.append(Task(f"write {s}.{j}", "write", write_s, after=(f"copy {s}.{j}",)))
     return play(tasks)
-
-
-def _save(s: int, step: int, state: State, policy: SavePolicy) -> list[Task]:
-    tasks = []
-    copy_s, write_s = divided(state.copy_s, policy.chunks), divided(state.write_s, policy.chunks)
-    for j in range(policy.chunks):
-        ready = [f"U {step}.{j if policy.by_layer else 0}"]
-        before, chunk = divmod(s * policy.chunks + j - policy.buffers, policy.chunks)
-        if before >= 0:
-            ready.append(f"write {before}.{chunk}")
-        tasks.append(Task(f"copy {s}.{j}", "copy", copy_s, after=tuple(ready)))
-        tasks.append(Task(f"write {s}.{j}", "write", write_s, after=(f"copy {s}.{j}",)))
-    return tasks
 
 
 def stall_s(work: Work, state: State, policy: SavePolicy) -> Number:
@@ -130,21 +119,17 @@ def stall_s(work: Work, state: State, policy: SavePolicy) -> Number:
     return train(work, state, policy, 2, every=1).stall("train")
 
 
-def through_buffers_s(state: State, chunks: int, buffers: int) -> tuple[Number, Number]:
-    """(when the last chunk is copied, when it is written), from the start of a save."""
-    copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
-    if buffers == 1:
-        return chunks * copy_s + (chunks - 1) * write_s, state.copy_s + state.write_s
-    copied = max(state.copy_s, (chunks - buffers) * write_s + 2 * copy_s if chunks > buffers else 0)
-    return copied, max(state.copy_s, state.write_s) + min(copy_s, write_s)
-
-
 def stall_formula_s(work: Work, state: State, policy: SavePolicy) -> Number:
     """How long training waits for one save, in closed form."""
-    copied, written = through_buffers_s(state, policy.chunks, policy.buffers)
+    n, b = policy.chunks, policy.buffers
+    copy_s, write_s = divided(state.copy_s, n), divided(state.write_s, n)
+    copied = max(state.copy_s, (n - b) * write_s + 2 * copy_s if n > b else 0)
+    written = max(state.copy_s, state.write_s) + min(copy_s, write_s)
+    if b == 1:
+        copied, written = state.copy_s + (n - 1) * write_s, state.copy_s + state.write_s
     if policy.by_layer:
-        rest = divided(policy.chunks - 1, policy.chunks) * (work.backward_s + work.update_s)
-        hidden = work.forward_s + divided(work.backward_s, policy.chunks) + 2 * rest
+        rest = divided(n - 1, n) * (work.backward_s + work.update_s)
+        hidden = work.forward_s + divided(work.backward_s, n) + 2 * rest
     else:
         hidden = work.forward_s + work.backward_s if policy.by == "update" else 0
     return max(0, (copied if policy.until == "copy" else written) - hidden)

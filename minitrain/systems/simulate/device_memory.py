@@ -6,12 +6,9 @@
     print(comparison({"default": done, ..}))
 
 requested: what the tensors hold; allocated: the blocks they lie in, rounded up (torch's "allocated");
-reserved: physical memory of the device, cached blocks included. Each is at most the next.
-
-    utilization = peak of allocated / peak of reserved            fragmentation = 1 - utilization
-
-(Guo et al. 2024, GMLake). Physical memory is handed out in pages of 2 MiB wherever they lie: holes arise only
-inside what an allocator holds.
+reserved: physical memory of the device, cached blocks included. Each is at most the next. Utilization: peak
+of allocated / peak of reserved; fragmentation: 1 - utilization (Guo et al. 2024, GMLake). Physical memory is
+handed out in pages of 2 MiB wherever they lie: holes arise only inside what an allocator holds.
 Fragmentation (Rajbhandari et al. 2020, sections 3.2 and 6.3): what lives long lies between what lives short,
 so free memory is not in a row, as in `checkpointed`. The remedy, MD of ZeRO-R, is `with_region`: checkpoints
 and gradients are copied into a region that is set aside for them.
@@ -36,8 +33,7 @@ class OutOfMemory(MemoryError):
     """No room for a request: `free_bytes` are allocated to nobody, at most `largest_bytes` in one block."""
 
     def __init__(self, requested_bytes: int, free_bytes: int, largest_bytes: int, capacity_bytes: int):
-        self.requested_bytes, self.free_bytes = requested_bytes, free_bytes
-        self.largest_bytes, self.capacity_bytes = largest_bytes, capacity_bytes
+        self.requested_bytes, self.free_bytes, self.largest_bytes = requested_bytes, free_bytes, largest_bytes
         room = f"of {capacity_bytes:,} {free_bytes:,} are free, {largest_bytes:,} at most in one block"
         super().__init__(f"out of memory: {requested_bytes:,} bytes asked for; {room}")
 
@@ -71,6 +67,14 @@ class DeviceMemory:
         """These addresses are in use no more."""
         self._ranges.remove((address, address + size))
 
+    def segment(self, size: int) -> int | None:
+        """The address of as much memory in a row; None if there is not as much."""
+        if size > self.unreserved_bytes:
+            return None
+        address = self.addresses(size)
+        self.back(address, size)
+        return address
+
     def back(self, address: int, size: int) -> bool:
         """Put physical memory behind addresses; False if there is not as much."""
         if size > self.unreserved_bytes:
@@ -98,7 +102,6 @@ class Lifetime(NamedTuple):
 class Replay:
     """What an allocator made of a trace."""
 
-    capacity_bytes: int
     log: list[tuple[int, int, int, bool]]  # as of DeviceMemory
     died: OutOfMemory | None = None
     requested: list[int] = field(default_factory=list, repr=False)  # bytes after each event
@@ -109,19 +112,11 @@ class Replay:
     requested_peak = property(lambda self: max(self.requested, default=0))
     allocated_peak = property(lambda self: max(self.allocated, default=0))
     reserved_peak = property(lambda self: max(self.reserved, default=0))
-
-    @property
-    def events(self) -> int:
-        """Done; of a trace that died: the number of the event in which it did."""
-        return len(self.requested)
-
-    @property
-    def backing_calls(self) -> list[int]:
-        return [event for event, _, _, gained in self.log if gained]
-
-    @property
-    def return_calls(self) -> list[int]:
-        return [event for event, _, _, gained in self.log if not gained]
+    utilization = property(lambda self: (self.allocated_peak or 1) / (self.reserved_peak or 1))
+    fragmentation = property(lambda self: 1 - self.utilization)
+    events = property(lambda self: len(self.requested))  # done; the number of the one in which a trace died
+    backing_calls = property(lambda self: [event for event, _, _, gained in self.log if gained])
+    return_calls = property(lambda self: [event for event, _, _, gained in self.log if not gained])
 
     @cached_property
     def backed(self) -> list[tuple[int, int, int, int]]:
@@ -143,14 +138,6 @@ class Replay:
             found.append((numbers[0] * PAGE, len(numbers) * PAGE, born, dies))
         return found
 
-    @property
-    def utilization(self) -> float:
-        return self.allocated_peak / self.reserved_peak if self.reserved_peak else 1.0
-
-    @property
-    def fragmentation(self) -> float:
-        return 1 - self.utilization
-
 
 def replay(trace: Sequence[Event], allocator) -> Replay:
     """Every event of the trace in turn, until its end or the first request that fails. The allocator is used
@@ -158,8 +145,13 @@ def replay(trace: Sequence[Event], allocator) -> Replay:
     memory = allocator.memory
     if memory.log:
         raise ValueError("this allocator has replayed a trace already; make a new one for each replay")
-    _check(trace)
-    done = Replay(memory.capacity_bytes, memory.log)
+    live: set[int] = set()
+    for event, (what, block, size) in enumerate(trace):
+        if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
+            cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
+            raise ValueError(f"event {event}: {what} of {size:,} bytes as block {block}; {cure}")
+        live ^= {block}
+    done = Replay(memory.log)
     pieces = {}  # of the block born at an event
     for event, (what, block, size) in enumerate(trace):
         memory.event = event
@@ -180,15 +172,6 @@ def replay(trace: Sequence[Event], allocator) -> Replay:
     return done
 
 
-def _check(trace: Sequence[Event]) -> None:
-    live: set[int] = set()
-    for event, (what, block, size) in enumerate(trace):
-        if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
-            cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
-            raise ValueError(f"event {event}: {what} of {size:,} bytes as block {block}; {cure}")
-        live ^= {block}
-
-
 def comparison(replays: Mapping[str, Replay]) -> str:
     """A table: the peaks, utilization, calls to the device, and whether memory was out."""
     sizes = "requested MiB", "allocated MiB", "reserved MiB"
@@ -206,16 +189,14 @@ REGION = -1  # the block number of a region
 
 def lifetimes(trace: Sequence[Event]) -> list[Lifetime]:
     """Of all blocks by birth; what is never freed dies at the end, and empty ones are left out."""
-    born: dict[int, int] = {}
-    found = []
+    alive: dict[int, Lifetime] = {}
+    ended = []
     for event, (what, block, size) in enumerate(trace):
         if what == "alloc":
-            born[block] = event
+            alive[block] = Lifetime(block, event, len(trace), size)
         else:
-            found.append(Lifetime(block, born.pop(block), event, size))
-    sizes = {block: size for what, block, size in trace if what == "alloc"}
-    found += [Lifetime(block, start, len(trace), sizes[block]) for block, start in born.items()]
-    return sorted((life for life in found if life.bytes), key=lambda life: life.born)
+            ended.append(alive.pop(block)._replace(dies=event))
+    return sorted((life for life in [*ended, *alive.values()] if life.bytes), key=lambda life: life.born)
 
 
 def live_bytes(trace: Sequence[Event]) -> list[int]:

@@ -69,8 +69,7 @@ class _Group:
     def top(self) -> _Group:
         group = self
         while group.above:
-            if group.above.above:
-                group.above = group.above.above
+            group.above = group.above.above or group.above
             group = group.above
         return group
 
@@ -210,10 +209,9 @@ class Evictor:
         self.vacate(block.place)
 
     def _too_small(self, needed: int, what: str) -> str:
-        stays = f"{self.resident_bytes} that cannot go (pinned, or read by"
-        asked = f"{what} asks for {needed} bytes beside {stays}"
+        stays = f"{self.resident_bytes} that cannot go (pinned, or read by it or operators that wait for it)"
         cure = f"limit_bytes is {self.limit_bytes}, raise it to {self.resident_bytes + needed} or more"
-        return f"{asked} it or by operators that wait for it); {cure}"
+        return f"{what} asks for {needed} bytes beside {stays}; {cure}"
 
     def candidates(self) -> list[Block]:
         """What may be evicted now."""
@@ -260,17 +258,17 @@ RULES: dict[str, Callable[[Block], float]] = {
 def simulate(trace: list[tuple], evictor: Evictor) -> Evictor:
     """Replays what a program did under another limit or rule; -> the evictor, for its counts."""
     named: dict[int, Block] = {}
-    for kind, *event in trace:
-        if kind == "constant":
-            named[event[0]] = evictor.constant(event[1])
-        elif kind == "run":
-            name, inputs, outputs, cost = event
-            blocks = evictor.run(name, [named[i] for i in inputs], [size for _, size in outputs], cost)
-            named.update(zip((number for number, _ in outputs), blocks))
-        elif kind == "release":
-            evictor.release(named.pop(event[0]))
-        else:
-            named[event[1]] = evictor.pin(named[event[0]])
+    for event in trace:
+        match event:
+            case "constant", number, size:
+                named[number] = evictor.constant(size)
+            case "run", name, inputs, outputs, cost:
+                blocks = evictor.run(name, [named[i] for i in inputs], [size for _, size in outputs], cost)
+                named.update(zip((number for number, _ in outputs), blocks))
+            case "release", number:
+                evictor.release(named.pop(number))
+            case "pin", number, constant:
+                named[constant] = evictor.pin(named[number])
     return evictor
 
 
@@ -312,7 +310,7 @@ class BestFit(Evictor):
     def __init__(self, limit_bytes: int, rule: str = "dtr"):
         super().__init__(limit_bytes, rule)
         self.stranded_bytes = 0
-        self._taken: dict[int, tuple[int, Block | None]] = {}  # address -> where it ends, who lies there
+        self._taken: dict[int, int] = {}  # address -> where it ends
 
     def reserve(self, sizes: Sequence[int], what: str, cost: float) -> list[int | None]:
         places = [self._allocate(size, what, cost) if size else None for size in sizes]
@@ -325,7 +323,7 @@ class BestFit(Evictor):
     def settle(self, block: Block, place: int | None) -> None:
         super().settle(block, place)
         if place is not None:
-            self._taken[place] = place + block.bytes, block
+            self._taken[place] = place + block.bytes
 
     def _allocate(self, bytes: int, what: str, cost: float) -> int:
         evicted: list[tuple[int, int]] = []
@@ -338,7 +336,7 @@ class BestFit(Evictor):
         start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
         self.stranded_bytes += sum(size for place, size in evicted if not start <= place < end)
         place = self.put(start, end, bytes, cost)
-        self._taken[place] = place + bytes, None
+        self._taken[place] = place + bytes
         return place
 
     def _too_small(self, needed: int, what: str) -> str:
@@ -350,7 +348,7 @@ class BestFit(Evictor):
     def holes(self) -> list[tuple[int, int]]:
         """(first address, end) of what is free, in order."""
         starts = sorted(self._taken)
-        ends = [0, *(self._taken[start][0] for start in starts)]
+        ends = [0, *(self._taken[start] for start in starts)]
         return [(a, b) for a, b in zip(ends, [*starts, self.limit_bytes]) if a < b]
 
     def put(self, start: int, end: int, bytes: int, cost: float) -> int:
@@ -387,7 +385,7 @@ class Coop(BestFit):
 
     def parts(self) -> list[tuple[int, float, Block | None]]:
         """All memory in order of address: (bytes, cost of having it free, the block or None: a hole)."""
-        parts = {start: (end - start, inf, None) for start, (end, _) in self._taken.items()}
+        parts = {start: (end - start, inf, None) for start, end in self._taken.items()}
         parts |= {start: (end - start, 0, None) for start, end in self.holes()}
         for block in self.candidates():
             parts[block.place] = block.bytes, neighbourhood(block) / staleness(block), block

@@ -18,7 +18,7 @@ that a failure cuts short begins again with the run, if memory survived.
 import heapq
 import random
 from collections.abc import Callable, Iterable, Iterator
-from math import ceil, gamma, inf, log
+from math import ceil, gamma, log
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive, require_positive_ints
@@ -96,13 +96,35 @@ def simulate(
     """
     require_positive(work_s=work_s, interval_s=interval_s)
     require_positive_ints(every=every)
-    saves = _Saves(interval_s, memory, disk, every)
+    require_nonnegative(memory=memory or 0, disk=disk or 0)
+    if not (memory or disk) or every > 1 and not (memory and disk):
+        raise ValueError(f"every={every}, {memory=}, {disk=}: give a level to save to, two if every > 1")
+    survivable = memory is not None
+    every = every if disk else 10**18  # never
+    memory, disk = memory or disk, disk or memory
+    one_s = interval_s + memory.stall_s
+
+    # In a job without failures: when so many saves end, and how many count at a time.
+    def ends(saves: int) -> float:
+        return saves * one_s + saves // every * (disk.stall_s - memory.stall_s)
+
+    def in_memory(at_s: float) -> int:
+        periods, rest = divmod(max(0, at_s - memory.lag_s), ends(every))
+        return int(periods) * every + min(every - 1, int(rest // one_s))
+
+    def on_disk(at_s: float) -> int:
+        return every * int(max(0, at_s - disk.lag_s) // ends(every))
+
+    for lag_s, room_s in (memory.lag_s, interval_s), (disk.lag_s, ends(every) - disk.stall_s):
+        if lag_s > room_s:
+            told = f"a save counts after {lag_s} s, but the next begins after {room_s} s"
+            raise ValueError(f"{told}; make the interval longer")
     inside = ceil(work_s / interval_s) - 1  # saves; nothing is saved at the very end
-    end = saves.ends(inside) + work_s - inside * interval_s
-    at, resumed_s, kept, on_disk = 0.0, 0.0, 0, 0  # `at`: seconds that a job without failures needs for this
+    end = ends(inside) + work_s - inside * interval_s
+    at, resumed_s, last, last_on_disk = 0.0, 0.0, 0, 0  # `at`: seconds that a job without failures needs
     lost_s = restarting_s = 0.0
     count = to_disk = 0
-    level = memory or disk
+    level = memory
     for failure in failures:
         ran_s = failure.at_s - resumed_s
         if ran_s >= end - at:
@@ -110,54 +132,15 @@ def simulate(
         count += 1
         if ran_s >= 0:
             at += ran_s
-            kept, on_disk = max(kept, saves.in_memory(at)), max(on_disk, saves.on_disk(at))
-            level = memory or disk  # what was read from disk is in memory again
+            last, last_on_disk = max(last, in_memory(at)), max(last_on_disk, on_disk(at))
+            level = memory  # what was read from disk is in memory again
         else:
             restarting_s += ran_s  # the last restart did not end
-        if memory is None or not memory_survives(failure):
-            kept, level = on_disk, disk or memory
+        if not (survivable and memory_survives(failure)):
+            last, level = last_on_disk, disk
             to_disk += 1
-        lost_s += at - saves.ends(kept)
-        at = saves.ends(kept)
+        lost_s += at - ends(last)
+        at = ends(last)
         restarting_s += level.restart_s
         resumed_s = failure.at_s + level.restart_s
     return Outcome(work_s, end - work_s, lost_s, restarting_s, count, to_disk)
-
-
-class _Saves:
-    """When saves 1, 2, ... end in a job without failures, and how many count at a time."""
-
-    def __init__(self, interval_s: float, memory: Level | None, disk: Level | None, every: int) -> None:
-        require_nonnegative(memory=memory or 0, disk=disk or 0)
-        if not (memory or disk) or every > 1 and not (memory and disk):
-            raise ValueError(f"every={every}, {memory=}, {disk=}: give a level to save to, two if every > 1")
-        self.memory, self.disk, self.every = memory, disk, every if disk else inf
-        self.stall_s, self.disk_stall_s = (memory or disk).stall_s, (disk or memory).stall_s
-        self.one_s = interval_s + self.stall_s
-        self.period_s = self.ends(every) if disk else inf
-        for name, lag_s, room_s in (
-            ("memory", memory.lag_s if memory else 0, interval_s),
-            ("disk", disk.lag_s if disk else 0, self.period_s - self.disk_stall_s),
-        ):
-            if lag_s > room_s:
-                told = f"a save to {name} counts after {lag_s} s, but the next begins after {room_s} s"
-                raise ValueError(f"{told}; make the interval longer")
-
-    def ends(self, saves: int) -> float:
-        return saves * self.one_s + saves // self.every * (self.disk_stall_s - self.stall_s)
-
-    def in_memory(self, at_s: float) -> int:
-        """Saves that a failure which memory survives leaves."""
-        if self.memory is None:
-            return self.on_disk(at_s)
-        at_s = max(0, at_s - self.memory.lag_s)
-        if self.disk is None:
-            return int(at_s // self.one_s)
-        periods, rest = divmod(at_s, self.period_s)
-        return int(periods) * self.every + min(self.every - 1, int(rest // self.one_s))
-
-    def on_disk(self, at_s: float) -> int:
-        """Saves that any failure leaves."""
-        if self.disk is None:
-            return 0
-        return self.every * int(max(0, at_s - self.disk.lag_s) // self.period_s)

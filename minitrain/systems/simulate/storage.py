@@ -15,11 +15,10 @@ scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quive
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
+from itertools import count
 
+from minitrain.plan.simulate.links import Number
 from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
-
-Time = int | float | Fraction
 
 
 class LRU:
@@ -28,9 +27,6 @@ class LRU:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.samples: dict[int, None] = {}  # in the order of their last reads
-
-    def __contains__(self, sample: int) -> bool:
-        return sample in self.samples
 
     def read(self, sample: int) -> bool:
         """Whether the sample was there. Now it is."""
@@ -47,8 +43,7 @@ class LRU:
 
 def read_epoch(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
     """Read in the order given: (sample, hit) one by one, so that several jobs can take turns at one cache."""
-    for sample in order:
-        yield sample, cache.read(sample)
+    return ((sample, cache.read(sample)) for sample in order)
 
 
 def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
@@ -58,27 +53,25 @@ def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[
     what another job fetches meanwhile. The price: misses come in one block."""
     passed_over = []
     for sample in order:
-        if sample in cache:
+        if sample in cache.samples:
             yield sample, cache.read(sample)
         else:
             passed_over.append(sample)
     yield from read_epoch(passed_over, cache)
 
 
-def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int | None = None) -> list[Time]:
+def stalls(read_times: Sequence[Number], step_time: Number, depth: int, streams=None) -> list[Number]:
     """How long each step waits for its sample when reads run `depth` samples ahead (0: read when wanted).
 
     The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
     reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
     entry is the time to fill, which no depth can hide."""
+    streams = max(1, len(read_times)) if streams is None else streams
     require_ints(depth=depth)
     require_positive(step_time=step_time)
-    if streams is not None:
-        require_positive_ints(streams=streams)
-    free_at: list[Time] = [0] * (len(read_times) if streams is None else streams)  # a heap
-    starts: list[Time] = []
-    waits: list[Time] = []
-    now: Time = 0
+    require_positive_ints(streams=streams)
+    free_at: list[Number] = [0] * streams  # a heap
+    now, starts, waits = 0, [], []
     for i, read_time in enumerate(read_times):
         begin = now if depth == 0 else starts[i - depth] if i >= depth else 0
         begin = max(begin, free_at[0])
@@ -92,7 +85,7 @@ def stalls(read_times: Sequence[Time], step_time: Time, depth: int, streams: int
 TRIAL_EVERY = 10  # epochs
 
 
-def autoscale(stall_with: Callable, most: int, threshold: Time) -> Iterator[int]:
+def autoscale(stall_with: Callable, most: int, threshold: Number) -> Iterator[int]:
     """The cache size in use, epoch after epoch, steered by the observed stall, `stall_with(size)`, alone.
 
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
@@ -110,9 +103,8 @@ def autoscale(stall_with: Callable, most: int, threshold: Time) -> Iterator[int]
                 enough = middle
             else:
                 too_small = middle
-        epochs, unchanged = 0, True
-        while unchanged:
-            epochs += 1
+        for epochs in count(1):
             trial = epochs % TRIAL_EVERY == 0 and enough > 0
             yield enough - trial
-            unchanged = (stall_with(enough - trial) < threshold) != trial
+            if (stall_with(enough - trial) < threshold) == trial:
+                break

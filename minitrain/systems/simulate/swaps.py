@@ -11,33 +11,18 @@
 Sizes are in bytes (or layers of one size), times in seconds, exact for whole numbers and Fractions.
 Lin et al. 2023 (TMOF), HPCA; Li et al. 2022 (Harmony), arXiv:2202.01306; Fang et al. 2021 (PatrickStar),
 arXiv:2108.05818; Shen et al. 2022 (SE-MoE), arXiv:2205.10034, and Yu et al. 2024 (MoESys), IEEE TSC; Jang et
-al. 2024 (Smart-Infinity), HPCA. Differs: TMOF's sets are dealt in turn, not searched; Harmony's layer that
-leaves is the least recently used, and where the order of layers turns round those still there are not fetched
-again; MoESys caches by a threshold on counts; Smart-Infinity's kernel and buffers cost nothing here.
+al. 2024 (Smart-Infinity), HPCA. Differs: TMOF's sets are given, not searched; Harmony's layer that leaves is
+the least recently used, and where the order of layers turns round those still there are not fetched again;
+MoESys caches by a threshold on counts; Smart-Infinity's kernel and buffers cost nothing here.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, Task, divided
+from minitrain.plan.simulate.links import Number, Task
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.systems.simulate.storage import LRU
-
-
-def dealt(sizes: Sequence[Number], devices: int, needed: Number) -> list[set[int]] | None:
-    """Tensors that each device swaps, `needed` bytes at least, no tensor on two: dealt out in turn.
-
-    None if there are not enough: then only turns in direction help."""
-    sets: list[set[int]] = [set() for _ in range(devices)]
-    held = [0] * devices
-    for tensor, size in enumerate(sizes):
-        wanting = [d for d in range(devices) if held[d] < needed]
-        if wanting:
-            device = min(wanting, key=lambda d: ((d - tensor) % devices, d))
-            sets[device].add(tensor)
-            held[device] += size
-    return sets if min(held) >= needed else None
 
 
 def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], layer_s: Number) -> list[Task]:
@@ -58,12 +43,12 @@ def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
 
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
-    tasks = []
-    for d in range(devices):
-        ways = ("down", "up") if opposed and d % 2 else ("up", "down")
-        turns = [(turn, way) for turn in range(rounds) for way in ways]
-        tasks += [Task(f"{way} {d}.{turn}", f"copies {d}", size, (way,)) for turn, way in turns]
-    return tasks
+    return [
+        Task(f"{link} {d}.{turn}", f"copies {d}", size, (link,))
+        for d in range(devices)
+        for turn in range(rounds)
+        for link in (("down", "up") if opposed and d % 2 else ("up", "down"))
+    ]
 
 
 class Step(NamedTuple):
@@ -88,9 +73,8 @@ def virtualized(devices: int, layers: int, m: int) -> list[Step]:
     require_positive_ints(devices=devices, layers=layers, m=m)
     steps = []
     for d in range(devices):
-        forward = [Step(d, layer, "F") for layer in range(layers)]
-        backward = [Step(d, layer, "B") for layer in reversed(range(layers))]
-        steps += m * (forward + backward) + [Step(d, layer, "U") for layer in range(layers)]
+        forward, backward, update = ([Step(d, layer, kind) for layer in range(layers)] for kind in "FBU")
+        steps += m * (forward + backward[::-1]) + update
     return steps
 
 
@@ -119,16 +103,16 @@ def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False) -
     The least recently used layer leaves: written if it was updated, or in any case (`writes_all`: a memory
     that does not know)."""
     require_positive_ints(room=room)
-    held: dict[int, OrderedDict[int, bool]] = {}  # device -> {layer: updated}
+    memories: dict[int, OrderedDict[int, bool]] = defaultdict(OrderedDict)  # device -> {layer: updated}
     fetched = written = 0
     for device, layer, kind in steps:
-        memory = held.setdefault(device, OrderedDict())
+        memory = memories[device]
         fetched += layer not in memory
         memory[layer] = kind == "U" or memory.get(layer, False)
         memory.move_to_end(layer)
         if len(memory) > room:
             written += memory.popitem(last=False)[1] or writes_all
-    for memory in held.values():
+    for memory in memories.values():
         written += len(memory) if writes_all else sum(memory.values())
     return Volume(fetched, written)
 
@@ -142,9 +126,7 @@ def resident(free: Sequence[Number], layer_bytes: Number, layers: int, *, dynami
 
 def offloading(residents: Sequence[int], layers: int, layer_s: Number, layer_bytes: Number) -> list[Task]:
     """Steps in which the first `residents[t]` layers are on the device; others are fetched one layer ahead.
-
-    A layer that stays is fetched in the first step for which there is room, and dropped where there is none.
-    """
+    One that stays is fetched in the first step for which there is room, and dropped where there is none."""
     tasks: list[Task] = []
     for t, number in enumerate(residents):
         before = residents[t - 1] if t else 0
@@ -202,8 +184,7 @@ class DecayingLFU(LRU):
         self.reads += 1
         hit = super().read(sample)
         if self.reads % self.every == 0:
-            for expert in self.counts:
-                self.counts[expert] *= self.decay
+            self.counts = Counter({expert: count * self.decay for expert, count in self.counts.items()})
         return hit
 
     def leaves(self) -> int:
@@ -253,12 +234,3 @@ def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks:
                 after = (f"store {here}",)
                 tasks.append(Task(f"new {here}", f"news {d}", amount * sizes.parameter, to_host, after))
     return tasks
-
-
-def update_s(parameters: int, devices: int, sizes: Sizes, host: Number, device: Number, *, near) -> Number:
-    """Seconds at least, with `host` bytes/s each way and `device` each way of every storage device.
-
-    The busiest link: the host's, or of one storage device. Chunks that overlap come close to it."""
-    most = max(host_bytes(sizes, near=near).values())
-    inside = sizes.states + sizes.gradient + sizes.parameter
-    return parameters * max(divided(most, host), divided(inside, devices * device))

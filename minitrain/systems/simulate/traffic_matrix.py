@@ -2,15 +2,7 @@
 
     matrix = traffic({rank: ledger.events, ...}, ranks=128)     matrix.by_axis["tp"][0, 1]: bytes from 0 to 1
 
-An event says how much a rank hands to the network and who takes part; the algorithm says to whom:
-
-                 ring (NCCL, one channel)     direct (ours, over gloo)
-    all-gather   to the next member           to the next member
-    reduce-scatter     "                      an equal share to each of the others
-    all-reduce         "                      half as a reduce-scatter, half as an all-gather
-    all-to-all   an equal share to each of the others
-    send         to its destination
-
+An event says how much a rank hands to the network and who takes part; STRAIGHT says what of it goes to whom.
 Members are in the order of their group, the last one's next is the first. Shares are equal where the pieces
 are; what does not divide is a byte more for the first. Ranks of one stage do the same, so `every_rank` fills
 a mesh from one dry run per stage, and `renumbered` says what the same run sends with its axes in another
@@ -22,12 +14,18 @@ squares and its diagonals of one ring are two algorithms here, and two pictures.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from functools import cache
+from itertools import product
 
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.events import Event, Issue
 
-ALGORITHMS = ("ring", "direct")
+# How many halves of what is sent go to all others in equal shares; the rest goes to the next member. A ring
+# is NCCL's with one channel, direct is ours over gloo: an all-reduce is a reduce-scatter and an all-gather.
+STRAIGHT = {
+    "ring": {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "all_to_all": 2},
+    "direct": {"all_gather": 0, "reduce_scatter": 2, "all_reduce": 1, "all_to_all": 2},
+}
 Pairs = dict[tuple[int, int], int]  # (from, to) -> bytes
 
 
@@ -61,7 +59,7 @@ class Matrix:
 
 def traffic(events_by_rank: Mapping[int, Iterable[Event]], ranks: int, algorithm: str = "ring") -> Matrix:
     """The matrix of what these ranks send, in a world of so many."""
-    require_one_of(ALGORITHMS, algorithm=algorithm)
+    require_one_of(STRAIGHT, algorithm=algorithm)
     by_axis: dict[str, Counter] = {}
     for rank, events in events_by_rank.items():
         for event in events:
@@ -74,37 +72,20 @@ def _receivers(event: Issue, rank: int, algorithm: str) -> Pairs:
     """(from, to) -> bytes of one call."""
     if event.op == "send":
         return {event.members: event.sent_bytes}
+    if event.op not in STRAIGHT[algorithm]:
+        raise ValueError(f"{event.op} at {event.site}: an event does not say to whom; leave it out")
     here = event.members.index(rank)
     others = event.members[here + 1 :] + event.members[:here]  # the next one first
-    if event.op not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        raise ValueError(f"{event.op} at {event.site}: an event does not say to whom; leave it out")
-    if event.op == "all_to_all" or algorithm == "direct" and event.op == "reduce_scatter":
-        direct = event.sent_bytes
-    else:
-        direct = event.sent_bytes // 2 if algorithm == "direct" and event.op == "all_reduce" else 0
-    pairs = Counter(_dealt(rank, others, direct))
-    pairs[rank, others[0]] += event.sent_bytes - direct
-    return pairs
+    straight = event.sent_bytes * STRAIGHT[algorithm][event.op] // 2
+    share, rest = divmod(straight, len(others))
+    pairs = Counter({(rank, to): share + (i < rest) for i, to in enumerate(others)})
+    pairs[rank, others[0]] += event.sent_bytes - straight
+    return +pairs  # without those that get nothing
 
 
-def _dealt(rank: int, others: tuple[int, ...], sent: int) -> Pairs:
-    share, rest = divmod(sent, len(others))
-    return {(rank, to): share + (i < rest) for i, to in enumerate(others) if share + (i < rest)}
-
-
-def place_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Coordinates of a rank in a mesh, whose axes are given with the outermost first."""
-    place = {}
-    for axis, size in reversed(sizes.items()):
-        rank, place[axis] = divmod(rank, size)
-    return place
-
-
-def rank_at(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    rank = 0
-    for axis, size in sizes.items():
-        rank = rank * size + place[axis]
-    return rank
+def places_of(sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Coordinates of each rank in a mesh, whose axes are given with the outermost first."""
+    return list(product(*map(range, sizes.values())))
 
 
 def every_rank(
@@ -112,17 +93,17 @@ def every_rank(
 ) -> dict[int, list[Event]]:
     """The events of all ranks of a mesh, from those of the ranks at 0 of the axes `alike`, along which all
     ranks do the same: dp and tp. (Ranks of cp send the same; which scores they compute is the layout's.)"""
-    alike, found = set(alike), {}
-    for rank in range(prod(sizes.values())):
-        place = place_of(rank, sizes)
-        model = rank_at({axis: 0 if axis in alike else at for axis, at in place.items()}, sizes)
+    same = [axis in set(alike) for axis in sizes]
+    places, found = places_of(sizes), {}
+    ranks = {place: rank for rank, place in enumerate(places)}
+    for rank, place in enumerate(places):
+        model = ranks[tuple(0 if as_others else at for at, as_others in zip(place, same))]
         if model not in events_by_rank:
             raise ValueError(f"rank {rank} does what rank {model} does; give the events of rank {model}")
 
         def moved(member: int) -> int:
-            there = place_of(member, sizes)
-            far = {axis: (there[axis] + place[axis] * (axis in alike)) % size for axis, size in sizes.items()}
-            return rank_at(far, sizes)
+            far = zip(places[member], place, same, sizes.values())
+            return ranks[tuple((there + at * as_others) % size for there, at, as_others, size in far)]
 
         found[rank] = _with_members(events_by_rank[model], moved)
     return found
@@ -136,21 +117,24 @@ def renumbered(
     order = tuple(order)
     if sorted(order) != sorted(sizes):
         raise ValueError(f"order {', '.join(order)}; name each of {', '.join(sizes)} once")
-    new = {axis: sizes[axis] for axis in order}
-    number = {rank: rank_at(place_of(rank, sizes), new) for rank in range(prod(sizes.values()))}
+    places, new = places_of(sizes), [list(sizes).index(axis) for axis in order]
+    in_order = sorted(range(len(places)), key=lambda rank: [places[rank][at] for at in new])
+    number = {rank: at for at, rank in enumerate(in_order)}
     moved = {number[rank]: _with_members(events, number.get) for rank, events in events_by_rank.items()}
     return dict(sorted(moved.items()))
 
 
 def _with_members(events: Iterable[Event], number: Callable[[int], int]) -> list[Event]:
     """A group lists its ranks in ascending order, a message its source first."""
-    known: dict[tuple, tuple] = {}
 
-    def named(event: Issue) -> tuple[int, ...]:
-        key = event.op in ("send", "receive"), event.members
-        if key not in known:
-            numbers = map(number, event.members)
-            known[key] = tuple(numbers if key[0] else sorted(numbers))
-        return known[key]
+    @cache
+    def named(members: tuple[int, ...], is_message: bool) -> tuple[int, ...]:
+        numbers = map(number, members)
+        return tuple(numbers if is_message else sorted(numbers))
 
-    return [replace(event, members=named(event)) if isinstance(event, Issue) else event for event in events]
+    return [
+        replace(event, members=named(event.members, event.op in ("send", "receive")))
+        if isinstance(event, Issue)
+        else event
+        for event in events
+    ]

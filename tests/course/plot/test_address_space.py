@@ -27,7 +27,7 @@ PICTURES = {
     "died": lambda: address_space(DIED, KINDS, title=LONG),
     "pages": lambda: address_space(PAGES, KINDS, title=LONG),
     "no kinds": lambda: address_space(STITCHED, title=""),
-    "nothing": lambda: address_space(Replay(2**30, []), title=""),
+    "nothing": lambda: address_space(Replay([]), title=""),
     "strips": lambda: strips(
         {
             "segments": (DIED, 29),
@@ -106,4 +106,4 @@ def test_strips_show_the_holes_between():
 def test_too_many_blocks_are_refused():
     blocks = [Lifetime(block, 0, 1, 1) for block in range(20_001)]
     with pytest.raises(ValueError, match="20,001 blocks cannot be read as a picture; replay a part"):
-        address_space(Replay(2**30, [], placed=blocks), title="")
+        address_space(Replay([], placed=blocks), title="")

@@ -142,7 +142,7 @@ def test_a_limit_that_is_too_small_says_what_would_do():
     with pytest.raises(ValueError) as error:
         evictor.constant(2)
     assert str(error.value) == (
-        "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or by operators "
+        "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or operators "
         "that wait for it); limit_bytes is 4, raise it to 5 or more"
     )
     (a,) = evictor.run("a", [kept], [1], 1)

@@ -2,7 +2,6 @@
 
 import random
 from fractions import Fraction
-from itertools import combinations
 
 import pytest
 
@@ -59,26 +58,6 @@ def test_opposed_directions_use_both_ways_of_the_bus(devices, rounds):
     assert (
         together.carried("up") == opposed.carried("up") == opposed.carried("down") == devices * rounds * size
     )
-
-
-def test_tensors_are_dealt_out_in_turn_whatever_their_sizes():
-    assert swaps.dealt([1, 5, 1, 1, 4], 2, 6) == [{0, 2, 4}, {1, 3}]
-
-
-def test_dealt_sets_are_disjoint_and_large_enough_or_not_there():
-    assert swaps.dealt([1] * 8, 2, 4) == DISJOINT
-    assert swaps.dealt([1] * 8, 2, 3) == [{0, 2, 4}, {1, 3, 5}]
-    assert swaps.dealt([1] * 8, 2, 5) is None
-    draw = random.Random(0)
-    for _ in range(100):
-        sizes, devices = [draw.randint(1, 9) for _ in range(draw.randint(2, 10))], draw.randint(1, 4)
-        needed = draw.randint(1, 20)
-        sets = swaps.dealt(sizes, devices, needed)
-        if sets is None:
-            assert sum(sizes) < devices * (needed + max(sizes)), "there was enough for all"
-        else:
-            assert all(sum(sizes[i] for i in chosen) >= needed for chosen in sets)
-            assert all(not a & b for a, b in combinations(sets, 2))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from minitrain.ranks.collectives import backends, transport
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.simulate.traffic_matrix import every_rank, place_of, renumbered, traffic
+from minitrain.systems.simulate.traffic_matrix import every_rank, places_of, renumbered, traffic
 
 TINY = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, d_ff=64, max_positions=16)
 FOUR = replace(TINY, num_layers=4, num_heads=8)
@@ -142,7 +142,8 @@ def plain(events_by_rank, sent_only):
 def test_a_mesh_is_filled_from_one_rank_per_stage(strategy, order):
     """And in another order it has the events of a dry run of that order."""
     whole, sizes, alike = dry(strategy), strategy.axes, [axis for axis in strategy.axes if axis != "pp"]
-    stages = [rank for rank in whole if not any(place_of(rank, sizes)[axis] for axis in alike)]
+    places = [dict(zip(sizes, place)) for place in places_of(sizes)]
+    stages = [rank for rank in whole if not any(places[rank][axis] for axis in alike)]
     assert len(stages) == 2
     filled, sent_only = every_rank({rank: whole[rank] for rank in stages}, sizes, alike), strategy.cp > 1
     assert plain(filled, sent_only) == plain(whole, sent_only)
