@@ -91,7 +91,8 @@ class Evictor:
         self.operators = self.recomputed = self.evictions = 0
         self.recomputed_cost = self.clock = self.evicted_bytes = 0
         self.resident_bytes = self.peak_bytes = 0
-        self.waiting: list[Operator] = []  # to run, each for the inputs of the one before
+        # Operators to run, each for the inputs of the one before, and which of its own inputs stay for it.
+        self.waiting: list[tuple[Operator, set[Block]]] = []
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
         self._numbers = count()
 
@@ -145,22 +146,23 @@ class Evictor:
     def _execute(self, operator: Operator) -> None:
         """Run it, after whatever has to run again for its inputs; no recursion, so chains may be long."""
         before = len(self.waiting)
-        self.waiting.append(operator)
+        self.waiting.append((operator, set()))
         try:
             while len(self.waiting) > before:
-                last = self.waiting[-1]
+                last, stays = self.waiting[-1]
+                stays.update(block for block in last.inputs if block.resident)
                 missing = next((block for block in last.inputs if not block.resident), None)
                 if missing is None:
                     self._run(last)
                     self.waiting.pop()
                 else:
-                    self.waiting.append(missing.made_by)
+                    self.waiting.append((missing.made_by, set()))
         finally:
             del self.waiting[before:]
 
     def _read(self) -> set[Block]:
-        """What operators that wait read: it stays."""
-        return {block for operator in self.waiting for block in operator.inputs}
+        """What operators that wait have found: it stays."""
+        return {block for _, stays in self.waiting for block in stays}
 
     def _run(self, operator: Operator) -> None:
         """Also outputs that are there already are made once more, and need room until they are dropped."""
