@@ -26,7 +26,7 @@ from minitrain.ranks.collectives import (
 
 EYE = torch.eye(3)
 REFUSED = [
-    (lambda g: all_reduce(EYE, None), "group is None; pass a process group: mesh.group('dp'), or"),
+    (lambda g: all_reduce(EYE, None), "group is None; pass a process group: mesh.group('dp')"),
     (lambda g: all_reduce(EYE, "dp"), "group is 'dp'; pass a process group: mesh.group('dp')"),
     (lambda g: all_reduce(EYE, dist.GroupMember.NON_GROUP_MEMBER), "not a member of the group"),
     (lambda g: all_reduce(3.0, g), "all_reduce: x is a float; pass a tensor"),
