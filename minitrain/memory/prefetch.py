@@ -29,8 +29,10 @@ class Prefetch:
     def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, policy="belady", circular=True):
         require_one_of(("belady", "lru"), policy=policy)
         require_ints(0, MOST, ahead=ahead)
-        if not order:
-            raise ValueError("no uses: give the order in which chunks are used in one pass")
+        if not order or not set(order) <= sizes.keys():
+            raise ValueError(
+                "give the order in which chunks are used in one pass, of chunks that have a size"
+            )
         if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
             what = f"a chunk has {largest:,} bytes, and there is room for {room_bytes:,}"
             raise ValueError(f"{what}; give more room, or cut chunks")
