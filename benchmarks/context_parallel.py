@@ -27,7 +27,6 @@ from benchmarks.measure import (
 )
 from minitrain import launch
 from minitrain.attention.kernel import FUSED, merge
-from minitrain.context.gathered import gathered_attention
 from minitrain.context.layout import contiguous, join, split, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.ranks.collectives.transport import renamed

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
 from minitrain import launch
-from minitrain.attention.dropout import Places
+from minitrain.attention.placed import Places
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import recompute_in
 from minitrain.compose.run import Run

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import Places, drop_by_place
+from minitrain.attention.placed import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import multiply_in, roll_scales
 from minitrain.compose.run import Run, saved_buffers

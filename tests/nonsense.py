@@ -102,7 +102,7 @@ READ_AS = {  # parameters without a hint, by the names that this package gives t
     **dict.fromkeys("make_optimizer core act loss_fn work layout".split(), Callable),
 }
 MEANT = (  # by a name that several modules have
-    "pipeline.schedule.Action attention.hbm_traffic.Traffic systems.plan.search.problem.example "
+    "pipeline.schedule.Action attention.flash.Traffic systems.plan.search.problem.example "
     "plan.planner.Task plan.simulate.machines.machine compose.dry_runs.work_of "
     "pipeline.schedules.one_direction.one_f_one_b model.gpt.GPT model.config.GPTConfig plan.strategy.Strategy"
 )

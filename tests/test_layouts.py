@@ -103,7 +103,7 @@ def test_the_draws_would_notice(what):
     """Controls: what the draws prove is wrong without the one line that does it."""
 
     def rank(case):
-        from minitrain.attention import dropout
+        from minitrain.attention import placed
         from minitrain.compose import parallelize as module
         from minitrain.model import mixture
         from minitrain.moe import dispatch
@@ -133,7 +133,7 @@ def test_the_draws_would_notice(what):
         elif what == "whole rows decide who is dropped":
             mixture.MixtureOfExperts.whole_rows = lambda self, chosen, positions: (chosen, None)
         else:
-            dropout.Places.at = lambda self, step, first_row: None
+            placed.Places.at = lambda self, step, first_row: None
         return on_rank(case)
 
     reference = one_process(BROKEN[what])

@@ -9,9 +9,8 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data_parallel import states
-from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.data_parallel.bucketed import GradReducer, Replicated
 from minitrain.data_parallel.naive import all_reduce_gradients
-from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
@@ -20,8 +19,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel import parameter_server
 from minitrain.systems.data_parallel.accumulation import LocalUpdates, ScatteredGradients
-from minitrain.systems.data_parallel.broadcast import broadcast_parameters
-from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
+from minitrain.systems.data_parallel.negotiated import NegotiatedReducer, broadcast_parameters
 
 LAYERS, WIDTH, RANKS = 8, 64, 4
 M, ROW = WIDTH * WIDTH * 8, WIDTH * 8

@@ -20,7 +20,7 @@ import torch
 from minitrain import collectives
 
 # %% judge="tools"
-from minitrain.systems.communication.check import check
+from minitrain.systems.communication.chunk_schedule import check
 from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, sent_shares
 from minitrain.course.grading.answer_checks import (
     Draw,

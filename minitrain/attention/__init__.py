@@ -1,10 +1,8 @@
 """Attention on one device: by tiles, by parts that merge, with biases and masks that depend on positions.
 
 First  kernel              attention over some keys, with the log-sum-exp by which outputs merge
-       flash               FlashAttention's tiles, forward and backward
-then   score_tiles         which scores a causal mask leaves of a tile
-       hbm_traffic         what moves between slow and fast memory
-       blockwise           attention and MLP by blocks
+       flash               FlashAttention's tiles, and what moves between slow and fast memory
+then   blockwise           attention and MLP by blocks
        packed              sequences of different lengths in one row
-beside placed, dropout     a bias and masks that are functions of the position of a score
+beside placed              a bias and masks that are functions of the position of a score
 """

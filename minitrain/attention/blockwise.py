@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain.attention.flash import flash_2, flash_attention
-from minitrain.attention.score_tiles import pieces
+from minitrain.attention.kernel import pieces
 
 TILED = partial(flash_attention, kernel=flash_2())
 

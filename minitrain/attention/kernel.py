@@ -10,9 +10,11 @@ keys needs of the others only the final O and lse. With P = exp(S - lse) and D =
 
 so backward computes each block again, and gradients are sums over blocks. `plain_*` is these equations and
 holds scores [Tq, Tk]; `fused_*` calls torch's flash kernels (CPU: any float; CUDA: fp16, bf16), which do not.
-k and v may have fewer heads than q, and v another width than k. Sends nothing.
-Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al.
-2022, arXiv:2205.14135, section 3.1 and appendix B. Differs: no tiles here, flash.py has those.
+k and v may have fewer heads than q, and v another width than k. Under a causal mask query i sees keys 0 ..
+i + shift, shift = Tk - Tq: the last query sees the last key, and queries may be the last ones of a longer
+text. A tile without a visible score is not computed, one that the diagonal crosses gets -inf, others no mask.
+Sends nothing. Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section
+2; Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B; Dao 2023, arXiv:2307.08691, section 3.1.
 """
 
 from __future__ import annotations
@@ -25,9 +27,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.attention.score_tiles import score_matrix, wide
 from minitrain.ranks import torch_private
 from minitrain.ranks.autograd import custom_vjp
+from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """In which softmax and its sums are computed: float32, or x's own dtype where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def pieces(length: int, size: int) -> list[slice]:
+    """0 .. length in runs of `size`, the last one perhaps shorter."""
+    require_positive_ints(size=size)
+    require_ints(0, MOST, length=length)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def diagonal(q: Tensor, k: Tensor, causal: bool) -> int | None:
+    """The shift of the mask, or None if every query sees every key."""
+    queries, keys = q.size(-2), k.size(-2)
+    if causal and queries > keys:
+        raise ValueError(f"causal: of {queries} queries with {keys} keys the first ones see nothing")
+    return keys - queries if causal else None
+
+
+def visible(rows: slice, columns: slice, shift: int | None) -> bool:
+    """Some query of the rows sees some key of the columns."""
+    return shift is None or columns.start < rows.stop + shift
+
+
+def score_tile(q: Tensor, k: Tensor, rows: slice, columns: slice, shift: int | None) -> Tensor:
+    """q `[.., r, K]` and k `[.., c, K]`, which are these rows and columns -> `[.., r, c]`, in `wide`."""
+    scores = (q @ k.transpose(-2, -1)).to(wide(q)) / math.sqrt(q.size(-1))
+    if shift is None or columns.stop <= rows.start + shift + 1:
+        return scores
+    return scores + scores.new_full(scores.shape[-2:], -math.inf).triu(rows.start + shift - columns.start + 1)
+
+
+def score_matrix(q: Tensor, k: Tensor, shift: int | None) -> Tensor:
+    """The one tile of all rows and columns, `[.., Tq, Tk]`."""
+    return score_tile(q, k, slice(0, q.size(-2)), slice(0, k.size(-2)), shift)
+
+
+def largest(scores: Tensor) -> Tensor:
+    """The maximum of each row `[.., r, 1]`, finite where a row sees nothing, too: -inf - (-inf) is nan."""
+    return scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+
+
+def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax of rows before the first key: sums 0 `[.., K]` and 0 `[.., 1]`, maximum -inf."""
+    summed = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide(q))
+    row_sum = q.new_zeros(*q.shape[:-1], 1, dtype=wide(q))
+    return summed, row_sum, torch.full_like(row_sum, -math.inf)
 
 
 class Kernel(NamedTuple):

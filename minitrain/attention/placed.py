@@ -1,34 +1,193 @@
 """What depends on the positions of a score: ALiBi's bias and the mask of dropout, also tile by tile.
 
     S = Q Kᵀ / sqrt(K) + A          A[b, h, i, j] = - slope_h (i - j)       slopes: a geometric sequence
-    O = (P ∘ M') V                  M' = M / (1-p)         M[b, h, i, j] = keep(seed; b, h, i, j)   dropout.py
+    O = (P ∘ M') V                  M' = M / (1-p)         M[b, h, i, j] = keep(seed; b, h, i, j)
 
-Slopes are not trained, and cut as the heads are. A core that has the whole sequence takes the positions that
-came with its tokens (`full`); one that computes tiles, over ranks or slice after slice, knows the positions i
-of queries and j of keys of every tile (`between`, layout.Tile). A is in all scores and hence in lse; backward
-adds it again. The softmax is over *all* scores, dropped or not, so lse and P are those without dropout,
-results merge by lse, and a ring sends what it sent:
+A generator gives its n-th number after n-1 others: two ranks that compute one score, or one that does so
+again in recomputation, would draw different ones. A counter-based generator hashes a counter: here the place
+in the whole batch and model (row b, head h, query i, key j; of activations channel j), with a seed of the
+run's seed, the step and the layer's name. So every layout, schedule and recomputation drops what one process
+drops; no mask is kept or sent. The hash is splitmix64's, once for each coordinate: s = mix(s + γ (c + 1)),
+uniform over 64 bits; M = [s >= p 2^64].
 
-    O = Σ_blocks e^(lse_b - lse) O_b        O_b = (P_b ∘ M'_b) V_b        dV = (P ∘ M')ᵀ dO
-    dP = M' ∘ (dO Vᵀ)        dS = P ∘ (dP - D)        D = Σ_j P_j dP_j = rowsum(dO · O), still
-
-A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes none,
-and neither takes M: such tiles compute scores as `plain_*` does. Sends nothing. Memory: H scores of a tile
-for A; a tile of scores with dropout or on CUDA, and 16 bytes per score for M. Press et al. 2021 (ALiBi),
-arXiv:2108.12409, section 3; Dao et al. 2022, arXiv:2205.14135, appendix B. Differs: distances come from
-positions, not from a length.
+A core that has the whole sequence takes the positions that came with its tokens (`full`); one that computes
+tiles, over ranks or slice after slice, knows those of queries and keys of every tile (`between`).
+Sends nothing. Memory: 16 bytes per score for M, H scores of a tile for A, a tile of scores with dropout or on
+CUDA. Press et al. 2021 (ALiBi), arXiv:2108.12409, section 3; Dao et al. 2022, arXiv:2205.14135, appendix B;
+Salmon et al. 2011 (Random123), SC'11, section 2; Steele et al. 2014, OOPSLA (splitmix64). Differs: distances
+come from positions; counters are places in the model, theirs in the grid of a kernel on one device.
 """
 
+import hashlib
 import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minitrain.attention.dropout import DropMask, Positions
 from minitrain.attention.kernel import FUSED, PLAIN, Kernel
 from minitrain.ranks.checks import require_fractions, require_positive_ints
+
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
+ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+Positions = Callable[[torch.device], tuple[Tensor, Tensor]]  # of queries and of keys, on that device
+
+
+def mix(z: Tensor) -> Tensor:
+    """int64 -> int64, in place: a permutation; each bit of the result depends on all bits. Products wrap."""
+    for shift, factor in ROUNDS:
+        z.bitwise_xor_(shifted(z, shift)).mul_(factor)
+    return z.bitwise_xor_(shifted(z, 31))
+
+
+def shifted(z: Tensor, places: int) -> Tensor:
+    """To the right, zeros in front; torch's >> of signed numbers copies the sign."""
+    return (z >> places).bitwise_and_(2 ** (64 - places) - 1)
+
+
+def keep(p: float, seed: Tensor | int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """int64 `[B]`, `[H]`, `[Tq]`, `[Tk]`, global numbers -> bool `[B, H, Tq, Tk]`: True at a rate 1-p."""
+    state = hashed(seed, rows[:, None, None, None], heads[:, None, None], queries[:, None], keys)
+    return state >= round(p * 2**64) - 2**63
+
+
+def uniform(seed: Tensor | int, rows: Tensor, positions: Tensor) -> Tensor:
+    """int64 `[B]` and `[B, T]` -> float64 `[B, T]`, 53 bits in [0, 1)."""
+    return shifted(hashed(seed, rows[:, None], positions), 11).double() * 2.0**-53
+
+
+def hashed(seed: Tensor | int, *places: Tensor) -> Tensor:
+    """64 bits for every combination of these coordinates, which fit each other's shapes."""
+    state = mix(torch.as_tensor(seed, dtype=torch.int64, device=places[-1].device).clone())
+    for place in places:
+        state = mix(state + (place + 1) * GAMMA)
+    return state
+
+
+class DropMask(NamedTuple):
+    """The `dropout` of a call of a core: rate, seed, global numbers of its first row, head and token."""
+
+    p: float
+    seed: Tensor | int
+    first_row: int = 0
+    first_head: int = 0
+    first_token: int = 0
+
+    def keep(self, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool `[B, H, Tq, Tk]` for positions `[Tq]` and `[Tk]`."""
+        rows = torch.arange(self.first_row, self.first_row + batch, device=keys.device)
+        heads = torch.arange(self.first_head, self.first_head + heads, device=keys.device)
+        return keep(self.p, self.seed, rows, heads, queries + self.first_token, keys + self.first_token)
+
+    def factors(self, like: Tensor, positions: Positions) -> Tensor:
+        """M / (1-p) for the probabilities `like` `[B, H, Tq, Tk]` at these positions."""
+        return self.keep(*like.shape[:2], *positions(like.device)).to(like.dtype).div_(1 - self.p)
+
+    def __call__(self, probabilities: Tensor) -> Tensor:
+        """Dropped probabilities of a whole sequence in its natural order, `[B, H, T, T]`."""
+        batch, heads, *tokens = probabilities.shape
+        kept = self.keep(batch, heads, *in_order(*tokens)(probabilities.device))
+        return torch.where(kept, probabilities / (1 - self.p), 0.0)  # autograd keeps a byte a score, no more
+
+
+def in_order(queries: int, keys: int) -> Positions:
+    """Of so many tokens, from the first on."""
+    return lambda device: (torch.arange(queries, device=device), torch.arange(keys, device=device))
+
+
+class Places:
+    """Step and first row of the global batch: set by who cuts a batch, read by all dropouts of a rank."""
+
+    def __init__(self, seed: int = 0):
+        self.seed, self.step, self.first_row = seed, 0, 0
+
+    def at(self, step: int, first_row: int) -> None:
+        self.step, self.first_row = step, first_row
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Of what is computed again later: inside of it(), step and rows are those of now."""
+        return partial(self.during, self.step, self.first_row)
+
+    @contextmanager
+    def during(self, step: int, first_row: int) -> Iterator[None]:
+        outside = self.step, self.first_row
+        self.at(step, first_row)
+        try:
+            yield
+        finally:
+            self.at(*outside)
+
+    def seed_of(self, site: str) -> int:
+        """63 bits: another mask in each step and at each site."""
+        text = f"{self.seed}/{self.step}/{site}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+class DropRows(nn.Module):
+    """`layers.Dropout` by position; `local_positions` picks those of x `[B, T, D]` where tokens are cut."""
+
+    def __init__(self, p: float, places: Places, site: str, local_positions: Callable | None = None):
+        super().__init__()
+        self.p, self.places, self.site, self.local_positions = p, places, site, local_positions
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if not (self.p and self.training):
+            return x
+        mask = DropMask(self.p, self.places.seed_of(self.site), self.places.first_row)
+        channels = torch.arange(x.size(-1), device=x.device)
+        if self.local_positions:
+            positions = self.local_positions(positions)
+        kept = mask.keep(x.size(0), 1, positions, channels).squeeze(1)
+        return torch.where(kept, x / (1 - self.p), 0.0)
+
+
+def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
+    """core(q, k, v, .., dropout=p) with the mask of this site; this rank has part `part` of the heads."""
+
+    def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
+        if dropout:
+            more["dropout"] = DropMask(dropout, places.seed_of(site), places.first_row, part * q.size(1))
+        return core(q, *others, **more)
+
+    return run
+
+
+def draws_by_place(places: Places, site: str) -> Callable[[Tensor], Tensor]:
+    """positions `[B, T]` -> a number in [0, 1) for each, whichever rank draws it (a router's)."""
+
+    def draws(positions: Tensor) -> Tensor:
+        rows = torch.arange(places.first_row, places.first_row + len(positions), device=positions.device)
+        return uniform(places.seed_of(site), rows, positions)
+
+    return draws
+
+
+def drop_by_place(
+    layers: Iterable[nn.Module], places: Places, part: int = 0, local_positions: Callable | None = None
+) -> None:
+    """Every dropout of these layers, in place: of activations, of scores, and what routers draw."""
+    for layer in layers:
+        for name, module in list(layer.named_children()):
+            if isinstance(module, nn.Dropout):
+                setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", local_positions))
+        if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
+            layer.mlp.router.draws = draws_by_place(places, f"{layer.name}.router")
+        if hasattr(layer, "attention"):
+            layer.attention.core = drop_scores(layer.attention.core, places, f"{layer.name}.scores", part)
+
+
+# ---- a bias, and tiles with both ---------------------------------------------------------------------------
+#
+# A is in all scores and hence in lse; backward adds it again. The softmax is over *all* scores, dropped or
+# not, so lse and P are those without dropout, results merge by lse, and a ring sends what it sent:
+#     O = Σ_blocks e^(lse_b - lse) O_b        O_b = (P_b ∘ M'_b) V_b        dV = (P ∘ M')ᵀ dO
+#     dP = M' ∘ (dO Vᵀ)        dS = P ∘ (dP - D)        D = Σ_j P_j dP_j = rowsum(dO · O), still
+# A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes
+# none, and neither takes M: such tiles compute scores as `plain_*` does. Slopes are not trained, and cut as
+# heads.
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -98,7 +257,7 @@ def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropM
     elif bias is not None and len(bias.slopes) != q.size(1):
         wrong = f"ALiBi has {len(bias.slopes)} slopes for {q.size(1)} heads; cut both alike"
     elif dropout and not isinstance(dropout, DropMask):
-        wrong = f"dropout={dropout} is a rate without a seed; give a DropMask, as dropout.drop_scores does"
+        wrong = f"dropout={dropout} is a rate without a seed; give a DropMask, as drop_scores does"
     elif dropout and not 0 <= dropout.p < 1:
         wrong = f"dropout p={dropout.p}; must be in [0, 1)"
     if wrong:

@@ -16,13 +16,16 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.context.core_names import dealt_to, even_slices
-from minitrain.context.double_ring import burst_attention, double_ring_attention
-from minitrain.context.gathered import gathered_attention
+from minitrain.context.core_names import dealt_to, slice_lengths
 from minitrain.context.layout import Layout, contiguous, sliced, striped, zigzag
-from minitrain.context.ring import last_attention, ring_attention
-from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.context.ring import (
+    burst_attention,
+    double_ring_attention,
+    gathered_attention,
+    last_attention,
+    ring_attention,
+)
+from minitrain.context.ulysses import dealt, loongtrain_attention, ulysses_attention, usp_attention
 from minitrain.ranks.checks import require_one_of
 from minitrain.systems.context.balanced import balanced_attention
 from minitrain.systems.context.ring_self_attention import ring_self_attention
@@ -57,7 +60,7 @@ def core_of_slices(name: str, groups: Mapping[str, ProcessGroup], layout: str, s
 
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None, **extras) -> Tensor:
         so_far = [length * ranks for length in lengths] if lengths else slices
-        so_far = even_slices(k.size(2) * ranks, so_far, ranks) if isinstance(so_far, int) else so_far
+        so_far = slice_lengths(k.size(2) * ranks, so_far, ranks)
         if len(sizes) > 1 and "ulysses" in sizes:
             return _core(name, groups, LAYOUTS[layout], slices=so_far)(q, k, v, **extras)
         return _core(name, groups, sliced(LAYOUTS[layout], so_far))(q, k, v, **extras)

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.dropout import Places
+from minitrain.attention.placed import Places
 from minitrain.data_parallel.hybrid import Chain
-from minitrain.data_parallel.sharded_units import UnitBuffer, elements
 from minitrain.data_parallel.sync import Sync
+from minitrain.data_parallel.zero3 import UnitBuffer, elements
 from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host

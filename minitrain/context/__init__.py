@@ -1,7 +1,6 @@
 """The tokens of a sequence over ranks: rings, all-to-alls, and both.
 
-first    layout, ring, gathered, ulysses     who has what, and how even that is; K, V go round, or are
-                                             gathered; heads dealt
-then     double_ring, ulysses_ring           rings in rings (Burst, LoongTrain); Ulysses and rings
+first    layout, ring, ulysses               who has what, and how even that is; K, V go round, in rings
+                                             in rings too, or are gathered; heads dealt; both
 beside   core_names                          the cores by name
 """

@@ -69,21 +69,16 @@ def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
 
 
 def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[int]:
-    """Tokens of each slice on all ranks, from how many there are, or as given if they add up."""
+    """Tokens of each slice on all ranks: as given if they add up, or each rank cuts its T/n into so many, the
+    first ones perhaps a token longer."""
     require_positive_ints(ranks=ranks)
-    if isinstance(slices, int):
-        return even_slices(length, slices, ranks)
-    if sum(slices) != length:
-        what = f"slices of {list(slices)} tokens are {sum(slices)}, the sequence has {length}"
-        raise ValueError(f"{what}; make them add up")
-    return list(slices)
-
-
-def even_slices(length: int, count: int, ranks: int) -> list[int]:
-    """Tokens of each slice, if each rank cuts its T/n into `count`, the first ones perhaps a token longer."""
-    require_positive_ints(ranks=ranks)
-    if count < 1 or length % ranks or length // ranks < count:
-        what = f"{count} slices of T={length} over {ranks} ranks"
-        raise ValueError(f"{what}: each rank needs the same number of tokens, {count} or more")
-    size, longer = divmod(length // ranks, count)
-    return [(size + (number < longer)) * ranks for number in range(count)]
+    if not isinstance(slices, int):
+        if sum(slices) != length:
+            what = f"slices of {list(slices)} tokens are {sum(slices)}, the sequence has {length}"
+            raise ValueError(f"{what}; make them add up")
+        return list(slices)
+    if slices < 1 or length % ranks or length // ranks < slices:
+        what = f"{slices} slices of T={length} over {ranks} ranks"
+        raise ValueError(f"{what}: each rank needs the same number of tokens, {slices} or more")
+    size, longer = divmod(length // ranks, slices)
+    return [(size + (number < longer)) * ranks for number in range(slices)]

@@ -7,7 +7,6 @@ two blocks of keys. K and V travel with the few heads that there are (GQA), hidd
 the block before. Backward goes round again: P is computed anew from lse, dQ stays, and dK, dV of a block
 travel one step behind it and collect every rank's share; the owner's share never leaves. The last hop is not
 hidden.
-
     forward     (n-1) · 2 · B·H_kv·T/n·K elements          backward     twice that: K, V once more, and dK, dV
 
 A step takes 4·B·H·c²·K FLOPs while 4·B·H·c·K bytes of bf16 arrive (c = T/n, H_kv = H): hidden from c = FLOP/s
@@ -16,13 +15,14 @@ are made in at least float32, and rounded to k's dtype for each hop. Memory, wha
 q's size forward, 19 in backward (H_kv = H, float32), among them two blocks of K and V, three of their
 gradients. Li et al. 2021, arXiv:2105.13120; Liu et al. 2023 (Ring Attention), arXiv:2310.01889, section 3;
 Brandon et al. 2023 (Striped Attention), arXiv:2311.09431. Differs: one function for all layouts (layout.py)
-and for rings within rings (double_ring.py); the own block sends no gradient.
+and any depth of rings; the own block sends no gradient.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -35,10 +35,13 @@ from minitrain.attention.kernel import (
     empty_result,
     merge,
     recomputed,
+    row_sums,
+    stand_in,
 )
 from minitrain.attention.placed import check_places, placed
-from minitrain.context.layout import Layout, Tile, contiguous, last, tiles
+from minitrain.context.layout import Layout, Tile, contiguous, last, positions_of, tiles, zigzag
 from minitrain.ranks import collectives
+from minitrain.ranks.autograd import custom_vjp
 
 Tensors = tuple[Tensor, ...]
 
@@ -186,3 +189,127 @@ def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, bias=
         raise ValueError(f"{what}: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must be of one dtype")
     check_places(what, q, bias, dropout)
     return placed(kernel, bias, dropout)
+
+
+# ---- rings within rings ------------------------------------------------------------------------------------
+#
+# N nodes of M devices: blocks go round inside a node while those of the next node arrive. One ring crosses
+# between nodes in each step, on one of a node's M network cards; here a block crosses N - 1 times, on every
+# card, behind M steps' products. Ranks send N·M - 1 blocks either way.
+#
+#                              steps across    of a node's blocks   of a busy rank's   2 nodes of 8 H100*
+#     one ring of N·M ranks    N·M - 1         N·M - 1              N·M - 1            4.1 ms    40.0 ms
+#     outer N, inner M         N - 1           M (N - 1)            N - 1              1.62 ms   40.1 ms
+#     * forward and backward, replayed, T=16K and T=128K: H=32, H_kv=8, K=128, bf16, zig-zag
+#
+# BurstAttention's backward may send "queries": K, V, dK, dV stay; Q, dO, lse, D = rowsum(dO · O), dQ go
+# round:
+#     keys       (n-1) · 4 · B·H_kv·T/n·K                 less wherever H_kv <= 3/4 H
+#     queries    (n-1) · (3 · B·H·T/n·K + 2 · B·H·T/n)    a quarter less for H_kv = H; lse, D at least float32
+# Memory: for each ring further out two more blocks of K and V, five in backward. Gu et al. 2024 (LoongTrain),
+# arXiv:2406.18485; Sun et al. 2024 (BurstAttention), arXiv:2403.09347, section 3; 2025, arXiv:2509.19836.
+
+
+SIDES = "queries", "keys"
+
+
+def double_ring_attention(q, k, v, *, outer, inner, layout=zigzag, causal=True, **how) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the ranks outer · M + inner of
+    mesh.group("outer", "inner") -> `[B, H, T/n, K]`. `how`: kernel, bias, dropout (ring.check_core)."""
+    kernel = check_core("double_ring_attention", q, k, v, fewer=True, **how)
+    check_crossing(outer=outer, inner=inner)
+    rings = Rings((outer, inner), layout, causal)
+    return recomputed(ring_forward, ring_backward, q, k, v, rings, kernel)
+
+
+def burst_attention(
+    q, k, v, *, inside, across, layout=contiguous, causal=True, backward_sends="queries", **how
+) -> Tensor:
+    """The same; groups `inside`: the M devices of this node, `across`: the N with this one's number."""
+    kernel = check_core("burst_attention", q, k, v, fewer=True, **how)
+    if backward_sends not in SIDES:
+        raise ValueError(f"burst_attention: {backward_sends=}; choose from {', '.join(SIDES)}")
+    backward = ring_backward if backward_sends == "keys" else queries_backward
+    return recomputed(ring_forward, backward, q, k, v, Rings((across, inside), layout, causal), kernel)
+
+
+def queries_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> Tensors:
+    """`ring_backward`, but the queries' side goes round -> dq, dk, dv of this rank's tokens."""
+    plan, dk, dv = rings.plan(q, k, queries_travel=True), GradSum(k), GradSum(v)
+
+    def add_block(steps: tuple[int, ...], q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Tensors:
+        dq = GradSum(q)
+        add_tiles_backward(plan[steps], dout, q, k, v, stand_in(dout, delta), lse, dq, dk, dv, kernel)
+        return (dq.by_token,)
+
+    (dq,) = nested_ring_pass((q, dout, lse, row_sums(dout, out)), rings.groups, add_block)
+    return tuple(dx.to(q.dtype).transpose(1, 2) for dx in (dq, dk.by_token, dv.by_token))
+
+
+def check_crossing(**groups: ProcessGroup) -> None:
+    """Axes of a grid have this rank in common, and no other."""
+    for (axis, group), (other, other_group) in combinations(sorted(groups.items()), 2):
+        ours, theirs = (list(collectives.channel_of(g).members) for g in (group, other_group))
+        if len(shared := sorted(set(ours) & set(theirs))) != 1:
+            what = f"{axis} group {ours} and {other} group {theirs} share ranks {shared}"
+            names = f"on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})"
+            raise ValueError(f"{what}, but must cross in this rank only; {names}")
+
+
+# ---- all keys gathered -------------------------------------------------------------------------------------
+#
+# K, V[B, T, H_kv, 2K] of all ranks come in one all-gather, backward reduce-scatters dK, dV: a ring's bytes
+# forward, half of them backward (`keep=False` gathers again: a ring's). Nothing is hidden and K, V of all
+# tokens are held, twice while they are put in order (8 bytes per token for that), and dK, dV in at least
+# float32; in return attention is as on one device, in fewer and larger tiles: all keys before a run of
+# queries are one tile, whosever they are. Zig-zag is even here, too. Dubey et al. 2024 (Llama 3),
+# arXiv:2407.21783, section 3.3.2. Differs: any layout, ALiBi, dropout.
+
+
+def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
+    than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
+    kernel = check_core("gathered_attention", q, k, v, fewer=True, **how)
+    seen, order = seen_and_order(q, k, group, layout, causal)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensors]:
+        keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)
+        softmax.add_tiles(seen, *keys_values, kernel)
+        out, lse = softmax.result()
+        return out, (q, *(keys_values if keep else (k, v)), out, lse)
+
+    def backward(dys: Tensors, saved: Tensors, _) -> Tensors:
+        q, k, v, out, lse = saved
+        k, v = (k, v) if keep else gather(k, v, group, order)
+        dq, dk, dv = GradSum(q), GradSum(k), GradSum(v)
+        add_tiles_backward(seen, *dys, q, k, v, out, lse, dq, dk, dv, kernel)
+        return dq.total.to(q.dtype), *scatter(dk, dv, group, order, k.dtype)
+
+    return custom_vjp(forward, backward, q, k, v)
+
+
+def seen_and_order(q, k, group, layout: Layout, causal: bool) -> tuple[list[Tile], Tensor | None]:
+    """What this rank's queries see of all keys in order, and the place of each by rank (None: the same)."""
+    ranks, length = group.size(), group.size() * k.size(-2)
+    runs = [layout(rank, ranks, length) for rank in range(ranks)]
+    by_rank = sum(runs, [])
+    keys = sorted(by_rank, key=lambda run: run.start)
+    order = positions_of(by_rank, q.device).argsort()[positions_of(keys, q.device)]
+    seen = tiles(last(runs[group.rank()], q.size(-2)), keys, causal)
+    return seen, None if by_rank == keys else order
+
+
+def gather(k: Tensor, v: Tensor, group: ProcessGroup, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """K and V `[B, H_kv, T, K]` of all ranks, in one message."""
+    both = collectives.all_gather(torch.cat((k, v), -1).transpose(1, 2), group, dim=1)  # [B, T, H_kv, 2K]
+    both = (both if order is None else both.index_select(1, order)).transpose(1, 2)
+    return both[..., : k.size(-1)], both[..., k.size(-1) :]
+
+
+def scatter(dk: GradSum, dv: GradSum, group, order: Tensor | None, dtype) -> tuple[Tensor, Tensor]:
+    """This rank's tokens of the sums over ranks, `[B, H_kv, T/n, K]`."""
+    both = torch.cat((dk.by_token, dv.by_token), -1).to(dtype)
+    if order is not None:
+        both = both.index_select(1, order.argsort())
+    own = collectives.reduce_scatter(both, group, dim=1).transpose(1, 2)
+    return own[..., : dk.x.size(-1)], own[..., dk.x.size(-1) :]

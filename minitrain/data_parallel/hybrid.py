@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.choices import PARO_SHARDINGS
-from minitrain.data_parallel.sharded_units import UnitBuffer
-from minitrain.data_parallel.zero3 import Zero3
+from minitrain.data_parallel.zero3 import UnitBuffer, Zero3
 from minitrain.ranks.collectives import Handle, all_gather, all_reduce, reduce_scatter
 
 

@@ -70,7 +70,7 @@ class Linear(nn.Linear):
 class Dropout(nn.Dropout):
     """torch's, with a mask of one byte per element on every device (on a CPU torch's is as wide as x)."""
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # by place: attention/dropout.py
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # by place: attention/placed.py
         return drop(x, self.p if self.training else 0.0)
 
 

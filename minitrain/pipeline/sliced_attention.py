@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import widened
-from minitrain.attention.placed import Alibi, check_places
+from minitrain.attention.placed import Alibi, DropMask, check_places
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.ranks.torch_private import in_backward

@@ -1,6 +1,6 @@
 """Rounding by chance whose random numbers are a function of the place: alike in every layout, stored nowhere.
 
-    bits of element i of `name` in step t = hashed(seed / t / name, i)        64, as in attention/dropout.py
+    bits of element i of `name` in step t = hashed(seed / t / name, i)        64, as in attention/placed.py
     weight, mean, mean of squares             21 of them each, a number k · 2^-21 in [0, 1)
 
 A float32 has 16 bits more than the bfloat16 that it becomes, so 21 are enough for E[rounded] = x to the bit.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from minitrain.attention.dropout import Places, hashed, shifted
+from minitrain.attention.placed import Places, hashed, shifted
 from minitrain.precision.formats import BF16
 from minitrain.precision.rounding import round_to
 

@@ -8,7 +8,7 @@ draws from a generator seeded by (seed, stream, n): nothing is sent. A recomputa
 drew: torch's checkpoint restores torch's own generator, so each call draws one number from that, and a number
 seen before means a call seen before. Ranks with other data need another `seed`. Remembers 65,536 calls.
 Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, appendix B.2. Differs: streams belong to an object, not to
-the process; torch's own checkpoint works. The trainer drops by position instead (attention/dropout.py).
+the process; torch's own checkpoint works. The trainer drops by position instead (attention/placed.py).
 """
 
 import hashlib

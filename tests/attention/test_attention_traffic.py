@@ -6,13 +6,17 @@ from itertools import product
 import pytest
 import torch
 
-from minitrain.attention.flash import A100_ELEMENTS, flash_1, flash_2, flash_2_forward, tile_sizes
-from minitrain.attention.hbm_traffic import (
+from minitrain.attention.flash import (
+    A100_ELEMENTS,
     Traffic,
+    flash_1,
+    flash_2,
+    flash_2_forward,
     flash_traffic,
     standard_backward,
     standard_forward,
     standard_traffic,
+    tile_sizes,
 )
 from minitrain.model.layers import naive_attention
 from minitrain.ranks.launch import dryrun

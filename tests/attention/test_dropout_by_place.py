@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from minitrain.attention import dropout
-from minitrain.attention.dropout import DropMask, DropRows, Places, draws_by_place, drop_scores
+from minitrain.attention import placed
+from minitrain.attention.placed import DropMask, DropRows, Places, draws_by_place, drop_scores
 
 P, SEED = 0.3, 11
 WHOLE = DropMask(P, SEED).keep(4, 6, torch.arange(20), torch.arange(30))  # [B, H, Tq, Tk]
@@ -14,9 +14,9 @@ def test_those_that_are_kept_are_scaled():
     scores = torch.rand(1, 2, 8, 8) + 1
     kept = DropMask(P, 5).keep(1, 2, *[torch.arange(8)] * 2)
     assert torch.equal(DropMask(P, 5)(scores), torch.where(kept, scores / (1 - P), 0))
-    factors = DropMask(P, 5).factors(scores, dropout.in_order(8, 8))
+    factors = DropMask(P, 5).factors(scores, placed.in_order(8, 8))
     assert set(factors.unique().tolist()) == {0.0, torch.tensor(1.0).div(1 - P).item()}
-    numbers = dropout.uniform(3, torch.arange(50), torch.arange(50).expand(50, 50))
+    numbers = placed.uniform(3, torch.arange(50), torch.arange(50).expand(50, 50))
     assert 0 <= numbers.min() < 0.01 and 0.99 < numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.03
 
 

@@ -4,15 +4,12 @@ mask."""
 from functools import partial
 
 from minitrain import collectives
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import PLAIN
-from minitrain.context.double_ring import burst_attention, double_ring_attention
-from minitrain.context.gathered import gathered_attention
+from minitrain.attention.placed import DropMask
 from minitrain.context.layout import contiguous, striped, zigzag
-from minitrain.context.ring import ring_attention
-from minitrain.context.ulysses import ulysses_attention
-from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.context.ring import burst_attention, double_ring_attention, gathered_attention, ring_attention
+from minitrain.context.ulysses import dealt, loongtrain_attention, ulysses_attention, usp_attention
 from minitrain.model.layers import causal_attention, naive_attention
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context.balanced import balanced_attention, unbalanced

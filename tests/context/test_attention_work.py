@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
-from minitrain.context.double_ring import double_ring_attention
 from minitrain.context.layout import contiguous, split, striped, tiles, zigzag
-from minitrain.context.ring import ring_attention
+from minitrain.context.ring import double_ring_attention, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.ranks.events import Compute
 from minitrain.ranks.ledger import Ledger

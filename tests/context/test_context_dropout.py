@@ -11,11 +11,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import GAMMA, DropMask, Places, drop_scores, keep, mix
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
 from minitrain.attention.packed import packed_attention
-from minitrain.attention.placed import Placed, placed
+from minitrain.attention.placed import GAMMA, DropMask, Placed, Places, drop_scores, keep, mix, placed
 from minitrain.context.layout import Tile, split, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.model.layers import naive_attention
@@ -302,13 +301,13 @@ def test_a_model_without_it_does_not(expected):
     every step."""
 
     def rank():
-        from minitrain.attention import dropout
+        from minitrain.attention import placed
         from minitrain.compose import parallelize as module
 
         number = collectives.world().rank()
         shapes = dict(cp=Strategy(cp=2), tp=Strategy(tp=2), dp=Strategy(dp=2))
         found = {"right": [train_parallel(PROBLEM, strategy) for strategy in shapes.values()]}
-        seed_of, at, drop = Places.seed_of, Places.at, dropout.drop_by_place
+        seed_of, at, drop = Places.seed_of, Places.at, placed.drop_by_place
         Places.seed_of = lambda self, site: seed_of(self, site) + number
         found["seeds apart"] = train_parallel(PROBLEM, shapes["cp"])
         Places.seed_of = seed_of

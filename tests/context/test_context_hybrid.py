@@ -8,10 +8,9 @@ import torch
 
 from minitrain import launch
 from minitrain.attention.kernel import PLAIN
-from minitrain.context.double_ring import double_ring_attention
 from minitrain.context.layout import contiguous, split, striped, zigzag
-from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
-from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.context.ring import Rings, double_ring_attention, ring_attention, ring_backward, ring_forward
+from minitrain.context.ulysses import dealt, loongtrain_attention, usp_attention
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.collectives import world
@@ -220,7 +219,7 @@ def attention_of_two_nodes(length, outer, inner):
 
 @pytest.mark.parametrize("length, single_ms, double_ms", [(16384, 4.1, 1.62), (131072, 40.0, 40.1)])
 def test_replay_of_a_double_ring(length, single_ms, double_ms):
-    """The table in double_ring.py: two nodes of 8 H100, by the rank that sends across the border."""
+    """The table in ring.py: two nodes of 8 H100, by the rank that sends across the border."""
     times = []
     for grid in ((16, 1), (2, 8)):
         events = {7: dryrun.run(attention_of_two_nodes, length, *grid, rank=7, ranks=16)}

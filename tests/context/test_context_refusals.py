@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.flash import flash_2, flash_attention
 from minitrain.attention.packed import packed_attention
-from minitrain.attention.placed import Alibi
+from minitrain.attention.placed import Alibi, DropMask
 from minitrain.context.core_names import CORES, check_choice
-from minitrain.context.double_ring import burst_attention, double_ring_attention
 from minitrain.context.layout import sliced, zigzag
-from minitrain.context.ring import last_attention, ring_attention
-from minitrain.context.ulysses import switch, ulysses_attention
-from minitrain.context.ulysses_ring import dealt, loongtrain_attention, usp_attention
+from minitrain.context.ring import burst_attention, double_ring_attention, last_attention, ring_attention
+from minitrain.context.ulysses import dealt, loongtrain_attention, switch, ulysses_attention, usp_attention
 from minitrain.model.layers import causal_attention
 from minitrain.pipeline.sliced_attention import attend
 from minitrain.ranks.collectives import world

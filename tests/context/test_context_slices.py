@@ -12,10 +12,10 @@ from minitrain import collectives, launch
 from minitrain.attention.kernel import PLAIN
 from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.compose.attention_cores import core_of_slices, data_layout
-from minitrain.context.core_names import CORES, even_slices
+from minitrain.context.core_names import CORES, slice_lengths
 from minitrain.context.layout import contiguous, join, last, part, positions, sliced, split, tiles, zigzag
 from minitrain.context.ring import last_attention
-from minitrain.context.ulysses_ring import dealt
+from minitrain.context.ulysses import dealt
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.schedule import F
 from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
@@ -58,7 +58,7 @@ def test_every_token_once_and_tiles_are_the_mask(layout, ranks):
 def test_slices_are_what_a_pipeline_cuts():
     for tokens, count, ranks in ((16, 4, 2), (24, 5, 2), (28, 3, 4)):
         cut = [len(piece) * ranks for piece in torch.arange(tokens // ranks).tensor_split(count)]
-        assert even_slices(tokens, count, ranks) == cut
+        assert slice_lengths(tokens, count, ranks) == cut
         assert sliced(contiguous, count)(0, ranks, tokens) == sliced(contiguous, cut)(0, ranks, tokens)
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.context import gathered
-from minitrain.context.gathered import gathered_attention, seen_and_order
+from minitrain.context import ring
 from minitrain.context.layout import contiguous, striped, zigzag
-from minitrain.context.ring import Rings, ring_attention
+from minitrain.context.ring import Rings, gathered_attention, ring_attention, seen_and_order
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, over, whole
@@ -89,18 +88,18 @@ def test_controls():
         group, found = collectives.world(), {}
         core, expected = partial(gathered_attention, group=group, layout=zigzag), whole()
         found["right"] = furthest(over(core, group, zigzag)[0], expected)
-        there = gathered.seen_and_order
-        gathered.seen_and_order = lambda *how: (there(*how)[0], None)
+        there = ring.seen_and_order
+        ring.seen_and_order = lambda *how: (there(*how)[0], None)
         found["not in order"] = furthest(over(core, group, zigzag)[0], expected)
-        gathered.seen_and_order, scatter = there, gathered.scatter
-        gathered.scatter = lambda dk, dv, group, order, dtype: tuple(
+        ring.seen_and_order, scatter = there, ring.scatter
+        ring.scatter = lambda dk, dv, group, order, dtype: tuple(
             (dx.total if order is None else dx.total.index_select(2, order.argsort()))
             .chunk(group.size(), 2)[group.rank()]
             .to(dtype)
             for dx in (dk, dv)
         )
         found["own share only"] = furthest(over(core, group, zigzag)[0], expected)
-        gathered.scatter = scatter
+        ring.scatter = scatter
         return found
 
     for found in launch.run(rank, ranks=2):

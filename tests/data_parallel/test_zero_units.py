@@ -9,9 +9,8 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data_parallel import states
-from minitrain.data_parallel.sharded_units import elements
 from minitrain.data_parallel.zero1 import Zero1
-from minitrain.data_parallel.zero3 import Zero3
+from minitrain.data_parallel.zero3 import Zero3, elements
 from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from minitrain.attention.dropout import Places, drop_by_place
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
+from minitrain.attention.placed import Places, drop_by_place
 from minitrain.compose.passes import recompute_in
 from minitrain.memory import segment
 from minitrain.memory.recompute import dropping, recompute

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import Places
+from minitrain.attention.placed import Places
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import in_parts, recompute_in
 from minitrain.data_parallel import states

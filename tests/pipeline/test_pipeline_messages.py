@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minitrain import collectives
-from minitrain.attention.dropout import Places
+from minitrain.attention.placed import Places
 from minitrain.compose.parallelize import ModelHooks
 from minitrain.pipeline.runtime import Runner, check_fits
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak

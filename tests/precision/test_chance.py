@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import Places, hashed
+from minitrain.attention.placed import Places, hashed
 from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
 from minitrain.model.training.hyperparameters import Hyperparameters

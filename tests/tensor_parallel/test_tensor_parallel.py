@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import collectives, launch
-from minitrain.attention.dropout import DropMask, Places, drop_by_place
+from minitrain.attention.placed import DropMask, Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum

@@ -127,7 +127,7 @@ def accumulate(
 ) -> Callable[[Batch], Tensor]:
     """A `forward_backward` that runs this rank's rows in microbatches, one after the other: gradients add up
     locally and travel once, in the last backward. `loss_fn(logits, targets)` is a sum over tokens.
-    `at(step, first_row)` is told which rows of the global batch come next (dropout.Places); `router_loss()`
+    `at(step, first_row)` is told which rows of the global batch come next (placed.Places); `router_loss()`
     is asked after each forward for terms that layers have found themselves."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")

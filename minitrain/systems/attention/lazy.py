@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from minitrain.attention.kernel import repeat_kv
-from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible
+from minitrain.attention.kernel import diagonal, largest, nothing_seen, pieces, repeat_kv, score_tile, visible
 
 # Nothing inside is saved, backward calls the function again. It draws no random numbers.
 _again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

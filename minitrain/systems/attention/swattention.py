@@ -15,10 +15,8 @@ memory (LDM) each. Memory: the states of C tiles. Sends nothing.
 Wu et al. 2024 (SWattention), J. Supercomputing, doi 10.1007/s11227-024-05890-8. Differs: forward only.
 """
 
-from minitrain.attention.flash import see, tile_sizes
-from minitrain.attention.hbm_traffic import UNCOUNTED
-from minitrain.attention.kernel import repeat_kv
-from minitrain.attention.score_tiles import diagonal, nothing_seen, pieces, score_tile, visible, wide
+from minitrain.attention.flash import UNCOUNTED, see, tile_sizes
+from minitrain.attention.kernel import diagonal, nothing_seen, pieces, repeat_kv, score_tile, visible, wide
 
 LDM = 256 * 1024 // 2  # numbers of 2 bytes in the local memory of one Sunway core
 

@@ -1,4 +1,4 @@
-"""The flat algorithms as schedules: ring, direct exchange, binomial tree, halving and doubling.
+"""The flat algorithms as schedules: ring, direct exchange, trees, halving and doubling.
 
     all-reduce            steps           sent per rank                   good for
     ring                  2(n-1)          2(n-1)/n S                      large tensors; only neighbours
@@ -6,20 +6,27 @@
     binomial tree         2 ceil(log2 n)  root ceil(log2 n) S, leaves S   small tensors
     halving and doubling  2 log2 n        2(n-1)/n S                      exchanges of S/2, .., S/n, and back
     doubling              log2 n          log2 n · S                      small tensors: everything each time
+    double binary tree    2(h-1+pieces)   at most 2S      h = ceil(log2 n); n = 24,576: 30 (a ring: 49,150)
 
 Where only ranks add, all of them together send at least 2(n-1) S: ring and direct exchange send that, evenly.
 On equal links halving beats the ring at every size. What equal links hide is distance: half of the tensor
 crosses the first one. With `near_first` that is to the neighbour and only S/n goes farthest; with far first
 rank r ends with chunk r, as a reduce-scatter promises. If n is no power of two, let m be the largest one
 below and e = n-m: e ranks first send all to a neighbour, m run, and the e get the result, in two more steps.
-
 Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
 Rabenseifner and Gropp 2005, sections 4 and 4.5 (binomial tree; halving, near first). Differs: Rabenseifner's
 detour has the two neighbours swap halves, so that both add one half each; here one adds everything.
 """
 
-from minitrain.ranks.checks import require_positive_ints
-from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, mirror, place, then
+from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.systems.communication.chunk_schedule import (
+    Schedule,
+    Transfer,
+    in_parallel,
+    mirror,
+    place,
+    then,
+)
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
@@ -121,3 +128,92 @@ def _bits_below(n: int) -> list[int]:
 def _power_of_two_below(n: int) -> int:
     require_positive_ints(n=n)
     return 1 << (n.bit_length() - 1)
+
+
+# ---- the double binary tree --------------------------------------------------------------------------------
+#
+# In one binary tree an inner rank receives 2S and sends S, and again on the way down, a leaf half of that. A
+# second tree, each with half of the tensor, makes the leaves of the first its inner ranks: no rank moves more
+# than S in either direction on the way up, nor on the way down.
+#     tree 1   rank r at position r; to find a parent move the lowest set bit up by one: 5 -> 6 -> 4 -> 8 -> 0
+#     tree 2   n even: mirrored, rank r at position n-1-r; n odd: shifted, at position r-1
+# Sanders, Speck and Träff 2009; Jeaugey 2019, NVIDIA's blog on NCCL 2.4. Differs: in NCCL pieces go down
+# while others still come up, which hides one filling of the pipe; here the broadcast mirrors the whole
+# reduce.
+
+
+Tree = list[int | None]  # [rank] -> parent; the root has none
+
+
+def binary_tree(n: int) -> Tree:
+    """Positions 0..n-1 from left to right: odd ones are leaves; 0 is the root, with one child."""
+    require_positive_ints(n=n)
+    tree: Tree = [None]
+    for position in range(1, n):
+        lowest = position & -position
+        without = position - lowest
+        up = without | 2 * lowest
+        tree.append(up if up < n else without)  # beyond the end of n: one branch further down
+    return tree
+
+
+def double_binary_tree(n: int) -> tuple[Tree, Tree]:
+    first = binary_tree(n)
+
+    def rank_at(position: int) -> int:
+        return n - 1 - position if n % 2 == 0 else (position + 1) % n
+
+    second: Tree = [None] * n
+    for position, parent in enumerate(first):
+        second[rank_at(position)] = None if parent is None else rank_at(parent)
+    return first, second
+
+
+def inner(tree: Tree) -> set[int]:
+    """The ranks that have a child."""
+    require_ints(parents=[parent or 0 for parent in tree])
+    return {parent for parent in tree if parent is not None}
+
+
+def depths(tree: Tree) -> list[int]:
+    """[rank] -> hops to the root."""
+    require_ints(0, len(tree) - 1, parents=[parent or 0 for parent in tree])
+
+    def hops(rank: int) -> int:
+        count = 0
+        while (rank := tree[rank]) is not None:
+            count += 1
+            if count == len(tree):
+                raise ValueError(f"tree {tree} goes round in a circle; give its root the parent None")
+        return count
+
+    return [hops(rank) for rank in range(len(tree))]
+
+
+def tree_reduce(tree: Tree, pieces: int = 1) -> Schedule:
+    """Towards the root, a piece per step: a rank starts when its slowest child's first piece has arrived."""
+    level, n = depths(tree), len(tree)
+    start = [0] * n  # [rank] -> the step of its first message: its height above the leaves
+    for rank in sorted(range(n), key=level.__getitem__, reverse=True):
+        if tree[rank] is not None:
+            start[tree[rank]] = max(start[tree[rank]], start[rank] + 1)
+    steps: list[list[Transfer]] = [[] for _ in range(max(start) - 1 + pieces)] if n > 1 else []
+    for rank, parent in enumerate(tree):
+        for piece in range(pieces if parent is not None else 0):
+            steps[start[rank] + piece].append(Transfer(rank, parent, range(piece, piece + 1), reduce=True))
+    return Schedule(n, pieces, tuple(map(tuple, steps)))
+
+
+def tree_all_reduce(tree: Tree, pieces: int = 1) -> Schedule:
+    up = tree_reduce(tree, pieces)
+    return then(up, mirror(up))
+
+
+def double_tree_all_reduce(n: int, pieces: int = 1) -> Schedule:
+    """Each tree carries half of the tensor, in `pieces` pieces of S / (2 · pieces)."""
+    require_positive_ints(n=n, pieces=pieces)
+    halves = (range(pieces), range(pieces, 2 * pieces))
+    return in_parallel(
+        place(tree_all_reduce(tree, pieces), range(n), half, of=(n, 2 * pieces))
+        for tree, half in zip(double_binary_tree(n), halves)
+    )

@@ -1,5 +1,5 @@
 """Sequences over ranks, as further systems cut them.
 
 ring_self_attention, balanced, wallfacer    other rings, by what they send and who works when
-sparing, dynamic_sequence                   checkpoints that keep attention; changing dims (DSP)
+dynamic_sequence                            changing dims (DSP)
 """

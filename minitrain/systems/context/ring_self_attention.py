@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.attention.dropout import DropMask
 from minitrain.attention.kernel import repeat_kv, sum_kv_copies
-from minitrain.attention.placed import Alibi
+from minitrain.attention.placed import Alibi, DropMask
 from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
 from minitrain.ranks.autograd import custom_vjp

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward, recomputed, widened
-from minitrain.context.double_ring import check_crossing
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
-from minitrain.context.ring import Tensors, check_core, ring_pass
+from minitrain.context.ring import Tensors, check_core, check_crossing, ring_pass
 from minitrain.ranks import collectives
 
 TIME = 2

@@ -1,5 +1,5 @@
 """Data parallelism as further systems do it.
 
-accumulation (and local updates), broadcast, negotiated, parameter_server
+accumulation (and local updates), negotiated (and broadcast), parameter_server
 zeropp (and its collectives), scaled (tensors in 8 and 16 bits with scales)
 """

@@ -1,17 +1,21 @@
-"""Horovod's answer to ranks that are ready in different orders: agree first, then fuse, then reduce.
+"""Horovod: the same start on all ranks; ranks ready in different orders agree first, then fuse, then reduce.
 
-    ready_rank in {0,1}^P  --all_reduce-->  count;     tensor p may travel when count[p] = n
+    W_0[F, D], b_0[F], ..  --broadcast--> everyone       one rank's parameters and buffers, once
+    ready_rank in {0,1}^P  --all_reduce-->  count        tensor p may travel when count[p] = n
 
+Data parallelism adds gradients, not weights: replicas that start apart stay apart. A module that draws from a
+random stream of each rank is broadcast once, before an optimizer makes its state and before anything is cut:
+S bytes, each once however often it is tied, in one flat buffer per dtype, (n-1)·S in all, ceil(log2 n)·S from
+the source. Memory: while it runs, two copies of all that has one dtype.
 A network matches collectives by order. If backward finishes gradients in another order on another rank
 (branches), sending each when ready would add up different tensors. So a ready gradient only raises a bit;
 after every `cycle` gradients the ranks add up their bits, and what all have is fused and reduced, in one
-order for all. Both travel while backward goes on: the sum of the bits is read a cycle later, and the sum of a
-fused buffer when the next one is full, or in `finish`.
-Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n · P · 4 bytes per cycle for the bits. Memory: one fusion
-buffer of at most `fusion_bytes` (or one larger parameter).
-Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3, and its response cache. Differs: a cycle is
-a number of gradients, not milliseconds, so runs repeat exactly; bits are all-reduced, with no coordinator and
-no thread of its own, so nothing is sent between two cycles.
+order for all. Both travel while backward goes on: the sum of the bits is read a cycle later, and that of a
+fused buffer when the next one is full, or in `finish`. Sends 2(n-1)/n of the gradients' bytes, plus 2(n-1)/n
+· P · 4 bytes per cycle for the bits. Memory: one fusion buffer of `fusion_bytes` (or one larger parameter).
+Sergeev and Del Balso 2018, Horovod, arXiv:1802.05799, section 3, and its response cache; Li et al. 2020,
+arXiv:2006.15704, section 3.1. Differs: a cycle is a number of gradients, so runs repeat exactly; bits are
+all-reduced, with no coordinator and no thread of its own; DDP sends buffers again in every forward.
 """
 
 from collections.abc import Iterable
@@ -20,10 +24,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.buckets import flatten, pack, views
-from minitrain.data_parallel.naive import trainable_once
+from minitrain.data_parallel.buckets import flatten, kind, pack, views
+from minitrain.data_parallel.naive import grouped, trainable_once
+from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import Handle, all_reduce
+from minitrain.ranks.sharding import placement
+
+
+@torch.no_grad()
+def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0) -> None:
+    """Overwrite this rank's parameters and buffers with those of rank `source` of the group, in place."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if not named:
+        raise ValueError(f"{type(module).__name__} has no parameters and no buffers; nothing to send")
+    for name, tensor in named:
+        for cut in placement(tensor).shards:
+            if cut.group.size() > 1 and group in (cut.group, collectives.world()):
+                axis = collectives.axis_of(cut.group)
+                raise ValueError(
+                    f"{name} is cut over {axis}, whose ranks hold different slices; broadcast first"
+                )
+    for same in grouped((tensor for _, tensor in named), kind).values():
+        flat = collectives.broadcast(flatten(same), source, group)
+        for tensor, part in zip(same, views(flat, same)):
+            tensor.copy_(part)
 
 
 class NegotiatedReducer:

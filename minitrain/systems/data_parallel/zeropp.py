@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.hybrid import Chain, gather_inside
-from minitrain.data_parallel.sharded_units import UnitBuffer
-from minitrain.data_parallel.zero3 import Zero3, in_backward
+from minitrain.data_parallel.zero3 import UnitBuffer, Zero3, in_backward
 from minitrain.precision.blocks import FLOATS, Blocks, dequantize, from_bytes, quantize, to_bytes
 from minitrain.precision.formats import INT4, INT8
 from minitrain.ranks.checks import require_one_of, require_positive_ints

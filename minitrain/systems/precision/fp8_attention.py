@@ -21,8 +21,16 @@ Sends nothing. Shah et al. 2024, arXiv:2407.08608, section 3.3, table 3. Differs
 import torch
 from torch import Tensor
 
-from minitrain.attention.kernel import repeat_kv
-from minitrain.attention.score_tiles import diagonal, largest, nothing_seen, pieces, score_tile, visible, wide
+from minitrain.attention.kernel import (
+    diagonal,
+    largest,
+    nothing_seen,
+    pieces,
+    repeat_kv,
+    score_tile,
+    visible,
+    wide,
+)
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.formats import E4M3
 from minitrain.precision.rounding import rounded

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitrain.attention.dropout import uniform
+from minitrain.attention.placed import uniform
 from minitrain.precision import formats
 from minitrain.precision.blocks import Blocks, Quantized, quantize
 from minitrain.precision.products import Grads, Scales, amax_of, usable

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import all_gather, reduce_scatter, rotate
 from minitrain.ranks.sharding import shard
-from minitrain.tensor_parallel.linear import check_divides, check_whole, linear_vjp
+from minitrain.tensor_parallel.linear import check_whole, linear_vjp
 
 PIECE_BYTES = 2**20  # of a shard on its way in place
 
@@ -84,7 +84,7 @@ class RotatedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, group: ProcessGroup, in_place: bool = False):
         super().__init__()
-        check_linear("RotatedLinear", linear, group)
+        check_whole("RotatedLinear", linear)
         self.group, self.in_place = group, in_place
         self.weight = shard(linear.weight, 0, group)
         self.bias = None if linear.bias is None else shard(linear.bias, 0, group)
@@ -104,15 +104,8 @@ def rotate_linears(module: nn.Module, group: ProcessGroup, in_place: bool = Fals
     found = [(name, child) for name, child in children if name and isinstance(child, nn.Linear)]
     if not found:
         raise ValueError(f"{what} has no nn.Linear inside; is it rotated already?")
-    for name, linear in found:
-        check_linear(name, linear, group)
     if len({linear.weight for _, linear in found}) < len(found):
         raise ValueError(f"{what}: two layers use one weight, and would get two; keep one of them out")
     for name, linear in found:
         module.set_submodule(name, RotatedLinear(linear, group, in_place))
     return module
-
-
-def check_linear(what: str, linear: nn.Linear, group: ProcessGroup) -> None:
-    check_whole(what, linear)
-    check_divides(f"{what}: out_features", linear.out_features, group)

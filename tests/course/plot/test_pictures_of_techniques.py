@@ -32,7 +32,7 @@ from minitrain.pipeline.simulate import simulate
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue, Wait
-from minitrain.systems.communication.tree import double_binary_tree, inner
+from minitrain.systems.communication.algorithms import double_binary_tree, inner
 from minitrain.systems.context.balanced import balanced, unbalanced
 from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory

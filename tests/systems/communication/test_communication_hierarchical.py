@@ -11,8 +11,7 @@ from communication_runs import check_on_real_ranks
 from minitrain.plan.simulate.collectives import Placement, seconds
 from minitrain.systems.communication import cost_model
 from minitrain.systems.communication.algorithms import halving_doubling_all_reduce, ring_all_reduce
-from minitrain.systems.communication.check import check
-from minitrain.systems.communication.chunk_schedule import sent_shares
+from minitrain.systems.communication.chunk_schedule import check, sent_shares
 from minitrain.systems.communication.hierarchical import (
     accl_all_reduce,
     blueconnect_all_reduce,

@@ -11,19 +11,21 @@ from minitrain import launch
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.communication.algorithms import (
+    binary_tree,
     binomial_all_reduce,
     binomial_broadcast,
     binomial_reduce,
     direct_all_reduce,
+    double_tree_all_reduce,
     doubling_all_reduce,
     halving_doubling_all_reduce,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
+    tree_all_reduce,
 )
 from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements
 from minitrain.systems.communication.interpreter import bruck, pairwise, run_schedule
-from minitrain.systems.communication.tree import binary_tree, double_tree_all_reduce, tree_all_reduce
 
 NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
 

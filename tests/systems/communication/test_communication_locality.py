@@ -9,9 +9,8 @@ from communication_runs import check_on_real_ranks
 
 from minitrain.systems.communication import cost_model
 from minitrain.systems.communication.algorithms import ring_all_reduce
-from minitrain.systems.communication.check import check
-from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, place, sent_shares
-from minitrain.systems.communication.locality import aggregate, clusters, probe
+from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, check, place, sent_shares
+from minitrain.systems.communication.hierarchical import aggregate, clusters, probe
 
 
 def planted(sizes, seed) -> tuple[list[int], list[list[int]]]:

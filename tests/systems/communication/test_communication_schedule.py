@@ -15,6 +15,7 @@ from minitrain.systems.communication.algorithms import (
     binomial_reduce,
     direct_all_reduce,
     direct_reduce_scatter,
+    double_tree_all_reduce,
     doubling_all_reduce,
     halving_doubling_all_reduce,
     halving_reduce_scatter,
@@ -22,10 +23,12 @@ from minitrain.systems.communication.algorithms import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from minitrain.systems.communication.check import check, draw, history
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
     Transfer,
+    check,
+    draw,
+    history,
     in_parallel,
     mirror,
     place,
@@ -33,7 +36,6 @@ from minitrain.systems.communication.chunk_schedule import (
     sent_shares,
     then,
 )
-from minitrain.systems.communication.tree import double_tree_all_reduce
 
 ALL_REDUCES = {
     "ring": ring_all_reduce,

@@ -8,22 +8,21 @@ from hypothesis import strategies as st
 
 from minitrain.systems.communication import cost_model
 from minitrain.systems.communication.algorithms import (
+    double_tree_all_reduce,
     doubling_all_reduce,
     halving_doubling_all_reduce,
     ring_all_reduce,
 )
-from minitrain.systems.communication.check import check
-from minitrain.systems.communication.chunk_schedule import Schedule, Transfer
-from minitrain.systems.communication.selector import (
+from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, check
+from minitrain.systems.communication.cost_model import (
     Network,
     best_pieces,
     choose,
     crossover_by_sweep,
     crossover_bytes,
+    formula_s,
     steps,
-    time_s,
 )
-from minitrain.systems.communication.tree import double_tree_all_reduce
 
 INFINIBAND = Network(alpha_s=5e-6, bytes_per_s=50e9)
 SCHEDULES = {
@@ -60,7 +59,7 @@ def test_the_crossover_scales_with_one_latency_of_bytes_and_grows_with_n(n, alph
 @given(st.integers(1, 5_000), st.floats(0, 1e10))
 def test_no_other_number_of_pieces_is_better(n, size_bytes):
     def seconds(pieces):
-        return time_s("double tree", n, size_bytes, INFINIBAND, pieces)
+        return formula_s("double tree", n, size_bytes, INFINIBAND, pieces)
 
     best = best_pieces(n, size_bytes, INFINIBAND)
     assert all(seconds(best) <= seconds(other) for other in (max(1, best - 1), best + 1, 1, 64, 4096))
@@ -82,7 +81,7 @@ def test_the_closed_forms_are_the_schedules_on_equal_links():
             assert len(schedule.steps) == steps(algorithm, n)
             if algorithm != "double tree":  # its own test, in test_communication_tree, to within one piece
                 simulated = cost_model.time_s(schedule, 1e6, fabric)
-                assert simulated == pytest.approx(time_s(algorithm, n, 1e6, INFINIBAND), rel=1e-12), (
+                assert simulated == pytest.approx(formula_s(algorithm, n, 1e6, INFINIBAND), rel=1e-12), (
                     algorithm,
                     n,
                 )
@@ -101,5 +100,5 @@ def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
 
 def test_a_group_of_one_costs_nothing():
     for algorithm in ALL:
-        assert steps(algorithm, 1) == 0 and time_s(algorithm, 1, 1e9, INFINIBAND) == 0
+        assert steps(algorithm, 1) == 0 and formula_s(algorithm, 1, 1e9, INFINIBAND) == 0
     assert choose(1, 1e9, INFINIBAND).seconds == 0 and crossover_bytes(1, INFINIBAND) == 0

@@ -5,10 +5,8 @@ from math import ceil, log2
 import pytest
 from communication_runs import check_on_real_ranks
 
-from minitrain.systems.communication import cost_model, selector
-from minitrain.systems.communication.check import check
-from minitrain.systems.communication.chunk_schedule import sent_shares
-from minitrain.systems.communication.tree import (
+from minitrain.systems.communication import cost_model
+from minitrain.systems.communication.algorithms import (
     binary_tree,
     depths,
     double_binary_tree,
@@ -17,6 +15,7 @@ from minitrain.systems.communication.tree import (
     tree_all_reduce,
     tree_reduce,
 )
+from minitrain.systems.communication.chunk_schedule import check, sent_shares
 
 
 def test_double_binary_tree():
@@ -31,7 +30,7 @@ def test_double_binary_tree():
         assert len(double_tree_all_reduce(n).steps) == 2 * ceil(log2(n))
         check(double_tree_all_reduce(n))
     assert [2 * max(depths(tree)) for tree in double_binary_tree(24_576)] == [30, 30]
-    assert selector.steps("double tree", 24_576) == 30 and selector.steps("ring", 24_576) == 49_150
+    assert cost_model.steps("double tree", 24_576) == 30 and cost_model.steps("ring", 24_576) == 49_150
     for n in (3, 4):
         check_on_real_ranks(double_tree_all_reduce(n, pieces=2))
 
@@ -57,7 +56,7 @@ def test_every_tree_is_right_in_any_number_of_pieces():
             for schedule in (tree_all_reduce(binary_tree(n), pieces), double_tree_all_reduce(n, pieces)):
                 check(schedule)
                 assert len(schedule.steps) == (2 * (ceil(log2(n)) - 1 + pieces) if n > 1 else 0)
-            assert selector.steps("double tree", n, pieces) == len(double_tree_all_reduce(n, pieces).steps)
+            assert cost_model.steps("double tree", n, pieces) == len(double_tree_all_reduce(n, pieces).steps)
         check(tree_reduce(binary_tree(n)), "reduce")
 
 
@@ -65,11 +64,11 @@ def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
     """2(h-1+k) (alpha + S/(k B)) takes every step as full; at the root a step moves one half-piece, not
     two.
     """
-    network = selector.Network(alpha_s=1.0, bytes_per_s=1.0)
+    network = cost_model.Network(alpha_s=1.0, bytes_per_s=1.0)
     for n in range(4, 65):
         for pieces in (1, 2, 7, 20):
             size_bytes = 100.0
-            formula = selector.time_s("double tree", n, size_bytes, network, pieces)
+            formula = cost_model.formula_s("double tree", n, size_bytes, network, pieces)
             simulated = cost_model.time_s(
                 double_tree_all_reduce(n, pieces), size_bytes, cost_model.flat(1.0, 1.0)
             )

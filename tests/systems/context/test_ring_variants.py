@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
-from minitrain.context.double_ring import burst_attention
 from minitrain.context.layout import contiguous, positions, striped, zigzag
-from minitrain.context.ring import Rings, ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import Rings, burst_attention, ring_attention, ring_backward, ring_forward
 from minitrain.model.gpt import Block
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue
@@ -22,6 +21,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import balanced as balanced_module
 from minitrain.systems.context.balanced import (
+    Sparing,
     Work,
     balanced,
     balanced_attention,
@@ -38,7 +38,6 @@ from minitrain.systems.context.ring_self_attention import (
     rows_backward,
     rows_forward,
 )
-from minitrain.systems.context.sparing import Sparing
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, over, whole
 from tests.parallel import TOLERANCE, small
 

@@ -13,7 +13,7 @@ from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import shard
-from minitrain.systems.data_parallel.broadcast import broadcast_parameters
+from minitrain.systems.data_parallel.negotiated import broadcast_parameters
 from tests.parallel import TOLERANCE, check_refusals
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minitrain import launch
-from minitrain.attention.dropout import Places, drop_by_place
+from minitrain.attention.placed import Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW

@@ -197,6 +197,9 @@ def test_larger_cubes_send_what_the_chooser_says(side):
     assert by_axis == pytest.approx(cost.forward_sent.elements) and both == pytest.approx(cost.both)
 
 
+CURE = "pad the tensor or change the size of the axis"
+
+
 def refusals():
     x, y, z = grid()
     mesh, flat = Mesh(a=1, b=2, c=4), Mesh(d=2, e=4)
@@ -213,7 +216,6 @@ def refusals():
         lambda: cut_activations(random(6, K, seed=0), x, y, z),
         lambda: cut_activations(random(M, 9, seed=0), x, y, z),
         lambda: small(random(4, K, seed=0)),
-        lambda: cut_mlp(whole_mlp("swiglu", d_ff=10), x, y, z),
     ]
     return [said(attempt) for attempt in attempts]
 
@@ -226,11 +228,10 @@ def test_refuses_in_one_line():
         "Mesh(input=, output=) they are group('input') and group('output')",
         "input group [0, 4] and weight group [0, 4] share ranks [0, 4], but must cross in this rank only; on "
         "Mesh(input=, weight=) they are group('input') and group('weight')",
-        "Linear3D: out_features = 10 is not a multiple of l² = 4; pad to 12",
-        "Linear3D: in_features = 9 is not a multiple of l = 2; pad to 10",
+        f"shard: 5 along dim 0 of [5, {K}] is not a multiple of the 2 ranks of y; {CURE}",
+        f"shard: 9 along dim 1 of [{N // 4}, 9] is not a multiple of the 2 ranks of z; {CURE}",
         "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
-        "the length of x = 6 is not a multiple of l² = 4; pad to 8",
-        "the width of x = 9 is not a multiple of l = 2; pad to 10",
+        f"shard: 3 along dim 0 of [3, {K}] is not a multiple of the 2 ranks of x; {CURE}",
+        f"shard: 9 along dim 1 of [{M // 4}, 9] is not a multiple of the 2 ranks of z; {CURE}",
         "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
-        "up: out_features = 10 is not a multiple of l² = 4; pad to 12",
     ]

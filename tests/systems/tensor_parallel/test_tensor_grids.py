@@ -19,9 +19,9 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, shard
-from minitrain.systems.tensor_parallel.grids import optimus, tesseract
+from minitrain.systems.tensor_parallel.grids import optimus
 from minitrain.systems.tensor_parallel.grids import summa as products
-from minitrain.systems.tensor_parallel.grids.optimus import Linear2D, Norm2D
+from minitrain.systems.tensor_parallel.grids.optimus import Linear2D, Norm2D, batch_block, whole_batch
 from minitrain.systems.tensor_parallel.grids.summa import (
     block,
     cannon,
@@ -31,7 +31,6 @@ from minitrain.systems.tensor_parallel.grids.summa import (
     summa_tn,
     whole,
 )
-from minitrain.systems.tensor_parallel.grids.tesseract import Linear25D, Norm25D, batch_block, whole_batch
 from tests.parallel import TOLERANCE
 
 DOUBLE = 8  # bytes
@@ -429,12 +428,12 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
     def distances(groups):
         double, found = dict(dtype=torch.float64), []
         linear, norm = filled(nn.Linear(16, 24, **double)), filled(nn.RMSNorm(16, **double))
-        made = [(linear, Linear25D(linear, *groups), ()), (norm, Norm25D(norm, *groups), ())]
+        made = [(linear, Linear2D(linear, *groups), ()), (norm, Norm2D(norm, *groups), ())]
         for settings in list(CONFIGS.values())[:2]:
             whole_block, theirs, layer, ours = (make_block(**settings) for _ in range(4))
-            tesseract.cut_block(layer, *groups)
-            tesseract.cut_attention(ours.attention, *groups)
-            tesseract.cut_mlp(ours.mlp, *groups)
+            optimus.cut_block(layer, *groups)
+            optimus.cut_attention(ours.attention, *groups)
+            optimus.cut_mlp(ours.mlp, *groups)
             made += [(whole_block, layer, (POSITIONS,)), (theirs.mlp, ours.mlp, ())]
             made += [(theirs.attention, ours.attention, (POSITIONS,))]
         cut, join = (lambda x: batch_block(x, *groups)), (lambda x: whole_batch(x, *groups))
@@ -445,7 +444,9 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
     def rank():
         groups = cuboid(2, 2)
         equal = max(distances(groups))
-        monkeypatch.setattr(tesseract, "copy_to", lambda x, group: x)  # control: no sums over depth
+        monkeypatch.setattr(
+            optimus, "over_depth", lambda module, group: [module.weight, module.bias]
+        )  # control: no sums over depth
         return equal, min(distances(groups))
 
     for equal, without in launch.run(rank, ranks=8):
@@ -456,9 +457,9 @@ def test_depth_one_is_two_dimensions_to_the_bit():
     def rank():
         deep, flat, x = cuboid(2, 1), grid(2), random(4, T, 16)
         results, parts = [], (batch_block(x, *deep), block(x, *flat))
-        for module, groups, mine in zip((tesseract, optimus), (deep, flat), parts):
+        for groups, mine in zip((deep, flat), parts):
             layer = make_block(bias=True)
-            module.cut_block(layer, *groups)
+            optimus.cut_block(layer, *groups)
             y = layer(mine, POSITIONS)
             y.backward(y.detach())
             results.append([y.detach(), *(param.grad for param in layer.parameters())])
@@ -474,7 +475,7 @@ def test_what_depth_saves_and_what_it_costs():
     def rank(side, depth):
         groups = cuboid(side, depth)
         x = torch.zeros(64 // (side * depth), T, k // side, dtype=torch.float64).requires_grad_()
-        linear = Linear25D(nn.Linear(k, n, bias=False, dtype=torch.float64), *groups)
+        linear = Linear2D(nn.Linear(k, n, bias=False, dtype=torch.float64), *groups)
         with Ledger() as ledger:
             linear(x)
             activations = ledger.sent_bytes("broadcast", "column"), ledger.sent_bytes("broadcast", "row")
@@ -513,7 +514,7 @@ def test_bad_grids_are_refused_before_anyone_waits():
         linear, x = nn.Linear(8, 8), torch.zeros(4, 4)
         calls = [partial(product, x, x) for product in (summa, summa_overlapped, summa_nt, summa_tn, cannon)]
         calls += [partial(block, x), partial(Linear2D, linear), partial(Norm2D, nn.LayerNorm(8))]
-        calls += [lambda row, column: Linear25D(linear, row, column, depth)]
+        calls += [lambda row, column: Linear2D(linear, row, column, depth)]
         for call in calls:
             square = "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
             check_refusals_here({square: partial(call, row, column)})
@@ -521,7 +522,7 @@ def test_bad_grids_are_refused_before_anyone_waits():
         check_refusals_here(
             {
                 f"column group [1, 5] and row group [1, 5] {shared}": lambda: summa(x, x, column, column),
-                f"column group [1, 5] and depth group [1, 5] {shared}": lambda: Linear25D(
+                f"column group [1, 5] and depth group [1, 5] {shared}": lambda: Linear2D(
                     linear, row, column, column
                 ),
             }
@@ -549,7 +550,7 @@ def test_bad_sizes_are_refused():
                 "already, along dim 1 over row": lambda: optimus.cut_attention(twice.attention, *flat),
                 "batch 6 is not a multiple of q·d = 2·2 = 4": lambda: batch_block(zeros(6, 4), *groups),
                 "1 heads are not a multiple": lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat),
-                "dropout=0.5: ranks": lambda: tesseract.cut_block(make_block(dropout=0.5), *groups),
+                "dropout=0.5: ranks": lambda: optimus.cut_block(make_block(dropout=0.5), *groups),
                 "has no q, k, v": lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat),
             }
         )

@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.context.double_ring import check_crossing
+from minitrain.context.ring import check_crossing
 from minitrain.ranks.collectives import all_gather, reduce_scatter
 from minitrain.ranks.sharding import Shard, shard
 from minitrain.tensor_parallel.linear import check_whole, linear_vjp
@@ -51,7 +51,7 @@ class Linear3D(nn.Module):
         super().__init__()
         self.groups = dict(input_group=input_group, weight_group=weight_group, output_group=output_group)
         self.side = check_cube(**self.groups)
-        check_linear("Linear3D", linear, self.side)
+        check_whole("Linear3D", linear)
         self.weight = shard(shard(shard(linear.weight, 0, input_group), 0, weight_group), 1, output_group)
         bias = linear.bias
         self.bias = None if bias is None else shard(shard(bias, 0, input_group), 0, weight_group)
@@ -66,9 +66,6 @@ class Linear3D(nn.Module):
 
 def cut_mlp(mlp: nn.Module, input_group, weight_group, output_group) -> nn.Module:
     """up, gate (if any) and down (groups swapped), in place: x `[B/l², T, D/l]` -> y cut exactly as x is."""
-    side = check_cube(input_group, weight_group, output_group)
-    for name, linear in mlp.named_children():
-        check_linear(name, linear, side)  # all of them, before the first is cut
     for name in ("up", "gate"):
         if hasattr(mlp, name):
             setattr(mlp, name, Linear3D(getattr(mlp, name), input_group, weight_group, output_group))
@@ -83,9 +80,7 @@ def activation_shards(input_group, weight_group, output_group) -> tuple[Shard, .
 
 def cut_activations(x: Tensor, input_group, weight_group, output_group) -> Tensor:
     """This rank's piece of x `[m, .., k]`, the same on all ranks: `[m/l², .., k/l]`. Outside autograd."""
-    side = check_cube(input_group, weight_group, output_group)
-    _check_multiple("the length of x", x.size(0), "l²", side**2)
-    _check_multiple("the width of x", x.size(-1), "l", side)
+    check_cube(input_group, weight_group, output_group)
     for cut in activation_shards(input_group, weight_group, output_group):
         x = shard(x, cut.dim, cut.group)
     return x
@@ -98,16 +93,3 @@ def check_cube(input_group: ProcessGroup, weight_group: ProcessGroup, output_gro
         raise ValueError(f"input, weight and output group have {sizes} ranks; give the axes of a mesh l·l·l")
     check_crossing(input=input_group, weight=weight_group, output=output_group)
     return sizes[0]
-
-
-def check_linear(what: str, linear: nn.Linear, side: int) -> None:
-    """Whole, and of sizes that a cube of this side divides."""
-    check_whole(what, linear)
-    _check_multiple(f"{what}: out_features", linear.out_features, "l²", side**2)
-    _check_multiple(f"{what}: in_features", linear.in_features, "l", side)
-
-
-def _check_multiple(what: str, size: int, name: str, divisor: int) -> None:
-    if size % divisor:
-        padded = -(-size // divisor) * divisor
-        raise ValueError(f"{what} = {size} is not a multiple of {name} = {divisor}; pad to {padded}")

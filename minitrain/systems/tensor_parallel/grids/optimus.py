@@ -1,17 +1,21 @@
-"""Tensor parallelism in two dimensions: all of a Transformer, activations too, in blocks on a q×q grid.
+"""Tensor parallelism in 2 and 2.5 dimensions: all of a Transformer, activations too, in blocks on grids.
 
     linear       Y(i, j) = Σ_s X(i, s) · A(s, j) + b(j)     X[B/q, T, D/q]     A = Wᵀ[D/q, F/q]     b[F/q]
     norm         mean and square are sums over the row of the grid, [B/q, T, 1]; weight and bias [D/q]
     attention    rank (i, j) has sequences i and heads j: core, RoPE and ALiBi are local, as is the rest
+    depth        d copies of the q×q grid, each with its own part of the batch, X[B/(q·d), T, D/q] (Tesseract)
 
-A linear is summa.py's three products. Modules are cut in place and run their own forward. Vectors (biases,
-norms) are cut over the columns of the grid and alike on the q ranks of a column, which sum their gradients.
-With m = B·T rows a linear sends (q-1)/q² · (m·in + in·out) elements forward, twice that backward, and
-2(q-1)/q · out/q for a bias' gradient; a norm 2(q-1)/q · m/q for each sum, two in a LayerNorm, one in an
-RMSNorm, each way. Memory, p = q² ranks: matrices, gradients and activations 1/p, vectors 1/q; in a linear's
+A linear is summa.py's three products. Modules are cut in place and run their own forward. Groups come as row,
+column (and depth): mesh.group("column"), ("row"), ("depth") of Mesh(depth=d, row=q, column=q). Vectors
+(biases, norms) are cut over the columns of the grid and alike on the q ranks of a column, which sum their
+gradients; with depth those of all parameters are summed over it. With m = B·T rows, p = q²·d ranks, a linear
+sends (q-1)/q² · (m/d · in + in·out) elements forward, twice that backward, 2(d-1)/d · in·out/q² over depth,
+and 2(q-1)/q · out/q for a bias' gradient; a norm 2(q-1)/q · m/(q·d) for each sum, two in a LayerNorm, one in
+an RMSNorm, each way. Memory: activations 1/p, matrices and their gradients d/p, vectors 1/q; in a linear's
 forward two blocks of x and A more and, at the source of A, a copy, as Wᵀ is not contiguous.
-Xu et al. 2021, Optimus, arXiv:2104.05343, section 3. Differs: the paper broadcasts vectors from the first
-row; embedding and loss stay with the caller; nothing is recomputed.
+Xu et al. 2021, Optimus, arXiv:2104.05343, section 3; Wang et al. 2021, Tesseract, arXiv:2105.14500, section
+3; Solomonik and Demmel 2011, Euro-Par, LNCS 6853, who copy both factors and share out the q steps. Differs:
+vectors are not broadcast from the first row; embedding and loss stay with the caller; any depth, not d <= q.
 """
 
 from functools import partial
@@ -20,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.context.ring import check_crossing
 from minitrain.ranks.autograd import custom_vjp, vjp_of_inputs
 from minitrain.ranks.collectives import all_reduce, copy_to
-from minitrain.ranks.sharding import shard
+from minitrain.ranks.sharding import Shard, full_tensor, shard
 from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
 from minitrain.tensor_parallel.linear import check_whole
 
@@ -56,15 +61,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_gro
 class Linear2D(nn.Module):
     """An nn.Linear, one block of which this rank holds: x `[.., m/q, in/q]` -> `[.., m/q, out/q]`."""
 
-    def __init__(self, linear: nn.Linear, row_group: ProcessGroup, column_group: ProcessGroup):
+    def __init__(self, linear: nn.Linear, row_group, column_group, depth_group: ProcessGroup | None = None):
         super().__init__()
-        check_cut("Linear2D", linear, row_group, column_group)
+        check_cut("Linear2D", linear, row_group, column_group, depth_group)
         self.weight = shard(shard(linear.weight, 1, column_group), 0, row_group)
         self.bias = None if linear.bias is None else shard(linear.bias, 0, row_group)
-        self.row_group, self.column_group = row_group, column_group
+        self.row_group, self.column_group, self.depth_group = row_group, column_group, depth_group
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.row_group, self.column_group)
+        return linear(x, *over_depth(self, self.depth_group), self.row_group, self.column_group)
+
+
+def over_depth(module: nn.Module, depth_group: ProcessGroup | None) -> list[Tensor | None]:
+    """Weight and bias on their way into work that differs by depth: backward sums their gradients over it."""
+    params = [module.weight, module.bias]
+    if depth_group is None:
+        return params
+    return [param if param is None else copy_to(param, depth_group) for param in params]
 
 
 def norm_forward(x: Tensor, weight: Tensor, eps: float, centred: bool, row_group: ProcessGroup):
@@ -108,22 +121,30 @@ def norm(x, weight, bias, eps: float, centred: bool, row_group, column_group) ->
 class Norm2D(nn.Module):
     """An nn.LayerNorm or nn.RMSNorm over a width cut over the row of the grid: x `[.., m/q, D/q]` -> as x."""
 
-    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, row_group: ProcessGroup, column_group: ProcessGroup):
+    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, row_group, column_group, depth_group=None):
         super().__init__()
-        check_cut("Norm2D", norm, row_group, column_group)
+        check_cut("Norm2D", norm, row_group, column_group, depth_group)
         bias = getattr(norm, "bias", None)
         self.weight = shard(norm.weight, 0, row_group)
         self.bias = None if bias is None else shard(bias, 0, row_group)
         self.centred = isinstance(norm, nn.LayerNorm)
         self.eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
-        self.row_group, self.column_group = row_group, column_group
+        self.row_group, self.column_group, self.depth_group = row_group, column_group, depth_group
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.bias, self.eps, self.centred, self.row_group, self.column_group)
+        params = over_depth(self, self.depth_group)
+        return norm(x, *params, self.eps, self.centred, self.row_group, self.column_group)
 
 
-def check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_group: ProcessGroup) -> None:
-    q = grid_side(row_group, column_group)
+def check_grids(row_group, column_group, depth_group: ProcessGroup | None = None) -> int:
+    """q, if row and column are a square grid and depth crosses both in this rank only."""
+    if depth_group is not None:
+        check_crossing(row=row_group, column=column_group, depth=depth_group)
+    return grid_side(row_group, column_group)
+
+
+def check_cut(what: str, module: nn.Module, *groups: ProcessGroup | None) -> None:
+    q = check_grids(*groups)
     check_whole(what, module)
     for name, param in module.named_parameters():
         if wrong := [size for size in param.shape if size % q]:
@@ -131,20 +152,20 @@ def check_cut(what: str, module: nn.Module, row_group: ProcessGroup, column_grou
             raise ValueError(f"{what}: {size} is not a multiple of q={q}; choose widths that are, or {shape}")
 
 
-# The layers of a Transformer, in place. `groups`: row, column (and depth, with the classes of tesseract.py).
+# The layers of a Transformer, in place. `groups`: row, column (and depth).
 
 
-def cut_block(block: nn.Module, *groups: ProcessGroup, linear: type = Linear2D, norm: type = Norm2D) -> None:
+def cut_block(block: nn.Module, *groups: ProcessGroup) -> None:
     """norm1, attention, norm2, mlp: block(x, positions) takes and gives `[B/q, T, D/q]`; positions `[T]`."""
     p = max((part.p for part in block.modules() if isinstance(part, nn.Dropout)), default=0)
     if p:
         raise ValueError(f"dropout={p}: ranks would have to draw the blocks of one mask; set it to 0")
-    cut_attention(block.attention, *groups, linear=linear)
-    cut_mlp(block.mlp, *groups, linear=linear)
-    block.norm1, block.norm2 = norm(block.norm1, *groups), norm(block.norm2, *groups)
+    cut_attention(block.attention, *groups)
+    cut_mlp(block.mlp, *groups)
+    block.norm1, block.norm2 = Norm2D(block.norm1, *groups), Norm2D(block.norm2, *groups)
 
 
-def cut_attention(attention: nn.Module, *groups: ProcessGroup, linear: type = Linear2D) -> None:
+def cut_attention(attention: nn.Module, *groups: ProcessGroup) -> None:
     """q, k, v and out; a rank has 1/q of the heads, and of ALiBi's slopes. `[B/q, T, D/q]` -> the same."""
     what, matrices = type(attention).__name__, ("q", "k", "v", "out")
     if missing := [name for name in matrices if not hasattr(attention, name)]:
@@ -156,14 +177,29 @@ def cut_attention(attention: nn.Module, *groups: ProcessGroup, linear: type = Li
         if heads % q:
             raise ValueError(f"attention.{name}: {heads} heads are not a multiple of q={q}; choose others")
     for name in matrices:
-        setattr(attention, name, linear(getattr(attention, name), *groups))
+        setattr(attention, name, Linear2D(getattr(attention, name), *groups))
     if hasattr(attention, "slopes"):
         attention.slopes = shard(attention.slopes, 0, groups[0])
 
 
-def cut_mlp(mlp: nn.Module, *groups: ProcessGroup, linear: type = Linear2D) -> None:
+def cut_mlp(mlp: nn.Module, *groups: ProcessGroup) -> None:
     """up, gate (if there is one) and down. `[B/q, T, D/q]` -> the same; between them `[B/q, T, F/q]`."""
     check_whole(type(mlp).__name__, mlp)
     for name in ("up", "gate", "down"):
         if hasattr(mlp, name):
-            setattr(mlp, name, linear(getattr(mlp, name), *groups))
+            setattr(mlp, name, Linear2D(getattr(mlp, name), *groups))
+
+
+def batch_block(x: Tensor, row_group, column_group, depth_group: ProcessGroup) -> Tensor:
+    """This rank's block of whole activations: `[B, .., D]` -> `[B/(q·d), .., D/q]`, a copy."""
+    q, d = check_grids(row_group, column_group, depth_group), depth_group.size()
+    check_whole("batch_block", x)
+    if x.size(0) % (q * d):
+        raise ValueError(f"batch {x.size(0)} is not a multiple of q·d = {q}·{d} = {q * d}")
+    return shard(shard(shard(x, 0, depth_group), 0, column_group), -1, row_group)
+
+
+def whole_batch(block: Tensor, row_group, column_group, depth_group: ProcessGroup) -> Tensor:
+    """The activations `[B, .., D]` on every rank, from blocks `[B/(q·d), .., D/q]`."""
+    shards = Shard(0, depth_group), Shard(0, column_group), Shard(block.dim() - 1, row_group)
+    return full_tensor(block, shards)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.context.double_ring import check_crossing
+from minitrain.context.ring import check_crossing
 from minitrain.ranks.collectives import broadcast, rotate
 from minitrain.ranks.sharding import Shard, full_tensor, shard
 from minitrain.tensor_parallel.linear import check_whole
