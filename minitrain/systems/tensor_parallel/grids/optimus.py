@@ -143,8 +143,8 @@ def check_grids(row_group, column_group, depth_group: ProcessGroup | None = None
     return grid_side(row_group, column_group)
 
 
-def check_cut(what: str, module: nn.Module, *groups: ProcessGroup | None) -> None:
-    q = check_grids(*groups)
+def check_cut(what: str, module: nn.Module, row_group, column_group, depth_group=None) -> None:
+    q = check_grids(row_group, column_group, depth_group)
     check_whole(what, module)
     for name, param in module.named_parameters():
         if wrong := [size for size in param.shape if size % q]:
