@@ -28,7 +28,7 @@ from benchmarks.measure import (
 from minitrain import launch
 from minitrain.attention.kernel import FUSED, merge
 from minitrain.context.layout import contiguous, join, split, zigzag
-from minitrain.context.ring import ring_attention
+from minitrain.context.ring import gathered_attention, ring_attention
 from minitrain.ranks.collectives.transport import renamed
 
 BATCH, HEADS, WIDTH = 1, 8, 64
