@@ -28,7 +28,7 @@ from statistics import mean, median
 from time import process_time
 
 from minitrain.compose.dry_runs import work_of
-from minitrain.plan.predict.fit import fit, log_ratio
+from minitrain.course.fit import fit, log_ratio
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import START, Rates
 from minitrain.plan.predict.training_run import Published, TrainingRun, published

@@ -29,7 +29,7 @@ def cross_entropy_sum(logits, targets):
 
 # %% judge="tools"
 from minitrain.course.grading.answer_checks import Draw, ask, ask_each, expect, expect_equal
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.gpt import GPT, Block, GPTConfig
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW

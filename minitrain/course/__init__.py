@@ -10,7 +10,9 @@ then   lab                 copies of both for the reader to work in
        exercises           make, prove and grade exercise notebooks
        plot/               every picture
        grading/            the judge stays outside; an answer runs in processes that give back data
-beside loopback            the kernel's own count of bytes, which the ledger is checked with
+beside saved_tensors   what autograd keeps for a backward, and for whom
+       fit             constants of a prediction from rows that are named beforehand
+       loopback            the kernel's own count of bytes, which the ledger is checked with
        install             PyTorch as it fits the machine, and the tested versions of all else
        pipelines           a pipeline's step beside one process, with a mistake in it or without
        sequences           attention over ranks against one process, and what it sends

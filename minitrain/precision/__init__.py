@@ -3,7 +3,6 @@
 First  formats     what each code of a few bits stands for; all formats by name
        rounding    nearest, toward zero, by chance; tensors to codes and back
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4
-       accumulate  sums in a narrow accumulator: where they stall, chunks, promotion
        products    the three products of a linear layer, FP8 recipes, where scales come from; such layers
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer; the scale of a loss in float16

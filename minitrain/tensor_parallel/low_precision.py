@@ -14,7 +14,7 @@ NVIDIA Transformer Engine (amax over the tensor-parallel group, FP8 all-gather).
 gather what they were made from.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,6 @@ from minitrain.precision.products import Route, Scales, multiply
 from minitrain.ranks import collectives
 from minitrain.tensor_parallel.linear import RowLinear, add_bias
 from minitrain.tensor_parallel.sequence import TIME, check_time
-
-
-def column_and_row(products: Any, sequence_parallel: bool) -> tuple[Callable, Callable]:
-    """column and row, as linear.py and sequence.py have them."""
-    settings = dict(products=products, sequence_parallel=sequence_parallel)
-    return partial(column, **settings), partial(row, **settings)
 
 
 def column(x, linears, group: ProcessGroup, *, products: Any, sequence_parallel: bool) -> tuple[Tensor, ...]:

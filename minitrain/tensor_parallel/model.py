@@ -95,9 +95,10 @@ def cut_layers(
     """Cuts every layer of a model, or stage, in place; returns the loss of the logits left on this rank.
     `products` in few bits (precision/products.py) are those of blocks."""
     column, row = COLUMN_AND_ROW[sequence_parallel, overlap]
-    in_block = (
-        (column, row) if products is None else low_precision.column_and_row(products, sequence_parallel)
-    )
+    in_block = column, row
+    if products is not None:
+        settings = dict(products=products, sequence_parallel=sequence_parallel)
+        in_block = partial(low_precision.column, **settings), partial(low_precision.row, **settings)
     leave = sequence.scatter_time if sequence_parallel else collectives.reduce_from
     tables: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut: a tied head takes what the table has become
     for layer in layers:

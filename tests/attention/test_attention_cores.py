@@ -12,7 +12,7 @@ from minitrain.attention import flash, kernel
 from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import SlowMemory, Traffic, flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention

@@ -29,8 +29,8 @@ from minitrain.context.ring import (
     ring_backward,
     ring_forward,
 )
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.data_parallel import bucketed
-from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
 from minitrain.plan.simulate.machines import machine

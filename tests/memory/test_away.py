@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.memory import activations
 from minitrain.memory.activations import AwayActivations
-from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT

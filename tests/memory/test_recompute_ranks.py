@@ -12,8 +12,8 @@ from minitrain import collectives, launch
 from minitrain.attention.placed import Places
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import in_parts, recompute_in
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.data_parallel import states
-from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import naive_attention

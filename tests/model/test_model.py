@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.config import CHOICES, GPTConfig, presets
 from minitrain.model.gpt import GPT, Block, Stages, cross_entropy_sum, deepnorm, generate, seed_of
 from minitrain.model.layers import (

@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain import launch
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.ranks.launch import dryrun

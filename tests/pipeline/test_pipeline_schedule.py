@@ -17,8 +17,8 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.data_parallel import states
-from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.lower import EARLY, Receive, Reduce, Send, Sent, lower

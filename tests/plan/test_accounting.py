@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum

@@ -9,6 +9,7 @@ import pytest
 from minitrain.compose.dry_runs import _step as _dry_step
 from minitrain.compose.dry_runs import work_of
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.fit import fit, log_ratio
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.hyperparameters import Hyperparameters
@@ -17,7 +18,6 @@ from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
 from minitrain.pipeline.simulate import simulate
 from minitrain.plan.accounting import activation_bytes
 from minitrain.plan.predict import predicted_pipeline
-from minitrain.plan.predict.fit import fit, log_ratio
 from minitrain.plan.predict.predicted_memory import by_rank, elements_of
 from minitrain.plan.predict.predicted_pipeline import Costs, Layout, layout_of, makespan
 from minitrain.plan.predict.predicted_step import PARTS, predict

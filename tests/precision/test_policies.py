@@ -10,8 +10,8 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.data_parallel import states
-from minitrain.memory.saved_tensors import SavedTensors
 from minitrain.model.config import ExpertsConfig
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.mixture import mixtures

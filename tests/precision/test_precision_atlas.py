@@ -13,9 +13,9 @@ from minitrain.model.data.batches import Text
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats
-from minitrain.precision.accumulate import sum_in, tensor_core_matmul
 from minitrain.precision.blocks import RECIPES, Blocks, dequantize, quantize
 from minitrain.precision.products import PRODUCTS, Scales, multiply
+from minitrain.systems.precision.accumulate import sum_in, tensor_core_matmul
 
 WAYS = {
     "float32": dict(),

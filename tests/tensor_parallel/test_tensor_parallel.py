@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from minitrain import collectives, launch
 from minitrain.attention.placed import DropMask, Places, drop_by_place
 from minitrain.compose.parallelize import parallelize
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW

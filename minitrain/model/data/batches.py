@@ -16,8 +16,7 @@ tokens. Sends nothing; holds N bytes of text. The shuffle computes any one index
 
 import hashlib
 import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.ranks.checks import require_ints, require_positive_ints, require_text
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
 VOCAB = 256
 MASKED = -100  # torch's default ignore_index: a target that no loss counts
@@ -153,7 +152,7 @@ def permute(index: int, size: int, key: str) -> int:
     while True:
         left, right = index >> half, index & (1 << half) - 1
         for round_number in range(4):
-            left, right = right, left ^ _hash(f"{key}/{round_number}/{right}") & (1 << half) - 1
+            left, right = right, left ^ hashed(f"{key}/{round_number}/{right}") & (1 << half) - 1
         index = left << half | right
         if index < size:
             return index
@@ -168,7 +167,7 @@ def random_tokens(
     require_positive_ints(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.
-    seeds = [torch.Generator().manual_seed(_hash(f"{seed}/{step}/{row}")) for row in rows]
+    seeds = [torch.Generator().manual_seed(hashed(f"{seed}/{step}/{row}")) for row in rows]
     windows = torch.stack([torch.randint(vocab, (length + 1,), generator=generator) for generator in seeds])
     # Copies: views would share what is masked below.
     tokens, targets = windows[:, :-1].clone(), windows[:, 1:].clone()
@@ -178,63 +177,6 @@ def random_tokens(
     return tokens, targets
 
 
-def _hash(text: str) -> int:
+def hashed(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     return int.from_bytes(digest)  # 56 bits: fits every seed type
-
-
-# ---- documents that say nearly the same ------------------------------------------------------------------
-
-
-def keep_first_of_each(
-    documents: Sequence[str], threshold: float = 0.7, words: int = 5, bands: int = 16, rows: int = 4
-) -> list[int]:
-    """Numbers of the documents to keep, in order: each that is no near-duplicate of one kept before it.
-
-    A document becomes the set A of its shingles, all runs of k words. Two are near-duplicates if their
-    similarity J = |A ∩ B| / |A ∪ B| (Jaccard) reaches the threshold. Of a random order of all shingles the
-    first in A equals the first in B with probability J, so the minima under h hash functions estimate J
-    (MinHash). Compared are only documents that agree in all r rows of at least one of b bands:
-
-        P(candidate) = 1 - (1 - J^r)^b    b = 16, r = 4, h = b·r: 0.06 at J = 0.25, 0.64 at 0.5, 0.998 at 0.75
-
-    Time and memory grow with the number of documents, not with its square. Broder 1997, "On the resemblance
-    and containment of documents"; in a pipeline: WanJuan-CC, arXiv:2402.19282. Differs: candidates are
-    checked against the exact J; a real pipeline spreads the bands over thousands of machines."""
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold={threshold}: a share of common shingles, in (0, 1]")
-    require_positive_ints(words=words, bands=bands, rows=rows)
-    kept: list[int] = []
-    sets: dict[int, set[str]] = {}
-    in_band: dict[tuple, list[int]] = defaultdict(list)  # (band, its minima) -> kept documents that have them
-    for number, document in enumerate(documents):
-        mine = shingles(document, words)
-        minima = minhash(mine, bands * rows)
-        keys = [(band, *minima[band * rows : (band + 1) * rows]) for band in range(bands)]
-        candidates = {other for key in keys for other in in_band[key]}
-        if all(jaccard(mine, sets[other]) < threshold for other in candidates):
-            kept.append(number)
-            sets[number] = mine
-            for key in keys:
-                in_band[key].append(number)
-    return kept
-
-
-def shingles(document: str, words: int = 5) -> set[str]:
-    """All runs of `words` words, blind to case and spacing; the whole document if it is shorter."""
-    require_text(document=document)
-    split = document.lower().split()
-    return {" ".join(split[i : i + words]) for i in range(max(1, len(split) - words + 1))}
-
-
-def jaccard(a: set[str], b: set[str]) -> float:
-    return len(a & b) / len(a | b)
-
-
-def minhash(items: set[str], num_hashes: int) -> list[int]:
-    """The least hash of any item, for each of `num_hashes` hash functions x -> (a·x + b) mod 2^61 - 1."""
-    require_positive_ints(1 << 16, num_hashes=num_hashes)
-    prime = (1 << 61) - 1
-    xs = [_hash(item) for item in items]
-    functions = [(_hash(f"a{i}"), _hash(f"b{i}")) for i in range(num_hashes)]
-    return [min((a * x + b) % prime for x in xs) for a, b in functions]

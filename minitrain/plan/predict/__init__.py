@@ -6,5 +6,4 @@ then   training_run        a run as plain values, what its software does, and th
        work                what one rank does for a microbatch, layer by layer, as a dry run counted it
        rates               how fast operators, collectives and layers really are: few constants, all named
        predicted_pipeline  the longest way through a schedule, remembered by structure
-       fit                 constants from rows that are named beforehand
 """

@@ -2,10 +2,9 @@
 
     ledger = dryrun.run(train, rank=17, ranks=1024)         as launch.run(train, ranks=1024)[17], without data
 
-torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake"
-backend gives one process a group of any size. The same operators and collectives happen in the same order, so
-FLOPs, bytes sent and peak bytes equal those of a real run to the last digit (on a CPU, batch norm and LSTM
-differ in one output: torch's fake kernels are not its real ones).
+torch's FakeTensorMode gives tensors a shape, a dtype and a device but no memory; its "fake" backend gives one
+process a group of any size. The same operators and collectives happen in the same order, so FLOPs, bytes sent
+and peak bytes equal those of a real run to the last digit (on a CPU, batch norm and LSTM differ in one).
 
 Without numbers nothing can be decided: `.item()`, `if loss > 3` and `x[mask]` end the dry run and name the
 line that asked. Tensors are made inside the function or are its arguments (passed without data). Estimating

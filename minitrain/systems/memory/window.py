@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from minitrain.data_parallel.buckets import views
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
-from minitrain.memory.prefetch import Prefetch
 from minitrain.ranks.checks import require_one_of
+from minitrain.systems.memory.prefetch import Prefetch
 
 
 def order_of_use(count: int) -> list[int]:

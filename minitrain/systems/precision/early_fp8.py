@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minitrain.precision import formats
-from minitrain.precision.accumulate import matmul_in
 from minitrain.precision.formats import Format
 from minitrain.precision.products import Grads, Scales
 from minitrain.precision.rounding import decode, encode, round_to, rounded
+from minitrain.systems.precision.accumulate import matmul_in
 
 CHUNK = 64
 MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory

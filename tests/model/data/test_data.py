@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from minitrain.model.data.batches import (
-    MASKED,
-    Text,
-    jaccard,
-    keep_first_of_each,
-    minhash,
-    permute,
-    random_tokens,
-    shingles,
-)
+from minitrain.model.data.batches import MASKED, Text, permute, random_tokens
+from minitrain.systems.data.deduplicate import jaccard, keep_first_of_each, minhash, shingles
 
 TEXT = Text(bytes(random.Random(0).choices(range(1, 256), k=1009)), "noise")
 

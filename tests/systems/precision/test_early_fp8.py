@@ -11,11 +11,11 @@ from minitrain.compose.passes import multiply_in
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.accumulate import matmul_in, sum_in
 from minitrain.precision.formats import E4M3, E5M2, FP16_WANG, HFP8_FORWARD
 from minitrain.precision.products import Scales, multiply
 from minitrain.precision.rounding import round_to
 from minitrain.systems.precision import early_fp8
+from minitrain.systems.precision.accumulate import matmul_in, sum_in
 from tests.parallel import TOLERANCE, small
 from tests.precision.training import distance, normal, trained
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain import collectives, launch
-from minitrain.memory.saved_tensors import SavedTensors
+from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.gpt import Block, GPTConfig
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.events import Issue, Wait

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.memory.saved_tensors import Saved, SavedTensors
+from minitrain.course.saved_tensors import Saved, SavedTensors
 
 
 class Twice(nn.Module):

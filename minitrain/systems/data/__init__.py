@@ -1,0 +1,1 @@
+"""Data before training: deduplicate finds documents that say nearly the same (WanJuan-CC)."""
