@@ -2,7 +2,7 @@
 
 First  naive, buckets, bucketed  gradients summed after backward, or hidden behind it, in flat buffers
 then   sync                      what all stages share: when gradients are complete, who owns the optimizer
-       zero1, zero2              optimizer states, then gradients, in shards
+       replicated, zero1, zero2  all whole; optimizer states in shards; gradients, too
        zero3                     parameters too, whole only while a layer needs them
        hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
        states                    functions of a Sync: whole parameters, checkpoints in pieces

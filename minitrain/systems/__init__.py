@@ -5,6 +5,7 @@ data_parallel  tensor_parallel  context  pipeline  moe  precision  memory  check
 communication    algorithms of collectives, as schedules of chunks
 annotate         sharding by annotation
 plan             planners and searches
+data             documents that say nearly the same
 simulate         allocators, eviction, storage, failures
 
 Imported by compose/, course/ and cli/ alone; no technique knows of it.
