@@ -129,8 +129,8 @@ def read(text: str) -> Job:
         raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")
     strategy, model = tree["strategy"], tree["model"]
     experts = isinstance(model, dict) and model.pop("experts", None) or {}
-    for part in (strategy, model, experts):
-        if not isinstance(part, dict):
-            raise ValueError(f"plan: {part!r}; use an object of names and values")
+    for part, names in ((strategy, STRATEGY), (model, MODEL), (experts, EXPERTS)):
+        if not isinstance(part, dict) or part.keys() & DEFAULTS.keys() - names.keys():
+            raise ValueError(f"plan: {part!r}; use an object of names and values, each in its part")
     experts = EXPERTS | experts if experts else {}
     return from_values({**strategy, **model, **experts, "rows": tree["rows"], "length": tree["length"]})
