@@ -218,7 +218,7 @@ def test_an_error_is_one_line_of_the_first_rank(error, rank, code, said, monkeyp
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(main, "app", lambda: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(main, "app", lambda **_: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit) as ended:
         main.main()
     told = capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_an_error_is_one_line_of_the_first_rank(error, rank, code, said, monkeyp
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(main, "app", lambda: {}["key"])
+    monkeypatch.setattr(main, "app", lambda **_: {}["key"])
     with pytest.raises(KeyError):
         main.main()
 

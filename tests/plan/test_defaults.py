@@ -25,8 +25,9 @@ def test_what_a_parameter_is_by_itself():
 
 
 def test_limits_and_rates_that_are_said_nowhere_else():
+    from minitrain.course import fit
     from minitrain.plan import planner
-    from minitrain.plan.predict import fit, rates
+    from minitrain.plan.predict import rates
 
     assert (planner.LEAST_TOKENS, planner.MOST_ROWS, planner.MOST_CHUNKS) == (2048, 8, 8)
     assert fit.LEAST == 0.05

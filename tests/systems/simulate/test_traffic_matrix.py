@@ -15,7 +15,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.collectives import backends, transport
+from minitrain.ranks.collectives import transport
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -52,7 +52,7 @@ def counted(strategies):
             sent[call.members[to] if call.peer is None else call.peer] += tensor.nbytes
         return post(ch, call, tensor, to, tag)
 
-    transport.post_send = backends.post_send = counting
+    transport.post_send = counting
     try:
         for strategy in strategies:
             run = parallelize(TINY, strategy, partial(AdamW, lr=1e-2))
@@ -62,7 +62,7 @@ def counted(strategies):
                 run.step(batch)
             found.append((ledger.events, dict(sent)))
     finally:
-        transport.post_send = backends.post_send = post
+        transport.post_send = post
     return found
 
 
