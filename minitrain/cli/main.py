@@ -155,8 +155,9 @@ def run_chapters(
                 echo(f"interrupted in {path.stem}; {ran} of {len(paths)} chapters ran", err=True)
                 raise typer.Exit(130) from None
         echo(f"ok  {path.stem:24} {elapsed_s:5.1f} s")
-    where, elapsed_s = "in place" if save else f"in {out}", time.perf_counter() - started
-    echo(f"{len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
+    folder = os.path.relpath(out) if out.is_relative_to(Path.cwd()) else out
+    where, elapsed_s = "in place" if save else f"in {folder}/", time.perf_counter() - started
+    echo(f"{len(paths)} of {len(paths)} chapters ran in {elapsed_s:.0f} s; executed notebooks are {where}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -61,6 +61,7 @@ def snapshot_stall() -> SavePolicy:
 
 def torchsnapshot(chunks: int) -> SavePolicy:
     """Training stops until all is written, but a chunk is written while others are copied."""
+    require_positive_ints(chunks=chunks)
     return SavePolicy("write", "forward", chunks, chunks)
 
 
@@ -71,16 +72,19 @@ def checkfreq() -> SavePolicy:
 
 def datastates(chunks: int, buffers: int) -> SavePolicy:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
+    require_positive_ints(chunks=chunks, buffers=buffers)
     return SavePolicy("copy", "update", chunks, buffers)
 
 
 def lightcheck(layers: int) -> SavePolicy:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
+    require_positive_ints(layers=layers)
     return SavePolicy("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
+    require_positive_ints(chunks=chunks, buffers=buffers)
     return SavePolicy("write", "update", chunks, buffers)
 
 
