@@ -11,6 +11,7 @@ import torch
 from minitrain import launch
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.plan.strategy import Strategy
+from minitrain.ranks.sharding import place
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
 
 SEED, DRAWS = 1234, 24
@@ -128,8 +129,8 @@ def test_the_draws_would_notice(what):
             groups = module.ExpertGroups
             module.ExpertGroups = lambda strategy, mesh: summed_over_ep(groups(strategy, mesh))
         elif what == "routers see slices over tp":
-            place = module.ExpertGroups.place
-            module.ExpertGroups.place = lambda *arguments: place(*arguments) and set()
+            inside = module.ExpertGroups.place
+            module.ExpertGroups.place = lambda *arguments: inside(*arguments) and set()
         elif what == "whole rows decide who is dropped":
             mixture.MixtureOfExperts.whole_rows = lambda self, chosen, positions: (chosen, None)
         else:
