@@ -271,7 +271,7 @@ def test_chapters_that_are_run_are_told_one_by_one(two_chapters, tmp_path):
     assert ran[0][1] == out / "03_name.ipynb"
     lines = result.output.splitlines()
     assert lines[0] == f"ok  {'03_name':24}   1.3 s" and lines[2].startswith("2 of 2 chapters ran in 0 s;")
-    assert lines[2].endswith(f"executed notebooks are in {out}")
+    assert lines[2].endswith(f"executed notebooks are in {out}/")
     result = invoke("run", "4", "--save", "--out", str(out))
     assert (
         ran[-1] == ("04_name.ipynb", tmp_path / "04_name.ipynb")
