@@ -118,9 +118,9 @@ INSIDE = {  # doors that are not called here, and who has looked at their argume
         "systems.data_parallel.parameter_server.serve"
     ),
     "the steps of a layer or of a search, of arguments that its maker has checked": (
-        "systems.context.balanced.exchange_all systems.moe.travel.shadow tensor_parallel.overlap.column_backward "
+        "systems.context.balanced.exchange_all systems.moe.move_experts.shadow tensor_parallel.overlap.column_backward "
         "tensor_parallel.overlap.row_forward systems.plan.stage_memory.bytes_of "
-        "systems.precision.fp8_attention.fp8_attention pipeline.partition.stage_time systems.moe.topology.target "
+        "systems.attention.flash_3.fp8_attention pipeline.partition.stage_time systems.moe.topology.target "
         "systems.checkpoint.in_memory.stripe_bytes systems.moe.overlapped_experts.layer_pieces"
     ),
 }

@@ -53,12 +53,12 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement
 from minitrain.systems.memory.file_optimizer import FileOptimizer, piece_of
 from minitrain.systems.memory.files import FileStore
+from minitrain.systems.moe.move_experts import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.overlapped_experts import by_capacity
-from minitrain.systems.moe.travel import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.two_level import TwoLevels
 from minitrain.systems.plan.expert_placement import shadowed
 from minitrain.systems.plan.rematerialize import next_checkpoint
-from minitrain.systems.precision import bitnet, early_fp8, int4, int8
+from minitrain.systems.precision import bitnet, int4, int8, narrow_sums
 
 
 class ExpertGroups:
@@ -130,7 +130,7 @@ class ExpertGroups:
 
 
 # Every way to compute the products of linear layers, by the names of policies.PRODUCTS.
-PRODUCTS = eight_bits.PRODUCTS | bitnet.PRODUCTS | early_fp8.PRODUCTS | int4.PRODUCTS | int8.PRODUCTS
+PRODUCTS = eight_bits.PRODUCTS | bitnet.PRODUCTS | narrow_sums.PRODUCTS | int4.PRODUCTS | int8.PRODUCTS
 
 
 def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:

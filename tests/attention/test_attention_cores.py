@@ -19,9 +19,16 @@ from minitrain.model.layers import naive_attention
 from minitrain.plan.simulate.links import play
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
-from minitrain.systems.attention.flash_3 import hadamard, pingpong, random_signs, sequential, turned, within
+from minitrain.systems.attention.flash_3 import (
+    fp8_attention,
+    hadamard,
+    pingpong,
+    random_signs,
+    sequential,
+    turned,
+    within,
+)
 from minitrain.systems.attention.lazy import lazy_attention
-from minitrain.systems.precision.fp8_attention import fp8_attention
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 

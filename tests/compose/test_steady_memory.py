@@ -41,7 +41,7 @@ from minitrain.ranks.process import PROCESS
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, per_microbatch, sgd
-from minitrain.systems.tensor_parallel.grids import optimus
+from minitrain.systems.tensor_parallel import optimus
 from minitrain.systems.tensor_parallel.rotated import rotate_linears
 from tests.parallel import small
 

@@ -8,7 +8,7 @@ import torch
 from minitrain.precision.blocks import dequantize, quantize
 from minitrain.precision.formats import FORMATS
 from minitrain.precision.rounding import round_to
-from minitrain.systems.precision.accumulate import matmul_in, sum_in, tensor_core_matmul
+from minitrain.systems.precision.narrow_sums import matmul_in, sum_in, tensor_core_matmul
 
 
 def fp8(*shape, seed=0, positive=False):

@@ -15,7 +15,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, dequantize, quantize
 from minitrain.precision.products import PRODUCTS, Scales, multiply
-from minitrain.systems.precision.accumulate import sum_in, tensor_core_matmul
+from minitrain.systems.precision.narrow_sums import sum_in, tensor_core_matmul
 
 WAYS = {
     "float32": dict(),

@@ -23,7 +23,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import next_cut
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
-from minitrain.systems.tensor_parallel.grids.optimus import norm_forward
+from minitrain.systems.tensor_parallel.optimus import norm_forward
 from minitrain.tensor_parallel import sequence, vocabulary
 from tests.parallel import small
 

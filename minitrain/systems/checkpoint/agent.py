@@ -98,7 +98,10 @@ def serve(memory: str, disk: str, keep: int, listener_fd: int) -> None:
                         return
                     if line is listener:
                         trainers.append(connection.Connection(listener.accept()[0].detach()))
-                    elif not answer(line, hot, cold):
+                        continue
+                    try:
+                        line.send(persist(line.recv(), hot, cold))
+                    except (EOFError, ConnectionError):  # the trainer has ended
                         trainers.remove(line)
                         line.close()
                         persist_newest(hot, cold)
@@ -107,15 +110,6 @@ def serve(memory: str, disk: str, keep: int, listener_fd: int) -> None:
             persist_newest(hot, cold)
         finally:
             shutil.rmtree(memory, ignore_errors=True)
-
-
-def answer(trainer: connection.Connection, hot: Store, cold: Store) -> bool:
-    """Do what a trainer asks for. False: it has ended."""
-    try:
-        trainer.send(persist(trainer.recv(), hot, cold))
-        return True
-    except (EOFError, ConnectionError):
-        return False
 
 
 def persist(step: int, hot: Store, cold: Store) -> str:

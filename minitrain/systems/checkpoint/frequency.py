@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from minitrain.checkpoint.saver import Save, Saver
+from minitrain.checkpoint.saver import Saver
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 
@@ -42,16 +42,12 @@ class Frequency:
         self._times_s.append((step_s, self.saver.update_s))
         self._since += 1
         if len(self._times_s) == self.window:
-            if self.saver.last:  # alike on all ranks
-                self._tune(self.saver.last)
+            if last := self.saver.last:  # alike on all ranks
+                mine = [*map(median, zip(*self._times_s)), last.copy_s, last.write_s]
+                mine = torch.tensor(mine, dtype=torch.float64, device=self.saver.device)
+                self.steps = self.every(*collectives.all_reduce(mine, self.saver.group, op="max").tolist())
             self._times_s.clear()
         if due := self._since >= self.steps:
             self._since = 0
         self._began_s, self._waits = self.clock(), len(self.saver.waits)
         return due
-
-    def _tune(self, last: Save) -> None:
-        steps_s, updates_s = zip(*self._times_s)
-        mine = [median(steps_s), median(updates_s), last.copy_s, last.write_s]
-        mine = torch.tensor(mine, dtype=torch.float64, device=self.saver.device)
-        self.steps = self.every(*collectives.all_reduce(mine, self.saver.group, op="max").tolist())

@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,7 +30,7 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.snapshot import parameter_of
 from minitrain.precision.blocks import pack, unpack
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
+from minitrain.ranks.checks import require_ints
 from minitrain.ranks.pieces import Piece, overlap, whole_piece
 
 
@@ -167,31 +166,3 @@ def full_is_cheaper(sizes: list[float]) -> bool:
     """Save in full now? `sizes`: of the increments since the last full one, in full ones. If increments grow
     again as they did, is that less to write than going on with ones as large as the last."""
     return bool(sizes) and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]
-
-
-def touched_share(rows: int, lookups: int, exponent: float) -> float:
-    """The expected share of rows that so many lookups touch, row i with a probability like i^-exponent."""
-    require_positive_ints(rows=rows)
-    require_ints(lookups=lookups)
-    require_nonnegative(exponent=exponent)
-    chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
-    return float(-np.expm1(lookups * np.log1p(-chance / chance.sum())).mean())
-
-
-def savings(rows: int, width: int, lookups: int, saves: int, exponent: float, bits: int | None) -> tuple:
-    """How many times less is written, and stored at most, than with full float32 tables at each of so many
-    saves, `lookups` from one to the next; by `full_is_cheaper`, all in `bits`."""
-    require_ints(1, 32, bits=32 if bits is None else bits)
-    require_positive_ints(width=width, saves=saves)
-    row = 4 * width if bits is None else width * bits / 8 + 8
-    full = row / (4 * width)
-    written = stored = full
-    since: list[float] = []  # shares of rows in the increments since the last full one
-    for _ in range(saves - 1):
-        if full_is_cheaper(since):
-            written, since = written + full, []
-            continue
-        since.append(touched_share(rows, (len(since) + 1) * lookups, exponent))
-        size = since[-1] * (row + 4) / (4 * width)
-        written, stored = written + size, max(stored, full + size)
-    return saves / written, 1 / stored

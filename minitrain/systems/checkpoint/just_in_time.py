@@ -10,8 +10,9 @@
 
 A rank whose neighbour dies sees its collective fail. Until the update begins, what it holds is the state of
 the last boundary: torch's own counts of writes tell; a rank that finds a tensor written to says so and saves
-nothing. A place is what a rank holds of the model; replicas (data parallelism) have the same. One survivor of
-each place is a checkpoint; without one, or where survivors are a step apart, Lost says what is missing.
+nothing. A place is what a rank holds of the model, names and rectangles; replicas (data parallelism) have the
+same. One survivor of each place is a checkpoint; without one, or where survivors are a step apart, Lost says
+what is missing.
 Sends nothing after the start. Written after a failure: per survivor all that it holds.
 Gupta et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
 collective is the detector (theirs is a time-out beside a hanging GPU), the loop says where a step begins; a
@@ -37,13 +38,6 @@ from minitrain.ranks.torch_private import version_of
 from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
 
 
-def place_of(pieces: Iterable[Piece]) -> str:
-    """Replicas have the same: names and rectangles of parameters."""
-    parameters = [piece for piece in pieces if piece.name.startswith("parameters/")]
-    held = sorted((piece.name, piece.start, piece.shape) for piece in parameters)
-    return xxhash.xxh3_64_hexdigest(repr(held).encode())
-
-
 class JustInTime:
     """Of one rank; `folder` is one that a later start sees, on disk or in memory."""
 
@@ -57,7 +51,9 @@ class JustInTime:
         self.step, self.pieces, self.plain, self.manifest = step, list(pieces), plain, manifest
         self.versions = [version_of(piece.values) for piece in self.pieces]
         if self.places is None:
-            self.places = gather_plain(place_of(self.pieces), self.group)
+            parameters = [piece for piece in self.pieces if piece.name.startswith("parameters/")]
+            held = sorted((piece.name, piece.start, piece.shape) for piece in parameters)
+            self.places = gather_plain(xxhash.xxh3_64_hexdigest(repr(held).encode()), self.group)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

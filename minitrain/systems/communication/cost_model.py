@@ -98,8 +98,12 @@ class Choice(NamedTuple):
     pieces: int = 1  # of each half of the tensor, for the double tree
 
 
-def _costs(n: int, pieces: int) -> dict[str, tuple[int, float]]:
-    """{algorithm: messages that follow one another, bytes through a port as a multiple of S}, at any n."""
+def _costs(algorithm: str, n: int, pieces: int) -> tuple[int, float]:
+    """Messages that follow one another, and bytes through a port as a multiple of S, at any n."""
+    require_one_of(AS_NCCL + POWERS_OF_TWO_ONLY, algorithm=algorithm)
+    require_positive_ints(n=n, pieces=pieces)
+    if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
+        raise ValueError(f"{algorithm} is for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")
     height = _height(n)
     tree = 2 * (height - 1 + pieces) if n > 1 else 0
     return {
@@ -107,19 +111,17 @@ def _costs(n: int, pieces: int) -> dict[str, tuple[int, float]]:
         "double tree": (tree, tree / pieces),
         "halving and doubling": (2 * height, 2 * (n - 1) / n),
         "recursive doubling": (height, height),
-    }
+    }[algorithm]
 
 
 def steps(algorithm: str, n: int, pieces: int = 1) -> int:
-    """Messages that follow one another, at any n; `pieces` concerns the double tree."""
-    _check(algorithm, n, pieces)
-    return _costs(n, pieces)[algorithm][0]
+    """Messages that follow one another; `pieces` concerns the double tree."""
+    return _costs(algorithm, n, pieces)[0]
 
 
 def formula_s(algorithm: str, n: int, size_bytes: float, network: Network, pieces: int = 1) -> float:
     """Seconds of an all-reduce."""
-    _check(algorithm, n, pieces)
-    messages, at_port = _costs(n, pieces)[algorithm]
+    messages, at_port = _costs(algorithm, n, pieces)
     return messages * network.alpha_s + at_port * size_bytes / network.bytes_per_s
 
 
@@ -171,10 +173,3 @@ def _height(n: int) -> int:
 
 def _beside(ideal: float) -> set[int]:
     return {max(1, floor(ideal)), max(1, ceil(ideal))}
-
-
-def _check(algorithm: str, n: int, pieces: int) -> None:
-    require_one_of(AS_NCCL + POWERS_OF_TWO_ONLY, algorithm=algorithm)
-    require_positive_ints(n=n, pieces=pieces)
-    if algorithm in POWERS_OF_TWO_ONLY and n & (n - 1):
-        raise ValueError(f"{algorithm} is for powers of two only, not n={n}; choose {' or '.join(AS_NCCL)}")

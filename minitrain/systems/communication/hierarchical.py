@@ -138,18 +138,18 @@ def clusters(rtt: Matrix) -> list[list[int]]:
         raise ValueError(f"{n} rows of {sorted({len(row) for row in rtt})} entries; a probe matrix is square")
     groups = [[rank] for rank in range(n)]
     joined_at_s, largest_jump, racks = 0.0, NOISE_RATIO, None
+
+    def mean_s(group: list[int], other: list[int]) -> float:
+        return sum(rtt[a][b] + rtt[b][a] for a in group for b in other) / (2 * len(group) * len(other))
+
     while len(groups) > 1:
         pairs = [(a, b) for a in range(len(groups)) for b in range(a)]
-        time_s, a, b = min((_mean_time(rtt, groups[a], groups[b]), a, b) for a, b in pairs)
+        time_s, a, b = min((mean_s(groups[a], groups[b]), a, b) for a, b in pairs)
         if joined_at_s and time_s / joined_at_s > largest_jump:
             largest_jump, racks = time_s / joined_at_s, groups
         groups = [group for i, group in enumerate(groups) if i not in (a, b)] + [groups[a] + groups[b]]
         joined_at_s = time_s
     return sorted(map(sorted, racks or groups))
-
-
-def _mean_time(rtt: Matrix, group: list[int], other: list[int]) -> float:
-    return sum(rtt[a][b] + rtt[b][a] for a in group for b in other) / (2 * len(group) * len(other))
 
 
 def aggregate(racks: Sequence[Sequence[int]]) -> Schedule:

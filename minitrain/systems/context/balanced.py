@@ -112,10 +112,6 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
         (source, received_side), (target, sent_side) = sources[t], targets[t]
         return exchange_all(sent.get(sent_side, ()), target, sent.get(received_side, ()), source, group)
 
-    def send_back(t: int, result: Tensors) -> list[Handle]:
-        (source, _), (target, sent_side) = sources[t], targets[t]
-        return exchange_all(result, source, returned.get(sent_side, ()), target, group)
-
     def merge_results(t: int, returning: list[Handle]) -> None:
         if results := received(returning):
             merge(targets[t][1], results)
@@ -126,7 +122,8 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
         data = received(arriving)
         result = compute(round[rank], sources[t][1], data) if round[rank] else ()
         merge_results(t - 1, returning)  # the last round's results travelled during this one
-        returning = send_back(t, result)
+        target, sent_side = targets[t]
+        returning = exchange_all(result, sources[t][0], returned.get(sent_side, ()), target, group)
     merge_results(len(schedule) - 1, returning)
 
 

@@ -16,16 +16,24 @@ layer before act. Liu et al. 2023 (Janus), SIGCOMM, doi 10.1145/3603269.3604869.
 order, without priorities; no cache in host memory between forward and backward.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.moe.experts import of, slices, turn, turn_backward
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.experts import grouped, of, slices, turn, turn_backward
+from minitrain.moe.router import Routing
 from minitrain.ranks import collectives
 from minitrain.ranks.autograd import custom_vjp
+from minitrain.systems.moe.balance import shadows
+
+Table = list[list[int]]
+Hook = Callable[[Tensor, Routing, nn.Module], Tensor]
 
 
 def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, sizes=None) -> Tensor:
@@ -72,8 +80,7 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
     """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
-
-    A row goes and comes, D elements each; in backward again. An expert comes; in backward again, and its
+    A row goes and comes, D elements each, in backward again; an expert comes, in backward again, and its
     gradient goes home. D cancels. Forward alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
     matrices = 3 if gated else 2
     return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
@@ -186,3 +193,79 @@ def added(sums: list[Tensor], more: list[Tensor]) -> None:
     """In place; `more` is as long, or empty."""
     for total, x in zip(sums, more):
         total.add_(x)
+
+
+# ---- what crosses ep for a layer: set once, or decided in each step ----------------------------------------
+#
+#     table [n, E]   rows that each rank of ep has for each expert, alike on all ranks
+#     hook           (x [N, D], its routing, experts) -> [N, D], as moe/dispatch.AllToAll; each wraps another:
+#
+#     partial(shadow, hook=partial(pull, hook=AllToAll(group), ..), ..)
+#
+# AllToAll (TwoLevels over nodes, by_capacity in chunks) sends rows to their experts, `pull` experts to their
+# rows, where that pays: by the table, if it sends fewer bytes. `shadow` copies experts that a rule picks from
+# the table to every rank for the step, the busiest first; their rows stay, the gradients of the copies are
+# added up at the owner; other rows go on. The table sends 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t
+# over each group `shared_by` (tp) whose t ranks share out the rows of a rank of ep; a shadow what
+# balance.shadows sends. Differs: the rule counts bytes, not seconds, those of rows and matrices only; in
+# training it reckons with a backward in which nothing is frozen.
+
+
+def pull(x: Tensor, routing: Routing, experts: nn.Module, *, hook: Hook, across, inside, pays=None) -> Tensor:
+    """Where `pays(routing, training)`, alike on all ranks, experts travel to the rows; else rows by the other
+    `hook`. None: always."""
+    if pays is None or pays(routing, experts.training):
+        return at_home(x, routing, experts, partial(pulled, across=across, inside=inside))
+    return hook(x, routing, experts)
+
+
+def shadow(x, routing: Routing, experts: nn.Module, *, hook: Hook, group, table, rule, most: int) -> Tensor:
+    """Of the experts that `rule(table(routing))` picks the `most` busiest are copied to their rows; other
+    rows by the other `hook`."""
+    rows_of = table(routing)
+    chosen = busiest(rows_of, rule(rows_of), most)
+    if not chosen:
+        return hook(x, routing, experts)
+
+    def work(rows, counts, up, down, act, gate=None, *, sizes=None) -> Tensor:
+        matrices = [matrix for matrix in (up, down, gate) if matrix is not None]
+        up, down, *gate = shadows(matrices, chosen, group)
+        sizes = sizes and [sizes[e] for e in chosen]
+        counts = counts[torch.tensor(chosen, device=counts.device)]
+        return grouped(rows, counts, up, down, act, *gate, sizes=sizes)
+
+    others = [e for e in range(routing.probs.shape[1]) if e not in chosen]
+    y = at_home(x, routing.only(chosen), experts, work)
+    return y + hook(x, routing.only(others), experts)
+
+
+def at_home(x: Tensor, routing: Routing, experts: nn.Module, work: Callable) -> Tensor:
+    """x [N, D] -> [N, D]: no row travels, `work` has the experts come."""
+    home = Dispatch(routing)
+    y = experts(home.there(x), home.counts, home.sizes, work)
+    return home.back(y, routing.weights)
+
+
+def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessGroup] = ()) -> Table:
+    """table[r][e]: rows for expert e of rank r of the group, with the ranks that share out its rows."""
+    counts = routing.counts
+    for ranks in shared_by:
+        counts = collectives.all_reduce(counts, ranks)
+    table = collectives.all_gather(counts[None], group, 0)
+    if routing.sizes is None:
+        return table.tolist()
+    return [[size * math.prod(ranks.size() for ranks in shared_by) for size in routing.sizes]] * group.size()
+
+
+def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool) -> bool:
+    """Do the experts that are wanted elsewhere take fewer bytes than the rows that are?"""
+    here = len(table[0]) // len(table)
+    away = [rows for rank, counts in enumerate(table) for e, rows in enumerate(counts) if e // here != rank]
+    wanted = sum(rows > 0 for rows in away)
+    return pull_is_cheaper(sum(away), wanted, width, gated=gated, backward=backward)
+
+
+def busiest(table: Table, experts: Sequence[int], most: int) -> list[int]:
+    """Of these at most so many, those with the most rows; of equal ones the first."""
+    loads = [sum(rows) for rows in zip(*table)]
+    return sorted(sorted(experts, key=lambda e: (-loads[e], e))[:most])

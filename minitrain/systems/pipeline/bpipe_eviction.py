@@ -16,6 +16,7 @@ Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save
 
 from collections.abc import Iterable
 from itertools import accumulate
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from minitrain.pipeline.lower import Receive, Send, Step
 from minitrain.pipeline.runtime import InFlight, Runner
 from minitrain.pipeline.schedule import Action
+from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.torch_private import storage_id
 
 Shape = tuple[int, int, int, int]  # (stage, slice, rows, tokens): what decides how much a forward keeps
@@ -68,29 +70,15 @@ class SavedTensors:
         self.blocks = [flat[at : at + size] for at, size in places]
 
 
-class InputGrad:
-    """In place of a stage's input, which is not kept: holds its gradient."""
+def without_input(x: Tensor, input_grad: SimpleNamespace) -> Tensor:
+    """x as the start of a graph that does not keep it; its gradient goes to `input_grad.grad`."""
 
-    grad: Tensor | None = None
+    def backward(dys, *_) -> tuple[Tensor]:
+        (input_grad.grad,) = dys
+        return (dys[0].new_zeros(()),)
 
-
-class _WithoutInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, root: Tensor, x: Tensor, input_grad: InputGrad) -> Tensor:
-        ctx.input_grad = input_grad
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dx: Tensor):
-        ctx.input_grad.grad = dx
-        return torch.zeros((), dtype=dx.dtype, device=dx.device), None, None
-
-
-def without_input(x: Tensor, input_grad: InputGrad) -> Tensor:
-    """x as the start of a graph that does not keep it; its gradient goes to `input_grad`."""
     root = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-    return _WithoutInput.apply(root, x.detach(), input_grad)
+    return custom_vjp(lambda _: (x.detach(), ()), backward, root)
 
 
 class Balanced(Runner):
@@ -122,18 +110,16 @@ class Balanced(Runner):
     def do(self, step: Step) -> None:
         evicted = isinstance(step, Send | Receive) and step.what.kind == "E"
         if evicted and self.unit(step.what) not in self.told:
-            self.told.add(self.unit(step.what))
-            self.tell(*step) if isinstance(step, Send) else self.learn(*step)
+            (what, other), shape = step, self.unit(step.what)
+            self.told.add(shape)
+            if isinstance(step, Send):
+                size = torch.tensor([self.lent[shape]], device=self.device)
+                self.sending[what._replace(kind="size")] = self.send(size, other)
+            else:
+                length = self.receive(other, (1,), torch.int64)
+                if shape not in self.lent:  # a dry run is told before
+                    self.lent[shape] = int(length)
         super().do(step)
-
-    def tell(self, what: Action, to: int) -> None:
-        size = torch.tensor([self.lent[self.unit(what)]], device=self.device)
-        self.sending[what._replace(kind="size")] = self.send(size, to)
-
-    def learn(self, what: Action, source: int) -> None:
-        length = self.receive(source, (1,), torch.int64)
-        if self.unit(what) not in self.lent:  # a dry run is told before
-            self.lent[self.unit(what)] = int(length)
 
     def message(self, what: Action) -> tuple[tuple[int, ...], torch.dtype]:
         return ((self.lent[self.unit(what)],), torch.uint8) if what.kind in "EG" else super().message(what)
@@ -142,7 +128,7 @@ class Balanced(Runner):
         module = self.stages[stage]
         stays = (*module.parameters(), *module.buffers(), *self.units[unit], *self.reducer.gathered_buffers())
         self.saved[stage, unit] = saved = SavedTensors(stays, self.device)
-        input_grad = InputGrad() if stage else None
+        input_grad = SimpleNamespace(grad=None) if stage else None  # in place of the input, which is not kept
         if input_grad:
             mine.x = without_input(mine.x, input_grad)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

@@ -107,15 +107,12 @@ def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:
     amax = agreed_amax(x, scales, FOUR, dims)
     shares = torch.tensor(SHARES, device=x.device)
     steps = usable(amax) * shares / FOUR.format.max
-    errors = torch.stack([squared_error(x, step.to(x.dtype)) for step in steps])
+    errors = [rounded(x / step, FOUR.format, "nearest") * step - x for step in steps.to(x.dtype)]
+    errors = torch.stack([error.square().sum(dtype=torch.float64) for error in errors])
     if scales.shared(FOUR, dims):
         errors = collectives.all_reduce(errors, scales.group)
     clip = usable(amax) * shares[errors.argmin()]
     return quantize(x + (amax - amax).to(x.dtype), FOUR, amax=clip)
-
-
-def squared_error(x: Tensor, step: Tensor) -> Tensor:
-    return (rounded(x / step, FOUR.format, "nearest") * step - x).square().sum(dtype=torch.float64)
 
 
 def agreed_amax(x: Tensor, scales: Scales, blocks: Blocks, dims: str) -> Tensor:

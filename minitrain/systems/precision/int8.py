@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minitrain.precision.blocks import RECIPES, Quantized, dequantize, quantize
 from minitrain.precision.products import Grads, Products, Scales, split_tensors
+from minitrain.ranks.autograd import custom_vjp
 
 TILE = 32
 
@@ -187,21 +188,13 @@ def through_int8(block: nn.Module, act: Callable) -> None:
 
 
 def int8_block(act: Callable, block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-    return _Int8Block.apply(x, positions, block, act, *block.parameters())
+    params = tuple(block.parameters())
+    with torch.no_grad():
+        y, have_read = block_forward(block, write(x), positions, act)
+    tensors, rebuild = split_tensors(have_read)
 
+    def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], _) -> tuple:
+        dx, grads = block_backward(block, write(*dys), rebuild(saved), positions, act)
+        return read(dx), *map(grads.get, params)
 
-class _Int8Block(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, positions, block, act, *params):
-        y, saved = block_forward(block, write(x), positions, act)
-        tensors, ctx.rebuild = split_tensors(saved)
-        ctx.save_for_backward(*tensors)
-        ctx.rest = block, positions, act, params
-        return read(y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        block, positions, act, params = ctx.rest
-        dx, grads = block_backward(block, write(dy), ctx.rebuild(ctx.saved_tensors), positions, act)
-        return read(dx), None, None, None, *(grads.get(param) for param in params)
+    return custom_vjp(lambda *_: (read(y), tensors), backward, x, *params)

@@ -1,5 +1,7 @@
 """Matrices over ranks, as further systems cut them.
 
-grids     products on grids of ranks: Cannon, SUMMA, 2.5D, 3D
-rotated   weights go round, activations stay (RTP)
+First  summa      the product of two matrices that no rank holds whole: SUMMA, Cannon
+then   optimus    a Transformer's layer on a q x q grid, or on d copies of it (Tesseract)
+       cube       three dimensions
+       rotated    weights go round, activations stay (RTP)
 """

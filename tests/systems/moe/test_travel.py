@@ -16,7 +16,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
-from minitrain.systems.moe import travel as module
+from minitrain.systems.moe import move_experts as module
 from tests.layouts import Draw, distance, on_rank, one_process
 
 D, E, RANKS = 8, 8, 4

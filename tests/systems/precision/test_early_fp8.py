@@ -14,22 +14,22 @@ from minitrain.plan.strategy import Strategy
 from minitrain.precision.formats import E4M3, E5M2, FP16_WANG, HFP8_FORWARD
 from minitrain.precision.products import Scales, multiply
 from minitrain.precision.rounding import round_to
-from minitrain.systems.precision import early_fp8
-from minitrain.systems.precision.accumulate import matmul_in, sum_in
+from minitrain.systems.precision import narrow_sums
+from minitrain.systems.precision.narrow_sums import matmul_in, sum_in
 from tests.parallel import TOLERANCE, small
 from tests.precision.training import distance, normal, trained
 
 
 def gradients(name, x, weight, dy):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    (y,) = multiply(x, [weight], [Scales()], early_fp8.PRODUCTS[name])
+    (y,) = multiply(x, [weight], [Scales()], narrow_sums.PRODUCTS[name])
     y.backward(dy)
     return y.detach(), x.grad, weight.grad
 
 
 @pytest.mark.parametrize("name,ahead", [("fp8_wang", E5M2), ("hfp8", HFP8_FORWARD)])
 def test_a_layer_by_hand(name, ahead):
-    """Operands as casts, sums by accumulate.py in chunks of 64; float64 where sums are wide."""
+    """Operands as casts, sums by sum_in in chunks of 64; float64 where sums are wide."""
     x, weight, dy = normal(2, 35, 130), normal(20, 130, seed=1) / 8, normal(2, 35, 20, seed=2) / 1000
     y, dx, dweight = gradients(name, x, weight, dy)
     x8, weight8 = (round_to(one, ahead).flatten(0, -2) for one in (x, weight))
@@ -51,33 +51,33 @@ def test_a_layer_by_hand(name, ahead):
 
 def test_sums_do_not_depend_on_what_is_held_at_once(monkeypatch):
     a, b = round_to(normal(33, 100), E5M2), round_to(normal(7, 100, seed=1), E5M2)
-    whole = early_fp8.narrow_product(a, b, FP16_WANG)
-    monkeypatch.setattr(early_fp8, "MOST_PRODUCTS", 1000)
-    assert torch.equal(early_fp8.narrow_product(a, b, FP16_WANG), whole)
-    assert torch.equal(early_fp8.narrow_product(a[:, :0], b[:, :0], FP16_WANG), torch.zeros(33, 7).double())
-    assert early_fp8.narrow_product(a[:0], b, FP16_WANG).shape == (0, 7)
+    whole = narrow_sums.narrow_product(a, b, FP16_WANG)
+    monkeypatch.setattr(narrow_sums, "MOST_PRODUCTS", 1000)
+    assert torch.equal(narrow_sums.narrow_product(a, b, FP16_WANG), whole)
+    assert torch.equal(narrow_sums.narrow_product(a[:, :0], b[:, :0], FP16_WANG), torch.zeros(33, 7).double())
+    assert narrow_sums.narrow_product(a[:0], b, FP16_WANG).shape == (0, 7)
 
 
-@pytest.mark.parametrize("name", early_fp8.PRODUCTS)
+@pytest.mark.parametrize("name", narrow_sums.PRODUCTS)
 def test_what_is_too_large_too_small_or_no_number(name):
     x, weight, dy = normal(4, 8), normal(6, 8, seed=1), normal(4, 6, seed=2) * 1e-7
     y, dx, dweight = gradients(name, x, weight, dy)
     assert (dx != 0).any() and (dweight != 0).any(), "gradients of 1e-7 arrive"
-    largest = early_fp8.PRODUCTS[name].ahead.max
+    largest = narrow_sums.PRODUCTS[name].ahead.max
     few = gradients(name, x * 0 + 1e9, torch.ones(6, 8).double(), dy)[0]
     assert (few == 8 * largest).all(), "saturated"
     assert gradients(name, x, weight, dy * 0 + 1e9)[1].isfinite().logical_not().all(), "no step may use these"
     broken = x.clone()
     broken[1, 2] = math.nan
     assert gradients(name, broken, weight, dy)[0].isnan().all(1).tolist() == [False, True, False, False]
-    assert early_fp8.PRODUCTS[name].enter(x, Scales()).nbytes == x.numel()
+    assert narrow_sums.PRODUCTS[name].enter(x, Scales()).nbytes == x.numel()
 
 
 def test_wang():
     """4,096 ones with 9 mantissa bits stall at 1,024, in chunks of 64 they do not; E[rounded by chance] = x."""
     ones = torch.ones(1, 4096)
     assert sum_in(ones, FP16_WANG).item() == 1024 and sum_in(ones, FP16_WANG, 64).item() == 4096
-    product = early_fp8.PRODUCTS["fp8_wang"]
+    product = narrow_sums.PRODUCTS["fp8_wang"]
     assert product.forward(product.enter(ones, Scales()), ones, Scales()).item() == 4096
     draw = torch.Generator().manual_seed(0)
     x = normal(50)
@@ -90,7 +90,7 @@ def test_updates_by_chance_keep_what_rounding_loses():
     """A step of 1e-4 on a weight of 1, half a unit of which is 2^-10: lost to the nearest, kept on average."""
     draw, steps = torch.Generator().manual_seed(1), 200
     weight, velocity = torch.ones(2000), torch.zeros(2000)
-    by_chance = partial(early_fp8.sgd_by_chance_, lr=1e-4, momentum=0.0)
+    by_chance = partial(narrow_sums.sgd_by_chance_, lr=1e-4, momentum=0.0)
     for _ in range(steps):
         by_chance(weight, torch.ones(2000), velocity, draw)
     assert torch.equal(weight, round_to(weight, FP16_WANG)) and weight.unique().numel() > 5
@@ -102,7 +102,7 @@ def test_updates_by_chance_keep_what_rounding_loses():
         by_chance(again, torch.ones(2000), other, draw)
     assert torch.equal(weight, again), "ranks of one seed agree"
     weight, velocity = torch.full((1,), 2.0), torch.full((1,), 0.5)
-    early_fp8.sgd_by_chance_(
+    narrow_sums.sgd_by_chance_(
         weight, torch.full((1,), 0.25), velocity, draw, lr=0.5, momentum=0.5, decay=0.125
     )  # all exact: decay 0.25 + 0.25, velocity 0.25 + 0.5, weight 2 - 0.375
     assert velocity == 0.75 and weight == 1.625
@@ -151,7 +151,7 @@ def test_hfp8():
     assert lost(1024 * grads, E5M2) < 0.1 * lost(grads, E5M2), "what a scaled loss is for"
     assert far(weights, HFP8_FORWARD) < far(weights, E4M3) < far(weights, E5M2)
     mean = sum(plain[-5:]) / 5
-    for name in early_fp8.PRODUCTS:
+    for name in narrow_sums.PRODUCTS:
         losses, _ = learn(name, 20)
         assert abs(sum(losses[-5:]) / 5 - mean) < 0.03 * mean < 0.03 * losses[0], name
 
@@ -163,7 +163,7 @@ def each(cases):
 def test_layouts():
     """hfp8 equals one process; narrow sums do not, within what 9 bits leave."""
     layouts = (dict(dp=2, zero=3), dict(tp=2, sequence_parallel=True), dict(pp=2, microbatches=2), dict(cp=2))
-    names = list(early_fp8.PRODUCTS)
+    names = list(narrow_sums.PRODUCTS)
     alone = dict(zip(names, launch.run(each, [(name, {}) for name in names], ranks=1)[0]))
     cases = [(name, layout) for name in names for layout in layouts]
     for (name, layout), found in zip(cases, launch.run(each, cases, ranks=2, timeout_s=120)[0]):

@@ -8,8 +8,7 @@ import torch
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.formats import E4M3
 from minitrain.precision.rounding import round_to
-from minitrain.systems.attention.flash_3 import random_signs, turned
-from minitrain.systems.precision.fp8_attention import fp8_attention
+from minitrain.systems.attention.flash_3 import fp8_attention, random_signs, turned
 
 
 def normal(*shape, seed=0):

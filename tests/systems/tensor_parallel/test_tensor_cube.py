@@ -17,8 +17,8 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement
 from minitrain.systems.plan import grid_costs
-from minitrain.systems.tensor_parallel.grids import cube
-from minitrain.systems.tensor_parallel.grids.cube import Linear3D, activation_shards, cut_activations, cut_mlp
+from minitrain.systems.tensor_parallel import cube
+from minitrain.systems.tensor_parallel.cube import Linear3D, activation_shards, cut_activations, cut_mlp
 from tests.parallel import TOLERANCE
 from tests.systems.tensor_parallel.test_tensor_rotated import fill, random, said, whole_linear
 

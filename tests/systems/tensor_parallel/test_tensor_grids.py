@@ -19,10 +19,10 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, shard
-from minitrain.systems.tensor_parallel.grids import optimus
-from minitrain.systems.tensor_parallel.grids import summa as products
-from minitrain.systems.tensor_parallel.grids.optimus import Linear2D, Norm2D, batch_block, whole_batch
-from minitrain.systems.tensor_parallel.grids.summa import (
+from minitrain.systems.tensor_parallel import optimus
+from minitrain.systems.tensor_parallel import summa as products
+from minitrain.systems.tensor_parallel.optimus import Linear2D, Norm2D
+from minitrain.systems.tensor_parallel.summa import (
     block,
     cannon,
     summa,
@@ -436,7 +436,7 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
             optimus.cut_mlp(ours.mlp, *groups)
             made += [(whole_block, layer, (POSITIONS,)), (theirs.mlp, ours.mlp, ())]
             made += [(theirs.attention, ours.attention, (POSITIONS,))]
-        cut, join = (lambda x: batch_block(x, *groups)), (lambda x: whole_batch(x, *groups))
+        cut, join = (lambda x: block(x, *groups)), (lambda x: whole(x, *groups))
         for module, ours, args in made:
             found.append(difference(module, ours, random(8, T, 16), cut, join, *args))
         return found
@@ -456,7 +456,7 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
 def test_depth_one_is_two_dimensions_to_the_bit():
     def rank():
         deep, flat, x = cuboid(2, 1), grid(2), random(4, T, 16)
-        results, parts = [], (batch_block(x, *deep), block(x, *flat))
+        results, parts = [], (block(x, *deep), block(x, *flat))
         for groups, mine in zip((deep, flat), parts):
             layer = make_block(bias=True)
             optimus.cut_block(layer, *groups)
@@ -548,7 +548,7 @@ def test_bad_sizes_are_refused():
                 "the input is 8 wide": lambda: Linear2D(linear, *flat)(zeros(2, 8)),
                 "Linear2D: weight [4, 8] is cut already": lambda: Linear2D(cut_linear, *flat),
                 "already, along dim 1 over row": lambda: optimus.cut_attention(twice.attention, *flat),
-                "batch 6 is not a multiple of q·d = 2·2 = 4": lambda: batch_block(zeros(6, 4), *groups),
+                "3 along dim 0 of [3, 4] is not a multiple": lambda: block(zeros(6, 4), *groups),
                 "1 heads are not a multiple": lambda: optimus.cut_block(make_block(num_kv_heads=1), *flat),
                 "dropout=0.5: ranks": lambda: optimus.cut_block(make_block(dropout=0.5), *groups),
                 "has no q, k, v": lambda: optimus.cut_block(make_block(kv_latent=8, rope_head_dim=4), *flat),

@@ -1,4 +1,4 @@
-"""Sums in a narrow accumulator: where they stall, and the two cures, chunks and promotion.
+"""Sums in a narrow accumulator: where they stall, the two cures, and the first FP8 trainings, which met them.
 
     sum_in       t = round(t + x_k), k = 1 .. K                   |error| <= ((1 + u)^(K-1) - 1) Σ|x|
       in chunks  partial sums of c numbers, then their sum        |error| <= ((1 + u)^(c + K/c - 2) - 1) Σ|x|
@@ -14,11 +14,16 @@ scales of these products, and starts again from zero. Wang et al. 2018, arXiv:18
 DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2. Differs: not compared with a GPU; cut toward zero.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Generator, Tensor
+from torch.nn.functional import pad
 
+from minitrain.precision import formats
 from minitrain.precision.formats import Format
-from minitrain.precision.rounding import checked, rounded
+from minitrain.precision.products import Grads, Scales
+from minitrain.precision.rounding import checked, decode, encode, round_to, rounded
 from minitrain.ranks.checks import require_ints
 
 LANES = 32  # products of an instruction of the tensor core
@@ -41,8 +46,7 @@ def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = No
 
 def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None) -> Tensor:
     """a [M, K] @ b [K, N] of FP8 numbers -> [M, N] float32; scale_a [M, K/promote], scale_b [K/promote, N].
-
-    promote=None is one sum over all of K, and scales are [M, 1] and [1, N]."""
+    promote=None: one sum over all of K."""
     _fit("tensor_core_matmul", a, b)
     numbers = a.shape[1]
     _divides("tensor_core_matmul", numbers, promote, "promote")
@@ -88,3 +92,89 @@ def _fit(what: str, a: Tensor, b: Tensor) -> None:
 def _divides(what: str, numbers: int, part: int | None, name: str) -> None:
     if part is not None and (not isinstance(part, int) or part < 1 or numbers % part):
         raise ValueError(f"{what}: {name}={part!r} does not divide {numbers} numbers; pad with zeros")
+
+
+# ---- the first two FP8 trainings: numbers cast as they are, no scale but one of the loss -------------------
+#
+#               x, W in forward           dy in backward    sums                      updates of weights
+#     fp8_wang  (1,5,2)                   (1,5,2)           (1,6,9), chunks of 64     (1,6,9), by chance
+#     hfp8      (1,4,3), bias 11: to 30   (1,5,2)           float32                   as the policy has them
+#
+# Without scales a format's range must fit the tensor. dy reaches down to 1e-7: multiplied by 2^10 before the
+# cast and divided after the sum, it is that of a loss scaled so (Wang: by 1,000). Too large x and W saturate,
+# dy becomes infinity, which no step may use. Saved for backward: x, a byte per number. Sends nothing. hfp8
+# equals one process under every layout (but for K/V heads that ranks of tp share); fp8_wang differs by its
+# narrow sums, whose chunks are of a rank's K or tokens. They are emulated, with the products of some rows in
+# float64 and K roundings of each: for small layers. Wang et al. 2018, sections 2 and 3; Sun et al. 2019,
+# NeurIPS (hybrid FP8), section 3. Differs: first and last layer are not cast at all; HFP8's sums are wide,
+# its batch norms are not there.
+
+
+CHUNK = 64
+MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory
+
+
+@dataclass(frozen=True)
+class CastProducts:
+    """Of a linear layer (products.py); `sums`: the format that products are added in, float32 if None."""
+
+    ahead: Format  # of x and W
+    back: Format  # of dy
+    sums: Format | None = None
+    factor: float = 2.0**10  # on dy
+    history: int = 0
+    travels: bool = False
+
+    def enter(self, x: Tensor, scales: Scales) -> Tensor:
+        return encode(x, self.ahead, overflow="saturate")
+
+    def forward(self, saved: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+        return self.product(decode(saved, self.ahead), self.cast(weight), weight.dtype)
+
+    def backward(self, dy: Tensor, saved: Tensor, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
+        dx = dweight = None
+        dy = rounded(dy * self.factor, self.back, "nearest")
+        if wanted[0]:
+            dx = self.product(dy, self.cast(weight).mT, weight.dtype) / self.factor
+        if wanted[1]:
+            x = decode(saved, self.ahead).flatten(0, -2)
+            dweight = self.product(dy.flatten(0, -2).mT, x.mT, weight.dtype) / self.factor
+        return dx, dweight
+
+    def cast(self, weight: Tensor) -> Tensor:
+        return rounded(weight, self.ahead, "nearest", "saturate")
+
+    def product(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N]."""
+        if self.sums is None:
+            exact = torch.promote_types(dtype, torch.float32)
+            return (a.to(exact) @ b.to(exact).mT).to(dtype)
+        return narrow_product(a.flatten(0, -2), b, self.sums).unflatten(0, a.shape[:-1]).to(dtype)
+
+
+PRODUCTS = {
+    "fp8_wang": CastProducts(formats.E5M2, formats.E5M2, formats.FP16_WANG),
+    "hfp8": CastProducts(formats.HFP8_FORWARD, formats.E5M2),
+}
+
+
+def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Tensor:
+    """a [M, K], b [N, K] -> a · bᵀ [M, N] float64, filled up with zeros to whole chunks."""
+    missing = -a.shape[-1] % chunk if a.shape[-1] else chunk
+    a, b = (pad(x, (0, missing)) for x in (a, b))
+    rows = a.split(max(1, MOST_PRODUCTS // max(b.numel(), 1)))
+    return torch.cat([matmul_in(part, b.mT, sums, chunk) for part in rows])
+
+
+@torch.no_grad()
+def sgd_by_chance_(weight, grad, velocity, generator, *, lr, momentum=0.9, decay=0.0) -> None:
+    """weight and velocity after a step, in place, their numbers those of (1,6,9) in float32: three
+    multiplications with an addition, each rounded by chance, so that of a step far below half a unit of the
+    weight nothing is lost on average. Equal weights need one seed."""
+
+    def by_chance(x: Tensor) -> Tensor:
+        return round_to(x, formats.FP16_WANG, "stochastic", generator=generator)
+
+    grad = by_chance(grad.float() + decay * weight)
+    velocity.copy_(by_chance(momentum * velocity + grad))
+    weight.copy_(by_chance(weight - lr * velocity))

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.context.ring import check_crossing
 from minitrain.ranks.autograd import custom_vjp, vjp_of_inputs
 from minitrain.ranks.collectives import all_reduce, copy_to
-from minitrain.ranks.sharding import Shard, full_tensor, shard
-from minitrain.systems.tensor_parallel.grids.summa import grid_side, summa_nt, summa_overlapped, summa_tn
+from minitrain.ranks.sharding import shard
+from minitrain.systems.tensor_parallel.summa import grid_side, summa_nt, summa_overlapped, summa_tn
 from minitrain.tensor_parallel.linear import check_whole
 
 
@@ -136,15 +135,8 @@ class Norm2D(nn.Module):
         return norm(x, *params, self.eps, self.centred, self.row_group, self.column_group)
 
 
-def check_grids(row_group, column_group, depth_group: ProcessGroup | None = None) -> int:
-    """q, if row and column are a square grid and depth crosses both in this rank only."""
-    if depth_group is not None:
-        check_crossing(row=row_group, column=column_group, depth=depth_group)
-    return grid_side(row_group, column_group)
-
-
 def check_cut(what: str, module: nn.Module, row_group, column_group, depth_group=None) -> None:
-    q = check_grids(row_group, column_group, depth_group)
+    q = grid_side(*filter(None, (row_group, column_group, depth_group)))
     check_whole(what, module)
     for name, param in module.named_parameters():
         if wrong := [size for size in param.shape if size % q]:
@@ -188,18 +180,3 @@ def cut_mlp(mlp: nn.Module, *groups: ProcessGroup) -> None:
     for name in ("up", "gate", "down"):
         if hasattr(mlp, name):
             setattr(mlp, name, Linear2D(getattr(mlp, name), *groups))
-
-
-def batch_block(x: Tensor, row_group, column_group, depth_group: ProcessGroup) -> Tensor:
-    """This rank's block of whole activations: `[B, .., D]` -> `[B/(q·d), .., D/q]`, a copy."""
-    q, d = check_grids(row_group, column_group, depth_group), depth_group.size()
-    check_whole("batch_block", x)
-    if x.size(0) % (q * d):
-        raise ValueError(f"batch {x.size(0)} is not a multiple of q·d = {q}·{d} = {q * d}")
-    return shard(shard(shard(x, 0, depth_group), 0, column_group), -1, row_group)
-
-
-def whole_batch(block: Tensor, row_group, column_group, depth_group: ProcessGroup) -> Tensor:
-    """The activations `[B, .., D]` on every rank, from blocks `[B/(q·d), .., D/q]`."""
-    shards = Shard(0, depth_group), Shard(0, column_group), Shard(block.dim() - 1, row_group)
-    return full_tensor(block, shards)

@@ -118,25 +118,32 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def block(matrix: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
-    """Block (i, j) of a whole `[m, .., n]` -> `[m/q, .., n/q]`, a copy; of activations B and D are cut."""
-    grid_side(row_group, column_group)
+def block(matrix: Tensor, *groups: ProcessGroup) -> Tensor:
+    """Block (i, j) of a whole `[m, .., n]` -> `[m/q, .., n/q]`, a copy; of activations B and D are cut.
+    `groups`: row, column (and depth: d grids, each with its part of the rows, `[m/(q·d), .., n/q]`)."""
+    grid_side(*groups)
     check_whole("block", matrix)
-    return shard(shard(matrix, 0, column_group), -1, row_group)
+    for cut in _shards(matrix, *groups):
+        matrix = shard(matrix, cut.dim, cut.group)
+    return matrix
 
 
-def whole(block: Tensor, row_group: ProcessGroup, column_group: ProcessGroup) -> Tensor:
+def whole(block: Tensor, *groups: ProcessGroup) -> Tensor:
     """The matrix `[m, .., n]` on every rank, from its blocks. Sends (q-1)/q² and (q-1)/q of it."""
-    return full_tensor(block, (Shard(0, column_group), Shard(block.dim() - 1, row_group)))
+    return full_tensor(block, _shards(block, *groups))
 
 
-def grid_side(row_group: ProcessGroup, column_group: ProcessGroup) -> int:
-    """q, if the two groups are row and column of a square grid that cross in this rank and nowhere else."""
-    rows, columns = row_group.size(), column_group.size()
+def _shards(x: Tensor, row_group, column_group, *depth_group: ProcessGroup) -> tuple[Shard, ...]:
+    return *(Shard(0, group) for group in (*depth_group, column_group)), Shard(x.dim() - 1, row_group)
+
+
+def grid_side(*groups: ProcessGroup) -> int:
+    """q, if row and column (and depth) are of a square grid and cross in this rank and nowhere else."""
+    check_crossing(**dict(zip(("row", "column", "depth"), groups)))
+    rows, columns, *_ = (group.size() for group in groups)
     if rows != columns:
         sizes = f"row group of {rows} ranks, column group of {columns}"
         raise ValueError(f"the grid is not square: {sizes}; use q×q ranks, such as Mesh(row=2, column=2)")
-    check_crossing(row=row_group, column=column_group)
     return rows
 
 
