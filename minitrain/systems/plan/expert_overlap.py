@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, product, zip_longest
-from math import ceil, floor, sqrt
+from math import ceil
 from typing import NamedTuple
 
 from minitrain.model.config import presets
@@ -31,7 +31,13 @@ from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.simulate.timeline import Timeline
-from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
+from minitrain.ranks.checks import (
+    require_ints,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+    require_positive_ints,
+)
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 
@@ -45,7 +51,7 @@ class Line(NamedTuple):  # seconds for n rows
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
     """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
-    require_ints(1, MOST, ranks=ranks)
+    require_positive_ints(ranks=ranks)
     require_nonnegative(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
     place = collectives.place(range(ranks), on)
     none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
@@ -56,33 +62,21 @@ def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s:
 def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     """r chunks: all dispatches, then all combines on one link, a chunk's work between its two. Either the
     link is never idle, or the experts are busy from the first arrival to the last."""
-    require_ints(1, MOST, r=r)
+    require_positive_ints(r=r)
     require_nonnegative(rows=rows)
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
 
 def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> int:
-    """The best r of 1 .. most without trying all: the larger of a rising line and a curve with one valley.
-    The curve, 2 transfer(rows/r) + r work(rows/r), is lowest at r² = 2 beta rows / alpha of the work; the two
-    are equal where a r² + b r + c = 0. The best r is a neighbour of one of these points."""
-    require_nonnegative(rows=rows)
-    require_ints(1, MOST, most=most)
-    a, c = 2 * transfer.alpha - work.alpha, -2 * transfer.beta * rows
-    b = (2 * transfer.beta - work.beta) * rows - 2 * transfer.alpha
-    points = [1, most]
-    if work.alpha:
-        points.append(sqrt(-c / work.alpha))
-    if a and b * b >= 4 * a * c:
-        points += [(-b + sign * sqrt(b * b - 4 * a * c)) / (2 * a) for sign in (1, -1)]
-    elif b and not a:
-        points.append(-c / b)
-    near = {f(point) for point in points for f in (floor, ceil) if 1 <= f(point) <= most}
-    return min(near, key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
+    """The best r of 1 .. most: `pipemoe_s` is the larger of a rising line and a curve with one valley, lowest
+    at r² = 2 beta rows / alpha of the work."""
+    require_positive_ints(1 << 12, most=most)
+    return min(range(1, most + 1), key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
 
 
 def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:
     """The same as events of rank 0, for `replay(.., launch_s=)`: what the closed form is checked against."""
-    require_ints(1, MOST, r=r, ranks=ranks)
+    require_positive_ints(r=r, ranks=ranks)
     require_nonnegative(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
     members, size = tuple(range(ranks)), rows / r * row_bytes
     way = "all_to_all", "ep", members, size, size * (ranks - 1) / ranks
@@ -111,13 +105,13 @@ def schemoe_order(chunks: int) -> list[int]:
     """Chunk numbers: each is the next task of that chunk, queued on its stream. All chunks are compressed and
     sent first; then each is decompressed, worked on, compressed and sent; decompressing what came home is
     left for the end, behind the all-to-alls of later chunks."""
-    require_ints(1, MOST, chunks=chunks)
+    require_positive_ints(chunks=chunks)
     return [*range(chunks)] * 2 + [chunk for chunk in range(chunks) for _ in range(4)] + [*range(chunks)]
 
 
 def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     """Seconds until all is done; a task starts when its stream and the task before it in its chunk end."""
-    require_ints(1, MOST, chunks=chunks)
+    require_positive_ints(chunks=chunks)
     require_ints(0, chunks - 1, order=order)
     free, ready, step = defaultdict(int), [0] * chunks, [0] * chunks
     for chunk in order:
@@ -186,7 +180,7 @@ def mpipemoe_s(policy: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     Backward has two products for each of forward, and as many crossings; making the middle again is the first
     of the two products, sending rows again a crossing."""
     require_one_of(REUSE_POLICIES, policy=policy)
-    require_ints(1, MOST, chunks=chunks)
+    require_positive_ints(chunks=chunks)
     rows, middle = (what == "offload" for what in policy)
     copies = rows * chunk.copy_rows + middle * chunk.copy_middle
     forward = max(chunk.work, 2 * chunk.transfer, copies)
@@ -201,7 +195,7 @@ def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
 def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
     """Rows in the buffers that experts read from: all chunks, or the one at work and the one arriving."""
     require_ints(rows=rows)
-    require_ints(1, MOST, chunks=chunks)
+    require_positive_ints(chunks=chunks)
     return -(-rows // chunks) * (min(2, chunks) if reused else chunks)
 
 

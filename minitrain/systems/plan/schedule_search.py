@@ -3,30 +3,28 @@
     shortest(place=[0, 1, 2], m=4, costs, limit=[3, 2, 1])    no list does it in less time with that memory
     pattern = repetend(place=[0, 1, 1, 0], costs, limit=4)    a V of 4 stages on 2 ranks
     unroll(pattern, m)                                        a Schedule that follows the pattern's times
-    completed(pattern, m)                                     the shortest that repeats it between other ends
 
 `place[s]` is the rank of stage s. `limit` is how many activations of a stage a rank may hold, one number for
 all ranks, or one for each. `split=True` has I and W for B.
 `shortest` tries every order; of partial ones that did the same those stay that no other beats on all ranks.
 They grow fast: p=3, m=4 is what it is for.
 In a pattern microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the
-period, must not overlap. `completed` searches likewise what comes before the first whole window and behind
-the last.
+period, must not overlap.
 
 Qi et al. 2023, arXiv:2401.10241, section 2: zero bubble with one stage per rank needs 2p-1 microbatches. Lin
 et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: dominance in place of a solver; patterns of
-one microbatch (one of several could be shorter).
+one microbatch (one of several could be shorter); both ends follow the pattern, theirs are searched.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain, product
-from math import gcd, inf, lcm
+from math import gcd, lcm
 from operator import le
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import undominated
-from minitrain.pipeline.schedule import Action, Schedule, check, peak
+from minitrain.pipeline.schedule import Action, Schedule, check
 from minitrain.pipeline.simulate import Costs, Time
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
@@ -57,18 +55,12 @@ def prepared(place: Sequence[int], m: int, costs: Costs, limit: Limit, split: bo
     times = [costs.of(Action(letter, s, 0)) for letter, s in order]
     if costs.send or any(not isinstance(time, (int, Fraction)) or time <= 0 for time in times):
         raise ValueError("search: times are exact: costs are whole numbers or Fractions above 0, and send=0")
-    limits = per_rank(stages if limit is None else limit, p)
-    if any(limits[rank] < list(place).count(rank) for rank in range(p)):
-        raise ValueError(f"limit={limit}: a rank holds at least an activation of each of its stages {place}")
+    limit = stages if limit is None else limit
+    limits = [limit] * p if isinstance(limit, int) else list(limit)
+    if len(limits) != p or any(limits[rank] < list(place).count(rank) for rank in range(p)):
+        raise ValueError(f"limit={limit}: one number, or one per rank, each at least its stages in {place}")
     kinds = zip(order, times, before)
     return [Kind(letter, s, place[s], time, needed) for (letter, s), time, needed in kinds], limits
-
-
-def per_rank(limit: int | Sequence[int], ranks: int) -> list[int]:
-    limits = [limit] * ranks if isinstance(limit, int) else list(limit)
-    if len(limits) != ranks:
-        raise ValueError(f"limit={limit}: give one number, or one for each of {ranks} ranks")
-    return limits
 
 
 def largest_divisor(kinds: list[Kind]) -> Fraction:
@@ -84,15 +76,15 @@ def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, mo
     """The schedule of the smallest makespan, or longest span of a rank from its first action on. Asks for
     ever longer times, from the work of the busiest rank, whether one ends by then."""
     kinds, limits = prepared(place, m, costs, limit, split)
-    search, ranks, step = Search(kinds, limits, most), range(len(limits)), largest_divisor(kinds)
+    ranks, step = range(len(limits)), largest_divisor(kinds)
     time = m * max(sum(kind.time for kind in kinds if kind.rank == rank) for rank in ranks)
-    found = None
-    while not found:
+    while True:
         late = range(int(time / step)) if span else [0]  # a rank may begin later than it could
         begins = product(*([0] if rank == place[0] else [step * i for i in late] for rank in ranks))
         begun = [Partial(begin, begin, ((),) * len(kinds), ()) for begin in begins]
-        found = search.between(begun, [0] * len(kinds), [m] * len(kinds), time)
-        time += 0 if found else step
+        if found := ended_by(time, kinds, limits, m, begun, most):
+            break
+        time += step
     name = f"shortest{' span' if span else ''} for place {list(place)}, m={m}, limit {limits}"
     return Shortest(scheduled(kinds, found[0], len(limits), name), time)
 
@@ -104,63 +96,56 @@ class Partial(NamedTuple):  # a schedule that is begun
     done: tuple[int, ...]  # kinds
 
 
+def ended_by(time: Time, kinds, limits, m: int, begun: list[Partial], most: int) -> list[Partial]:
+    """Of every order of all actions those in which no rank works longer than `time`, and no other beats."""
+    front, tried = {(0,) * len(kinds): begun}, 0  # by counts of each kind
+    for _ in range(m * len(kinds)):
+        after: dict[tuple, list[Partial]] = {}
+        for counts, some in front.items():
+            for k, kind in enumerate(kinds):
+                ready = kind.before is None or counts[k] < counts[kind.before]
+                if ready and counts[k] < m and has_room(kinds, limits, k, counts):
+                    more = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
+                    after.setdefault(more, []).extend(followed(kinds, one, k) for one in some)
+        front = {}
+        for counts, some in after.items():
+            left = [0] * len(limits)
+            for kind, count in zip(kinds, counts):
+                left[kind.rank] += (m - count) * kind.time
+            ends = lambda one: map(lambda free, more, begun: free + more - begun, one.free, left, one.begun)
+            front[counts] = unbeaten([one for one in some if max(ends(one)) <= time])
+        tried += sum(map(len, front.values()))
+        if tried > most:
+            raise ValueError(f"more than {most} partial orders; use fewer stages or a larger `most`")
+    return front.get((m,) * len(kinds), [])
+
+
 def unbeaten(some: list[Partial]) -> list[Partial]:
     """Those than which no other is as early on all ranks and in all that is waiting, and began as late."""
     each = (((*one.free, *chain(*one.waiting), *(-time for time in one.begun)), one) for one in some)
     return [one for _, one in undominated(each)]
 
 
-class Search(NamedTuple):
-    kinds: Sequence[Kind]
-    limits: Sequence[int]
-    most: int
+def has_room(kinds: Sequence[Kind], limits: Sequence[int], k: int, counts: Sequence[int]) -> bool:
+    """May the next action of kind k start on its rank? A forward needs a place for what it keeps."""
+    frees = "W" if kinds[-1].letter == "W" else "B"
+    own = [(kind.letter, count) for kind, count in zip(kinds, counts) if kind.rank == kinds[k].rank]
+    held = sum(count * ((letter == "F") - (letter == frees)) for letter, count in own)
+    return kinds[k].letter != "F" or held < limits[kinds[k].rank]
 
-    def between(self, partial: list[Partial], counts: list[int], goal: list[int], time=inf) -> list[Partial]:
-        """From some counts of each kind to others: all that no other beats, of every order of the actions in
-        which no rank works longer than this."""
-        front, tried = {tuple(counts): partial}, 0
-        for _ in range(sum(goal) - sum(counts)):
-            after = {}
-            for at, some in front.items():
-                for k, kind in enumerate(self.kinds):
-                    ready = kind.before is None or at[k] < at[kind.before]
-                    if ready and at[k] < goal[k] and self.room(k, at):
-                        more = (*at[:k], at[k] + 1, *at[k + 1 :])
-                        after.setdefault(more, []).extend(self.step(one, k) for one in some)
-            front = {at: unbeaten(self.in_time(some, at, goal, time)) for at, some in after.items()}
-            tried += sum(map(len, front.values()))
-            if tried > self.most:
-                raise ValueError(f"more than {self.most} partial orders; use fewer stages or a larger `most`")
-        return front.get(tuple(goal), [])
 
-    def in_time(self, some: list[Partial], counts, goal, time: Time) -> list[Partial]:
-        """Those whose ranks can still do what is left in so long."""
-        left = [0] * len(self.limits)
-        for kind, count, end in zip(self.kinds, counts, goal):
-            left[kind.rank] += (end - count) * kind.time
-        ends = ((one, zip(one.begun, one.free, left)) for one in some)
-        return [one for one, ranks in ends if all(free + more - begun <= time for begun, free, more in ranks)]
-
-    def room(self, k: int, counts: Sequence[int]) -> bool:
-        """May the next action of kind k start on its rank? A forward needs a place for what it keeps."""
-        rank = self.kinds[k].rank
-        own = [(kind.letter, count) for kind, count in zip(self.kinds, counts) if kind.rank == rank]
-        frees = "W" if any(letter == "W" for letter, _ in own) else "B"
-        held = sum(count * ((letter == "F") - (letter == frees)) for letter, count in own)
-        return self.kinds[k].letter != "F" or held < self.limits[rank]
-
-    def step(self, one: Partial, k: int) -> Partial:
-        kind = self.kinds[k]
-        free, waiting = list(one.free), list(one.waiting)
-        if kind.before is not None:
-            free[kind.rank], waiting[k] = max(free[kind.rank], waiting[k][0]), waiting[k][1:]
-        free[kind.rank] += kind.time
-        for j, other in enumerate(self.kinds):
-            if other.before == k:
-                waiting[j] = (*waiting[j], free[kind.rank])
-            if other.rank == kind.rank:  # what came earlier waits for the rank, too
-                waiting[j] = tuple(max(came, free[kind.rank]) for came in waiting[j])
-        return Partial(one.begun, tuple(free), tuple(waiting), (*one.done, k))
+def followed(kinds: Sequence[Kind], one: Partial, k: int) -> Partial:
+    """By one more action of kind k."""
+    kind, free, waiting = kinds[k], list(one.free), list(one.waiting)
+    if kind.before is not None:
+        free[kind.rank], waiting[k] = max(free[kind.rank], waiting[k][0]), waiting[k][1:]
+    free[kind.rank] += kind.time
+    for j, other in enumerate(kinds):
+        if other.before == k:
+            waiting[j] = (*waiting[j], free[kind.rank])
+        if other.rank == kind.rank:  # what came earlier waits for the rank, too
+            waiting[j] = tuple(max(came, free[kind.rank]) for came in waiting[j])
+    return Partial(one.begun, tuple(free), tuple(waiting), (*one.done, k))
 
 
 def scheduled(kinds: Sequence[Kind], one: Partial, ranks: int, name: str) -> Schedule:
@@ -238,30 +223,3 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
         ranks[rank] += [(start + n * pattern.period, Action(letter, stage, n)) for n in range(m)]
     lists = tuple(tuple(action for _, action in sorted(entries)) for entries in ranks)
     return check(Schedule(f"pattern of period {pattern.period}, m={m}", lists, len(pattern.place), m))
-
-
-def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -> Schedule:
-    """The smallest makespan of all that repeat whole windows of the pattern, each rank within its limit, by
-    default what it holds in `unroll`."""
-    ranks = range(1 + max(pattern.place))
-    holds = [peak(unroll(pattern, m), rank) for rank in ranks]
-    search = Search(pattern.kinds, per_rank(holds if limit is None else limit, len(ranks)), most)
-    found, start, nothing = [], (0,) * len(ranks), ((),) * len(pattern.kinds)
-    for cut in sorted({start % pattern.period for start in pattern.starts}):
-        laps = [(start - cut) // pattern.period for start in pattern.starts]
-        late = [lap - min(laps) for lap in laps]  # in window j kind k is at microbatch j - late[k]
-        window = sorted(range(len(late)), key=lambda k: (pattern.starts[k] - cut) % pattern.period)
-        whole = range(max(late), m)
-        counts = [whole.start - lag if whole else m for lag in late]
-        partial = search.between([Partial(start, start, nothing, ())], [0] * len(late), counts)
-        for _ in whole:
-            for k in window:
-                partial = [search.step(one, k) for one in partial] if search.room(k, counts) else []
-                counts[k] += 1
-            partial = unbeaten(partial)
-        found += search.between(partial, counts, [m] * len(late))
-    if not found:
-        told = f"completed: limit={limit}, and ranks that repeat the pattern hold {holds}"
-        raise ValueError(f"{told}; search a pattern for that limit")
-    name = f"pattern of period {pattern.period}, completed for m={m}"
-    return scheduled(pattern.kinds, min(found, key=lambda one: max(one.free)), len(ranks), name)

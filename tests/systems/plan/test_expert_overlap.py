@@ -60,17 +60,6 @@ def test_pipemoe(name):
     assert len(best) >= 4  # not one answer for all
 
 
-def test_the_best_degree_of_any_lines():
-    draw = Random(0)
-    for _ in range(3000):
-        alphas = [draw.choice((0, 1, 2, 5, 20, 100)) for _ in range(2)]
-        transfer, work = (Line(alpha, draw.choice((0, 0.1, 1, 3, 10))) for alpha in alphas)
-        rows, most = draw.choice((1, 10, 100, 1000)), draw.choice((1, 2, 7, 16, 40))
-        seconds = [expert_overlap.pipemoe_s(r, rows, transfer, work) for r in range(1, most + 1)]
-        predicted = expert_overlap.pipemoe_degree(rows, transfer, work, most)
-        assert seconds[predicted - 1] == pytest.approx(min(seconds), rel=1e-12), (transfer, work, rows, most)
-
-
 def test_without_gain_nothing_is_cut():
     assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
 
