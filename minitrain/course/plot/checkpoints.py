@@ -29,7 +29,7 @@ from minitrain.course.plot.style import (
 )
 from minitrain.plan.simulate.links import Run
 from minitrain.plan.simulate.timeline import outside
-from minitrain.systems.plan.checkpoint_placement import holders
+from minitrain.systems.plan.checkpoint_interval import holders
 
 Points = Sequence[tuple[float, float]]
 _TRAINING = {"F": "forward", "B": "backward", "U": "optimizer"}

@@ -2,7 +2,7 @@
 
     explore()                        in a notebook: two menus of plans, sliders for n, k, c and a graph's size
     picture(names, n, k, c, graph)   the same without a widget: the figure, and a line for each plan
-    pick(choices)                    click through the front of recompute_front.py: a word, its price
+    pick(choices)                    click through the front of rematerialize.py: a word, its price
 
 An input counts 1; the graph of a layer, between its T and its B, counts `graph`. k is the length of a
 segment, c how many inputs revolve may hold. What a plan refuses is shown as the line that it raises.
@@ -17,8 +17,7 @@ from minitrain.course.plot import memory_charts as plot_memory
 from minitrain.course.plot import recompute_charts as plot_recompute
 from minitrain.course.plot.controls import followed, menus, slider
 from minitrain.systems.memory.chain_plan import Action, LayerBytes, every, forwards, peak_bytes, sqrt
-from minitrain.systems.plan.recompute_front import Choice
-from minitrain.systems.plan.rematerialize import revolve
+from minitrain.systems.plan.rematerialize import Choice, revolve
 
 PLANS: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {
     "keep all": lambda n, k, c: every(n, n),
@@ -59,7 +58,7 @@ def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
     """A button for every choice, whose times are in `unit`; the picture rings the one that is pressed, the
     text says what it means."""
     if not choices:
-        raise ValueError("pick: no choices; give those of plan.recompute_front.front")
+        raise ValueError("pick: no choices; give those of plan.rematerialize.front")
     by_word = {choice.policy: choice for choice in choices}
     points = [(word, choice.bytes, choice.time) for word, choice in by_word.items()]
     look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit=unit)

@@ -6,11 +6,10 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        schedule_search    the shortest schedule there is; a pattern that repeats (Tessel)
        expert_placement   which ranks hold which experts: FasterMoE, Prophet, FlexMoE, SmartMoE, Lina
        expert_overlap     hiding their all-to-alls: PipeMoE, ScheMoE, Lina, MPipeMoE, DeepSeek-V3
-       rematerialize      what to compute again, exactly: Checkmate, revolve
-       recompute_front    what a layer keeps, bytes against time: Yuan, Lynx
+       rematerialize      what to keep and what to compute again: Yuan, Lynx, Checkmate, revolve
        memory_layout      the order that needs least memory (ROAM); where every tensor lies
        offload            what goes to the host or disks: Elixir, Fuyou, ZeRO-Infinity, STRONGHOLD, Mobius
-       checkpoint_interval, checkpoint_placement   how often to save; whose memory has whose state
+       checkpoint_interval   how often to save; whose memory has whose state
        casts              which operators are worth 16 bits, casts counted (Campo)
        mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs         what the matrices of a layer cost on a grid

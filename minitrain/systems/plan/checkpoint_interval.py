@@ -1,4 +1,4 @@
-"""How often to save: the interval at which saves and lost work together cost least. No torch.
+"""How often to save: saves and lost work together cost least; and whose memory has whose state. No torch.
 
     E(τ) = M·e^(R/M)·(e^((τ+C)/M) - 1)   expected time for τ of training and its save, C, with failures at
                                          random, one in M on average, and a restart, R, after each
@@ -12,17 +12,26 @@ share p of the failures; the others, q = 1 - p, cost all since the last on disk,
     waste ≈ (C + (D-C)/n)/τ + (p + qn)·τ/2M        least at n = sqrt((D-C)·p / C·q), where it is
             sqrt(2Cp/M) + sqrt(2(D-C)q/M)          what each level would cost alone
 CheckFreq asks for no M: the fewest steps between saves that keep a budget.
-Young 1974; Daly 2006; Vaidya 1998 (two levels); Moody et al. 2010 (SCR); Mohan et al. 2021 (CheckFreq), FAST.
-Differs: SCR may have more levels; CheckFreq also chooses between snapshots on the GPU and the CPU. A level's
-lag until a save counts is left to the simulator.
+Gemini: machines stand in rings, each with its own state and that of the m - 1 before it in its ring: in
+groups of m (the last of m + N mod m: "mixed"), or in one ring of N. A state is lost when m neighbours fail.
+Where m divides N, no placement survives m failures more often than groups; else mixed is at most
+(2m-3)/C(N,m) below the best.
+Young 1974; Daly 2006; Vaidya 1998 (two levels); Moody et al. 2010 (SCR); Mohan et al. 2021 (CheckFreq), FAST;
+Wang et al. 2023 (Gemini), SOSP. Differs: SCR may have more levels; CheckFreq also chooses between snapshots
+on the GPU and the CPU. A level's lag until a save counts is the simulator's, copies' travel the checkpoints'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, expm1, floor, inf, log1p, sqrt
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import require_fractions, require_nonnegative, require_positive
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 from minitrain.systems.simulate.failures import Level
 
 
@@ -130,3 +139,44 @@ def checkfreq_steps(
 
 def _expm1(x: float) -> float:
     return expm1(x) if x < 700 else inf  # such a job has no end
+
+
+def groups(machines: int, replicas: int) -> list[range]:
+    """Gemini's rings: of `replicas` machines each; what is left over joins the last."""
+    starts = range(0, len(ring(machines, replicas)[0]) - replicas + 1, replicas)
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], machines])]
+
+
+def ring(machines: int, replicas: int) -> list[range]:
+    """All machines in one."""
+    require_positive_ints(machines=machines)
+    require_positive_ints(machines, replicas=replicas)
+    return [range(machines)]
+
+
+def holders(rings: Iterable[Sequence[int]], replicas: int) -> dict[int, frozenset[int]]:
+    """The machines that have each machine's state: itself and the next in its ring."""
+    require_positive_ints(replicas=replicas)
+    return {
+        machine: frozenset(members[(i + step) % len(members)] for step in range(replicas))
+        for members in rings
+        for i, machine in enumerate(members)
+    }
+
+
+def recovers(placement: dict[int, frozenset[int]], failed: Collection[int]) -> bool:
+    """Whether each state has a holder that did not fail."""
+    return all(not held <= set(failed) for held in placement.values())
+
+
+class Protection(NamedTuple):  # bytes a machine
+    stored: Number  # beside its own state
+    sent: Number  # at a save
+    received: Number  # to have a lost state again
+
+
+def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
+    """Of whole copies on `replicas` - 1 other machines."""
+    require_positive_ints(replicas=replicas)
+    require_nonnegative(state_bytes=state_bytes)
+    return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)

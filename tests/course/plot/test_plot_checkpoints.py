@@ -6,7 +6,7 @@ from matplotlib.colors import to_rgba
 
 from minitrain.course.plot import checkpoints
 from minitrain.course.plot.style import CYCLE, PALE
-from minitrain.systems.plan import checkpoint_placement as place
+from minitrain.systems.plan import checkpoint_interval as place
 from minitrain.systems.simulate import checkpoint_pipeline as pipeline
 from tests.course.plot.pictures import LONG, check
 

@@ -3,7 +3,7 @@
 import pytest
 
 from minitrain.course.plot.recompute_widget import PLANS, explore, pick, picture
-from minitrain.systems.plan.recompute_front import Unit, front
+from minitrain.systems.plan.rematerialize import Unit, front
 
 
 def controls(box):

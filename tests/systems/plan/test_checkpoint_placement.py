@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from minitrain.systems.plan import checkpoint_placement as place
+from minitrain.systems.plan import checkpoint_interval as place
 from minitrain.systems.simulate.failures import failing
 
 

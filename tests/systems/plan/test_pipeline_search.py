@@ -55,7 +55,7 @@ def all_there_are(place, m, split):
         ([0, 1], 3, False, 2, Costs(F=1, B=1, stage={1: 2})),
         ([0, 1, 0], 2, False, 4, Costs(F=Fraction(1, 2), B=1)),
         ([0, 1, 0], 2, False, 2, WHOLE),
-        ([0, 1, 2, 1], 2, False, 2, Costs(F=2, B=2, stage={0: 2, 1: 4, 2: 3, 3: 3})),
+        ([0, 1, 0], 2, False, 2, Costs(F=1, B=1, stage={0: 3, 1: 1, 2: 1})),
     ],
 )
 def test_the_shortest_of_all(place, m, split, limit, costs):

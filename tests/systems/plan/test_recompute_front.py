@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import product
 
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
-from minitrain.systems.plan.recompute_front import Choice, Unit, front, offloaded
+from minitrain.systems.plan.rematerialize import Choice, Unit, front, offloaded
 
 # a pre-norm block with 8 heads of a sequence of 2h tokens: times and bytes in units of its input
 BLOCK = [

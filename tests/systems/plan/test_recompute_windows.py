@@ -3,8 +3,8 @@
 import random
 from itertools import product
 
-from minitrain.systems.plan.recompute_front import KEPT, ON_DEMAND, backward_of, exposed, optimal, repeated
-from minitrain.systems.plan.recompute_front import RecomputeTask as Task
+from minitrain.systems.plan.rematerialize import KEPT, ON_DEMAND, backward_of, exposed, optimal, repeated
+from minitrain.systems.plan.rematerialize import RecomputeTask as Task
 
 
 def brute_force(tasks, windows, room):
