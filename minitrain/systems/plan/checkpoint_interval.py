@@ -2,23 +2,20 @@
 
     E(τ) = M·e^(R/M)·(e^((τ+C)/M) - 1)   expected time for τ of training and its save, C, with failures at
                                          random, one in M on average, and a restart, R, after each
-    waste = 1 - τ/E(τ)  ≈  C/τ + τ/2M    least at, R has no say:
-        Young    sqrt(2CM), where it is about sqrt(2C/M)
-        Daly     sqrt(2CM)·(1 + sqrt(C/2M)/3 + C/18M) - C;  M from C = 2M on
-        exact    M·(1 + W(-e^(-1-C/M))), W being Lambert's, branch 0
+    waste = 1 - τ/E(τ)  ≈  C/τ + τ/2M    least, whatever R, at Young's sqrt(2CM), Daly's
+            sqrt(2CM)·(1 + sqrt(C/2M)/3 + C/18M) - C (M from C = 2M on), exactly M·(1 + W(-e^(-1-C/M)))
 Two levels: every n-th save goes to disk as well (D in all), the others to memory alone (C), which survives a
 share p of the failures; the others, q = 1 - p, cost all since the last on disk, and a restart from there, S:
     E = (M/q + M·(e^(S/M) - 1))·(g(C)^(n-1)·g(D) - 1),   g(C) = 1 + q·(e^((τ+C)/M) - 1)/(1 - p + p·e^(-R/M))
     waste ≈ (C + (D-C)/n)/τ + (p + qn)·τ/2M        least at n = sqrt((D-C)·p / C·q), where it is
             sqrt(2Cp/M) + sqrt(2(D-C)q/M)          what each level would cost alone
 CheckFreq asks for no M: the fewest steps between saves that keep a budget.
-Gemini: machines stand in rings, each with its own state and that of the m - 1 before it in its ring: in
-groups of m (the last of m + N mod m: "mixed"), or in one ring of N. A state is lost when m neighbours fail.
-Where m divides N, no placement survives m failures more often than groups; else mixed is at most
-(2m-3)/C(N,m) below the best.
+Gemini: a machine has its own state and those of the m - 1 before it in its ring, of m machines (the last of
+m + N mod m) or all N. Lost is a state when m neighbours fail; groups are the best placement where m divides
+N, else at most (2m-3)/C(N,m) below it.
 Young 1974; Daly 2006; Vaidya 1998 (two levels); Moody et al. 2010 (SCR); Mohan et al. 2021 (CheckFreq), FAST;
 Wang et al. 2023 (Gemini), SOSP. Differs: SCR may have more levels; CheckFreq also chooses between snapshots
-on the GPU and the CPU. A level's lag until a save counts is the simulator's, copies' travel the checkpoints'.
+on the GPU and the CPU; a level's lag until a save counts is left to the simulator, travel to checkpoint/.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
