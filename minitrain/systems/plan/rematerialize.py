@@ -3,14 +3,14 @@
 Yuan       bytes against time: what a layer's units may keep, the others computed again from that
 Lynx       a result is kept, or computed again in a window w in which the rank waits, or on demand: OPT, HEU
     exposed = Σ times of those on demand + Σ_windows max(0, Σ times in it - w)
-Checkmate  stage t computes node t for the first time, before it earlier ones again: R[t, i], by HiGHS. S[t, i]:
-           held from t-1 into t
+Checkmate  R[t, i]: stage t computes node t for the first time, before it earlier ones i again; S[t, i]: held
+           from t-1 into t. By HiGHS
     min Σ R[t,i]·cost_i      R[t,i] <= R[t,j] + S[t,j], j an input of i      S[t,i] <= R[t-1,i] + S[t-1,i]
     U[t,0] = Σ S[t,i]·bytes_i + R[t,0]·bytes_0            U[t,k] + R[t,k]·scratch_k <= budget
     U[t,k+1] = U[t,k] - Σ free[t,i,k]·bytes_i + R[t,k+1]·bytes_(k+1)      i: node k and its inputs
     free[t,i,k] <= R[t,k],  1 - S[t+1,i],  1 - R[t,j] for every j > k that reads i
 revolve    with c inputs held, x_0 among them, the fewest forwards without a graph of a chain of n layers
-    t(n, c) = min over k of k + t(n - k, c - 1) + t(k, c) = r·n - C(c + r, r - 1)     r least: n <= C(c + r, c)
+    t(n, c) = min over k of k + t(n - k, c - 1) + t(k, c) = r·n - C(c+r, r-1)      r least: n <= C(c+r, c)
 Yuan et al. 2024, USENIX ATC, sections 3 and 4; Chen et al. 2024 (Lynx), arXiv:2406.08756; Jain et al. 2020
 (Checkmate), arXiv:1910.02653, section 4; Griewank and Walther 2000 (revolve), ACM TOMS 26(1), section 2.
 Differs: figures are a model's, not a profile's; Lynx by dynamic programs, an early result held for free until
@@ -51,8 +51,8 @@ class Choice(NamedTuple):
 
 
 def front(units: Sequence[Unit]) -> list[Choice]:
-    """The choices that no other beats or equals in bytes and time, smallest first: from the last unit back, of
-    plans that must still be able to compute the same those stay that no other beats."""
+    """The choices that no other beats or equals in bytes and time, smallest first: from the last unit back,
+    of plans that must still be able to compute the same those stay that no other beats."""
     for unit in units:
         require_nonnegative(time=unit.time, bytes=unit.bytes)
     unbeaten = {frozenset(): [((0, 0), ((), ()))]}  # results wanted by units behind -> (costs, (kept, again))
