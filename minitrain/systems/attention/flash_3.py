@@ -21,16 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitrain.attention.kernel import (
-    diagonal,
-    largest,
-    nothing_seen,
-    pieces,
-    repeat_kv,
-    score_tile,
-    visible,
-    wide,
-)
+from minitrain.attention import kernel
 from minitrain.plan.simulate.links import Task
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.formats import E4M3
@@ -136,17 +127,17 @@ def fp8_attention(q, k, v, *, causal=True, rows: int | None = None, signs: Tenso
     if signs is not None:
         q, k = turned(q, signs), turned(k, signs)
     blocks, out = Blocks(E4M3, (rows, 0) if rows else ()), torch.empty_like(q)
-    q, k, v = (dequantize(quantize(x, blocks, fill=True), wide(x)) for x in (q, k, v))
-    k, v = repeat_kv(q, k, v)
-    shift = diagonal(q, k, causal)
-    for here in pieces(q.size(-2), rows or TILE):
+    q, k, v = (dequantize(quantize(x, blocks, fill=True), kernel.wide(x)) for x in (q, k, v))
+    k, v = kernel.repeat_kv(q, k, v)
+    shift = kernel.diagonal(q, k, causal)
+    for here in kernel.pieces(q.size(-2), rows or TILE):
         q_i = q[..., here, :]
-        summed, row_sum, row_max = nothing_seen(q_i, v)
-        for there in pieces(k.size(-2), rows or TILE):
-            if not visible(here, there, shift):
+        summed, row_sum, row_max = kernel.nothing_seen(q_i, v)
+        for there in kernel.pieces(k.size(-2), rows or TILE):
+            if not kernel.visible(here, there, shift):
                 continue
-            scores = score_tile(q_i, k[..., there, :], here, there, shift)
-            new_max = torch.maximum(row_max, largest(scores))
+            scores = kernel.score_tile(q_i, k[..., there, :], here, there, shift)
+            new_max = torch.maximum(row_max, kernel.largest(scores))
             p, kept = (scores - new_max).exp(), (row_max - new_max).exp()
             summed = kept * summed + rounded(p, E4M3, "nearest") @ v[..., there, :]
             row_sum, row_max = kept * row_sum + p.sum(-1, keepdim=True), new_max

@@ -5,8 +5,8 @@
     at the end      O = u / z                                          Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
 
 m prevents overflow and carries no gradient. Backward is two checkpoints: around a chunk of queries, which
-keeps q, k, v, and inside around the summary of a chunk of keys: Tk/key_chunk summaries are kept, and the
-scores of one chunk. Memory per head beside arguments and results, with chunks of c_q queries and c_k keys:
+keeps q, k, v, and inside around a chunk of keys, whose summary is kept, and of one the scores. Memory per
+head beside arguments and results, with chunks of c_q queries and c_k keys:
 
     forward  O(c_q · (c_k + K)), flat in T      backward  O(c_q · (c_k + K · Tk / c_k)), hence O(sqrt(Tk))
 

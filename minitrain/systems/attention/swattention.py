@@ -11,8 +11,8 @@ tiles. Per head, without a mask, N = T, d = K, r = ceil(N/rows):
     cores, loads           the same             Nd + 2Nd · r
 
 A model: elements are counted, no clock runs. A Sunway SW26010-Pro has groups of 64 cores with 256 KB of local
-memory (LDM) each. Memory: the states of C tiles. Sends nothing.
-Wu et al. 2024 (SWattention), J. Supercomputing, doi 10.1007/s11227-024-05890-8. Differs: forward only.
+memory (LDM) each. Memory: the states of C tiles. Wu et al. 2024 (SWattention), J. Supercomputing, doi
+10.1007/s11227-024-05890-8. Differs: forward only. Sends nothing.
 """
 
 from minitrain.attention.flash import UNCOUNTED, see, tile_sizes

@@ -7,9 +7,9 @@
         saver.save(...)
 
 Every `window` steps the medians of steps and updates, without what they waited for a save, and the last
-save's copy and write go into `every`, each as the slowest rank has it: so all ranks save in the same steps.
-Sends 32 bytes, in an all-reduce, every `window` steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned
-anew in every window, not when the overhead has grown.
+save's copy and write go into `every`, each as the slowest rank has it (an all-reduce of 32 bytes): so all
+ranks save in the same steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew in every window, not
+when the overhead has grown.
 """
 
 from __future__ import annotations

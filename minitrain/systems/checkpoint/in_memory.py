@@ -8,8 +8,8 @@
 Each rank commits alone, in a store of its own: the machine with the only manifest may be the one that is
 lost. A rank may fall where others have committed already, so two steps are kept, and the older one goes when
 all ranks have begun the next save. After a failure ranks tell each other what they find, verified; the newest
-step of which every share is somewhere is whole, and shares travel by messages to who wants them.
-Two levels: memory often, disk rarely; `newest_whole` of both stores is where to go on.
+step of which every share is somewhere is whole, and shares travel to who wants them. Two levels: memory
+often, disk rarely; `newest_whole` of both stores is where to go on.
 On one computer a machine is a folder that its ranks own. Memory: 2 steps of a share and of what is kept.
 Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once; between
 hosts: `group` is on gloo. Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
@@ -55,8 +55,7 @@ def memory_folder() -> Path:
 
 
 def newest_whole(*stores: Store) -> tuple[Store | None, int | None, list[str]]:
-    """The store and the step to go on from, the first store where two have it; and why newer ones are passed
-    over. (None, None, ..): there is none."""
+    """The store (the first that has it) and the step to go on from, if any; why newer ones do not count."""
     best, said = (None, None), []
     for store in stores:
         step, passed = store.newest_good()
@@ -134,9 +133,7 @@ class Shares:
 
     def choose(self, lost_of: Callable[[list[set[str]]], str]) -> tuple[int, dict[str, Any], list[set[str]]]:
         """The newest step of which nothing is lost, its manifest, and the files that each rank has of it.
-
-        `lost_of(these files)` says what is lost. Later steps are given up: they would be taken for the one to
-        keep."""
+        `lost_of(these)` says what is lost. Later steps go, or they would be taken for the one to keep."""
         have, why = gather_plain(self.verified_files(), self.group), []
         for step in sorted({int(step) for found in have for step in found}, reverse=True):
             there = [set(found.get(str(step), ())) for found in have]
@@ -187,7 +184,7 @@ def tensor_of(data: np.ndarray) -> Tensor:
 
 class PeerCopies:
     """Each rank's share in the memory of others too, sent in chunks while the network has nothing else to do.
-    Every rank calls the same methods in the same order, with the same budgets.
+    All ranks call the same methods in one order, with the same budgets.
 
         copies = PeerCopies(Shares(machine, group), peers)    peers[3] = {2}: rank 2 keeps a copy of 3's share
         copies.save(step, run.pieces(), run.plain_state(), manifest)    copied to own memory; nothing sent yet
@@ -231,8 +228,7 @@ class PeerCopies:
         return 0 if self.step is None else max(0, max(share.size for share in self.written) - self.sent)
 
     def send_some(self, budget_bytes: int) -> int:
-        """Put as many chunks on their way as this rank may send bytes; how many bytes that are. What was on
-        its way before is waited for."""
+        """What was on its way has arrived; as many chunks set out as this rank may send bytes -> how many."""
         self.settle()
         rounds, sent = budget_bytes // (self.chunk_bytes * self.copies), 0
         while rounds > 0 and self.left:
@@ -277,8 +273,8 @@ class PeerCopies:
         self.settle()
 
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
-        """The manifest of the newest step that is whole, and the shares `wanted` (None: all), for Saved. What
-        a rank has not comes from the memory of one that has. Lost: whose share is nowhere, on all ranks."""
+        """The manifest of the newest step that is whole, and the shares `wanted` (None: all), for Saved, of
+        whoever has them. Lost, on all ranks: whose share is nowhere."""
 
         def lost(there: list[set[str]]) -> str:
             gone = [rank for rank in self.keepers if file_name(rank) not in set().union(*there)]

@@ -10,9 +10,9 @@ full checkpoint, and over it the rows of the newest increment, in any layout: ke
 their own, or the retention of one removes what the other needs.
 
 Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
-Sends 4 bytes per row, in an all-reduce, if ranks with other tokens agree on what is touched.
-Eisenman et al. 2022 (Check-N-Run), NSDI. Differs: they search for the range of a row, ours is all of it;
-when to save in full is the caller's (`full_is_cheaper` is a rule like theirs).
+`agree` sends 4 bytes per row, in an all-reduce. Eisenman et al. 2022 (Check-N-Run), NSDI. Differs: they
+search for the range of a row, ours is all of it; when to save in full is the caller's (`full_is_cheaper`: as
+theirs).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Increments:
                 collectives.all_reduce(last, group, op="max", out=last)
 
     def pieces(self, pieces: Iterable[Piece], since: int | None) -> tuple[list[Piece], dict[str, Any]]:
-        """What to save of them, and plain values to save with it. `since`: the step of the last full
-        checkpoint, which has all updates up to it; None: this is to be one."""
+        """What to save of them, and plain values with it. `since`: the step of the last full checkpoint,
+        which has all updates up to it; None: this is to be one."""
         kept, tables = [], {}
         for piece in pieces:
             last = self.touched.get(parameter_of(piece))

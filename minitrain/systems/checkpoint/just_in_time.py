@@ -12,9 +12,8 @@ A rank whose neighbour dies sees its collective fail. Until the update begins, w
 the last boundary: torch's own counts of writes tell; a rank that finds a tensor written to says so and saves
 nothing. A place is what a rank holds of the model, names and rectangles; replicas (data parallelism) have the
 same. One survivor of each place is a checkpoint; without one, or where survivors are a step apart, Lost says
-what is missing.
-Sends nothing after the start. Written after a failure: per survivor all that it holds.
-Gupta et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
+what is missing. Sends nothing after the start. Written after a failure: per survivor all that it holds. Gupta
+et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
 collective is the detector (theirs is a time-out beside a hanging GPU), the loop says where a step begins; a
 wait that gloo does not end lasts a third of `grace_s` after the death, so the rest must suffice to save.
 """

@@ -4,10 +4,10 @@
     move       the oldest: read from hot, written to cold, committed there, verified; then removed from hot
     open       from hot if it is there, else from cold
 
-A crash at any point of a move leaves the checkpoint in hot, in cold or in both, complete in at least one; the
-next move goes on from there. Moves run on a thread of their own; an error of one is told at the next `begin`
-or `settle`: what could not move stays in hot, and is tried again after the next commit. Memory: 4 MiB.
-Cai et al. 2024 (InternLM2, InternEvo), arXiv:2403.17297: saved to a hot storage, moved to a remote one later.
+A crash at any point of a move leaves the checkpoint complete in hot or cold; the next move goes on from
+there. Moves run on a thread; an error of one is told at the next `begin` or `settle`: what could not move
+stays in hot, and is tried again after the next commit. Memory: 4 MiB. Cai et al. 2024 (InternLM2, InternEvo),
+arXiv:2403.17297.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tiers(Store):
         return lines
 
     def settle(self) -> None:
-        """Wait for a move under way. Its error, if it had one."""
+        """Wait for a move under way. Raises its error."""
         moving, self._moving = self._moving, None
         if moving is not None:
             moving.result()

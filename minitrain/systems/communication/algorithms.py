@@ -9,10 +9,10 @@
     double binary tree    2(h-1+pieces)   at most 2S      h = ceil(log2 n); n = 24,576: 30 (a ring: 49,150)
 
 Where only ranks add, all of them together send at least 2(n-1) S: ring and direct exchange send that, evenly.
-On equal links halving beats the ring at every size. What equal links hide is distance: half of the tensor
-crosses the first one. With `near_first` that is to the neighbour and only S/n goes farthest; with far first
-rank r ends with chunk r, as a reduce-scatter promises. If n is no power of two, let m be the largest one
-below and e = n-m: e ranks first send all to a neighbour, m run, and the e get the result, in two more steps.
+On equal links halving beats the ring at every size. On others distance counts: half of the tensor makes the
+first hop. With `near_first` that is to the neighbour and only S/n goes farthest; with far first rank r ends
+with chunk r, as a reduce-scatter promises. If n exceeds a power of two by e, e ranks first send all to a
+neighbour and get the result in the end, in two more steps.
 Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
 Rabenseifner and Gropp 2005, sections 4 and 4.5 (binomial tree; halving, near first). Differs: Rabenseifner's
 detour has the two neighbours swap halves, so that both add one half each; here one adds everything.

@@ -2,20 +2,14 @@
 
 A tensor of S bytes is cut into C equal chunks. A `Schedule` is a tuple of steps, a step a tuple of
 `Transfer`s, all of which read what the ranks held before it. `interpreter.run_schedule` moves real tensors by
-it, `check` proves it without a process, `cost_model` predicts its time. Small schedules combine:
-
-    then(a, b)                    first a, then b                 reduce-scatter, then all-gather
-    mirror(a)                     a backwards, arrows reversed    all_gather = mirror(reduce_scatter)
-    place(a, ranks, chunks, of=)  a, by these ranks and chunks    a ring in one node; a tree on half of S
-    in_parallel([a, b, ...])      step i of all at the same time  all nodes; both trees
-
-Bytes: rank r sends `sent_shares(schedule)[r]` · S; `sent_elements` is exact for sizes that do not divide.
-Memory: one `Transfer` per message, 2n(n-1) for a ring: 8,064 for 64 ranks and 1.2e9 for 24,576, where
-`cost_model.steps` and `algorithms.binary_tree` have closed forms.
+it, `check` proves it without a process, `cost_model` predicts its time. Small schedules combine by `then`,
+`mirror`, `place` and `in_parallel`. Rank r sends `sent_shares(schedule)[r]` · S bytes; `sent_elements` is
+exact for sizes that do not divide. Memory: one `Transfer` per message, 2n(n-1) for a ring: 8,064 for 64 ranks
+and 1.2e9 for 24,576, where `cost_model.steps` and `algorithms.binary_tree` have closed forms.
 The proof follows whose contributions are in every chunk of every rank: an integer with one bit per rank. An
 all-reduce is right when in the end every chunk of every rank contains every rank exactly once.
-SCCL (Cai et al. 2021) also treats an algorithm as a list of (chunk, source, destination, step), to search for
-the best one. Differs: there chunks are only placed; schedules are composed here and not searched.
+SCCL (Cai et al. 2021) searches for the best list of (chunk, source, destination, step). Differs: there chunks
+are only placed; schedules are composed here and not searched.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,12 +51,12 @@ class Schedule:
 
 
 def then(*schedules: Schedule) -> Schedule:
-    """One after the other."""
+    """One after the other: a reduce-scatter, then an all-gather."""
     return Schedule(*_common_size(schedules), sum((each.steps for each in schedules), ()))
 
 
 def in_parallel(schedules: Iterable[Schedule]) -> Schedule:
-    """Step i of every schedule in one step; the short ones end early."""
+    """Step i of every schedule in one step (all nodes, both trees); the short ones end early."""
     schedules = list(schedules)
     steps = zip_longest(*(each.steps for each in schedules), fillvalue=())
     return Schedule(*_common_size(schedules), tuple(sum(parallel, ()) for parallel in steps))
@@ -77,9 +71,8 @@ def mirror(schedule: Schedule) -> Schedule:
 
 
 def place(schedule: Schedule, ranks: Sequence[int], chunks: range, *, of: tuple[int, int]) -> Schedule:
-    """The schedule as part of a larger one, `of` = (ranks, chunks): rank i becomes ranks[i].
-
-    Each of its chunks becomes a block of len(chunks) / schedule.chunks of the new ones."""
+    """The schedule as part of a larger one, `of` = (ranks, chunks), a ring in one node say: rank i becomes
+    ranks[i], each of its chunks a block of len(chunks) / schedule.chunks of the new ones."""
     block = len(chunks) // schedule.chunks
 
     def moved(transfer: Transfer) -> Transfer:

@@ -37,9 +37,8 @@ def flat(alpha_s: float, bytes_per_s: float) -> Fabric:
 
 def racks(rack_of: Sequence[int], near: tuple, far: tuple, oversubscription: float = 1.0) -> Fabric:
     """[rank] -> rack or node, and (alpha_s, bytes_per_s) of a rank's ports inside (near) and outside (far).
-
-    The uplink of a rack carries what the far ports of its ranks carry, divided by `oversubscription`: for
-    nodes of g ranks 1 with a network card each, g with one card for all, as fast as a far port."""
+    A rack's uplink carries what the far ports of its ranks carry, divided by `oversubscription`: for nodes of
+    g ranks 1 with a network card each, g with one card for all, as fast as a far port."""
     ranks_in_rack = Counter(rack_of)
 
     def path(source: int, to: int) -> Path:
@@ -81,7 +80,6 @@ def time_s(schedule: Schedule, size_bytes: float, fabric: Fabric) -> float:
 #     S* = alpha B · max over k of  k (n-h-k) / (p + k/n)      p = h-1, k beside (sqrt(p^2 + p (n-h)/n) - p) n
 # Halving and doubling beats both at every S; real links are not equal, NCCL does not have it, and `choose`,
 # NCCL's choice at every call, takes it only when asked to.
-
 
 AS_NCCL = ("ring", "double tree")
 POWERS_OF_TWO_ONLY = ("halving and doubling", "recursive doubling")

@@ -6,8 +6,7 @@
     within_and_across: torus2d, accl, blueconnect  2(N-1)/N S     all g cards, a g-th each
 
 A leader collects whole tensors inside its node and moves S between the nodes; the others wait. In the second
-family a reduce-scatter inside leaves every rank one shard, its holders all-reduce it across the nodes, and an
-all-gather inside ends it. The argument is the algorithm between the nodes:
+family a shard is left to every rank of a node and all-reduced by its holders; the argument says how:
 
     torus2d(X, Y)         within_and_across(X, ring(Y))                        2(X-1) + 2(Y-1) steps
     accl(n, g)            within_and_across(g, halving_doubling(n/g))          2(g-1) + 2 log2(n/g) steps
@@ -23,13 +22,7 @@ from math import prod
 from random import Random
 
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
-from minitrain.systems.communication.algorithms import (
-    binomial_reduce,
-    halving_doubling_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
+from minitrain.systems.communication import algorithms
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
     Transfer,
@@ -60,8 +53,10 @@ def two_level(nodes: Sequence[Sequence[int]]) -> Schedule:
     """Reduce to the first rank of each node (of any size), ring all-reduce among these leaders, broadcast."""
     size = (ranks_in(nodes), len(nodes))
     everything = range(len(nodes))
-    inside = in_parallel(place(binomial_reduce(len(node)), node, everything, of=size) for node in nodes)
-    leaders = place(ring_all_reduce(len(nodes)), [node[0] for node in nodes], everything, of=size)
+    inside = in_parallel(
+        place(algorithms.binomial_reduce(len(node)), node, everything, of=size) for node in nodes
+    )
+    leaders = place(algorithms.ring_all_reduce(len(nodes)), [node[0] for node in nodes], everything, of=size)
     return then(inside, leaders, mirror(inside))
 
 
@@ -72,22 +67,23 @@ def within_and_across(per_node: int, across: Schedule) -> Schedule:
     everything = range(per_node * across.chunks)
     shards = [range(i * across.chunks, (i + 1) * across.chunks) for i in range(per_node)]
     columns = [[node[i] for node in nodes] for i in range(per_node)]
+    inside = lambda ring: in_parallel(place(ring, node, everything, of=size) for node in nodes)
     return then(
-        in_parallel(place(ring_reduce_scatter(per_node), node, everything, of=size) for node in nodes),
+        inside(algorithms.ring_reduce_scatter(per_node)),
         in_parallel(place(across, column, shard, of=size) for column, shard in zip(columns, shards)),
-        in_parallel(place(ring_all_gather(per_node), node, everything, of=size) for node in nodes),
+        inside(algorithms.ring_all_gather(per_node)),
     )
 
 
 def torus2d_all_reduce(x: int, y: int) -> Schedule:
     """Rows of x ranks, columns of y: reduce-scatter in rows, all-reduce of S/x in columns, all-gather."""
     require_positive_ints(x=x, y=y)
-    return within_and_across(x, ring_all_reduce(y))
+    return within_and_across(x, algorithms.ring_all_reduce(y))
 
 
 def accl_all_reduce(n: int, per_node: int) -> Schedule:
     """Few steps between the nodes, where a step costs more than inside; any number of nodes."""
-    return within_and_across(per_node, halving_doubling_all_reduce(len(nodes_of(n, per_node))))
+    return within_and_across(per_node, algorithms.halving_doubling_all_reduce(len(nodes_of(n, per_node))))
 
 
 def blueconnect_all_reduce(n: int, factors: Sequence[int]) -> Schedule:
@@ -95,7 +91,7 @@ def blueconnect_all_reduce(n: int, factors: Sequence[int]) -> Schedule:
     if not factors or prod(factors) != n or min(factors) < 1:
         raise ValueError(f"factors {tuple(factors)} do not multiply to n={n}; give a positive factor a level")
     *levels, outermost = factors
-    schedule = ring_all_reduce(outermost)
+    schedule = algorithms.ring_all_reduce(outermost)
     for per_node in reversed(levels):
         schedule = within_and_across(per_node, schedule)
     return schedule
@@ -154,7 +150,7 @@ def clusters(rtt: Matrix) -> list[list[int]]:
 
 def aggregate(racks: Sequence[Sequence[int]]) -> Schedule:
     """Two-level all-reduce: column c of the tensor belongs to member c, modulo its size, of every rack."""
-    n, across, num_columns = ranks_in(racks), ring_all_reduce(len(racks)), max(map(len, racks))
+    n, across, num_columns = ranks_in(racks), algorithms.ring_all_reduce(len(racks)), max(map(len, racks))
     columns = [range(c * across.chunks, (c + 1) * across.chunks) for c in range(num_columns)]
     owners = [[rack[c % len(rack)] for rack in racks] for c in range(num_columns)]
     size = (n, num_columns * across.chunks)

@@ -4,17 +4,15 @@
     pairwise        all-to-all: in step s send to rank r+s, receive from r-s     n-1 steps, (n-1)/n S
     bruck           all-to-all in hops of 1, 2, 4, ..., many blocks in each      log2(n) steps, log2(n)/2 S
 
-In each step of a schedule a rank posts its sends and receives without waiting, in the order of the list, then
-waits for all of them, and only then adds or copies what has arrived. Hence there is no deadlock: the first
-transfer of the list that is not done is the next one for both of its ends, even where a send blocks until its
-receiver is there. There is no race: nothing that arrives is written while a send may still read. And all
-ranks get equal bits from the all-reduces of this folder: a chunk has one complete sum, which is copied, or
-two ranks add the same two numbers (two schedules may differ in the last bit). Sends
-`schedule.sent_elements(schedule, rank, numel)` elements.
+In each step of a schedule a rank posts its sends and receives in the order of the list, then waits for all,
+and only then adds or copies what has arrived. So there is no deadlock (the first transfer of the list that is
+not done is the next one for both of its ends, even where a send blocks until its receiver is there) and no
+race (nothing is written while a send may still read). All ranks get equal bits from the all-reduces of this
+folder: a chunk has one complete sum, which is copied, or two ranks add the same two numbers (two schedules
+may differ in the last bit). Sends `sent_elements(schedule, rank, numel)` elements.
 
-In an all-to-all everyone has a block for everyone: x [n·d, ..] is d rows for each rank, the result what was
-received, in rank order. No byte can be saved, but steps can: Bruck suits small blocks, of which each travels
-a hop for every set bit of its distance, with all others that have this bit.
+In an all-to-all x [n·d, ..] is d rows for each rank, the result what was received, in rank order. Bruck saves
+steps for small blocks: one travels a hop for every set bit of its distance, with all others of this bit.
 Memory: the result and what arrives in one step. Bruck et al. 1997 (radix 2); Thakur, Rabenseifner and Gropp
 2005, section 4.3 (pairwise). Differs: equal blocks.
 """
@@ -26,10 +24,8 @@ from minitrain.systems.communication.chunk_schedule import Schedule, span
 
 
 def run_schedule(schedule: Schedule, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """A new tensor like x [any shape] with what the schedule leaves on this rank; chunks are of flat x.
-
-    After a reduce-scatter only this rank's chunk is the sum; before an all-gather only what it owns matters.
-    """
+    """A new tensor like x [any shape] with what the schedule leaves on this rank; chunks are of flat x. After
+    a reduce-scatter only this rank's chunk is the sum; before an all-gather only what it owns matters."""
     n, rank = group.size(), group.rank()
     if n != schedule.ranks:
         raise ValueError(f"schedule of {schedule.ranks} ranks, group of {n}; build it for {n}")

@@ -218,36 +218,34 @@ class Sparing:
     """A core: `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`."""
 
     def __init__(self, forward: Callable, backward: Callable):
-        self.forward, self.backward = forward, backward
-        self._store: deque | None = None
-        self._again = False
+        self.forward, self.backward, self.attend = forward, backward, forward
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_core("Sparing", q, k, v)
         return recomputed(self.attend, self.backward, q, k, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """O and lse, computed the first time, given back the second."""
-        if self._again:
-            if not self._store or self._store[0][0].shape[:-1] != q.shape[:-1]:
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """For `context_fn` of torch.utils.checkpoint: around the layer's first pass, where O and lse are
+        computed and kept, and around its second, where they are given back."""
+        store: deque = deque()
+
+        def first(*qkv: Tensor) -> Tensors:
+            results = self.forward(*qkv)
+            store.append(tuple(x.detach() for x in results))
+            return results
+
+        def again(q: Tensor, *_) -> Tensors:
+            if not store or store[0][0].shape[:-1] != q.shape[:-1]:
                 what = f"Sparing: q {list(q.shape)} was not there the first time"
                 raise ValueError(f"{what}; a checkpointed layer must do the same twice")
-            return self._store.popleft()
-        results = self.forward(q, k, v)
-        if self._store is not None:
-            self._store.append(tuple(x.detach() for x in results))
-        return results
+            return store.popleft()
 
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For `context_fn` of torch.utils.checkpoint: around the layer's first pass and its second."""
-        store: deque = deque()
-        return self._using(store, again=False), self._using(store, again=True)
+        return self._using(first), self._using(again)
 
     @contextmanager
-    def _using(self, store: deque, again: bool) -> Iterator[None]:
-        before = self._store, self._again
-        self._store, self._again = store, again
+    def _using(self, attend: Callable) -> Iterator[None]:
+        before, self.attend = self.attend, attend
         try:
             yield
         finally:
-            self._store, self._again = before
+            self.attend = before

@@ -1,20 +1,18 @@
 """Dynamic sequence parallelism: stages work along different dims; cut one that the stage does not work along.
 
 A video is x[B, T, S, D]: T frames of S patches. Its transformer attends within a frame, then along time, and
-so on. A stage along S needs no communication if T is cut. Before the stage along T, one all-to-all:
+so on, by any layers on [N, length, D]. A stage along S sends nothing if T is cut; before T, one all-to-all:
 
     x[B, T/n, S, D]  stage along S  -> switch -> x[B, T, S/n, D]  stage along T  -> switch -> x[B, T/n, S, D]
-
-A stage is any layer on [N, length, D], and needs no change to run in parallel.
 
     one stage along S, one along T     M = B·T·S·D elements, each all-to-all sends (P-1)/P · M/P
     here                               2 · M/P      whatever the stages do inside
     Ulysses, T cut throughout          4 · M/P      q, k, v and o of the stage along T; nothing along S
     Ulysses in every stage             8 · M/P      a sequence cut in one place, with no regard to the dims
 
-Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. More dims (height, width) are
-more stages. Gradients of parameters are sums over `group`: each rank sees a part of the rows. Zhao et al.
-2024, DSP, arXiv:2403.10266. Differs: switches are found from the stages, not placed by the user.
+Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. Gradients of parameters are
+sums over `group`: each rank sees a part of the rows. Zhao et al. 2024, DSP, arXiv:2403.10266. Differs:
+switches are found from the stages, not placed by the user.
 """
 
 from collections.abc import Callable, Sequence

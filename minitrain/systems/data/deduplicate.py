@@ -3,8 +3,7 @@
 A document becomes the set A of its shingles, all runs of k words. Two documents are near-duplicates if their
 Jaccard similarity J = |A ∩ B| / |A ∪ B| reaches a threshold. Of a random order of all shingles the first in A
 equals the first in B with probability J, so the minima under h hash functions estimate J without the sets
-(MinHash). Compared are only documents that agree in all r rows of at least one of b bands, which happens with
-probability
+(MinHash). Compared are only documents that agree in all r rows of at least one of b bands:
 
     P(candidate) = 1 - (1 - J^r)^b        b = 16, r = 4, h = b·r: 0.06 at J = 0.25, 0.64 at 0.5, 0.998 at 0.75
 
@@ -20,9 +19,7 @@ from minitrain.model.data.batches import hashed
 from minitrain.ranks.checks import require_positive_ints, require_text
 
 
-def keep_first_of_each(
-    documents: Sequence[str], threshold: float = 0.7, words: int = 5, bands: int = 16, rows: int = 4
-) -> list[int]:
+def keep_first_of_each(documents: Sequence[str], threshold=0.7, words=5, bands=16, rows=4) -> list[int]:
     """Numbers of the documents to keep, in order: each that is no near-duplicate of one kept before it."""
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold}: a share of common shingles, in (0, 1]")

@@ -4,12 +4,11 @@
     scatter   shard += reduce_scatter(grad_m) each microbatch  sends m x, holds 1/n of it  (ZeRO-2, FSDP)
 
 A rank that owns a slice of the gradient has no room for the rest, so it sends every microbatch: m (n-1)/n
-of the gradients' bytes. `keep` is `GradReducer.enabled = False` for all but the last microbatch; here is
-`scatter`.
+of the gradients' bytes (here). `keep` is `GradReducer.enabled = False` for all but the last microbatch.
 
     w_rank <- w_rank - lr · g_rank      k times;        w <- (1/n) · sum over ranks of w_rank
 
-With k = 1 and plain SGD this is data parallelism exactly. With k > 1 the ranks drift apart between means.
+With k = 1 and plain SGD this is data parallelism exactly; with k > 1 ranks drift apart between means.
 Sends 2(n-1)/(n·k) of the parameters' bytes per step. Memory: the sum of one parameter and its receive buffer.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2. Differs: one flat reduce-scatter per microbatch.
 Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767, section 2.

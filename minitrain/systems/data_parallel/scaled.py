@@ -10,10 +10,9 @@ Without `deal` flat buckets are cut evenly: a rank sends 2(n-1)/n bytes per para
 bfloat16's all-reduce. With it (ZeRO 1) a scale must not be cut from its tensor, so tensors go whole to the
 rank that has least, the largest first: gradients send (n-1)/n bytes per parameter on average, weights
 2(n-1)/n, and a rank holds 2 + 1 bytes per parameter and about 3/n of states.
-Codes of one scale can be added, so a sum is of codes, and rounded once. Microbatches add up in E4M3 too: the
-sum so far and the next gradient, rounded again with the scale that they need together.
-Peng et al. 2023, FP8-LM, arXiv:2310.18313, sections 2.1 and 2.2. Differs: pieces go straight to who adds them
-up, a ring would round n-1 times; a sum starts when backward is done.
+Codes of one scale can be added, so a sum is of codes, and rounded once. Microbatches add up in E4M3 too, each
+sum with a new scale. Peng et al. 2023, FP8-LM, arXiv:2310.18313, sections 2.1 and 2.2. Differs: pieces go
+straight to who adds them up, a ring would round n-1 times; a sum starts when backward is done.
 """
 
 from collections.abc import Iterable
@@ -39,9 +38,7 @@ FP8 = torch.float8_e4m3fn
 class Scaled(Sync):
     """Reducer and optimizer of a training step: train_step(forward_backward, batch, sync, sync)."""
 
-    def __init__(
-        self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000, deal=False
-    ):
+    def __init__(self, model: nn.Module, group, make_optimizer, bucket_bytes=25_000_000, deal=False):
         super().__init__(model, (group,), make_optimizer)
         self.group, self.values = group, ScaledValues(self)
         self.grad_dtypes = {param: param.grad_dtype for param in self.trainable}
@@ -60,7 +57,6 @@ class Scaled(Sync):
             param.register_post_accumulate_grad_hook(self._on_grad)
 
     def updates(self, param: nn.Parameter) -> bool:
-        """Whether this rank does."""
         return self.owner.get(param, self.group.rank()) == self.group.rank()
 
     # ---- gradients

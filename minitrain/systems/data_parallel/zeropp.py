@@ -81,9 +81,9 @@ class ZeroPlusPlus(Zero3):
 
 # ---- its collectives ------------------------------------------------------------------------------------
 #
-# A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`), there are N nodes
-# (`inter`), n = L·N. A slice travels as m = ceil(d·bits/8) + 4·ceil(d/block) bytes, codes and scales
-# (bits=None: as it is). A rank sends
+# A rank's slice has d numbers, the flat buffer n·d. A node has L ranks (`intra`); `inter` are those of one
+# place in all N nodes, n = L·N. A slice travels as m = ceil(d·bits/8) + 4·ceil(d/block) bytes, codes and
+# scales (bits=None: as it is). A rank sends
 #                                              within the node   to other nodes
 #     quantized_all_gather    [d] -> [n·d]     (n-1) m over its group, wherever that goes            qwZ
 #     one_hop_reduce_scatter  [n·d] -> [d]     (L-1) m           (n-L) m
@@ -98,10 +98,8 @@ class ZeroPlusPlus(Zero3):
 
 
 def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256) -> Tensor:
-    """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks.
-
-    The rank's shard comes back quantised too: ranks that compute with different weights would drift apart.
-    """
+    """Everyone's shard [d], as its codes say it, one after the other: [n·d], the same bits on all ranks (this
+    one's quantised too: ranks that compute with different weights would drift apart)."""
     blocks, length = integer_blocks(bits, block), slice_length(shard, 1, bits, block)
     messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(group.size(), -1)
     return dequantize(from_bytes(messages, length, blocks), shard.dtype).view(-1)
@@ -113,15 +111,10 @@ def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None =
     return _exchange_and_add(slices, group, bits, block, flat.dtype).to(flat.dtype)
 
 
-def two_hop_reduce_scatter(
-    flat: Tensor, intra: ProcessGroup, inter: ProcessGroup, bits=4, block=256
-) -> Tensor:
-    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d].
-
-    `intra` are the ranks of this node, `inter` those of this place, in order of nodes. The first hop gives
-    place i what the places i of all nodes need, slices i, L+i, .., which are not neighbours:
-        flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]
-    """
+def two_hop_reduce_scatter(flat: Tensor, intra, inter, bits: int | None = 4, block=256) -> Tensor:
+    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d]. In the
+    first hop place i gets what the places i of all nodes need, slices i, L+i, .., which are not neighbours:
+        flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]"""
     places, nodes = intra.size(), inter.size()
     slices = flat.detach().view(nodes, places, slice_length(flat, places * nodes, bits, block))
     by_place = rearrange(slices, "node place x -> place node x")
@@ -149,7 +142,6 @@ def slice_length(flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
 
 def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
     """pieces [n, .., d], one for each rank -> the sum [.., d] of those for this one, in float32 or float64.
-
     What is not quantised travels as `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
     if bits is None:

@@ -4,10 +4,9 @@
 
 layer        rows go to a holder: to the same rank if it is one, else to the owner; or to the holders in turn
 copied       weights [E/n, ..] of the owners -> [experts of this rank, ..]; backward adds up at the owner
-shadows      the same of a few experts, to all ranks: [few, ..]
-summed       gradients of replicas -> their sum, the same bits on every holder
-moved        weights and optimizer state from the holders before to those after
-switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
+shadows      the same of a few experts, to all ranks: [few, ..] summed       gradients of replicas -> their
+sum, the same bits on every holder moved        weights and optimizer state from the holders before to those
+after switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
 
 Of an expert of W elements with h holders `copied` sends W from the owner, in slices that the others pass on,
 (h-2)/(h-1) W each; backward W from each of them. A copy takes W. `summed` sends 2 (h-1)/h W from each holder;
@@ -54,7 +53,6 @@ def layer(x, routing: Routing, weights, holders, group, work=experts.loop, *, sh
 
 def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bool = False) -> Routing:
     """The same choices, of places: place s of rank r has number r · places + s, and every rank has as many.
-
     With `share`, of the rows that a rank has for an expert row i goes to holder number (rank + i) mod h."""
     by_rank, rank = experts_of(holders, group.size()), group.rank()
     places = max(map(len, by_rank))
@@ -75,7 +73,6 @@ def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bo
 
 
 # ---- weights to holders, gradients back ------------------------------------------------------------------
-
 
 # elements start to stop of an expert's weights, on their way
 Parcel = namedtuple("Parcel", "source to expert start stop")
@@ -137,9 +134,8 @@ def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor
 
 
 def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup) -> list[Tensor]:
-    """Tensors of the experts held `before` -> of those held `after`, from the first holder where new.
-
-    Give weights, moments and masters together: whoever holds an expert goes on as its first holder would."""
+    """Tensors of the experts held `before` -> of those held `after`, from the first holder where new. Give
+    weights, moments and masters together: whoever holds an expert goes on as its first holder would."""
     if len(after) != len(before):
         raise ValueError(f"{len(before)} experts become {len(after)}; give each its ranks")
     rank, own = group.rank(), _packed(tensors)
@@ -183,9 +179,9 @@ def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) 
     """x [N, D] -> [N, D], where each rank has 1/n of the weights and the c neighbours in `sharing` gather.
 
     E >= n: E/n experts are here, [E/n, D, F] and [E/n, F, D]; else 1/s of one, s = n/E: [1, D, F/s] and
-    [1, F/s, D]. c = n: all weights come, no row goes. c = 1: no weights come; a row goes to all s ranks of
-    its expert, whose results add up (act works on each element of F alone). Between: c copies of each expert,
-    on r = n/(cE) ranks each if that exceeds 1; a row goes to the copy with its rank's place in `sharing`."""
+    [1, F/s, D]. c = n: all weights come, no row goes. c = 1: none come; a row goes to all s ranks of its
+    expert, whose results add up (act works on each element of F alone). Between: c copies of each expert, on
+    r = n/(cE) ranks each if r > 1; a row goes to the copy with its rank's place in `sharing`."""
     n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
     uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
     if uneven or sharing.rank() != group.rank() % c:

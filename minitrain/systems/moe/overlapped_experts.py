@@ -6,8 +6,8 @@
     layer_pieces  a layer cut at its all-to-alls, for a forward and a backward in turns
 
 All are generators that give way when they have handed rows to the network; `interleave` is the schedule.
-Backward of parts needs none: autograd runs in reverse, and a transfer that is issued before a product and
-awaited behind it has a gradient that is issued before that product's gradient and awaited behind it.
+Backward of parts needs none: of a transfer issued before a product and awaited behind it autograd issues the
+gradient before that product's and awaits it behind.
 Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way;
 reused has 5 crossings of D elements per row, not 4. Memory: of R rows reused holds two chunks while experts
 work, a third while one is sorted; the others keep all R for backward.
@@ -215,8 +215,8 @@ def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Pa
 
 
 def _parts(routing: Routing, group, count: int, span, transfer) -> tuple[Dispatch, list[Part]]:
-    """`span`: (part, rank, rows) -> from where to behind where of the rows for an expert that go to that rank
-    are in the part; with -part, of those that come from it. Both sides know without asking."""
+    """`span`: (part, rank, rows) -> which of the rows for an expert that go to that rank (-part: come from
+    it) are in the part. Both sides know without asking."""
     trip, n, dry = Dispatch(routing, group), group.size(), routing.sizes is not None
     device, here = trip.counts.device, len(trip.counts)
     if dry:  # every rank has as many tokens
@@ -267,8 +267,8 @@ def layer_pieces(before, route, work: Work, params, group: ProcessGroup, *, dens
         dx, (y, saved) = interleave(turns, enter=2)
 
     is the pair (F B) of DualPipe, for any number of layers. With `dense`, the parameters of before and route,
-    a piece computes gradients of its weights after it has sent that of its input on: more hides, and those
-    between its products are computed twice (of experts 5 products, not 4)."""
+    gradients of weights come after that of a piece's input has been sent on: more hides, and those between
+    its products are computed twice (of experts 5 products, not 4)."""
 
     def to_experts(x: Tensor):
         h = before(x)

@@ -5,10 +5,10 @@
 
     loss = alpha · sum_e f_e · P_e / target_e      f_e share of this rank's choices, P_e its mean probability
 
-With f = P it is alpha at f = target and more elsewhere; a target of 1/E for all is Switch's loss. Each rank
-has its own target and so a router with weights of its own, or that reads where it is. Sends nothing.
-Chen et al. 2022 (TA-MoE), arXiv:2302.09915, section 4. Differs: bandwidth alone, no latency; penalties 1 /
-target, so that the least loss is alpha, where theirs normalises them; no capacities.
+With f = P it is alpha at f = target and more elsewhere; a target of 1/E for all is Switch's loss. A rank has
+a target of its own and so a router of its own, or one that reads where it is. Sends nothing. Chen et al. 2022
+(TA-MoE), arXiv:2302.09915, section 4. Differs: bandwidth alone, no latency; penalties 1 / target, so that the
+least loss is alpha, where theirs normalises them; no capacities.
 """
 
 import torch
@@ -44,8 +44,8 @@ def target(bandwidths: Tensor, experts: int) -> Tensor:
 
 
 def topology_loss(routing: Routing, target: Tensor, alpha: float, counts=None, tokens=None) -> Tensor:
-    """alpha at the target. `counts` [E] are this rank's, of all microbatches of its batch; `tokens` those of
-    all ranks: with both, what microbatches and ranks compute adds up to the mean over the batch's tokens."""
+    """alpha at the target. With `counts` [E] of this rank's batch and `tokens` of all ranks, what
+    microbatches and ranks compute adds up to the mean over the batch's tokens."""
     counts = routing.counts if counts is None else counts
     tokens = tokens_of(routing) if tokens is None else tokens
     share = counts.to(routing.probs.dtype) / counts.sum().clamp(min=1)

@@ -5,12 +5,11 @@
     flat, places = saved.evict()                     one piece of bytes; the graph now holds no tensor
     saved.load(flat, places)                         what autograd kept is views of it again
 
-In place of tensors the graph holds the number of a storage and how to view it. Its first node would still
-hold the stage's input, so `without_input` makes a node that does not. Storages are told apart by identity, as
-those of a dry run have no address. E evicts and the rank computes on while the bytes travel, L loads them;
-their number depends on a microbatch's shape alone. Sends what a forward keeps at each eviction, the same
-back, and 8 bytes per shape (the number). Memory: moves under way included, at most the largest
-`schedule.peak` on any rank; only while E copies, the evicted microbatch exists twice.
+In place of tensors the graph holds the number of a storage (told apart by identity: in a dry run it has no
+address) and how to view it. Its first node would still hold the stage's input; `without_input`'s does not. E
+evicts and the rank computes on while the bytes travel, L loads them; their number depends on a microbatch's
+shape alone. Sends what a forward keeps at each eviction, the same back, and 8 bytes per shape (the number).
+Memory: at most the largest `schedule.peak` on any rank, moves included; while E copies, one microbatch twice.
 Kim et al. 2023 (BPipe), ICML, section 3. Differs from torch.autograd.graph.save_on_cpu: views travel once.
 """
 

@@ -5,13 +5,13 @@
                                          .. Fa Fb Ba Bb .. .. Fc Fd Bc Bd ..     .. Fa Fb Ba Fc Bb Fd Bc Bd ..
 
 CLIP's scores images · textsᵀ / temperature `[N, N]` have all N samples in each loss, so every forward must be
-over before the first backward. Embeddings are gathered from all microbatches and ranks, the gradient is that
-of the whole `[N, E]`, and each microbatch's backward starts from its own rows: exactly the gradients of one
-batch. In `doubled` the forwards of a second batch fill the wait: a rank waits for p-1 forwards and backwards,
-not 2(p-1). Sends 2·(n-1)/n · N·E elements beside GPipe's messages; with towers on ranks of their own
-(`tower_step`) n-1 times the rows of the rank that has most. Memory: min(m + p-r-1, 2m) forwards in flight on
-rank r, m in `naive`. Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP),
-arXiv:2103.00020, figure 3. Differs: how many ranks a tower gets is the caller's choice.
+over before the first backward. Embeddings are gathered from all microbatches and ranks, and each microbatch's
+backward starts from its rows of the whole gradient `[N, E]`: exactly the gradients of one batch. In `doubled`
+a second batch's forwards fill the wait: a rank waits for p-1 forwards and backwards, not 2(p-1). Sends
+2·(n-1)/n · N·E elements beside GPipe's messages; with towers on ranks of their own (`tower_step`) n-1 times
+the rows of the rank that has most. Memory: min(m + p-r-1, 2m) forwards in flight on rank r, m in `naive`.
+Huang et al. 2024 (DISTMM), NSDI, section 5; Radford et al. 2021 (CLIP), arXiv:2103.00020, figure 3. Differs:
+how many ranks a tower gets is the caller's choice.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,9 +7,9 @@
 
 A pair is `(2F0;3B1)OVERLAP_F_B`; an empty cell is a step in which a rank waits. Of their format with messages
 (`0SEND_F0`, `1RECV_F0`) `from_csv` keeps the computation. A stage on two ranks, slices, R, moves and other
-pairs have no letters there. Their gradients are divided by the number of microbatches unless
-`scale_grads=False`; ours are divided in the loss. PyTorch 2.11 and 2.13, torch.distributed.pipelining,
-schedules.py (2.11 runs no V over gloo). Differs: a bad file is refused when it is read, not when it runs.
+pairs have no letters there. Without `scale_grads=False` gradients are divided by the number of microbatches;
+ours are in the loss. PyTorch 2.11 and 2.13, torch.distributed.pipelining, schedules.py (2.11 runs no V over
+gloo). Differs: a bad file is refused when it is read, not when it runs.
 """
 
 import csv

@@ -5,11 +5,11 @@
     run(stages, tokens)                                 the same numbers as model(tokens)
 
 The graph may be cut behind every operator where one float tensor crosses: a residual stream has such places
-between and inside blocks. What lies between two is a unit, and units are dealt out so that the slowest stage
-has least FLOPs. What crosses a cut is all that a rank sends on; integers (positions) go along. Parameters are
-the model's own, so a tied one is in two stages. torch.export traces with tensors that have no memory, so the
-model may be larger than this machine. Lai et al. 2022 (Merak), arXiv:2206.04959. Differs: the partitioner
-alone, without its schedule (shifted critical path) and tensor parallelism; shapes are fixed by the trace.
+between and inside blocks. What lies between two is a unit; units are dealt out so that the slowest stage has
+least FLOPs. A rank sends on what crosses a cut; integers (positions) go along. A tied parameter is in two
+stages. torch.export's tensors have no memory, so the model may be larger than this machine. Lai et al. 2022
+(Merak), arXiv:2206.04959. Differs: the partitioner alone, without its schedule (shifted critical path) and
+tensor parallelism; shapes are fixed by the trace.
 """
 
 from collections.abc import Sequence

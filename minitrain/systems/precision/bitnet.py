@@ -7,12 +7,11 @@
 
 x [M, K], W [N, K]. The optimizer updates W as it is: steps too small for W~ add up. x^ has INT8 codes, s =
 max / 127 for each token; K + 8 bytes per token are saved for backward (in float64 K + 12). Stored: 1 bit per
-weight; of three values 5 in a byte (3^5 = 243): 1.6. Over tp mean W, b, the norm and max are those of the
-whole: 2 numbers per matrix, in forward and in backward, and where K is cut 3 (RMS 2) numbers per token in
-forward, 2 (RMS 1) in backward. So a layout changes no code.
-Wang et al. 2023 (BitNet), arXiv:2310.11453, section 2; Ma et al. 2024 (b1.58), arXiv:2402.17764, section 2.
-Differs: a scale per token in training, too; agreed over tp; the block keeps its norm, all activations have
-signs; head and tables have all bits; no packed kernels.
+weight; of three values 5 in a byte (3^5 = 243): 1.6. Over tp mean W, b, the norm and max are the whole's, so
+a layout changes no code: 2 numbers per matrix each way, and per token, where K is cut, 3 forward, 2 backward
+(RMS one fewer). Wang et al. 2023 (BitNet), arXiv:2310.11453, section 2; Ma et al. 2024 (b1.58),
+arXiv:2402.17764, section 2. Differs: a scale per token in training, too; agreed over tp; the block keeps its
+norm, all activations have signs; head and tables have all bits; no packed kernels.
 """
 
 from collections.abc import Callable

@@ -2,17 +2,17 @@
 
     y[i, j] = Σ_k  s_x[i, k] s_w[j, k] · (x[i, k] · w[j, k]ᵀ)        i, j, k count blocks of 32
 
-A product of two blocks is a sum of 32 products of 7-bit numbers, at most 32 · 127² < 2^19: an exact integer,
-in INT32 on a tensor core, here in float32. It is multiplied by its two scales once and added up in float32
-or wider, k in order. A block is as wide as high, so the codes of x, W and dy are those of xᵀ, Wᵀ and dyᵀ:
-nothing is quantised twice. An outlier costs the resolution of 1,024 numbers, not of its token or of all.
-x [.., T, K] is cut into blocks of tokens of one sequence, W [N, K], dy [.., T, N]; short last blocks are
-filled up with zeros. Saved for backward: codes of x, 1 + 4/1024 bytes per number (1/2 + 1/512 of FP16).
-Sends nothing: cuts at multiples of 32 change no code; gathers are in the dtype of activations.
-With `through_int8` all that a block's operators hand to each other is INT8, forward and backward.
-Xi et al. 2024 (Jetfire), arXiv:2403.12422, sections 3 to 6. Differs: emulated, one block after the other;
-gradients round to nearest, where the authors' code draws; the core and the residual sum read and write INT8
-as well, whose stream the authors' code keeps in 16 bits.
+A product of two blocks adds up 32 products of 7-bit numbers to less than 2^19: an exact integer, in INT32 on
+a tensor core, here in float32. It is multiplied by its two scales once and added up in float32 or wider, k in
+order. A block is as wide as high, so the codes of x, W and dy are those of xᵀ, Wᵀ and dyᵀ: nothing is
+quantised twice. An outlier costs the resolution of 1,024 numbers, not of its token or of all. x [.., T, K] is
+cut into blocks of tokens of one sequence, W [N, K], dy [.., T, N]; short last blocks are filled up with
+zeros. Saved for backward: codes of x, 1 + 4/1024 bytes per number (1/2 + 1/512 of FP16). Sends nothing: cuts
+at multiples of 32 change no code; gathers are in the dtype of activations. With `through_int8` all that a
+block's operators hand to each other is INT8, forward and backward. Xi et al. 2024 (Jetfire),
+arXiv:2403.12422, sections 3 to 6. Differs: emulated, one block after the other; gradients round to nearest,
+where the authors' code draws; the core and the residual sum read and write INT8 as well, whose stream the
+authors' code keeps in 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -171,10 +171,9 @@ def through_int8(block: nn.Module, act: Callable) -> None:
 
         x -> norm -> Q, K, V -> core -> out -> + x = h -> norm -> up, gate -> act -> down -> + h
 
-    What an operator has read is what backward needs: it computes its operator again from these codes. Kept of
-    a block: 8 D + 3 F numbers per token (2 F without a gate; GQA has fewer). Weights have float32 gradients.
-    Between blocks tensors are floats that are multiples of INT8 steps: quantised again they are the same
-    codes. Parameters and names stay. FLOPs: norms, core and activation a second time."""
+    Backward computes each operator again from the codes it has read. Kept of a block: 8 D + 3 F numbers per
+    token (2 F without a gate; GQA has fewer). Weights have float32 gradients. Between blocks tensors are
+    multiples of INT8 steps: quantised again they are the same codes. FLOPs: norms, core, activation twice."""
     config, attention, mlp = block.config, block.attention, block.mlp
     linears = [getattr(attention, name, None) for name in ("q", "k", "v", "out")]
     linears += [getattr(mlp, name, None) for name in ("up", "down")]

@@ -5,8 +5,8 @@
     weight_group    ranks that differ in i only: they need the same B_pj, and each keeps 1/l of it
     output_group    ranks that differ in p only: they hold shares of one C_ij, and each keeps 1/l of its rows
 
-A and B are gathered, C is reduce-scattered; backward does the same with the groups in turn. A rank holds 1/l³
-of A, B, C, gradients and saved activations, and for a product 1/l² of three. torch keeps W[n, k] = Bᵀ:
+A and B are gathered, C is reduce-scattered; backward as well, with the groups in turn. A rank holds 1/l³ of
+A, B, C, gradients and saved activations, and for a product 1/l² of three. torch keeps W[n, k] = Bᵀ:
 
     W[n/l², k/l]     dim 0 over input_group, then weight_group; dim 1 over output_group; b[n/l²] like dim 0
     x[m/l², k/l]     dim 0 over weight_group, then input_group; last dim over output_group

@@ -7,8 +7,8 @@
 
 A linear is summa.py's three products. Modules are cut in place and run their own forward. Groups come as row,
 column (and depth): mesh.group("column"), ("row"), ("depth") of Mesh(depth=d, row=q, column=q). Vectors
-(biases, norms) are cut over the columns of the grid and alike on the q ranks of a column, which sum their
-gradients; with depth those of all parameters are summed over it. With m = B·T rows, p = q²·d ranks, a linear
+(biases, norms) are alike on the q ranks of a column, which sum their gradients; with depth those of all
+parameters are summed over it. With m = B·T rows, p = q²·d ranks, a linear
 sends (q-1)/q² · (m/d · in + in·out) elements forward, twice that backward, 2(d-1)/d · in·out/q² over depth,
 and 2(q-1)/q · out/q for a bias' gradient; a norm 2(q-1)/q · m/(q·d) for each sum, two in a LayerNorm, one in
 an RMSNorm, each way. Memory: activations 1/p, matrices and their gradients d/p, vectors 1/q; in a linear's
@@ -144,7 +144,7 @@ def check_cut(what: str, module: nn.Module, row_group, column_group, depth_group
             raise ValueError(f"{what}: {size} is not a multiple of q={q}; choose widths that are, or {shape}")
 
 
-# The layers of a Transformer, in place. `groups`: row, column (and depth).
+# ---- the layers of a Transformer, in place; `groups`: row, column (and depth)
 
 
 def cut_block(block: nn.Module, *groups: ProcessGroup) -> None:
