@@ -56,7 +56,6 @@ NO_TORCH = (
     "systems.communication.algorithms",
     "systems.communication.chunk_schedule",
     "systems.communication.cost_model",
-    "systems.communication.hierarchical",
     "course.plot.charts",
     "course.plot.pipeline_charts",
     "course.plot.plan_widget",

@@ -2,7 +2,6 @@
 
 First  chunk_schedule      an algorithm as data: who sends which chunks to whom, and its proof
        interpreter         real tensors do on real ranks what a schedule says; all-to-alls
-then   algorithms          ring, direct exchange, binomial and double trees, halving and doubling
-       hierarchical        several levels of network, known or found by probing
+then   algorithms          ring, direct exchange, trees, halving and doubling; several levels of network
        cost_model          seconds on a described network; which algorithm for how many bytes
 """

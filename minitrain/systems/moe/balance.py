@@ -4,9 +4,10 @@
 
 layer        rows go to a holder: to the same rank if it is one, else to the owner; or to the holders in turn
 copied       weights [E/n, ..] of the owners -> [experts of this rank, ..]; backward adds up at the owner
-shadows      the same of a few experts, to all ranks: [few, ..] summed       gradients of replicas -> their
-sum, the same bits on every holder moved        weights and optimizer state from the holders before to those
-after switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
+shadows      the same of a few experts, to all ranks: [few, ..]
+summed       gradients of replicas -> their sum, the same bits on every holder
+moved        weights and optimizer state from the holders before to those after
+switchable   one layout of shards for many plans: tokens travel, or weights do, or some of each
 
 Of an expert of W elements with h holders `copied` sends W from the owner, in slices that the others pass on,
 (h-2)/(h-1) W each; backward W from each of them. A copy takes W. `summed` sends 2 (h-1)/h W from each holder;

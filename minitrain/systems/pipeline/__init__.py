@@ -1,6 +1,8 @@
 """Pipelines, as further systems run them.
 
-bpipe_eviction    activations that leave for another rank (BPipe) asynchronous      PipeDream: never emptied
-contrastive       a loss over all samples at once traced            a traced model in even stages, unchanged
-(Merak) torch_csv         PyTorch's files of schedules
+bpipe_eviction    activations that leave for another rank (BPipe)
+asynchronous      PipeDream: never emptied
+contrastive       a loss over all samples at once
+traced            a traced model in even stages, unchanged (Merak)
+torch_csv         PyTorch's files of schedules
 """

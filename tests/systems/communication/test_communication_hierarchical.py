@@ -10,16 +10,17 @@ from communication_runs import check_on_real_ranks
 
 from minitrain.plan.simulate.collectives import Placement, seconds
 from minitrain.systems.communication import cost_model
-from minitrain.systems.communication.algorithms import halving_doubling_all_reduce, ring_all_reduce
-from minitrain.systems.communication.chunk_schedule import check, sent_shares
-from minitrain.systems.communication.hierarchical import (
+from minitrain.systems.communication.algorithms import (
     accl_all_reduce,
     blueconnect_all_reduce,
+    halving_doubling_all_reduce,
     nodes_of,
+    ring_all_reduce,
     torus2d_all_reduce,
     two_level,
     within_and_across,
 )
+from minitrain.systems.communication.chunk_schedule import check, sent_shares
 
 
 def sent_between_nodes(schedule, per_node) -> list[Fraction]:

@@ -8,9 +8,8 @@ from random import Random
 from communication_runs import check_on_real_ranks
 
 from minitrain.systems.communication import cost_model
-from minitrain.systems.communication.algorithms import ring_all_reduce
+from minitrain.systems.communication.algorithms import aggregate, clusters, probe, ring_all_reduce
 from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, check, place, sent_shares
-from minitrain.systems.communication.hierarchical import aggregate, clusters, probe
 
 
 def planted(sizes, seed) -> tuple[list[int], list[list[int]]]:
