@@ -176,13 +176,6 @@ def rendezvous(programs: Sequence[Sequence[Step]]) -> None:
         raise ValueError(f"stuck: {', '.join(stuck)}; post messages in one order on all ranks")
 
 
-def one_f_one_b_ahead(p: int, m: int, ahead: int) -> Schedule:
-    """1F1B with `ahead`·(p-r-1) forwards ahead on rank r; 1 is the usual."""
-    forwards, backwards = ([[make(r, i) for i in range(m)] for r in range(p)] for make in (F, B))
-    lists = tuple(alternate(forwards[r], backwards[r], ahead * (p - r - 1)) for r in range(p))
-    return check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
-
-
 def paired_calls(schedule: Schedule, rank: int) -> list[Action | Call]:
     """As Megatron-LM calls: what goes to a neighbour and what comes from it next are in one call."""
     entries, last = schedule.ranks[rank], schedule.stages - 1
@@ -197,11 +190,14 @@ def paired_calls(schedule: Schedule, rank: int) -> list[Action | Call]:
 
 
 def period(p: int, forward: Number, backward: Number, message: Number, paired: bool, ahead=1) -> Number:
-    """Time from a microbatch to the next in the steady state, exact if the times are."""
+    """Time from a microbatch to the next in the steady state of 1F1B with `ahead`·(p-r-1) forwards ahead on
+    rank r (1 is the usual), exact if the times are."""
     require_positive_ints(1 << 10, p=p, ahead=ahead)
     require_nonnegative(forward=forward, backward=backward, message=message)
     m = 12 * p * ahead
-    schedule = one_f_one_b_ahead(p, m, ahead)
+    actions = [[[make(r, i) for i in range(m)] for make in (F, B)] for r in range(p)]
+    lists = tuple(alternate(*own, ahead * (p - r - 1)) for r, own in enumerate(actions))
+    schedule = check(Schedule(f"1F1B, p={p}, m={m}, {ahead} times ahead", lists, p, m))
     if paired:
         calls = [paired_calls(schedule, rank) for rank in range(p)]
         ends, left = blocking(calls, {"F": forward, "B": backward}, message)
@@ -215,25 +211,17 @@ def period(p: int, forward: Number, backward: Number, message: Number, paired: b
     return Fraction(done[B(0, last)] - done[B(0, first)]) / (last - first)
 
 
-class Delayed(NamedTuple):
-    period: Number
-    latest: int  # steps between the gradient that came last and the update that used it
-
-
-def delayed(steps: int, compute: Number, reduce: Number, bound: int) -> Delayed:
-    """Step t waits until the sums of all but the last `bound` gradients have come; sums go in turn."""
+def delayed(steps: int, compute: Number, reduce: Number, bound: int) -> Fraction:
+    """Time from step to step: t waits until the sums of all but the last `bound` gradients have come; sums go
+    in turn."""
     require_positive_ints(steps=steps)
     require_nonnegative(compute=compute, reduce=reduce, bound=bound)
-    now, summed, applied, latest, begun = 0, [], 0, 0, []
+    now, summed, begun = 0, [], []
     for t in range(steps):
-        if t - applied > bound:
+        if t > bound:
             now = max(now, summed[t - bound - 1])
-        while applied < t and summed[applied] <= now:  # what has come by now is used at once
-            latest = max(latest, t - 1 - applied)
-            applied += 1
-        assert t - applied <= bound
         begun.append(now)
         now += compute
         summed.append(max(now, summed[-1] if summed else 0) + reduce)
     half = steps // 2
-    return Delayed(Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1), latest)
+    return Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1)

@@ -41,7 +41,11 @@ def race(problem: Problem) -> list[Row]:
     free, soap = replace(problem, memory_bytes=inf), replace(problem, shardings=("dp", "col", "row"))
     slowest = min(level.bytes_per_s for level in problem.levels)
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
-    tree, again = staged.tree_options(problem), staged.bmw_options(problem)
+    tree, again = (
+        staged.tree_options(problem),
+        staged.tree_options(problem, staged.with_recomputation(problem)),
+    )
+    by_slowest = every_plan(problem, staged.families_of(problem), time=lambda times, _: max(times))
     even, equal = staged.even_cuts(problem), every_run(problem)
     products, two = as_products(flat), nnscaler.pipeline_program(*halves(problem))
     entrants = (  # name, unit, search, every choice of its space
@@ -54,7 +58,7 @@ def race(problem: Problem) -> list[Row]:
         ("RL placement", "simulated", simulated.reinforce(problem), every_placement(problem)),
         ("Automap", "microbatch", automap.automap(flat), automap.every_set_of_cuts(flat)),
         ("Unity", "microbatch", unity.optimize(*products), unity.every_graph(*products)),
-        ("Piper", "slowest", staged.piper(problem), staged.every_piper_plan(problem)),
+        ("Piper", "slowest", staged.piper(problem), by_slowest),
         ("Alpa", "step", staged.alpa(problem), every_plan(problem)),
         ("Aceso", "step", staged.aceso(problem), every_plan(problem)),
         ("Galvatron", "step", staged.galvatron(problem), every_plan(problem, tree, even)),

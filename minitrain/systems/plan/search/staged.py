@@ -82,8 +82,8 @@ def peak_bytes(problem: Problem, plan: Plan) -> list[float]:
 @lru_cache(1 << 16)
 def stage_bytes(problem: Problem, stage: Stage, behind: int) -> float:
     levels, held = problem.mesh(stage.devices), in_flight(problem, behind)
-    each = zip(stage.layers, stage.options)
-    return sum(problem.memory(problem.layers[i], option, levels, held) for i, option in each)
+    layers = problem.layers[stage.layers.start : stage.layers.stop]
+    return sum(problem.memory(*one, levels, held) for one in zip(layers, stage.options))
 
 
 def in_flight(problem: Problem, behind: int) -> int:
@@ -95,16 +95,6 @@ def with_behind(stages: Sequence) -> list[tuple]:
     return list(zip(stages, reversed(range(len(stages)))))
 
 
-def cuts(layers: int, devices: int, sizes: Sequence[int], start: int = 0) -> Iterator[Cut]:
-    """Every way to give all layers, in runs, and all devices, in groups of these sizes, to stages."""
-    if start == layers and devices == 0:
-        yield ()
-    for end, here in product(range(start + 1, layers + 1), sizes):
-        if here <= devices:
-            for rest in cuts(layers, devices - here, sizes, end):
-                yield ((range(start, end), here), *rest)
-
-
 def sizes_of(problem: Problem) -> list[int]:
     """Groups of devices that fill levels, of one or more nodes or of a part of one."""
     sizes, inside = {1}, 1
@@ -114,8 +104,15 @@ def sizes_of(problem: Problem) -> list[int]:
     return sorted(size for size in sizes if problem.devices % size == 0)
 
 
-def all_cuts(problem: Problem) -> list[Cut]:
-    return list(cuts(len(problem.layers), problem.devices, sizes_of(problem)))
+def all_cuts(problem: Problem, start: int = 0, devices: int | None = None) -> list[Cut]:
+    """Every way to give all layers, in runs, and all devices, in groups that fill levels, to stages."""
+    devices, layers = problem.devices if devices is None else devices, len(problem.layers)
+    found: list[Cut] = [()] if start == layers and devices == 0 else []
+    for end, here in product(range(start + 1, layers + 1), sizes_of(problem)):
+        if here <= devices:
+            rest = all_cuts(problem, end, devices - here)
+            found += [((range(start, end), here), *cut) for cut in rest]
+    return found
 
 
 def handed_over(runs: Sequence[range], at: int) -> Iterator[list[range]]:
@@ -232,10 +229,6 @@ def piper(problem: Problem) -> SearchResult:
     return SearchResult(plan, time, sum(looked_at))
 
 
-def every_piper_plan(problem: Problem) -> SearchResult:
-    return every_plan(problem, families_of(problem), time=lambda times, _: max(times))
-
-
 def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ...]] | None:
     """(seconds, the pick of each layer) of the integer program's solution; None if nothing fits."""
     program, layers = IntegerProgram(), range(len(graph.options))
@@ -298,23 +291,18 @@ def alpa(problem: Problem) -> SearchResult:
     return SearchResult(plan, cost, looked_at)
 
 
-def tree_shardings(shardings: Sequence[str], levels: int, mixed: bool = False) -> list[tuple[str, ...]]:
-    """Every path from the root to a leaf: runs of shardings over so many levels of two."""
-    paths = []
-    for path in product(shardings, repeat=levels):
-        runs = [sharding for sharding, _ in groupby(path)]
-        if len(set(runs)) == len(runs) and (mixed or not {"dp", "sdp"} <= set(runs)):
-            paths.append(path)
-    return paths
+def tree_shardings(shardings: Sequence[str], levels: int) -> list[tuple[str, ...]]:
+    """Every path from the root to a leaf: each kind in one run of levels of two, dp never with sdp."""
+    paths = product(shardings, repeat=levels)
+    in_runs = (path for path in paths if len(list(groupby(path))) == len({*path}))
+    return [path for path in in_runs if not {"dp", "sdp"} <= {*path}]
 
 
 def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Families:
-    shardings = lambda levels: tree_shardings(problem.shardings, len(levels))
-    return lambda levels: [[Option(one, a) for one in shardings(levels) for a in again]]
-
-
-def bmw_options(problem: Problem) -> Families:
-    return tree_options(problem, with_recomputation(problem))
+    """`again`: Galvatron never recomputes, BMW chooses it for each layer (`with_recomputation`)."""
+    return lambda levels: [
+        [Option(one, a) for one in tree_shardings(problem.shardings, len(levels)) for a in again]
+    ]
 
 
 def even_cuts(problem: Problem) -> list[Cut]:
@@ -331,7 +319,7 @@ def galvatron(problem: Problem) -> SearchResult:
 
 def galvatron_bmw(problem: Problem) -> SearchResult:
     """Looks at Galvatron's own cuts too, so it is never slower."""
-    options, found = bmw_options(problem), []
+    options, found = tree_options(problem, with_recomputation(problem)), []
     sizes = [problem.memory(layer, Option(()), ()) for layer in problem.layers]
     for even in even_cuts(problem):
         even_bytes = tuple(zip(balanced(sizes, len(even)), (devices for _, devices in even)))
@@ -396,10 +384,8 @@ def starts(problem: Problem) -> list[Plan]:
     most = lambda cut: max(work(*run) for run in cut)
     first = lambda devices: problem.options(problem.mesh(devices))[0]
     even = sorted(all_cuts(problem), key=lambda cut: (len(cut), most(cut)))
-    return [
-        tuple(Stage(layers, devices, (first(devices),) * len(layers)) for layers, devices in next(cuts))
-        for _, cuts in groupby(even, key=len)
-    ]
+    begun = [next(cuts) for _, cuts in groupby(even, key=len)]
+    return [tuple(Stage(*run, (first(run[1]),) * len(run[0])) for run in cut) for cut in begun]
 
 
 def improved(problem: Problem, plan: Plan, score: Callable, measure: Callable, hops: int, width: int) -> Plan:
@@ -430,10 +416,10 @@ def primitives(problem: Problem, plan: Plan, at: int) -> Iterator[Plan]:
         if more > devices[at]:
             swapped = {at: more, i: devices[at]}
             yield resize(runs, [swapped.get(j, own) for j, own in enumerate(devices)])
-    stage, layers = plan[at], range(len(runs[at]))
+    layers = range(len(runs[at]))
     for which in [*([i] for i in layers), layers]:
-        for changed in changes(problem, stage, which):
-            yield (*plan[:at], stage._replace(options=changed), *plan[at + 1 :])
+        for changed in changes(problem, plan[at], which):
+            yield (*plan[:at], plan[at]._replace(options=changed), *plan[at + 1 :])
 
 
 def resized(problem: Problem, stage: Stage, layers: range, devices: int) -> Stage:
@@ -451,10 +437,9 @@ def changes(problem: Problem, stage: Stage, which: Sequence[int]) -> list[tuple[
     """These layers with another sharding on one level, or with recomputation turned."""
     each = lambda change: tuple(change(o) if i in which else o for i, o in enumerate(stage.options))
     found = []
-    for level in range(len(stage.options[0].shardings)):
-        for sharding in problem.shardings:
-            with_it = lambda old: (*old[:level], sharding, *old[level + 1 :])
-            found.append(each(lambda o: o._replace(shardings=with_it(o.shardings))))
+    for level, sharding in product(range(len(stage.options[0].shardings)), problem.shardings):
+        with_it = lambda old: (*old[:level], sharding, *old[level + 1 :])
+        found.append(each(lambda o: o._replace(shardings=with_it(o.shardings))))
     if any(problem.layers[stage.layers[i]].keeps for i in which):
         found.append(each(lambda o: o._replace(again=not o.again)))
     return [options for options in found if options != stage.options]
