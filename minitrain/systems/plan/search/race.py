@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from minitrain.ranks.tables import aligned
-from minitrain.systems.plan.search import automap, layerwise, nnscaler, simulated, staged, tofu, unity
+from minitrain.systems.plan.search import automap, layerwise, programs, simulated, staged
 from minitrain.systems.plan.search.problem import Level, Problem, SearchResult, every, exhaustive, least
 from minitrain.systems.plan.search.staged import Cut, all_cuts, every_plan
 
@@ -47,23 +47,23 @@ def race(problem: Problem) -> list[Row]:
     )
     by_slowest = every_plan(problem, staged.families_of(problem), time=lambda times, _: max(times))
     even, equal = staged.even_cuts(problem), every_run(problem)
-    products, two = as_products(flat), nnscaler.pipeline_program(*halves(problem))
+    products, two = as_products(flat), programs.pipeline_program(*halves(problem))
     entrants = (  # name, unit, search, every choice of its space
         ("OptCNN", "microbatch", layerwise.optcnn(free), exhaustive(free)),
         ("TensorOpt", "microbatch", layerwise.tensoropt(problem), exhaustive(problem)),
         ("FlexFlow", "simulated", simulated.flexflow(soap), every_simulated(soap)),
         ("HyPar", "bytes", layerwise.hypar(free), layerwise.hypar(free, every)),
         ("AutoDDL", "bytes", layerwise.autoddl(free), exhaustive(free, "bytes")),
-        ("Tofu", "elements", tofu.tofu(problem), tofu.every_halving(problem)),
+        ("Tofu", "elements", layerwise.tofu(problem), layerwise.every_halving(problem)),
         ("RL placement", "simulated", simulated.reinforce(problem), every_placement(problem)),
         ("Automap", "microbatch", automap.automap(flat), automap.every_set_of_cuts(flat)),
-        ("Unity", "microbatch", unity.optimize(*products), unity.every_graph(*products)),
+        ("Unity", "microbatch", programs.optimize(*products), programs.every_graph(*products)),
         ("Piper", "slowest", staged.piper(problem), by_slowest),
         ("Alpa", "step", staged.alpa(problem), every_plan(problem)),
         ("Aceso", "step", staged.aceso(problem), every_plan(problem)),
         ("Galvatron", "step", staged.galvatron(problem), every_plan(problem, tree, even)),
         ("Galvatron-BMW", "step", staged.galvatron_bmw(problem), every_plan(problem, again, equal)),
-        ("nnScaler", "simulated", nnscaler.search(*two), nnscaler.search(*two[:3])),
+        ("nnScaler", "simulated", programs.search(*two), programs.search(*two[:3])),
         ("DeepSpeed-Autotuning", "simulated", simulated.autotune(problem), simulated.every_config(problem)),
     )
     return [
@@ -92,7 +92,7 @@ def as_products(problem: Problem):
     graph, shapes = ("input", "x"), {"x": (problem.rows, problem.layers[0].takes)}
     for i, layer in enumerate(problem.layers):
         graph, shapes[f"W{i}"] = ("matmul", graph, ("weight", f"W{i}")), (layer.takes, layer.gives)
-    return graph, shapes, unity.Rates(problem.devices, problem.flops_per_s, problem.levels[0].bytes_per_s)
+    return graph, shapes, programs.Rates(problem.devices, problem.flops_per_s, problem.levels[0].bytes_per_s)
 
 
 def halves(problem: Problem) -> list[float]:

@@ -9,7 +9,7 @@ from itertools import product
 import numpy
 import pytest
 
-from minitrain.systems.plan.search import automap, layerwise, simulated, tofu
+from minitrain.systems.plan.search import automap, layerwise, simulated
 from minitrain.systems.plan.search.layerwise import (
     autoddl,
     descend,
@@ -180,18 +180,21 @@ def test_tofu():
     """
     for seed in range(12):
         problem = chain(seed, layers=2)
-        found, best = tofu.tofu(problem), tofu.every_halving(problem)
+        found, best = layerwise.tofu(problem), layerwise.every_halving(problem)
         assert found.cost == best.cost and best.looked_at == 4**5 and found.looked_at == 2 * 2 * 8 * 9
-    assert tofu.tofu(example()).cost == tofu.every_halving(example()).cost
+    assert layerwise.tofu(example()).cost == layerwise.every_halving(example()).cost
     for seed in range(4):
-        assert fetched(chain(seed, layers=2, rows=16), seed) == tofu.tofu(chain(seed, layers=2, rows=16)).cost
+        assert (
+            fetched(chain(seed, layers=2, rows=16), seed)
+            == layerwise.tofu(chain(seed, layers=2, rows=16)).cost
+        )
     with pytest.raises(ValueError, match="2 on each"):
-        tofu.tofu(example(levels=(Level(4, 1.0),)))
+        layerwise.tofu(example(levels=(Level(4, 1.0),)))
 
 
 def fetched(problem, seed):
     """Elements that pass between four workers that run the plan; each owns a quarter of every tensor."""
-    halved = tofu.tofu(problem).choice
+    halved = layerwise.tofu(problem).choice
     draw = numpy.random.default_rng(seed)
     layers = problem.layers
     integer = lambda *shape: draw.integers(-2, 3, shape).astype(float)
@@ -203,13 +206,13 @@ def fetched(problem, seed):
         dy.insert(0, dy[0] @ matrix.T)
     total = 0
     for i, layer in enumerate(layers):
-        stored = tofu.stored_as(halved.activations[i], halved.matrices[i], halved.activations[i + 1])
+        stored = layerwise.stored_as(halved.activations[i], halved.matrices[i], halved.activations[i + 1])
         for name, operands, result in [
             ("forward", {"mk": x[i], "kn": w[i]}, x[i + 1]),
             ("dx", {"mn": dy[i + 1], "kn": w[i]}, dy[i]),
             ("dW", {"mk": x[i], "mn": dy[i + 1]}, x[i].T @ dy[i + 1]),
         ]:
-            out = tofu.OPERATORS[name].split("->")[1]
+            out = layerwise.OPERATORS[name].split("->")[1]
             assembled = numpy.zeros_like(result)
             for worker in product(range(2), repeat=2):
                 mask = lambda shape, letters, along: region(shape, letters, along, worker)
@@ -220,7 +223,7 @@ def fetched(problem, seed):
                     assert own.sum() * 4 == own.size  # 2^2 even pieces
                     total += (need & ~own).sum()
                     parts.append(numpy.where(need, whole, 0))
-                made = numpy.einsum(tofu.OPERATORS[name], *parts)
+                made = numpy.einsum(layerwise.OPERATORS[name], *parts)
                 here = mask(result.shape, out, halved.operators[i, name])
                 total += (here & ~mask(result.shape, out, stored[out])).sum()
                 assembled += numpy.where(here, made, 0) if name else 0

@@ -15,9 +15,9 @@ from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan.search import nnscaler, simulated, unity
-from minitrain.systems.plan.search.nnscaler import Operator, in_row, op_assign, op_order, op_trans, times
+from minitrain.systems.plan.search import programs, simulated
 from minitrain.systems.plan.search.problem import block, example
+from minitrain.systems.plan.search.programs import Operator, in_row, op_assign, op_order, op_trans, times
 from minitrain.systems.plan.search.race import race, table
 from tests.parallel import small
 
@@ -34,41 +34,41 @@ def test_unity():
     draw = numpy.random.default_rng(0)
     arrays = {name: draw.integers(-5, 6, shape).astype(float) for name, shape in shapes.items()}
     for graph in (MLP, GATED):
-        seen = closure(graph, (unity.algebra, unity.parallel))
+        seen = closure(graph, (programs.algebra, programs.parallel))
         whole = run(graph, arrays, 1)
         assert all((run(one, arrays, 4) == whole).all() for one in seen)
         assert len(seen) == {MLP: 26, GATED: 105}[graph]
     wrong = lambda g: iter([("reduce", ("relu", g[1][1]))] if g[0] == "relu" and g[1][0] == "reduce" else [])
-    broken = closure(MLP, (unity.parallel, wrong))
+    broken = closure(MLP, (programs.parallel, wrong))
     assert not all((run(one, arrays, 4) == run(MLP, arrays, 1)).all() for one in broken)
     better = []
     for rows, width, inner, launch in product((16, 256, 4096), (128, 1024), (128, 1024), (0, 2.0**-17)):
         shapes = {"x": (rows, width), "a": (width, inner), "b": (width, inner), "c": (inner, width)}
-        rates = unity.Rates(4, 2.0**42, 2.0**34, launch)
-        joint, first = unity.optimize(GATED, shapes, rates), unity.sequential(GATED, shapes, rates)
-        assert joint.cost == unity.every_graph(GATED, shapes, rates).cost <= first.cost
-        assert joint.cost == unity.seconds(joint.choice, shapes, rates) and joint.looked_at <= 105
+        rates = programs.Rates(4, 2.0**42, 2.0**34, launch)
+        joint, first = programs.optimize(GATED, shapes, rates), programs.sequential(GATED, shapes, rates)
+        assert joint.cost == programs.every_graph(GATED, shapes, rates).cost <= first.cost
+        assert joint.cost == programs.seconds(joint.choice, shapes, rates) and joint.looked_at <= 105
         better.append(joint.cost < first.cost)
     assert any(better) and not all(better)
 
 
 def test_unity_looks_at_no_more_than_it_may():
     """One graph; the first graph and all that one rewrite makes of it; what costs more than slack times the best."""
-    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, unity.Rates(4, 64.0, 32.0, launch_s=0.5)
-    once = len({MLP, *unity.rewrites(MLP, (unity.algebra, unity.parallel))})
-    assert [unity.optimize(MLP, shapes, rates, most=most).looked_at for most in (1, 2)] == [1, once]
-    first = unity.sequential(GATED, shapes | {"b": (8, 12)}, rates)
-    alone = unity.optimize(GATED, shapes | {"b": (8, 12)}, replace(rates, devices=1), (unity.algebra,))
-    then = unity.optimize(alone.choice, shapes | {"b": (8, 12)}, rates, (unity.parallel,))
+    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, programs.Rates(4, 64.0, 32.0, launch_s=0.5)
+    once = len({MLP, *programs.rewrites(MLP, (programs.algebra, programs.parallel))})
+    assert [programs.optimize(MLP, shapes, rates, most=most).looked_at for most in (1, 2)] == [1, once]
+    first = programs.sequential(GATED, shapes | {"b": (8, 12)}, rates)
+    alone = programs.optimize(GATED, shapes | {"b": (8, 12)}, replace(rates, devices=1), (programs.algebra,))
+    then = programs.optimize(alone.choice, shapes | {"b": (8, 12)}, rates, (programs.parallel,))
     assert first == (then.choice, then.cost, alone.looked_at + then.looked_at)
 
 
 def test_unity_prices():
     """Three products for one, a launch each way, and an all-reduce of the terms' sum; what is stored is cut free."""
-    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, unity.Rates(4, 64.0, 32.0, launch_s=0.5)
-    assert unity.seconds(MLP, shapes, rates) == 2 * 6 * 8 * 8 * 12 / 64 + 3 * 2 * 0.5
+    shapes, rates = {"x": (8, 8), "a": (8, 12), "c": (12, 8)}, programs.Rates(4, 64.0, 32.0, launch_s=0.5)
+    assert programs.seconds(MLP, shapes, rates) == 2 * 6 * 8 * 8 * 12 / 64 + 3 * 2 * 0.5
     terms = ("reduce", ("matmul", ("partition", 1, X), ("partition", 0, W("a"))))
-    assert unity.seconds(terms, shapes, rates) == 6 * 8 * 2 * 12 / 64 + 1 + 2 * 3 / 4 * 8 * 12 * 4 / 32
+    assert programs.seconds(terms, shapes, rates) == 6 * 8 * 2 * 12 / 64 + 1 + 2 * 3 / 4 * 8 * 12 * 4 / 32
 
 
 def run(g, arrays, devices):
@@ -102,7 +102,7 @@ OPERATORS = {
 def closure(graph, rules):
     seen, waiting = {graph}, [graph]
     while waiting:
-        for new in unity.rewrites(waiting.pop(), rules):
+        for new in programs.rewrites(waiting.pop(), rules):
             if new not in seen:
                 seen.add(new)
                 waiting.append(new)
@@ -116,15 +116,15 @@ def test_nnscaler():
     check_1f1b()
     check_interlaced()
     check_co_shard()
-    program, devices, fits, *expert = nnscaler.pipeline_program(1, 1)
-    few, every = nnscaler.search(program, devices, fits, *expert), nnscaler.search(program, devices, fits)
+    program, devices, fits, *expert = programs.pipeline_program(1, 1)
+    few, every = programs.search(program, devices, fits, *expert), programs.search(program, devices, fits)
     assert few.cost == every.cost == 9 and (few.looked_at, every.looked_at) == (34, 5136)
     assert max(times(few.choice).values()) == few.cost
 
 
 def check_1f1b():
     for p, m in ((2, 3), (3, 4), (4, 8)):
-        program, *_ = nnscaler.pipeline_program(*(range(1, p + 1)), microbatches=m)
+        program, *_ = programs.pipeline_program(*(range(1, p + 1)), microbatches=m)
         schedule = one_f_one_b(p, m)
         for device, actions in enumerate(schedule.ranks):
             for kind in "FB":
