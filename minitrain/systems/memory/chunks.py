@@ -11,15 +11,16 @@ price. Fang et al. 2021, PatrickStar, arXiv:2108.05818, sections 6 to 8. Differs
 (theirs leaves what activations will need); the order is known (theirs traces a step); updates are the host's.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from minitrain.memory.pools import new_host, on_host, to_device, to_host, work
+from minitrain.memory.pools import Transfer, new_host, on_host, to_device, to_host, work
 from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.ranks.collectives import announce_host
+from minitrain.systems.memory.prefetch import Prefetch
 from minitrain.systems.memory.window import forward_backward, lie_in, order_of_use, parameters_of, sent_home
 
 
@@ -57,15 +58,6 @@ def best_chunk(sizes: Sequence[int], most: int) -> int:
     return min(fitting, key=lambda size: (size * len(pack(sizes, size)), size))
 
 
-def farthest(resident: Iterable[int], coming: Sequence[Collection[int]]) -> int:
-    """Of `resident` chunks the one used again latest, or never, in `coming`; of equal ones the first."""
-
-    def distance(chunk: int) -> int:
-        return next((step for step, use in enumerate(coming) if chunk in use), len(coming))
-
-    return max(resident, key=distance)
-
-
 class ChunkedTraining:
     """Takes the parameters of `layers`, of 16 bits, which are to be used through this only: chunks of `chunk`
     elements, as many on the device as `device_bytes` hold. `make_optimizer([masters])` makes one a chunk."""
@@ -80,50 +72,49 @@ class ChunkedTraining:
         self.device, dtype = device or params[0].device, params[0].dtype
         packed = pack([param.numel() for param in params], chunk)
         self.chunks = [[params[i] for i in numbers] for numbers in packed]  # parameters of each
-        self.room = device_bytes // (chunk * dtype.itemsize)  # in chunks
+        chunk_bytes = chunk * dtype.itemsize
+        room = device_bytes // chunk_bytes
         number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
-        self._needs = [frozenset(number_of[param] for param in layer.parameters()) for layer in self.layers]
-        if (most := max(map(len, self._needs))) > self.room:
-            needs = f"a layer needs {most} chunks of {chunk * dtype.itemsize:,} bytes at once"
-            raise ValueError(f"{needs}, device_bytes={device_bytes:,} are {self.room}: give more room")
+        self._needs = [sorted({number_of[param] for param in layer.parameters()}) for layer in self.layers]
+        if (most := max(map(len, self._needs))) > room:
+            needs = f"a layer needs {most} chunks of {chunk_bytes:,} bytes at once"
+            raise ValueError(f"{needs}, device_bytes={device_bytes:,} are {room}: give more room")
         self._blocks, self.optimizers = [], []
         for owned in self.chunks:
             self._blocks.append(sent_home(owned, chunk))
             lie_in(self._blocks[-1], owned)
             master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[-1])
             self.optimizers.append(make_optimizer([nn.Parameter(master)]))
-        self._here: list[int] = []  # chunks on the device, in the order in which they came
-        self._uses = [self._needs[layer] for layer in order_of_use(len(self.layers))]  # of a step, in order
-        self._use = 0  # of this step, so far
-        self.loads = 0  # chunks that came to the device, ever
+        order = [number for layer in order_of_use(len(self.layers)) for number in self._needs[layer]]
+        sizes, settings = dict.fromkeys(order, chunk_bytes), dict(ahead=0, circular=False)
+        self._engine = Prefetch(order, sizes, device_bytes, self._fetch, self._evict, **settings)
+        self._have_gradients = False
+
+    @property
+    def loads(self) -> int:
+        """Chunks that came to the device, ever."""
+        return self._engine.fetched
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""
-        if self._use:
+        if self._have_gradients:
             raise ValueError("the chunks have gradients: call step() before the next forward")
+        self._have_gradients = True
         come_and_go = self._enter, self._leave
         return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
 
     def step(self) -> None:
-        for number, optimizer in enumerate(self.optimizers):
-            if number in self._here:
-                self._evict(number)
-            work(partial(_update, optimizer, self._blocks[number]), self._blocks[number]).result()
+        self._engine.clear()
+        for optimizer, block in zip(self.optimizers, self._blocks):
+            work(partial(_update, optimizer, block), block).result()
             for value in (value for state in optimizer.state.values() for value in state.values()):
                 if isinstance(value, Tensor) and not on_host(value):
                     announce_host(value, "optimizer state")
-        self._use = 0
+        self._have_gradients = False
 
     def _enter(self, layer: int) -> None:
-        needed = self._needs[layer]
-        self._use += 1
-        for number in sorted(needed.difference(self._here)):
-            if len(self._here) == self.room:
-                idle = [chunk for chunk in self._here if chunk not in needed]
-                self._evict(farthest(idle, self._uses[self._use :]))
-            self._move(number, to_device(self._blocks[number], self.device).wait())
-            self._here.append(number)
-            self.loads += 1
+        for number in self._needs[layer]:  # neighbours, there and back: none of them goes for another
+            self._engine.use(number)
 
     def _leave(self, layer: int) -> None:
         """Gradients go where the parameters were."""
@@ -131,11 +122,15 @@ class ChunkedTraining:
             param.data.copy_(param.grad)
             param.grad = None
 
-    def _evict(self, number: int) -> None:
+    def _fetch(self, number: int) -> Transfer:
+        transfer = to_device(self._blocks[number], self.device)
+        self._move(number, transfer.wait())
+        return transfer
+
+    def _evict(self, number: int, transfer: Transfer) -> None:
         block = self._blocks[number]
         place = new_host(block.shape, block.dtype, block.is_cuda, "parameters")
         self._move(number, to_host(block, out=place).wait())
-        self._here.remove(number)
 
     def _move(self, number: int, block: Tensor) -> None:
         self._blocks[number] = block

@@ -18,6 +18,7 @@ With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable
+from math import inf
 from typing import Any
 
 from minitrain.ranks.checks import MOST, require_ints, require_one_of
@@ -30,9 +31,7 @@ class Prefetch:
         require_one_of(("belady", "lru"), policy=policy)
         require_ints(0, MOST, ahead=ahead)
         if not order or not set(order) <= sizes.keys():
-            raise ValueError(
-                "give the order in which chunks are used in one pass, of chunks that have a size"
-            )
+            raise ValueError("give the order in which chunks of known size are used in one pass")
         if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
             what = f"a chunk has {largest:,} bytes, and there is room for {room_bytes:,}"
             raise ValueError(f"{what}; give more room, or cut chunks")
@@ -48,12 +47,11 @@ class Prefetch:
 
     def use(self, chunk: Hashable) -> Any:
         """What `fetch(chunk).wait()` gives. Uses must come in the order given."""
-        if chunk != self.order[self._position]:
-            wanted = self.order[self._position]
+        if chunk != (wanted := self.order[self._position]):
             raise ValueError(f"use of {chunk!r}, and {wanted!r} is next; give the order as it is used")
         if chunk not in self._here:
             self.late += 1
-            self._bring(chunk, keep=set())
+            self._bring(chunk, set())
         transfer = self._here[chunk] = self._here.pop(chunk)  # now the most recently used
         value = transfer.wait()
         self._look_ahead(chunk)
@@ -72,7 +70,7 @@ class Prefetch:
         index = bisect_right(uses, after)
         if index < len(uses):
             return uses[index]
-        return uses[0] + len(self.order) if self.circular else float("inf")
+        return uses[0] + len(self.order) if self.circular else inf
 
     def _look_ahead(self, current: Hashable) -> None:
         keep = {current}  # and what is used before the chunk that is to come

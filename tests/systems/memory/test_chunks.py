@@ -5,13 +5,14 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from minitrain.memory.pools import on_host
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.chunks import ChunkedTraining, best_chunk, farthest, pack, utilization
+from minitrain.systems.memory.chunks import ChunkedTraining, best_chunk, pack, utilization
 from tests.parallel import small
 
 TOKENS = torch.arange(40).view(5, 8) * 7 % 29
@@ -95,38 +96,22 @@ def fewest_loads(uses, room):
     return best(0, frozenset())
 
 
-@settings(max_examples=200)
-@given(
-    st.lists(st.frozensets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=10),
-    st.integers(3, 5),
-)
-def test_the_farthest_next_use_is_belady_s_optimum(uses, room):
-    resident, loads = [], 0
-    for now, needed in enumerate(uses):
-        for chunk in sorted(needed.difference(resident)):
-            if len(resident) == room:
-                resident.remove(farthest([c for c in resident if c not in needed], uses[now + 1 :]))
-            resident.append(chunk)
-            loads += 1
-    assert loads == fewest_loads(tuple(uses), room)
-
-
 @pytest.mark.parametrize("room", [5, 6, 8, 11])
 def test_training_loads_as_few_chunks_as_there_can_be(room):
     chunks = chunked(make_model(), room)
-    loads = []
+    loads, enter = [], chunks._enter
+
+    def entered(layer):
+        enter(layer)
+        assert not any(on_host(param) for param in chunks.layers[layer].parameters()), "all of it is there"
+
+    chunks._enter = entered
     for _ in range(3):
         before = chunks.loads
         train_in(chunks, 1)
         loads.append(chunks.loads - before)
-    assert len(chunks._uses) == 11  # six layers there, six back, the last one once
-    assert loads == [fewest_loads(tuple(chunks._uses), room)] * 3
-
-
-def test_of_equally_far_chunks_the_first():
-    assert farthest([3, 1, 2], [{1}, {2, 3}]) == 3 and farthest([1, 2, 3], [{1}, {2, 3}]) == 2
-    assert farthest([5, 1, 4], [{1}]) == 5 and farthest([1, 4, 5], [{1}]) == 4, "both never again"
-    assert farthest([4, 1], [{1}, {4}]) == 4 == farthest([1, 4], [{1}, {4}])
+    uses = tuple(frozenset(chunks._needs[layer]) for layer in [*range(6), *reversed(range(5))])
+    assert loads == [fewest_loads(uses, room)] * 3
 
 
 # ---- training ----------------------------------------------------------------------------------------------
