@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_one_of
-from minitrain.systems.annotate.graph import Graph, Op
 from minitrain.systems.annotate.plan import (
     BROADCAST,
     PARTIAL,
+    Graph,
+    Op,
     Place,
     Placed,
     Signature,

@@ -1,10 +1,18 @@
-"""Where tensors are on a mesh, how operators can be cut, and a graph placed there: the program of a rank.
+"""Operators whose dims have letters, where their tensors are on a mesh, and the program of a rank.
+
+    Op("h", "product", "bd,df->bf", ("x", "w1"))       h[b, f] = sum over d of x[b, d] · w1[d, f]
+    Op("a", "relu", "bf->bf", ("h",))                  one element at a time, dims as they are
+
+Letters belong to one operator: only sizes must agree. A product may have one operand (a sum, a transposition)
+and letters that its result alone has (`copies`). The functions are few, and closed under gradients:
+`with_gradients` appends operators that carry `d_y`, an input more, back. So who places tensors on ranks
+places backward and the update too, as compilers do that see a whole step.
 
 Along each axis of a mesh a tensor is Split(d), S(d): a rank has its slice along dim d; BROADCAST, B: each
 has all of it; or PARTIAL, P: each has a term, and the sum is the tensor. If two axes cut one dim, the first
-is the outer one.
-The signatures of an operator follow from its equation. Cut along a letter, operands and result that have it
-are split there, operands that have not are whole, a result that has not is a sum; the six of a product are
+is the outer one. The signatures of an operator follow from its equation. Cut along a letter, operands and
+result that have it are split there, operands that have not are whole, a result that has not is a sum; the six
+of a product are
 
     bd,df->bf     b: S(0), B -> S(0)     f: B, S(1) -> S(1)     d: S(1), S(0) -> P
                   linear in each operand:   P, B -> P           B, P -> P            and whole: B, B -> B
@@ -20,13 +28,116 @@ over known groups; this is about any tensor between two operators, and about no 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
-from minitrain.systems.annotate.graph import Graph, Op
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: the name of its result, what it does, its dims, its operands."""
+
+    name: str
+    function: str
+    equation: str
+    inputs: tuple[str, ...]
+    copies: tuple[tuple[str, int], ...] = ()  # letters that the result alone has, and their sizes
+
+    # The letters of each operand, and last those of the result; the tensors, in this order; each letter once.
+    terms = property(lambda self: self.equation.replace("->", ",").split(","))
+    tensors = property(lambda self: (*self.inputs, self.name))
+    letters = property(lambda self: list(dict.fromkeys("".join(self.terms))))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Shapes of the inputs, and operators in an order in which they can be run."""
+
+    inputs: Mapping[str, tuple[int, ...]]
+    ops: tuple[Op, ...]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, whole."""
+        shapes = dict(self.inputs)
+        for op in self.ops:
+            sizes = letter_sizes(op, shapes)
+            shapes[op.name] = tuple(sizes[letter] for letter in op.terms[-1])
+        return shapes
+
+
+def letter_sizes(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    sizes = dict(op.copies)
+    for name, term in zip(op.inputs, op.terms):
+        sizes.update(zip(term, shapes[name], strict=True))
+    return sizes
+
+
+def pointwise(shape: Sequence[int], operands: int = 1) -> str:
+    """The equation of an operator on tensors of this shape that leaves dims as they are."""
+    term = "abcdefgh"[: len(shape)]
+    return f"{','.join([term] * operands)}->{term}"
+
+
+def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph, dict[str, str]]:
+    """The graph with backward, and for each of `wanted` which tensor is the gradient of sum(of · d_of).
+
+    `d_of` is an input more, shaped as `of`. Only what depends on one of `wanted` gets a gradient."""
+    wanted = tuple(wanted)
+    moving, above = set(wanted), {of}  # depends on one of wanted; is something that `of` depends on
+    for op in graph.ops:
+        moving |= {op.name} if moving & set(op.inputs) and op.function != "step" else set()
+    for op in reversed(graph.ops):
+        above |= set(op.inputs) if op.name in above else set()
+    live = [op for op in graph.ops if op.name in moving & above]
+    uses = Counter(name for op in live for name in op.inputs)
+    ops, parts, grads = list(graph.ops), defaultdict(list), {of: f"d_{of}"}
+
+    def new(*given) -> str:
+        ops.append(Op(*given))
+        return ops[-1].name
+
+    def gradient(name: str) -> str:
+        if name not in grads:
+            terms = tuple(parts[name])
+            added = pointwise(graph.shapes[name], len(terms))
+            grads[name] = new(f"d_{name}", "add", added, terms) if len(terms) > 1 else terms[0]
+        return grads[name]
+
+    for op in reversed(live):
+        dy = gradient(op.name)
+        for at, name in enumerate(op.inputs):
+            if name in moving:
+                called = f"d_{name}" if uses[name] == 1 else f"d_{name}.{op.name}{at}"
+                parts[name].append(_back(op, at, dy, called, letter_sizes(op, graph.shapes), new))
+    gradients = {name: gradient(name) for name in wanted}
+    return Graph({**graph.inputs, f"d_{of}": graph.shapes[of]}, tuple(ops)), gradients
+
+
+def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Callable) -> str:
+    """Appends what takes dy to operand `at`; the name of the gradient there."""
+    term, result = op.terms[at], op.terms[-1]
+    alone, pair = f"{term}->{term}", f"{term},{term}->{term}"
+    match op.function:
+        case "product":
+            rest = [i for i in range(len(op.inputs)) if i != at]
+            terms, others = [result, *(op.terms[i] for i in rest)], [op.inputs[i] for i in rest]
+            copies = tuple((letter, sizes[letter]) for letter in term if letter not in "".join(terms))
+            return new(called, "product", f"{','.join(terms)}->{term}", (dy, *others), copies)
+        case "add":
+            return dy
+        case "negate":
+            return new(called, "negate", alone, (dy,))
+        case "relu":
+            on = new(f"{called}.on", "step", alone, op.inputs)
+            return new(called, "product", pair, (dy, on))
+    raise AssertionError(op.function)
+
+
+# ---- places of tensors, signatures of operators
 
 
 class Split(NamedTuple):
@@ -116,12 +227,7 @@ def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> 
     return (factor | {"all_reduce": 2 * others})[collective(source, target)] * Fraction(elements)
 
 
-class Move(NamedTuple):
-    """Of one tensor along one axis, by its number."""
-
-    axis: int
-    source: Place
-    target: Place
+Move = tuple[int, Place, Place]  # of one tensor along one axis, by its number: from, to
 
 
 def moves(source: Spec, target: Spec) -> list[Move]:
@@ -133,7 +239,7 @@ def moves(source: Spec, target: Spec) -> list[Move]:
 
     def move(axis: int, to: Place) -> None:
         if now[axis] != to:
-            path.append(Move(axis, now[axis], to))
+            path.append((axis, now[axis], to))
             now[axis] = to
 
     for axis in reversed(range(len(now))):
@@ -220,7 +326,7 @@ class Placed:
 
     def sent_elements(self) -> dict[tuple[str, str], Fraction]:
         """By all ranks together, by (collective, axis)."""
-        total: Counter[tuple[str, str]] = Counter()
+        total: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for key, elements in self._sent():
             total[key] += elements
         return dict(total)
@@ -262,3 +368,28 @@ def place(graph: Graph, axes: Mapping[str, int], known: Mapping, chosen: Mapping
 
     each = {op.name: tuple(signature(op, *axis) for axis in enumerate(axes)) for op in graph.ops}
     return Placed(graph, axes, specs, each)
+
+
+# ---- graphs to begin with
+
+
+def mlp(rows: int, width: int, hidden: int) -> Graph:
+    """y = relu(x · w1) · w2 with x[b, d], w1[d, f], w2[f, e]."""
+    ops = (
+        Op("h", "product", "bd,df->bf", ("x", "w1")),
+        Op("a", "relu", "bf->bf", ("h",)),
+        Op("y", "product", "bf,fe->be", ("a", "w2")),
+    )
+    return Graph({"x": (rows, width), "w1": (width, hidden), "w2": (hidden, width)}, ops)
+
+
+def mlp_step(rows: int, width: int, hidden: int) -> Graph:
+    """The same, backward from an input d_y, and w_new = w - gradient of both parameters; the learning rate is
+    in d_y, as every factor is."""
+    graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
+    ops = list(graph.ops)
+    for name, gradient in gradients.items():
+        shape = graph.shapes[name]
+        ops.append(Op(f"{name}_step", "negate", pointwise(shape), (gradient,)))
+        ops.append(Op(f"{name}_new", "add", pointwise(shape, 2), (name, f"{name}_step")))
+    return Graph(graph.inputs, tuple(ops))

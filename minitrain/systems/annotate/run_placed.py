@@ -18,15 +18,17 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
-from minitrain.systems.annotate.graph import Graph, Op, letter_sizes
 from minitrain.systems.annotate.plan import (
     BROADCAST,
     PARTIAL,
     Box,
+    Graph,
+    Op,
     Place,
     Placed,
     Spec,
     Split,
+    letter_sizes,
     local_shape,
     moves,
 )
@@ -49,9 +51,9 @@ def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
         return torch.cat(parts, source.dim)
     if source == BROADCAST:
         return x.chunk(ranks, target.dim)[rank].contiguous()
+    if source == PARTIAL and target == BROADCAST:
+        return collectives.all_reduce(x, group)
     if source == PARTIAL:
-        if target == BROADCAST:
-            return collectives.all_reduce(x, group)
         return collectives.reduce_scatter(x, group, target.dim)
     if target == BROADCAST:
         return collectives.all_gather(x, group, source.dim)
@@ -61,9 +63,8 @@ def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
 
 def box_along(x: Tensor, source: Spec, target: Spec, groups: Groups) -> Tensor:
     """One axis after the other."""
-    each = list(groups.values())
     for axis, before, after in moves(source, target):
-        x = box(x, before, after, each[axis])
+        x = box(x, before, after, list(groups.values())[axis])
     return x
 
 

@@ -4,8 +4,7 @@
     (out,) = evictor.run("mul", [a, b], [4], cost=12)     makes room, makes a and b again if it must, 4 bytes
     simulate(evictor.trace, Coop(limit_bytes=..))         what the same program would do under another rule
 
-A block is the memory of one result and its views; it can be dropped, and made again when it is needed. First
-goes
+A block, the memory of one result and its views, can be dropped and made again when it is needed. First goes
 
     dtr            (cost + cost of its evicted neighbourhood) / (bytes · staleness)     DTR's h_DTR^eq
     neighbourhood  cost + that of its evicted neighbourhood                             h_e*, of the theorem
@@ -34,15 +33,16 @@ class Block:
 
     `data` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
 
-    def __init__(self, evictor: Evictor, number: int, bytes: int, made_by: Operator | None = None):
-        self.evictor, self.number, self.bytes, self.made_by = evictor, number, bytes, made_by
+    def __init__(self, evictor: Evictor, bytes: int, made_by: Operator | None = None):
+        self.evictor, self.number, self.bytes, self.made_by = evictor, next(evictor.numbers), bytes, made_by
         self.data, self.resident, self.used, self.uses = {}, False, 0, 1
         self.parents, self.cost = (made_by.inputs, made_by.cost) if made_by else ((), 0)
         self.place: int | None = None  # its address
         self.group: _Group | None = None  # of the evicted
         self.children: WeakValueDictionary[int, Block] = WeakValueDictionary()
         for parent in self.parents:
-            parent.children[number] = self
+            parent.children[self.number] = self
+        evictor.blocks[self.number] = self
 
     def __del__(self):
         if self.resident:
@@ -55,7 +55,7 @@ class Operator:
     """What makes blocks. `work(blocks)` fills the `data` of its outputs; None stands for one nobody needs."""
 
     def __init__(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost: int, work):
-        self.name, self.cost, self.work, self.times = name, cost, work, 0
+        self.name, self.cost, self.work, self.again = name, cost, work, False
         self.inputs, self.sizes = tuple(dict.fromkeys(inputs)), tuple(sizes)
         self.outputs: list[ref[Block]] = []
 
@@ -93,18 +93,13 @@ class Evictor:
         self.resident_bytes = self.peak_bytes = 0
         # Operators to run, each for the inputs of the one before, and which of its own inputs stay for it.
         self.waiting: list[tuple[Operator, set[Block]]] = []
-        self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
-        self._numbers = count()
-
-    def _block(self, bytes: int, made_by: Operator | None = None) -> Block:
-        number = next(self._numbers)
-        block = self._blocks[number] = Block(self, number, bytes, made_by)
-        return block
+        self.blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
+        self.numbers = count()
 
     def constant(self, bytes: int) -> Block:
         """A block from outside: a parameter, an input. It stays until it is gone."""
         (place,) = self.reserve((bytes,), f"a constant of {bytes} bytes", inf)
-        block = self._block(bytes)
+        block = Block(self, bytes)
         self.trace.append(("constant", block.number, bytes))
         self.settle(block, place)
         return block
@@ -112,7 +107,7 @@ class Evictor:
     def run(self, name: str, inputs: Iterable[Block], sizes: Iterable[int], cost, work=None) -> list[Block]:
         """The program runs an operator -> its outputs, blocks of these sizes, resident, one use each."""
         operator = Operator(name, inputs, sizes, cost, work)
-        blocks = [self._block(size, operator) for size in operator.sizes]
+        blocks = [Block(self, size, operator) for size in operator.sizes]
         operator.outputs = [ref(block) for block in blocks]
         read = tuple(block.number for block in operator.inputs)
         made = tuple((block.number, block.bytes) for block in blocks)
@@ -131,7 +126,7 @@ class Evictor:
     def pin(self, block: Block) -> Block:
         """The program keeps this memory for itself (a gradient): a constant in the place of the block."""
         self.restore(block)
-        constant = self._block(block.bytes)
+        constant = Block(self, block.bytes)
         self.trace.append(("pin", block.number, constant.number))
         place = block.place
         self._drop(block)
@@ -172,15 +167,11 @@ class Evictor:
         if operator.work:
             operator.work(missing)
         for block, place in zip(missing, places):
-            if block:
-                self.settle(block, place)
-            else:
-                self.vacate(place)
+            self.settle(block, place) if block else self.vacate(place)
         self.operators += 1
-        if operator.times:
-            self.recomputed += 1
-            self.recomputed_cost += operator.cost
-        operator.times += 1
+        self.recomputed += operator.again
+        self.recomputed_cost += operator.again * operator.cost
+        operator.again = True
         self.clock += operator.cost
         for block in (*operator.inputs, *filter(None, missing)):
             block.used = self.clock
@@ -196,9 +187,13 @@ class Evictor:
         """Room for all results of an operator at once, and their places (here: no matter where)."""
         needed = sum(sizes)
         while self.resident_bytes + needed > self.limit_bytes:
-            if (victim := min(self.candidates(), key=self.rank, default=None)) is None:
-                raise ValueError(self._too_small(needed, what))
-            self.evict(victim)
+            if not (candidates := self.candidates()):
+                stays = f"{self.resident_bytes} that cannot go (pinned, or read by it or what waits for it)"
+                cure = (
+                    f"limit_bytes is {self.limit_bytes}, raise it to {self.resident_bytes + needed} or more"
+                )
+                raise ValueError(f"{what} asks for {needed} bytes beside {stays}; {cure}")
+            self.evict(min(candidates, key=self.rank))
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes + needed)
         return [None] * len(sizes)
 
@@ -210,19 +205,13 @@ class Evictor:
         self.resident_bytes -= block.bytes
         self.vacate(block.place)
 
-    def _too_small(self, needed: int, what: str) -> str:
-        stays = f"{self.resident_bytes} that cannot go (pinned, or read by it or operators that wait for it)"
-        cure = f"limit_bytes is {self.limit_bytes}, raise it to {self.resident_bytes + needed} or more"
-        return f"{what} asks for {needed} bytes beside {stays}; {cure}"
-
     def candidates(self) -> list[Block]:
         """What may be evicted now."""
         stays = self._read()
-        return [b for b in self._blocks.values() if b.resident and b.made_by and b.bytes and b not in stays]
+        return [b for b in self.blocks.values() if b.resident and b.made_by and b.bytes and b not in stays]
 
     def rank(self, block: Block) -> tuple[float, int]:
-        """By the rule: the least goes first."""
-        return RULES[self.rule](block), block.number
+        return RULES[self.rule](block), block.number  # the least goes first
 
     def evict(self, block: Block) -> None:
         self.evictions += 1
@@ -275,10 +264,9 @@ def simulate(trace: list[tuple], evictor: Evictor) -> Evictor:
 
 
 def chain(layers: int, bytes: int = 1, cost: int = 1, every: int = 0) -> list[tuple]:
-    """The trace of x_i = f(x_{i-1}) and g_{i-1} = b(x_{i-1}, g_i); a result is kept until its backward.
-
-    With `every`, a static plan: of the forward only x_0, x_every, .. are kept, and the results between two of
-    them are made once more, all at once, when the backward comes there."""
+    """The trace of x_i = f(x_{i-1}) and g_{i-1} = b(x_{i-1}, g_i); a result is kept until its backward. With
+    `every`, a static plan: the forward keeps only x_0, x_every, .., and the backward makes those between two
+    of them once more, all at once."""
     require_positive_ints(layers=layers)
     require_ints(bytes=bytes, cost=cost, every=every)
     trace: list[tuple] = [("constant", 0, bytes)]
@@ -331,7 +319,10 @@ class BestFit(Evictor):
         evicted: list[tuple[int, int]] = []
         while not (fitting := [hole for hole in self.holes() if hole[1] - hole[0] >= bytes]):
             if not (victims := self.victims(bytes)):
-                raise ValueError(self._too_small(bytes, what))
+                sizes = [end - start for start, end in self.holes()]
+                free = f"{sum(sizes)} are free, at most {max(sizes, default=0)} side by side"
+                cure = f"and nothing else can go; raise limit_bytes {self.limit_bytes}"
+                raise ValueError(f"{what} asks for {bytes} bytes; {free}, {cure}")
             for block in victims:
                 evicted.append((block.place, block.bytes))
                 self.evict(block)
@@ -341,12 +332,6 @@ class BestFit(Evictor):
         self._taken[place] = place + bytes
         return place
 
-    def _too_small(self, needed: int, what: str) -> str:
-        sizes = [end - start for start, end in self.holes()]
-        free = f"{sum(sizes)} are free, at most {max(sizes, default=0)} side by side"
-        cure = f"and nothing else can go; raise limit_bytes {self.limit_bytes}"
-        return f"{what} asks for {needed} bytes; {free}, {cure}"
-
     def holes(self) -> list[tuple[int, int]]:
         """(first address, end) of what is free, in order."""
         starts = sorted(self._taken)
@@ -354,8 +339,7 @@ class BestFit(Evictor):
         return [(a, b) for a, b in zip(ends, [*starts, self.limit_bytes]) if a < b]
 
     def put(self, start: int, end: int, bytes: int, cost: float) -> int:
-        """Where in that hole: at its start."""
-        return start
+        return start  # of a hole up to `end`, for what costs so much to make
 
     def victims(self, bytes: int) -> list[Block]:
         """Whom to evict next for a request of so many bytes; nobody: it cannot be met."""

@@ -16,10 +16,21 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.annotate import plan
 from minitrain.systems.annotate.annotators import choose, propagate
-from minitrain.systems.annotate.graph import Graph, Op, mlp, mlp_step, with_gradients
 from minitrain.systems.annotate.plan import BROADCAST as B
 from minitrain.systems.annotate.plan import PARTIAL as P
-from minitrain.systems.annotate.plan import Placed, collective, local_shape, moves, sent_along, signatures
+from minitrain.systems.annotate.plan import (
+    Graph,
+    Op,
+    Placed,
+    collective,
+    local_shape,
+    mlp,
+    mlp_step,
+    moves,
+    sent_along,
+    signatures,
+    with_gradients,
+)
 from minitrain.systems.annotate.plan import Split as S
 from minitrain.systems.annotate.run_placed import box, box_along, compute, evaluate, local_part, run, whole
 
@@ -188,9 +199,9 @@ def test_every_box_ends_where_it_should_and_sends_what_the_formula_says():
 def test_an_inner_cut_of_a_dim_is_gathered_before_the_outer_one_changes():
     said = [tuple(map(str, move)) for move in moves((S(0), S(0)), (B, S(0)))]
     assert said == [("1", "S(0)", "B"), ("0", "S(0)", "B"), ("1", "B", "S(0)")]
-    assert [move.axis for move in moves((S(0), S(1)), (B, S(1)))] == [0]
+    assert [axis for axis, *_ in moves((S(0), S(1)), (B, S(1)))] == [0]
     three = moves((S(0), S(0), S(0)), (B, S(0), S(0)))  # the innermost first, and last again
-    assert [(move.axis, str(move.target)) for move in three] == [
+    assert [(axis, str(target)) for axis, _, target in three] == [
         *((axis, "B") for axis in (2, 1, 0)),
         *((axis, "S(0)") for axis in (1, 2)),
     ]

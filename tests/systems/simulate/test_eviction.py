@@ -142,8 +142,8 @@ def test_a_limit_that_is_too_small_says_what_would_do():
     with pytest.raises(ValueError) as error:
         evictor.constant(2)
     assert str(error.value) == (
-        "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or operators "
-        "that wait for it); limit_bytes is 4, raise it to 5 or more"
+        "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or what "
+        "waits for it); limit_bytes is 4, raise it to 5 or more"
     )
     (a,) = evictor.run("a", [kept], [1], 1)
     with pytest.raises(
@@ -273,7 +273,7 @@ def watched(base):
 
         def settle(self, block, place):
             super().settle(block, place)
-            blocks = [b for b in self._blocks.values() if b.resident and b.bytes]
+            blocks = [b for b in self.blocks.values() if b.resident and b.bytes]
             spans = sorted((b.place, b.place + b.bytes) for b in blocks)
             assert all(end <= start for (_, end), (start, _) in pairwise(spans))
             assert spans[-1][1] <= self.limit_bytes and spans[0][0] >= 0
