@@ -1,28 +1,21 @@
-"""Operators whose dims have letters, where their tensors are on a mesh, and the program of a rank.
+"""Operators whose dims have letters, where their tensors are on a mesh, and the program of a rank. No torch.
 
     Op("h", "product", "bd,df->bf", ("x", "w1"))       h[b, f] = sum over d of x[b, d] · w1[d, f]
-    Op("a", "relu", "bf->bf", ("h",))                  one element at a time, dims as they are
 
-Letters belong to one operator: only sizes must agree. A product may have one operand (a sum, a transposition)
-and letters that its result alone has (`copies`). The functions are few, and closed under gradients:
-`with_gradients` appends operators that carry `d_y`, an input more, back. So who places tensors on ranks
-places backward and the update too, as compilers do that see a whole step.
-
+Letters belong to one operator: only sizes must agree. The functions are few, and closed under gradients, so
+who places tensors on ranks places backward and the update too, as compilers do that see a whole step.
 Along each axis of a mesh a tensor is Split(d), S(d): a rank has its slice along dim d; BROADCAST, B: each
 has all of it; or PARTIAL, P: each has a term, and the sum is the tensor. If two axes cut one dim, the first
-is the outer one. The signatures of an operator follow from its equation. Cut along a letter, operands and
-result that have it are split there, operands that have not are whole, a result that has not is a sum; the six
-of a product are
+is the outer one. The signatures of an operator follow from its equation. Cut along a letter, what has it is
+split there, operands that have not are whole, a result that has not is a sum; the six of a product are
 
     bd,df->bf     b: S(0), B -> S(0)     f: B, S(1) -> S(1)     d: S(1), S(0) -> P
                   linear in each operand:   P, B -> P           B, P -> P            and whole: B, B -> B
 
-A `Placed` graph says where each tensor is kept and which signatures its operators have. The program follows:
-operands are boxed to what the signature asks for, results to where they are kept. What was boxed once is
-there for the next: a weight gathered in forward is not gathered again in backward, and stays until the end.
-
-Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3. `sharding.Placement` tells of parameters, cut for good
-over known groups; this is about any tensor between two operators, and about no group. No torch.
+The program of a `Placed` graph follows: operands are boxed to what the chosen signature asks for, results to
+where they are kept. What was boxed once is there for the next: a weight gathered in forward is not gathered
+again in backward, and stays until the end. Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3.
+`sharding.Placement` tells of parameters, cut for good; this is about any tensor between two operators.
 """
 
 from __future__ import annotations
@@ -38,7 +31,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Op:
-    """One operator: the name of its result, what it does, its dims, its operands."""
+    """One operator: the name of its result, what it does, its dims, its operands. A product may have one
+    operand (a sum, a transposition)."""
 
     name: str
     function: str

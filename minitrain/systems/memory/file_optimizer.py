@@ -44,8 +44,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(param: Tensor, piece: int) -> int:
-    """Elements of a parameter that are updated at a time. One that has more about it than its elements (codes
-    with a scale, numbers to round by) is whole."""
+    """Elements that are updated at a time: all, if there is more than they (codes' scale, what rounds them)."""
     whole = hasattr(param, "largest") or hasattr(param, "chance")
     return param.numel() if whole else min(piece, param.numel())
 
@@ -68,9 +67,7 @@ class FileOptimizer:
 
     def zero_grad(self) -> None:
         if self._done:
-            raise ValueError(
-                f"a step stopped after {self._done} pieces; call step() again to finish it first"
-            )
+            raise ValueError(f"a step stopped after {self._done} pieces; call step() to finish it first")
         self.inner.zero_grad()
 
     def step(self) -> None:
@@ -94,8 +91,7 @@ class FileOptimizer:
         self._done = 0
 
     def _write_last(self) -> None:
-        """The new states of the piece that was updated last: they may wait for room."""
-        if self._last is not None:
+        if self._last is not None:  # it may have waited for room
             self._write(*self._last)
             self._last = None
 
@@ -154,18 +150,19 @@ class FiledLayers:
     `make_optimizer(params)` is called; `piece` elements are read and written at a time."""
 
     def __init__(self, layers: Iterable[nn.Module], store: FileStore, make_optimizer, piece=1 << 18):
-        self.store, self.piece = store, piece
+        self.store = store
         self.layers: list[nn.Module] = []
-        self._shapes: list[list[torch.Size]] = []
         self.optimizers: list[FileOptimizer] = []
+        self._cut: list[list[tuple[torch.Size, list[Piece]]]] = []  # the parameters of each
         self._here: int | None = None
         for number, layer in enumerate(layers):
             params = list(layer.parameters())
             if any(not param.numel() for param in params):  # gone with a layer before
                 raise ValueError("two layers share a parameter (a tied table): untie it")
             self.layers.append(layer)
-            self._shapes.append([param.shape for param in params])
-            self.optimizers.append(FileOptimizer(make_optimizer(params), store, piece, f"layer {number}, "))
+            optimizer = FileOptimizer(make_optimizer(params), store, piece, f"layer {number}, ")
+            self.optimizers.append(optimizer)
+            self._cut.append([(param.shape, optimizer.pieces(param)) for param in params])
             self._here = number
             self._write(number)
             self._leave()
@@ -184,13 +181,12 @@ class FiledLayers:
 
     def _enter(self, number: int) -> None:
         self._leave()
-        for i, (param, shape) in enumerate(zip(self.layers[number].parameters(), self._shapes[number])):
+        for param, (shape, pieces) in zip(self.layers[number].parameters(), self._cut[number]):
             whole = torch.empty(shape, dtype=param.dtype)
-            names = self._names(number, i)
-            for at, part in enumerate(whole.view(-1).split(self.piece)):
-                self.store.prefetch(*names[at:][:2])
-                part.copy_(self.store.read(names[at]))
-                self.store.release(names[at])
+            for at, piece in enumerate(pieces):
+                self.store.prefetch(*(one.name for one in pieces[at:][:2]))
+                piece.of(whole).copy_(self.store.read(piece.name))
+                self.store.release(piece.name)
             param.data = whole.to(param.device)
         self._here = number
 
@@ -208,10 +204,6 @@ class FiledLayers:
         self._leave()
 
     def _write(self, number: int) -> None:
-        for i, param in enumerate(self.layers[number].parameters()):
-            for name, part in zip(self._names(number, i), param.detach().view(-1).split(self.piece)):
-                self.store.write(name, part)
-
-    def _names(self, number: int, i: int) -> list[str]:
-        starts = range(0, self._shapes[number][i].numel(), self.piece)
-        return [f"layer {number}, {i}.{first}" for first in starts]
+        for param, (_, pieces) in zip(self.layers[number].parameters(), self._cut[number]):
+            for piece in pieces:
+                self.store.write(piece.name, piece.of(param.detach()))

@@ -62,7 +62,7 @@ class _Buffer:
         return self.bytes[: record.bytes].view(record.dtype).view(record.shape)
 
 
-class FileStore:
+class FileStore(contextlib.AbstractContextManager):
     """Tensors by name in one file of `folder`; for one thread at a time."""
 
     def __init__(self, folder: str | Path, rank=0, *, buffer_bytes=4 << 20, buffers=6, threads=4):
@@ -81,9 +81,6 @@ class FileStore:
         self._writes: dict[str, tuple[_Buffer, Transfer]] = {}  # the oldest first
         self._workers = ThreadPoolExecutor(threads, f"files of rank {rank}")
 
-    def __enter__(self) -> "FileStore":
-        return self
-
     def __exit__(self, *error) -> None:
         self.close()
 
@@ -92,10 +89,10 @@ class FileStore:
         other is copied. A name keeps its shape and dtype."""
         if name not in self._records:
             if not 0 < tensor.nbytes <= self.buffer_bytes:
-                limit = f"a buffer of {self.place} has {self.buffer_bytes}"
-                raise ValueError(
-                    f"{name!r} has {tensor.nbytes} bytes, {limit}: cut it, or use larger buffers"
+                sizes = (
+                    f"{name!r} has {tensor.nbytes} bytes, a buffer of {self.place} has {self.buffer_bytes}"
                 )
+                raise ValueError(f"{sizes}: cut it, or use larger buffers")
             self._records[name] = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
             self._end += _padded(tensor.nbytes)
         record = self._records[name]
@@ -190,8 +187,7 @@ class FileStore:
 
     def _read(self, name: str, buffer: _Buffer) -> None:
         record, start = self._records[name], 0
-        blocks = _padded(record.bytes)
-        while start < blocks:
+        while start < (blocks := _padded(record.bytes)):
             got = os.preadv(self._file, [buffer.memory[start:blocks]], record.offset + start)
             if not got or got % BLOCK:  # a file's end; a direct read must not go on there
                 ends = f"{name!r} ends at byte {record.offset + record.bytes} of {self.place}"
@@ -208,13 +204,14 @@ class FileStore:
 
     def _finish(self, name: str, buffer: _Buffer, written: Future) -> None:
         """A write that failed is tried again, here."""
-        if written.exception() is not None:
-            record = self._records[name]
-            try:
-                self._written(record, buffer)
-            except OSError as error:
-                what = f"writing {record.bytes} bytes of {name!r} to {self.place}: {os.strerror(error.errno)}"
-                raise OSError(error.errno, f"{what}; make room and go on: nothing is lost") from None
+        if written.exception() is None:
+            return
+        record = self._records[name]
+        try:
+            self._written(record, buffer)
+        except OSError as error:
+            what = f"writing {record.bytes} bytes of {name!r} to {self.place}: {os.strerror(error.errno)}"
+            raise OSError(error.errno, f"{what}; make room and go on: nothing is lost") from None
 
 
 def open_unnamed(folder: Path) -> tuple[FileIO, bool]:

@@ -34,12 +34,10 @@ SETTINGS = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRI
 SETTINGS |= dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
 PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
-PAGE = os.sysconf("SC_PAGE_SIZE")
-MOST_BYTES = 1 << 60
 START = "import sys; sys.path[:0] = {path!r}; from minitrain.systems.memory.limits import serve; serve({fd})"
 
 
-class LimitedRuns:
+class LimitedRuns(contextlib.AbstractContextManager):
     """Runs functions in forked children of a helper process; closed, it leaves no process behind."""
 
     def __init__(self, warm_up: Callable[[], object] = lambda: None):
@@ -52,9 +50,6 @@ class LimitedRuns:
         if (error := self._line.recv()) is not None:
             self.close()
             raise ValueError(f"the warm-up failed: {error}; it must run without a limit")
-
-    def __enter__(self) -> "LimitedRuns":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()
@@ -70,7 +65,7 @@ class LimitedRuns:
 
         MemoryError: it fails under this limit. RuntimeError: it fails without any."""
         if limit_bytes is not None:
-            require_ints(0, MOST_BYTES, limit_bytes=limit_bytes)
+            require_ints(0, 1 << 60, limit_bytes=limit_bytes)
         _send(self._line, (function, args, limit_bytes, timeout_s))
         done, result = self._line.recv()
         if done:
@@ -91,9 +86,9 @@ class LimitedRuns:
         def will_do(steps: int) -> bool:
             try:
                 self.run(function, *args, limit_bytes=steps * step_bytes, timeout_s=timeout_s)
+                return True
             except MemoryError:
                 return False
-            return True
 
         if not will_do(fits):
             raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
@@ -129,13 +124,12 @@ def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, 
         os._exit(0)
     write.close()
     found = False, f"no answer in {timeout_s} s"
-    if answer in wait([answer, line], timeout_s):  # or our caller is gone
-        try:
+    try:
+        if answer in wait([answer, line], timeout_s):  # or our caller is gone
             found = answer.recv()
-        except EOFError:
-            found = False, "its process ended without an answer"
-    else:
-        os.kill(child, signal.SIGKILL)
+    except EOFError:
+        found = False, "its process ended without an answer"
+    os.kill(child, signal.SIGKILL)
     answer.close()
     os.waitpid(child, 0)
     return found
@@ -145,7 +139,7 @@ def _limited(function: Callable, args: tuple, limit_bytes: int | None) -> tuple[
     """(True, result) or (False, why not)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes is not None:
-        mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + limit_bytes, hard))
     try:
         found = True, function(*args)
