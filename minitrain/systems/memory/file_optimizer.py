@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(param: Tensor, piece: int) -> int:
-    """Elements that are updated at a time: all, if there is more than they (a scale of codes, what rounds)."""
+    """Elements that are updated at a time: all, if there is more than they (codes' scale, what rounds)."""
     whole = hasattr(param, "largest") or hasattr(param, "chance")
     return param.numel() if whole else min(piece, param.numel())
 

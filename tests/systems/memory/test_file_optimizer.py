@@ -214,7 +214,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_step_costs_nothing(tmp_path, monke
             assert error.value.errno == errno.ENOSPC and "\n" not in str(error.value)
             monkeypatch.undo()
             if more:
-                with pytest.raises(ValueError, match="call step\\(\\) again to finish it first"):
+                with pytest.raises(ValueError, match="call step\\(\\) to finish it first"):
                     filed.zero_grad()
         filed.step()
         assert same(train(models[1], filed, 3 - steps, first=steps + 1), expected)
@@ -270,7 +270,7 @@ def test_states_that_are_written_end_a_step_that_has_stopped(tmp_path, monkeypat
             with pytest.raises(OSError):
                 filed.step()
             monkeypatch.undo()
-            with pytest.raises(ValueError, match="call step\\(\\) again to finish it first"):
+            with pytest.raises(ValueError, match="call step\\(\\) to finish it first"):
                 filed.zero_grad()
             filed.set_state(model.weight, end)
             assert filed.get_state(model.weight).keys() == end.keys()
