@@ -51,8 +51,7 @@ from minitrain.precision.products import LowLinear, Scales, emulated
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement
-from minitrain.systems.memory.file_optimizer import FileOptimizer, piece_of
-from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.files import FileOptimizer, FileStore, piece_of
 from minitrain.systems.moe.move_experts import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.overlapped_experts import by_capacity
 from minitrain.systems.moe.two_level import TwoLevels

@@ -6,8 +6,8 @@
 
     plain              4 parameters + 8 states + 4 gradients, and what L blocks keep
     recompute          the same states, L inputs and what one block keeps    (systems/memory/window.py)
-    states in files    8 bytes per parameter less, some buffers more           (file_optimizer.py)
-    all in files       parameters and gradients of one layer                 (file_optimizer.py)
+    states in files    8 bytes per parameter less, some buffers more           (systems/memory/files.py)
+    all in files       parameters and gradients of one layer                 (systems/memory/files.py)
 
 `tensor_bytes` is what the account of one run says of it, `model_bytes` what arithmetic says of states alone.
 """
@@ -21,8 +21,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.file_optimizer import FiledLayers, FileOptimizer
-from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.files import FiledLayers, FileOptimizer, FileStore
 from minitrain.systems.memory.window import forward_backward
 
 PLACEMENTS = ("plain", "recompute", "states in files", "all in files")

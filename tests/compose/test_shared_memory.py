@@ -25,8 +25,7 @@ from minitrain.ranks.pieces import part_of, pieces_of, share_out, whole_piece
 from minitrain.systems.checkpoint.in_memory import tensor_of
 from minitrain.systems.memory import window
 from minitrain.systems.memory.dtr import Dynamic
-from minitrain.systems.memory.file_optimizer import FileOptimizer
-from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.files import FileOptimizer, FileStore
 from minitrain.systems.simulate.eviction import Evictor
 from tests.parallel import small
 

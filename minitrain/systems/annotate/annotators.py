@@ -12,20 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_one_of
-from minitrain.systems.annotate.plan import (
-    BROADCAST,
-    PARTIAL,
-    Graph,
-    Op,
-    Place,
-    Placed,
-    Signature,
-    Spec,
-    Split,
-    cheapest,
-    cut_along,
-    place,
-)
+from minitrain.systems.annotate import plan
+from minitrain.systems.annotate.plan import BROADCAST, PARTIAL, Graph, Op, Place, Placed, Split
 
 
 def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -> Placed:
@@ -53,8 +41,8 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
             letters = [letter for letter in op.letters if layout.get(letter) == axis]
             if len(letters) > 1:  # in different operands, and in no result: two sums at once
                 raise ValueError(f"illegal layout: {op.name} sums over {' and '.join(letters)} on {axis}")
-            chosen[op.name, axis] = cut_along(op, letters[0] if letters else None)
-    return place(graph, axes, known, chosen)
+            chosen[op.name, axis] = plan.cut_along(op, letters[0] if letters else None)
+    return plan.place(graph, axes, known, chosen)
 
 
 class Propagation:
@@ -63,7 +51,7 @@ class Propagation:
     def __init__(self, graph: Graph, axes: Mapping[str, int]):
         self.graph, self.axes = graph, dict(axes)
         self.known: dict[tuple[str, str], Place] = {}
-        self.chosen: dict[tuple[str, str], Signature] = {}
+        self.chosen: dict[tuple[str, str], plan.Signature] = {}
 
     def annotate(self, name: str, axis: str, to: Place) -> None:
         require_one_of(self.graph.shapes, tensor=name)
@@ -86,15 +74,15 @@ class Propagation:
         letters = [term[to.dim] for term, to in zip(op.terms, places) if isinstance(to, Split)]
         if not letters or (op.name, axis) in self.chosen:
             return False
-        choices = [cut_along(op, letter) for letter in dict.fromkeys(letters)]
-        one = self.chosen[op.name, axis] = cheapest(self.graph, op, places, self.axes[axis], choices)
+        choices = [plan.cut_along(op, letter) for letter in dict.fromkeys(letters)]
+        one = self.chosen[op.name, axis] = plan.cheapest(self.graph, op, places, self.axes[axis], choices)
         for name, to in zip(op.tensors, (*one.inputs, one.output)):
             if isinstance(to, Split):
                 self.known.setdefault((name, axis), to)
         return True
 
     def placed(self) -> Placed:
-        return place(self.graph, self.axes, self.known, self.chosen)
+        return plan.place(self.graph, self.axes, self.known, self.chosen)
 
 
 def propagate(
@@ -118,7 +106,7 @@ def propagate(
     return state.placed()
 
 
-def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> Placed:
+def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, plan.Spec]) -> Placed:
     """Operator by operator, of all signatures the one that costs least to box. `given`: of inputs (others
     are whole), and of results that must stay so.
 
@@ -131,7 +119,7 @@ def choose(graph: Graph, axes: Mapping[str, int], given: Mapping[str, Spec]) -> 
     for op in graph.ops:
         known = [*(specs[name] for name in op.inputs), given.get(op.name, (None,) * len(axes))]
         each = zip(zip(*known), axes.values())
-        chosen[op.name] = tuple(cheapest(graph, op, places, ranks) for places, ranks in each)
+        chosen[op.name] = tuple(plan.cheapest(graph, op, places, ranks) for places, ranks in each)
         specs[op.name] = given.get(op.name, tuple(one.output for one in chosen[op.name]))
     return Placed(graph, axes, specs, chosen)
 

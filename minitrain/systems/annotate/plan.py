@@ -364,7 +364,7 @@ def place(graph: Graph, axes: Mapping[str, int], known: Mapping, chosen: Mapping
     return Placed(graph, axes, specs, each)
 
 
-# ---- graphs to begin with
+# ---- a graph to begin with
 
 
 def mlp(rows: int, width: int, hidden: int) -> Graph:
@@ -375,15 +375,3 @@ def mlp(rows: int, width: int, hidden: int) -> Graph:
         Op("y", "product", "bf,fe->be", ("a", "w2")),
     )
     return Graph({"x": (rows, width), "w1": (width, hidden), "w2": (hidden, width)}, ops)
-
-
-def mlp_step(rows: int, width: int, hidden: int) -> Graph:
-    """The same, backward from an input d_y, and w_new = w - gradient of both parameters; the learning rate is
-    in d_y, as every factor is."""
-    graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
-    ops = list(graph.ops)
-    for name, gradient in gradients.items():
-        shape = graph.shapes[name]
-        ops.append(Op(f"{name}_step", "negate", pointwise(shape), (gradient,)))
-        ops.append(Op(f"{name}_new", "add", pointwise(shape, 2), (name, f"{name}_step")))
-    return Graph(graph.inputs, tuple(ops))

@@ -4,8 +4,7 @@
 
 Every operator works on local slices as if they were whole: a product is an einsum over the local part of each
 letter, which is why a contracted letter that is cut leaves a term of a sum. All that is sent is in `box`.
-`evaluate` runs the same graph on one process, `whole` brings a result together. Memory: every tensor of the
-program, in every spec it was boxed to, until the end.
+Memory: every tensor of the program, in every spec it was boxed to, until the end.
 """
 
 from __future__ import annotations
@@ -18,20 +17,8 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
-from minitrain.systems.annotate.plan import (
-    BROADCAST,
-    PARTIAL,
-    Box,
-    Graph,
-    Op,
-    Place,
-    Placed,
-    Spec,
-    Split,
-    letter_sizes,
-    local_shape,
-    moves,
-)
+from minitrain.systems.annotate import plan
+from minitrain.systems.annotate.plan import BROADCAST, PARTIAL, Op, Place, Placed, Spec, Split
 
 Groups = Mapping[str, ProcessGroup]
 
@@ -63,7 +50,7 @@ def box(x: Tensor, source: Place, target: Place, group: ProcessGroup) -> Tensor:
 
 def box_along(x: Tensor, source: Spec, target: Spec, groups: Groups) -> Tensor:
     """One axis after the other."""
-    for axis, before, after in moves(source, target):
+    for axis, before, after in plan.moves(source, target):
         x = box(x, before, after, list(groups.values())[axis])
     return x
 
@@ -82,17 +69,19 @@ def run(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> dict[str
     ranks = {axis: group.size() for axis, group in groups.items()}
     if list(ranks.items()) != list(placed.axes.items()):
         raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {ranks}; use one mesh")
-    local = {name: local_shape(x, placed.specs[name], ranks, name) for name, x in placed.graph.inputs.items()}
+    local = {
+        name: plan.local_shape(x, placed.specs[name], ranks, name) for name, x in placed.graph.inputs.items()
+    }
     given = {name: tuple(part.shape) for name, part in parts.items()}
     if given != local:
         raise ValueError(f"parts of {given}, and placed they are {local}; give local_part(..) of each input")
     there = {(name, placed.specs[name]): parts[name] for name in placed.graph.inputs}
     for step in placed.program():
-        if isinstance(step, Box):
+        if isinstance(step, plan.Box):
             there[step.tensor, step.target] = box_along(there[step.tensor, step.source], *step[1:], groups)
             continue
         op, needs, made = step
-        sizes = letter_sizes(op, placed.graph.shapes)
+        sizes = plan.letter_sizes(op, placed.graph.shapes)
         for cut, one in zip(ranks.values(), placed.chosen[op.name]):
             if one.letter:
                 sizes[one.letter] //= cut
@@ -121,10 +110,10 @@ POINTWISE = {
 }
 
 
-def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def evaluate(graph: plan.Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every tensor of the graph, on one process."""
     tensors = dict(values)
     for op in graph.ops:
         operands = [tensors[name] for name in op.inputs]
-        tensors[op.name] = compute(op, operands, letter_sizes(op, graph.shapes))
+        tensors[op.name] = compute(op, operands, plan.letter_sizes(op, graph.shapes))
     return tensors

@@ -4,10 +4,9 @@ First  chain_plan, chain   a chain of layers: what is kept and run again, as a l
        dtr                 results dropped when memory is short (DTR)
        split               an operator by parts of the batch (TSPLIT) or of its weight (ZeRO-Infinity's tiles)
        account             what a layer costs, result by result: where planners start
-then   prefetch            chunks used in a known order, fetched before they are needed (ZeRO-Infinity)
-       window              layer by layer: a window of layers on the device (STRONGHOLD), or one (L2L)
+then   window              what is used in a known order, fetched before it is needed (ZeRO-Infinity);
+                           a window of layers on the device (STRONGHOLD), or one (L2L)
        chunks              PatrickStar: parameters in equal chunks, whose place their gradients take
-then   files               tensors in files: read ahead, written behind, checksums
-       file_optimizer      ZeRO-Infinity: an optimizer whose states are there, and layers, too
+then   files               ZeRO-Infinity: tensors in files, optimizers whose states are there, and layers
 beside limits              the smallest limit under which a run still ends well
 """

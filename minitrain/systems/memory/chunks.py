@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from minitrain.memory.pools import Transfer, new_host, on_host, to_device, to_host, work
 from minitrain.ranks.checks import require_nonempty, require_positive_ints
 from minitrain.ranks.collectives import announce_host
-from minitrain.systems.memory.prefetch import Prefetch
-from minitrain.systems.memory.window import forward_backward, lie_in, order_of_use, parameters_of, sent_home
+from minitrain.systems.memory import window
+from minitrain.systems.memory.window import Prefetch, forward_backward, lie_in, sent_home
 
 
 def pack(sizes: Sequence[int], chunk: int) -> list[list[int]]:
@@ -64,7 +64,7 @@ class ChunkedTraining:
 
     def __init__(self, layers, chunk: int, device_bytes: int, make_optimizer: Callable, device=None):
         self.layers = list(layers)
-        params = parameters_of(self.layers)
+        params = window.parameters_of(self.layers)
         dtypes = {param.dtype for param in params}
         if dtypes not in ({torch.bfloat16}, {torch.float16}):
             said = ", ".join(sorted(map(str, dtypes)))
@@ -85,7 +85,7 @@ class ChunkedTraining:
             lie_in(self._blocks[-1], owned)
             master = new_host((chunk,), torch.float32, kind="optimizer state").copy_(self._blocks[-1])
             self.optimizers.append(make_optimizer([nn.Parameter(master)]))
-        order = [number for layer in order_of_use(len(self.layers)) for number in self._needs[layer]]
+        order = [number for layer in window.order_of_use(len(self.layers)) for number in self._needs[layer]]
         sizes, settings = dict.fromkeys(order, chunk_bytes), dict(ahead=0, circular=False)
         self._engine = Prefetch(order, sizes, device_bytes, self._fetch, self._evict, **settings)
         self._have_gradients = False

@@ -13,15 +13,13 @@ are never dropped. No plan, no look ahead: any Python will do.
                            Value.source -> Call   of a view: the operator that makes it of other values
     block.made_by -> work -> Call -> Values       of other results: what must run again, and what that reads
 
-In place, x.add_(y) works on a copy, and is refused while a view is alive; a constant that was written to
-makes no result again. Sizes come from fake tensors; one that is in the data (nonzero) is refused. Not
-counted: scratch in a kernel, 5 kB on the host a random operator. The optimizer steps after the `with`.
+In place, x.add_(y) works on a copy, and is refused while a view is alive, as is a size that is in the data
+(nonzero). Not counted: scratch in a kernel, 5 kB on the host a random operator. The optimizer steps behind.
 Kirisame et al. 2021, arXiv:2006.09616, sections 2, 4 and 5. Differs: a tensor subclass above the allocator.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -105,7 +103,15 @@ class Call:
             cure = "write to it when no result that may be made again depends on it"
             raise ValueError(f"{self.name} cannot run again: a constant it reads was written to; {cure}")
         args, kwargs = self.arguments(Value.real)
-        with self._drawing():
+        if torch.Tag.nondeterministic_seeded not in self.func.tags:
+            return self.on(args, kwargs)
+        devices = [tensor.device for tensor in (*(value.like for value in self.values), *self.plain)]
+        device = torch.device((devices or [self.kwargs.get("device") or "cpu"])[0])
+        source = self.kwargs.get("generator") or device
+        if self._state is None:
+            self._state = random_state(source)
+            return self.on(args, kwargs)
+        with drawing_from(self._state, source):  # draws of others do not change by it
             return self.on(args, kwargs)
 
     def arguments(self, of_value: Callable, of_plain: Callable = lambda tensor: tensor) -> tuple[list, dict]:
@@ -122,18 +128,6 @@ class Call:
         args[self.copied] = args[self.copied].clone()
         self.func(*args, **kwargs)
         return args[self.copied]
-
-    def _drawing(self):
-        """A random operator starts from the same state each time; draws of others do not change by it."""
-        if torch.Tag.nondeterministic_seeded not in self.func.tags:
-            return nullcontext()
-        devices = [tensor.device for tensor in (*(value.like for value in self.values), *self.plain)]
-        device = torch.device((devices or [self.kwargs.get("device") or "cpu"])[0])
-        source = self.kwargs.get("generator") or device
-        if self._state is not None:
-            return drawing_from(self._state, source)
-        self._state = random_state(source)
-        return nullcontext()
 
 
 def tensors(nest) -> list[Tensor]:

@@ -5,10 +5,9 @@
         runs.smallest_limit(train, "plain", most_bytes=1 << 30)          by bisection
 
 A helper process has loaded torch and done `warm_up`. It forks a child for every run, some 10 ms; a limit is
-what a child may map beyond what it begins with (RLIMIT_AS: every byte that malloc or mmap hands out). The
-helper's malloc gives back blocks of 64 KiB and more, so a limit is the peak of live tensors and what
-libraries need. What fails, or hangs, under a limit and not without has failed for want of memory. Linux only.
-setrlimit(2), malloc(3). Differs from `ulimit -v`: the interpreter is not counted.
+what a child may map beyond what it begins with (RLIMIT_AS: all that malloc or mmap hands out). The helper's
+malloc gives back blocks of 64 KiB and more, so it is the peak of live tensors and what libraries need. What
+fails, or hangs, under a limit and not without has failed for want of memory. setrlimit(2), malloc(3). Linux.
 """
 
 import contextlib

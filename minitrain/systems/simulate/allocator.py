@@ -1,14 +1,12 @@
 """PyTorch's caching allocator of CUDA memory, rule by rule, and GMLake's stitching. Nothing is copied.
 
     done = replay(ledger.memory_trace(), CachingAllocator(80 * 2**30, "expandable_segments:True"))
-    done = replay(trace, StitchingAllocator(80 * 2**30))
 
 A request is rounded up to 512 bytes. Up to 1 MiB it goes to the small pool, whose segments have 2 MiB, else
 to the large one: 20 MiB below 10 MiB, others rounded up to 2 MiB. The smallest cached block that is large
 enough is used; what is over becomes a free block: in the small pool from 512 bytes on, in the large if more
 than 1 MiB. A freed block joins free neighbours of its segment. Where the device has no room for a segment,
-all without a live block are given back, and after a second failure memory is out. Settings of
-PYTORCH_ALLOC_CONF:
+all without a live block are given back, and after a second failure memory is out. Of PYTORCH_ALLOC_CONF:
 
     expandable_segments:True             a pool is one range of addresses, backed by pages of 2 or 20 MiB
     max_split_size_mb:N                  larger blocks are never split, nor given to smaller requests
@@ -123,8 +121,7 @@ class CachingAllocator:
 
     def alloc(self, block: int, size: int) -> None:
         """Room for `size` bytes under the name `block`; OutOfMemory if there is none."""
-        # torch hands out a null pointer for nothing
-        parts = self._live[block] = self._parts(size) if size else []
+        parts = self._live[block] = self._parts(size) if size else []  # of nothing torch gives a null pointer
         for part in parts:
             part.free = False
         self.allocated_bytes += _bytes(parts)
@@ -210,7 +207,7 @@ class CachingAllocator:
     def _give_back(self, block: _Block) -> None:
         block.pool.take(block)
         self.memory.release(block.address, block.bytes)
-        self.memory.forget(block.address, block.bytes)
+        self.memory.ranges.remove((block.address, block.address + block.bytes))  # in use no more
 
     def _give_back_unsplit(self, pool: _Pool, size: int) -> bool:
         """With a largest size to split: give back enough of the larger cached blocks, if there is enough."""

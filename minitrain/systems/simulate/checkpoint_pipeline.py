@@ -18,6 +18,7 @@ Sources: Mohan et al. 2021 (CheckFreq), FAST; Chen et al. 2023 (LightCheck), ICC
 (DataStates-LLM), HPDC; Wang et al. 2024 (FastPersist), arXiv:2406.13768; TorchSnapshot 2022.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, Run, Task, divided, play
@@ -39,7 +40,8 @@ class State(NamedTuple):
     write_s: Number  # host to disk
 
 
-class SavePolicy(NamedTuple):
+@dataclass(frozen=True)
+class SavePolicy:
     """How training and its saves depend on each other."""
 
     until: str  # "copy" or "write": what training waits for
@@ -47,6 +49,9 @@ class SavePolicy(NamedTuple):
     chunks: int = 1
     buffers: int = 1  # of a chunk, on the host: a copy takes one, which is free again when it is written
     by_layer: bool = False  # a chunk is a layer, copied from its own update on, until its next
+
+    def __post_init__(self):
+        require_positive_ints(chunks=self.chunks, buffers=self.buffers)
 
 
 def synchronous() -> SavePolicy:
@@ -61,7 +66,6 @@ def snapshot_stall() -> SavePolicy:
 
 def torchsnapshot(chunks: int) -> SavePolicy:
     """Training stops until all is written, but a chunk is written while others are copied."""
-    require_positive_ints(chunks=chunks)
     return SavePolicy("write", "forward", chunks, chunks)
 
 
@@ -72,19 +76,16 @@ def checkfreq() -> SavePolicy:
 
 def datastates(chunks: int, buffers: int) -> SavePolicy:
     """The same through a buffer of a given size: copies wait while it is full of what is not written."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     return SavePolicy("copy", "update", chunks, buffers)
 
 
 def lightcheck(layers: int) -> SavePolicy:
     """Layer by layer: copied once it is updated, and only its own next update waits for that."""
-    require_positive_ints(layers=layers)
     return SavePolicy("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
     """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
-    require_positive_ints(chunks=chunks, buffers=buffers)
     return SavePolicy("write", "update", chunks, buffers)
 
 
@@ -94,7 +95,7 @@ def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int =
     Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
     chunk j of save s."""
     chunks = policy.chunks
-    require_positive_ints(steps=steps, every=every, chunks=chunks, buffers=policy.buffers)
+    require_positive_ints(steps=steps, every=every)
     layers = chunks if policy.by_layer else 1
     copy_s, write_s = divided(state.copy_s, chunks), divided(state.write_s, chunks)
     tasks: list[Task] = []
@@ -120,7 +121,7 @@ def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int =
 
 def stall_s(work: Work, state: State, policy: SavePolicy) -> Number:
     """How long training waits for one save, of what is played."""
-    return train(work, state, policy, 2, every=1).stall("train")
+    return train(work, state, policy, 2).stall("train")
 
 
 def stall_formula_s(work: Work, state: State, policy: SavePolicy) -> Number:

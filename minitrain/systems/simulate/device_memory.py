@@ -1,17 +1,14 @@
 """A device's memory as an allocator sees it, the replay of a trace on it, and traces that break an allocator.
 
     trace = [("alloc", block, bytes), ("free", block, bytes), ...]     of a run: ledger.memory_trace()
-    done = replay(trace, CachingAllocator(80 * 2**30))
-    done.reserved_peak, done.fragmentation, done.died                  its peak, or why it ended
-    print(comparison({"default": done, ..}))
+    done = replay(trace, CachingAllocator(80 * 2**30))                 its peaks, or why it ended: done.died
 
 requested: what the tensors hold; allocated: the blocks they lie in, rounded up (torch's "allocated");
 reserved: physical memory of the device, cached blocks included. Each is at most the next. Utilization: peak
 of allocated / peak of reserved; fragmentation: 1 - utilization (Guo et al. 2024, GMLake). Physical memory is
 handed out in pages of 2 MiB wherever they lie: holes arise only inside what an allocator holds.
 Fragmentation (Rajbhandari et al. 2020, sections 3.2 and 6.3): what lives long lies between what lives short,
-so free memory is not in a row, as in `checkpointed`. The remedy, MD of ZeRO-R, is `with_region`: checkpoints
-and gradients are copied into a region that is set aside for them.
+as in `checkpointed`. The remedy, MD of ZeRO-R, is `with_region`.
 """
 
 from bisect import insort
@@ -47,7 +44,7 @@ class DeviceMemory:
         self.reserved_bytes = 0
         self.event = 0  # of the trace that is replayed
         self.log: list[tuple[int, int, int, bool]] = []  # event, address, bytes, put behind it or taken away
-        self._ranges: list[tuple[int, int]] = []  # addresses in use: (start, end), sorted
+        self.ranges: list[tuple[int, int]] = []  # addresses in use: (start, end), sorted
 
     @property
     def unreserved_bytes(self) -> int:
@@ -56,16 +53,12 @@ class DeviceMemory:
     def addresses(self, size: int) -> int:
         """The lowest `size` addresses in a row that are not in use; nothing lies behind them yet."""
         start = 0
-        for first, end in self._ranges:
+        for first, end in self.ranges:
             if first - start >= size:
                 break
             start = end
-        insort(self._ranges, (start, start + size))
+        insort(self.ranges, (start, start + size))
         return start
-
-    def forget(self, address: int, size: int) -> None:
-        """These addresses are in use no more."""
-        self._ranges.remove((address, address + size))
 
     def segment(self, size: int) -> int | None:
         """The address of as much memory in a row; None if there is not as much."""

@@ -8,16 +8,15 @@
     elapsed = useful + saving + lost + restarting            exactly; waste = 1 - useful / elapsed
 
 Failures are of machines, each renewed where it failed: times between failures of one are exponential (shape
-1) or Weibull (below 1: they come in clusters; above: machines wear out). With N machines the job's mean time
-between failures is 1/N of a machine's. Between two failures nothing is random, so a failure costs a few
-operations, however many saves lie between.
-Differs from a real job: no time passes before a failure is seen, and spare machines never run out. A write
-that a failure cuts short begins again with the run, if memory survived.
+1) or Weibull (below 1: they come in clusters; above: machines wear out). N machines have 1/N of a machine's
+mean time between failures. Between two failures nothing is random: a failure costs a few operations. Differs
+from a real job: a failure is seen at once, and spare machines never run out. A write that a failure cuts
+short begins again with the run, if memory survived.
 """
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from math import ceil, gamma, log
 from typing import NamedTuple
 
@@ -82,18 +81,16 @@ def failing(
 def simulate(
     work_s: float,
     interval_s: float,
-    failures: Iterable[Failure],
+    failures,
     *,
-    memory: Level | None = None,
-    disk: Level | None = None,
-    every: int = 1,
-    memory_survives: Callable[[Failure], bool] = lambda failure: True,
+    memory=None,
+    disk=None,
+    every=1,
+    memory_survives=lambda _: True,
 ) -> Outcome:
-    """`work_s` of training with a save after each `interval_s` of it: to memory, to disk, or, with both, each
-    `every`-th to disk and to memory, the others to memory alone.
-
-    Without a disk, what memory does not survive is lost from the start.
-    """
+    """`work_s` of training with a save after each `interval_s` of it: to the Level `memory`, to `disk`, or, with
+    both, each `every`-th to both, the others to memory alone. `memory_survives(failure)`, or all goes back to
+    the disk, or without one to the start."""
     require_positive(work_s=work_s, interval_s=interval_s)
     require_positive_ints(every=every)
     require_nonnegative(memory=memory or 0, disk=disk or 0)

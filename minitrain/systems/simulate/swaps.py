@@ -198,10 +198,6 @@ class Sizes(NamedTuple):
     gradient: Number = 4
     parameter: Number = 2
 
-    def compressed(self, share: Number) -> "Sizes":
-        """Of gradients only the largest, a `share`: values and as many places."""
-        return self._replace(gradient=2 * share * self.gradient)
-
 
 def host_bytes(sizes: Sizes, *, near: bool) -> dict[str, Number]:
     """Over the host's link to its storage, a parameter and step; `near`: updated in the storage devices."""

@@ -14,10 +14,10 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.annotate.annotators import Tactic, apply, choose, laid_out, propagate
 from minitrain.systems.annotate.plan import BROADCAST as B
 from minitrain.systems.annotate.plan import PARTIAL as P
-from minitrain.systems.annotate.plan import Graph, Op, Placed, cut_along, mlp, mlp_step, sent, with_gradients
+from minitrain.systems.annotate.plan import Graph, Op, Placed, cut_along, mlp, sent, with_gradients
 from minitrain.systems.annotate.plan import Split as S
 from minitrain.systems.annotate.run_placed import box, local_part, whole
-from tests.systems.annotate.test_placed_graphs import groups_of, metered_run, pretend, random_values
+from tests.systems.annotate.test_placed_graphs import groups_of, metered_run, mlp_step, pretend, random_values
 
 ROWS, WIDTH, HIDDEN = 8, 4, 12
 MLP = mlp(ROWS, WIDTH, HIDDEN)

@@ -25,7 +25,6 @@ from minitrain.systems.annotate.plan import (
     collective,
     local_shape,
     mlp,
-    mlp_step,
     moves,
     sent_along,
     signatures,
@@ -46,6 +45,17 @@ ODD = Graph(
         Op("unused", "relu", "ab->ab", ("h",)),
     ),
 )
+
+
+def mlp_step(rows, width, hidden):
+    """The mlp, backward from an input d_y, and w_new = w - gradient of both parameters."""
+    graph, gradients = with_gradients(mlp(rows, width, hidden), "y", ("w1", "w2"))
+    ops = list(graph.ops)
+    for name, gradient in gradients.items():
+        shape = graph.shapes[name]
+        ops.append(Op(f"{name}_step", "negate", plan.pointwise(shape), (gradient,)))
+        ops.append(Op(f"{name}_new", "add", plan.pointwise(shape, 2), (name, f"{name}_step")))
+    return Graph(graph.inputs, tuple(ops))
 
 
 def random_values(graph, seed=0):

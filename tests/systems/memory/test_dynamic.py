@@ -140,7 +140,7 @@ def weights_of(layers, width=16):
 @pytest.mark.parametrize("replayed", [True, False])
 def test_random_operators_start_from_the_same_state(monkeypatch, replayed):
     if not replayed:
-        monkeypatch.setattr(dtr.Call, "_drawing", lambda call: nullcontext())
+        monkeypatch.setattr(dtr, "drawing_from", lambda state, source: nullcontext())
     x, ours, theirs = torch.ones(64, 16, dtype=torch.float64), weights_of(8), weights_of(8)
     later = dropping(x, theirs)
     evictor = Evictor(8 * 2 * 16 * 16 * 8 + 12 * x.nbytes)

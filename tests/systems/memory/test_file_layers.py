@@ -7,8 +7,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.events import Copy, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.file_optimizer import FiledLayers
-from minitrain.systems.memory.files import FileStore
+from minitrain.systems.memory.files import FiledLayers, FileStore
 from tests.parallel import small
 from tests.systems.memory.test_window import POSITIONS, TOKENS, loss_of, make_model, train_plainly, uniform
 

@@ -18,8 +18,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.file_optimizer import FileOptimizer
-from minitrain.systems.memory.files import BLOCK, FileStore
+from minitrain.systems.memory.files import BLOCK, FileOptimizer, FileStore
 from tests.parallel import Problem, difference, one_process, run_steps, small, train_sharded
 from tests.systems.memory.test_file_layers import reads
 from tests.systems.memory.test_files import flip, full_after, path_of

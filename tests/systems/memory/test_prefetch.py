@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitrain.systems.memory.prefetch import Prefetch
+from minitrain.systems.memory.window import Prefetch
 
 
 class Recorded:

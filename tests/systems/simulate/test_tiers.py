@@ -157,8 +157,7 @@ def test_updates_near_the_storage_speed_up_with_the_devices_until_gradients_fill
     assert near[6] == 4 < 64 / 9
     on_cpu = [960 / update_s(devices, False) for devices in (8, 16, 32, 64)]
     assert on_cpu == [pytest.approx(8 / 9)] * 4, "no faster with more devices than the link carries"
-    small = Sizes().compressed(Fraction(1, 50))
-    assert small.gradient == Fraction(4, 25)
+    small = Sizes(gradient=Fraction(4, 25))  # the largest fiftieth, with places
     assert 960 / update_s(64, True, small) > 1.2 * near[6]
 
 
