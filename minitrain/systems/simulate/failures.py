@@ -79,18 +79,11 @@ def failing(
 
 
 def simulate(
-    work_s: float,
-    interval_s: float,
-    failures,
-    *,
-    memory=None,
-    disk=None,
-    every=1,
-    memory_survives=lambda _: True,
+    work_s, interval_s, failures, *, memory=None, disk=None, every=1, memory_survives=lambda failure: True
 ) -> Outcome:
-    """`work_s` of training with a save after each `interval_s` of it: to the Level `memory`, to `disk`, or, with
-    both, each `every`-th to both, the others to memory alone. `memory_survives(failure)`, or all goes back to
-    the disk, or without one to the start."""
+    """`work_s` of training with a save after each `interval_s` of it: to Level `memory`, to `disk`, or, with
+    both, each `every`-th to both, the others to memory alone. Without a disk, what memory does not survive is
+    lost from the start."""
     require_positive(work_s=work_s, interval_s=interval_s)
     require_positive_ints(every=every)
     require_nonnegative(memory=memory or 0, disk=disk or 0)
