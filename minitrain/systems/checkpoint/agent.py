@@ -1,6 +1,6 @@
 """A process beside the trainer that owns the memory of its checkpoints, and brings them to disk.
 
-    launching process    with Agent(disk) as agent: launch.run(train, agent.memory, ..), again if it fails
+    launching process    agent = Agent(disk), launch.run(train, agent.memory, ..), again if it fails, close()
       |  end of its life = end of file
     agent                owns agent.memory, a store in shared memory; copies steps to the disk, verified
       |  a socket in that folder
@@ -12,8 +12,6 @@ launching process or when its folder is gone. Only kill -9 of both leaves the fo
 DLRover, Flash Checkpoint (github.com/intelligent-machine-learning/dlrover, docs/blogs/flash_checkpoint.md).
 Differs: the memory is a folder of verified files, and an agent serves one machine's launch.
 """
-
-from __future__ import annotations
 
 import shutil
 import signal
@@ -45,12 +43,6 @@ class Agent:
             command = [sys.executable, "-c", START.format(path=sys.path, given=given)]
             files = dict(stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
             self.process = subprocess.Popen(command, start_new_session=True, **files)
-
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
 
     def close(self) -> None:
         """What memory has and the disk has not goes there; the agent and the memory are gone."""

@@ -12,8 +12,6 @@ ranks save in the same steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tune
 when the overhead has grown.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

@@ -17,8 +17,6 @@ arXiv:2310.12670, section 4 (RAIM5). Differs: what is sent is the file of the sh
 with those on disk; parity is made when the share is, so a share that was rebuilt is verified, too.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -191,9 +189,6 @@ class PeerCopies:
         ... forward of a layer ...   copies.send_some(budget_bytes)     the next chunks are on their way,
         ... before a collective ...  copies.settle()                    and have arrived
         copies.finish()                                                 all that is left
-
-        network   | chunk 0 | chunk 1 |  all-reduce of gradients  | chunk 2 |  ..    every rank in one rhythm
-        compute   | forward | forward |  backward                 | forward |  ..
 
     When the last chunk of the longest share has arrived, each rank commits; until then the step before
     counts. Sends (m - 1) shares per rank and save, m copies in all. Memory: m shares, and the chunks on their

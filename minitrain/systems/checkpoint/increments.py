@@ -15,8 +15,6 @@ search for the range of a row, ours is all of it; when to save in full is the ca
 theirs).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

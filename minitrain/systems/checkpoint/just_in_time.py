@@ -18,8 +18,6 @@ collective is the detector (theirs is a time-out beside a hanging GPU), the loop
 wait that gloo does not end lasts a third of `grace_s` after the death, so the rest must suffice to save.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

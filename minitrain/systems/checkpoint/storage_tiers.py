@@ -10,8 +10,6 @@ stays in hot, and is tried again after the next commit. Memory: 4 MiB. Cai et al
 arXiv:2403.17297.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from concurrent import futures

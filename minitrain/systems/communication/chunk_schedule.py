@@ -30,14 +30,11 @@ class Transfer(NamedTuple):
     reduce: bool  # True: the receiver adds to what it holds; False: it replaces
 
 
-Step = tuple[Transfer, ...]
-
-
 @dataclass(frozen=True)
 class Schedule:
     ranks: int
     chunks: int
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[Transfer, ...], ...]
 
     def __post_init__(self) -> None:
         require_positive_ints(ranks=self.ranks)

@@ -86,12 +86,11 @@ class ZeroPlusPlus(Zero3):
 # scales (bits=None: as it is). A rank sends
 #                                              within the node   to other nodes
 #     quantized_all_gather    [d] -> [n·d]     (n-1) m over its group, wherever that goes            qwZ
-#     one_hop_reduce_scatter  [n·d] -> [d]     (L-1) m           (n-L) m
 #     two_hop_reduce_scatter  [n·d] -> [d]     N(L-1) m          (N-1) m                             qgZ
 #
-# No ring, because codes of different scales cannot be added. In an all-to-all a number is quantised once, in
-# two hops twice, and sums are in full precision: the error is at most half a step per rank and, in two hops,
-# half a step for each of N partial sums.
+# In one hop (n-L) m would cross. No ring, because codes of different scales cannot be added. A number is
+# quantised once per hop, and sums are in full precision: the error is at most half a step per rank and half a
+# step for each of N partial sums.
 # Memory of a reduce-scatter besides flat, in bytes for each of its n·d numbers, float32 in whole blocks: 5 +
 # 4/block to quantise, 5 + m/d + 4/block to dequantise 4 bits (8 bits: 1 less), 4 + 4/L to add up the first
 # hop; the largest is the peak. The gather holds what dequantising takes.
@@ -103,12 +102,6 @@ def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256) 
     blocks, length = integer_blocks(bits, block), slice_length(shard, 1, bits, block)
     messages = all_gather(to_bytes(quantize(shard, blocks, fill=True)), group).view(group.size(), -1)
     return dequantize(from_bytes(messages, length, blocks), shard.dtype).view(-1)
-
-
-def one_hop_reduce_scatter(flat: Tensor, group: ProcessGroup, bits: int | None = 4, block=256) -> Tensor:
-    """This rank's slice [d] of the sum of everyone's flat [n·d], every piece sent straight to its rank."""
-    slices = flat.detach().view(group.size(), slice_length(flat, group.size(), bits, block))
-    return _exchange_and_add(slices, group, bits, block, flat.dtype).to(flat.dtype)
 
 
 def two_hop_reduce_scatter(flat: Tensor, intra, inter, bits: int | None = 4, block=256) -> Tensor:

@@ -26,8 +26,6 @@ from minitrain.pipeline.schedules.one_direction import alternate
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 
-Towers = Callable[[object], tuple[Tensor, Tensor]]
-
 
 def contrastive_loss(images: Tensor, texts: Tensor, temperature: float = 0.1) -> Tensor:
     """`[N, E]` twice -> the sum over samples of -log p(its text | image) and -log p(its image | text)."""
@@ -36,7 +34,7 @@ def contrastive_loss(images: Tensor, texts: Tensor, temperature: float = 0.1) ->
     return F.cross_entropy(scores, own, reduction="sum") + F.cross_entropy(scores.T, own, reduction="sum")
 
 
-def contrastive_step(towers: Towers, microbatches: Sequence[object], group: ProcessGroup) -> Tensor:
+def contrastive_step(towers: Callable, microbatches: Sequence[object], group: ProcessGroup) -> Tensor:
     """One batch: all forwards, the loss of all ranks' samples, all backwards. Returns that loss.
     Ranks may have different numbers of samples. The gradients are this rank's share of a sum over ranks."""
     pairs = [torch.stack(towers(microbatch)) for microbatch in microbatches]  # [2, rows, E] each

@@ -25,7 +25,16 @@ PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
-    check_writable(check(schedule))
+    check(schedule)
+    homes = Counter(stage for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank))
+    refused = {
+        f"no slices of a sequence, this has {schedule.slices}": schedule.slices > 1,
+        "no R; leave recomputation to the stages (torch.utils.checkpoint)": schedule.recomputes,
+        "no E, H, G and L; use a schedule whose activations stay, 1F1B say": schedule.evicts,
+        "each stage on one rank; use one without copies, such as a V": max(homes.values()) > 1,
+    }
+    for words in (words for words, found in refused.items() if found):
+        raise ValueError(f"{schedule.name}: PyTorch's format has {words}")
     return "".join(",".join(map(cell, entries)) + "\n" for entries in schedule.ranks)
 
 
@@ -66,15 +75,3 @@ def entry_of(written: str, where: str) -> Entry | None:
             return Action(kind, int(stage), int(microbatch))
     rule = "cells are stage, kind, microbatch like 0F0, 2SEND_F1 or (2F0;3B1)OVERLAP_F_B"
     raise ValueError(f"from_csv: {where} is {written!r}; {rule}")
-
-
-def check_writable(schedule: Schedule) -> None:
-    homes = Counter(stage for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank))
-    refused = {
-        f"no slices of a sequence, this has {schedule.slices}": schedule.slices > 1,
-        "no R; leave recomputation to the stages (torch.utils.checkpoint)": schedule.recomputes,
-        "no E, H, G and L; use a schedule whose activations stay, 1F1B say": schedule.evicts,
-        "each stage on one rank; use one without copies, such as a V": max(homes.values()) > 1,
-    }
-    for words in (words for words, found in refused.items() if found):
-        raise ValueError(f"{schedule.name}: PyTorch's format has {words}")

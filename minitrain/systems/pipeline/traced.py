@@ -56,13 +56,21 @@ def flops(traced: fx.GraphModule, *inputs: Tensor) -> list[int]:
 def split(traced: fx.GraphModule, stages: int, costs: Sequence[float]) -> list[TracedStage]:
     """Stages whose largest sum of costs is as small as cuts at one tensor allow."""
     nodes = operators(traced)
-    crossing = [_crossing(traced, nodes[: end + 1]) for end in range(len(nodes) - 1)]
+    takes = inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+
+    def behind(before: Sequence[fx.Node]) -> list[fx.Node]:
+        """Inputs and results of `before` that others use: they cross the cut, as their order is kept."""
+        inside = set(before)
+        outside = lambda user: user not in inside and user.op in ("call_function", "output")
+        return [node for node in (*inputs, *before) if any(map(outside, node.users))]
+
+    crossing = [behind(nodes[: end + 1]) for end in range(len(nodes) - 1)]
     ends = [end + 1 for end, values in enumerate(crossing) if sum(map(_is_float, values)) == 1] + [len(nodes)]
     starts = [0, *ends]
     units = [sum(costs[start:end]) for start, end in zip(starts, ends)]
     if stages > len(units):
         raise ValueError(f"{stages} stages of a graph that can be cut into {len(units)}; use fewer")
-    made, takes = [], _inputs(traced)
+    made = []
     for run in balanced(units, stages):
         start, end = starts[run.start], starts[run.stop]
         gives = crossing[end - 1] if end < len(nodes) else list(traced.graph.output_node().all_input_nodes)
@@ -77,17 +85,6 @@ def run(stages: Sequence[TracedStage], *inputs: Tensor) -> Tensor:
     for stage in stages:
         inputs = stage.module(*inputs)
     return inputs[0]
-
-
-def _inputs(traced: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.op == "placeholder"]
-
-
-def _crossing(traced: fx.GraphModule, before: Sequence[fx.Node]) -> list[fx.Node]:
-    """Inputs and results of `before` that others use: those are behind the cut, as their order is kept."""
-    inside = set(before)
-    outside = lambda user: user not in inside and user.op in ("call_function", "output")
-    return [node for node in (*_inputs(traced), *before) if any(map(outside, node.users))]
 
 
 def _is_float(node: fx.Node) -> bool:
