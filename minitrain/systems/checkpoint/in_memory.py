@@ -111,8 +111,6 @@ class Shares:
     def open(self, name: str, step: int) -> np.ndarray:
         return np.memmap(self.path(name, step), np.uint8, "r")
 
-    # ---- after a failure
-
     def verified_files(self) -> dict[str, list[str]]:
         """{step: names of undamaged files} in this rank's memory, of saves by as many ranks as there are."""
         self.disk.remove(self.store.folder / FETCHED)
@@ -175,9 +173,6 @@ class Shares:
 
 def tensor_of(data: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(data))  # a copy, to send: the file may go
-
-
-# ---- copies ---------------------------------------------------------------------------------------------
 
 
 class PeerCopies:
@@ -280,9 +275,6 @@ class PeerCopies:
         return manifest, self.shares.fetch(step, manifest, there, wanted)
 
 
-# ---- parity ---------------------------------------------------------------------------------------------
-
-
 def stripe_bytes(sizes: Iterable[int], ranks: int) -> int:
     """Of shares of these sizes, padded to the longest and to whole words."""
     require_positive_ints(ranks=ranks)
@@ -326,8 +318,7 @@ class ParityCopies:
         shares.commit(step, written, [kept], manifest)
 
     def _meet(self, share: np.ndarray, length: int, lost: int | None) -> Tensor:
-        """The XOR of the stripes that have their home here. In round s each rank sends to the s-th after it;
-        the lost one sits out."""
+        """The XOR of the stripes whose home is here. In round s all but the lost send to the s-th next."""
         group, rank, ranks = self.shares.group, self.shares.rank, self.shares.ranks
         total = torch.zeros(length // WORD, dtype=torch.int64)
         for s in range(1, ranks):
@@ -343,14 +334,9 @@ class ParityCopies:
 
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
         """As PeerCopies': a lost share is rebuilt first. Lost, on all ranks: more than one rank is gone."""
-
-        def gone(there: list[set[str]]) -> list[int]:
-            return [rank for rank, mine in enumerate(there) if not {file_name(rank), PARITY} <= mine]
-
-        def lost(there: list[set[str]]) -> str:
-            return f"ranks {gone(there)} are lost, parity brings back one" if len(gone(there)) > 1 else ""
-
-        step, manifest, there = self.shares.choose(lost)
+        gone = lambda there: [i for i, mine in enumerate(there) if not {file_name(i), PARITY} <= mine]
+        said = lambda ranks: f"ranks {ranks} are lost, parity brings back one" if len(ranks) > 1 else ""
+        step, manifest, there = self.shares.choose(lambda there: said(gone(there)))
         for rank in gone(there):
             self._rebuild(rank, step, manifest)
             there[rank].add(file_name(rank))

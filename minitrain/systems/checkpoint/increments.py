@@ -11,8 +11,7 @@ their own, or the retention of one removes what the other needs.
 
 Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
 `agree` sends 4 bytes per row, in an all-reduce. Eisenman et al. 2022 (Check-N-Run), NSDI. Differs: they
-search for the range of a row, ours is all of it; when to save in full is the caller's (`full_is_cheaper`: as
-theirs).
+search for the range of a row, ours is all of it; the caller says when to save in full.
 """
 
 import math

@@ -163,10 +163,7 @@ def binary_tree(n: int) -> Tree:
 
 def double_binary_tree(n: int) -> tuple[Tree, Tree]:
     first = binary_tree(n)
-
-    def rank_at(position: int) -> int:
-        return n - 1 - position if n % 2 == 0 else (position + 1) % n
-
+    rank_at = lambda position: n - 1 - position if n % 2 == 0 else (position + 1) % n
     second: Tree = [None] * n
     for position, parent in enumerate(first):
         second[rank_at(position)] = None if parent is None else rank_at(parent)

@@ -152,10 +152,7 @@ def crossover_bytes(n: int, network: Network) -> float:
 
 def crossover_by_sweep(n: int, network: Network) -> float:
     """The same without algebra: double the size until the ring wins, then halve the interval."""
-
-    def tree_wins(size_bytes: float) -> bool:
-        return choose(n, size_bytes, network).algorithm == "double tree"
-
+    tree_wins = lambda size_bytes: choose(n, size_bytes, network).algorithm == "double tree"
     low, high = 0.0, 1.0
     while tree_wins(high):
         low, high = high, 2 * high

@@ -59,8 +59,6 @@ class Scaled(Sync):
     def updates(self, param: nn.Parameter) -> bool:
         return self.owner.get(param, self.group.rank()) == self.group.rank()
 
-    # ---- gradients
-
     def zero_grad(self) -> None:
         self.grads.clear()
         for param, dtype in self.grad_dtypes.items():
@@ -124,8 +122,6 @@ class Scaled(Sync):
         params = list(params)
         for param, part in zip(params, views(codes.view(FP8), params)):
             self.grads[param] = part, self.grads[param][1]
-
-    # ---- weights
 
     @torch.no_grad()
     def publish(self, frozen: bool = False) -> None:

@@ -212,16 +212,14 @@ def added(sums: list[Tensor], more: list[Tensor]) -> None:
 
 
 def pull(x: Tensor, routing: Routing, experts: nn.Module, *, hook: Hook, across, inside, pays=None) -> Tensor:
-    """Where `pays(routing, training)`, alike on all ranks, experts travel to the rows; else rows by the other
-    `hook`. None: always."""
+    """Where `pays(routing, training)` on all ranks (None: always) experts travel to rows; else rows do."""
     if pays is None or pays(routing, experts.training):
         return at_home(x, routing, experts, partial(pulled, across=across, inside=inside))
     return hook(x, routing, experts)
 
 
 def shadow(x, routing: Routing, experts: nn.Module, *, hook: Hook, group, table, rule, most: int) -> Tensor:
-    """Of the experts that `rule(table(routing))` picks the `most` busiest are copied to their rows; other
-    rows by the other `hook`."""
+    """Of the experts that `rule(table(routing))` picks the `most` busiest come to their rows."""
     rows_of = table(routing)
     chosen = busiest(rows_of, rule(rows_of), most)
     if not chosen:

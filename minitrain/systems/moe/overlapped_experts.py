@@ -110,13 +110,8 @@ def by_peer(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params
 def reused(x: Tensor, routing: Routing, group: ProcessGroup, work: Work, params=(), *, chunks: int = 2):
     """The same: backward fetches the rows again, chunk by chunk, and repeats the work on them."""
     trip, parts = capacity_parts(routing, group, chunks)
-
-    def forward(x: Tensor, *params: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return torch.cat(travels(x, trip, parts, work, params)), (x, *params)
-
-    def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], _) -> list:
-        return reused_backward(*dys, *saved, tokens=trip.tokens, parts=parts, work=work)
-
+    forward = lambda x, *params: (torch.cat(travels(x, trip, parts, work, params)), (x, *params))
+    backward = lambda dys, saved, _: reused_backward(*dys, *saved, tokens=trip.tokens, parts=parts, work=work)
     return combine([custom_vjp(forward, backward, x, *params)], parts, trip, routing.weights)
 
 
@@ -184,9 +179,7 @@ def combine(homes: Sequence[Tensor], parts: Sequence[Part], trip: Dispatch, weig
 def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[Dispatch, list[Part]]:
     """Of the c rows that a rank has for an expert, row i travels in chunk i * chunks // c."""
     require_positive_ints(chunks=chunks)
-
-    def chunk(number: int, _rank: int, size: int) -> tuple[int, int]:
-        return -(-size * abs(number) // chunks), -(-size * (abs(number) + 1) // chunks)
+    chunk = lambda number, _, size: [-(-size * i // chunks) for i in (abs(number), abs(number) + 1)]
 
     def transfer(_, send_sizes: list[int], receive_sizes: list[int]) -> Callable:
         sizes = dict(send_sizes=send_sizes, receive_sizes=receive_sizes)
@@ -198,9 +191,7 @@ def capacity_parts(routing: Routing, group: ProcessGroup, chunks: int) -> tuple[
 def peer_parts(routing: Routing, group: ProcessGroup) -> tuple[Dispatch, list[Part]]:
     """A part for each distance between two ranks, this rank's own rows first."""
     rank, n = group.rank(), group.size()
-
-    def further(step: int, other: int, rows: int) -> tuple[int, int]:
-        return (0, rows if other == (rank + step) % n else 0)
+    further = lambda step, other, rows: (0, rows if other == (rank + step) % n else 0)
 
     def transfer(step: int, _, receive_sizes: list[int]) -> Callable:
         to, source = (rank + step) % n, (rank - step) % n

@@ -11,8 +11,7 @@ zeros. Saved for backward: codes of x, 1 + 4/1024 bytes per number (1/2 + 1/512 
 at multiples of 32 change no code; gathers are in the dtype of activations. With `through_int8` all that a
 block's operators hand to each other is INT8, forward and backward. Xi et al. 2024 (Jetfire),
 arXiv:2403.12422, sections 3 to 6. Differs: emulated, one block after the other; gradients round to nearest,
-where the authors' code draws; the core and the residual sum read and write INT8 as well, whose stream the
-authors' code keeps in 16 bits.
+where theirs draw; the core reads and writes INT8 too, and the residual sum, which they keep in 16 bits.
 """
 
 from collections.abc import Callable, Sequence

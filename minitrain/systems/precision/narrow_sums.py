@@ -171,10 +171,7 @@ def sgd_by_chance_(weight, grad, velocity, generator, *, lr, momentum=0.9, decay
     """weight and velocity after a step, in place, their numbers those of (1,6,9) in float32: three
     multiplications with an addition, each rounded by chance, so that of a step far below half a unit of the
     weight nothing is lost on average. Equal weights need one seed."""
-
-    def by_chance(x: Tensor) -> Tensor:
-        return round_to(x, formats.FP16_WANG, "stochastic", generator=generator)
-
+    by_chance = lambda x: round_to(x, formats.FP16_WANG, "stochastic", generator=generator)
     grad = by_chance(grad.float() + decay * weight)
     velocity.copy_(by_chance(momentum * velocity + grad))
     weight.copy_(by_chance(weight - lr * velocity))

@@ -18,8 +18,6 @@ Xu et al. 2021, Optimus, arXiv:2104.05343, section 3; Wang et al. 2021, Tesserac
 vectors are not broadcast from the first row; embedding and loss stay with the caller; any depth, not d <= q.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -49,10 +47,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_gro
         width = f"{weight.size(1)}: 1/{row_group.size()} of the width; cut it with summa.block"
         raise ValueError(f"the input is {x.size(-1)} wide, but this rank's block of the weight takes {width}")
 
-    def backward(dys: tuple, saved: tuple, wanted: tuple) -> tuple[Tensor, Tensor]:
-        return linear_backward(*dys, *saved, row_group, column_group)
-
-    forward = partial(linear_forward, row_group=row_group, column_group=column_group)
+    forward = lambda x, weight: linear_forward(x, weight, row_group, column_group)
+    backward = lambda dys, saved, _: linear_backward(*dys, *saved, row_group, column_group)
     y = vjp_of_inputs(forward, backward, x, weight)
     return y if bias is None else y + copy_to(bias, column_group)
 
@@ -110,9 +106,7 @@ def norm(x, weight, bias, eps: float, centred: bool, row_group, column_group) ->
         y, *statistics = norm_forward(x, weight, eps, centred, row_group)
         return y, (x, weight, *statistics)
 
-    def backward(dys: tuple, saved: tuple, wanted: tuple) -> tuple[Tensor, Tensor]:
-        return norm_backward(*dys, *saved, centred, row_group)
-
+    backward = lambda dys, saved, _: norm_backward(*dys, *saved, centred, row_group)
     y = custom_vjp(forward, backward, x, copy_to(weight, column_group))
     return y if bias is None else y + copy_to(bias, column_group)
 
