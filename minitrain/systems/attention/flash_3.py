@@ -74,9 +74,6 @@ def within(blocks: int, gemm: float, softmax: float) -> list[Task]:
     return steps
 
 
-# ---- incoherent processing ---------------------------------------------------------------------------------
-
-
 def turned(x: Tensor, signs: Tensor) -> Tensor:
     """x `[.., K]` times M; the same signs `[K]` for Q and K."""
     return hadamard(x * signs)

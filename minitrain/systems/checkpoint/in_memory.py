@@ -263,8 +263,7 @@ class PeerCopies:
         self.settle()
 
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
-        """The manifest of the newest step that is whole, and the shares `wanted` (None: all), for Saved, of
-        whoever has them. Lost, on all ranks: whose share is nowhere."""
+        """The manifest of the newest whole step, its shares `wanted` (None: all). Lost: whose is nowhere."""
 
         def lost(there: list[set[str]]) -> str:
             gone = [rank for rank in self.keepers if file_name(rank) not in set().union(*there)]
@@ -300,9 +299,8 @@ class ParityCopies:
         home 3   c         b         a         P3           others.
 
     A lost share comes back by the same exchange among the others: at each home the XOR of what meets there
-    and of the parity is the stripe of the lost share, and goes to the rank that lost it. Sends: the padded
-    share per rank at a save, and as much per other rank in recovery. Memory: the share and one stripe, of 2
-    steps; three stripes of buffers. Two lost at once are a line."""
+    and of the parity is its stripe, and goes to the rank that lost it. Sends: the padded share per rank at a
+    save, as much per other rank in recovery. Memory: share, stripe of 2 steps; three stripes of buffers."""
 
     def __init__(self, shares: Shares):
         if shares.ranks < 2:

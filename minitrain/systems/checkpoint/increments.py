@@ -53,8 +53,7 @@ class Increments:
                 collectives.all_reduce(last, group, op="max", out=last)
 
     def pieces(self, pieces: Iterable[Piece], since: int | None) -> tuple[list[Piece], dict[str, Any]]:
-        """What to save of them, and plain values with it. `since`: the step of the last full checkpoint,
-        which has all updates up to it; None: this is to be one."""
+        """What to save, and plain values. `since`: the step of the last full checkpoint (None: this)."""
         kept, tables = [], {}
         for piece in pieces:
             last = self.touched.get(parameter_of(piece))

@@ -80,8 +80,7 @@ class JustInTime:
 
 
 def survivors(folder: Path | str) -> tuple[dict[str, Any], list[File]]:
-    """The manifest of the newest step that survivors have whole, and files that hold each piece once, for
-    Saved. Lost: what is missing of each step."""
+    """The manifest of the newest whole step, and files that hold each piece once. Lost: what each lacks."""
     found: dict[tuple, list] = {}  # by step and layout
     why = []
     for store in map(Store, sorted(Path(folder).glob("rank-*"))):

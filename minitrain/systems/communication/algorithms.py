@@ -145,7 +145,6 @@ def _power_of_two_below(n: int) -> int:
 # while others still come up, which hides one filling of the pipe; here the broadcast mirrors the whole
 # reduce.
 
-
 Tree = list[int | None]  # [rank] -> parent; the root has none
 
 
@@ -310,7 +309,6 @@ def blueconnect_all_reduce(n: int, factors: Sequence[int]) -> Schedule:
 # share in it. Luo et al. 2020, MLSys. Differs: the probe is simulated, groups come from average linkage,
 # racks may differ in size, the plan does not adapt while training runs; a job without structure is one group.
 
-
 NOISE_RATIO = 1.5  # inside one level of network the time grows by less than this from join to join
 
 Matrix = Sequence[Sequence[float]]
@@ -338,10 +336,7 @@ def clusters(rtt: Matrix) -> list[list[int]]:
         raise ValueError(f"{n} rows of {sorted({len(row) for row in rtt})} entries; a probe matrix is square")
     groups = [[rank] for rank in range(n)]
     joined_at_s, largest_jump, racks = 0.0, NOISE_RATIO, None
-
-    def mean_s(group: list[int], other: list[int]) -> float:
-        return sum(rtt[a][b] + rtt[b][a] for a in group for b in other) / (2 * len(group) * len(other))
-
+    mean_s = lambda one, two: sum(rtt[a][b] + rtt[b][a] for a in one for b in two) / (2 * len(one) * len(two))
     while len(groups) > 1:
         pairs = [(a, b) for a in range(len(groups)) for b in range(a)]
         time_s, a, b = min((mean_s(groups[a], groups[b]), a, b) for a, b in pairs)

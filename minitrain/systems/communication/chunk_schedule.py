@@ -8,8 +8,7 @@ exact for sizes that do not divide. Memory: one `Transfer` per message, 2n(n-1) 
 and 1.2e9 for 24,576, where `cost_model.steps` and `algorithms.binary_tree` have closed forms.
 The proof follows whose contributions are in every chunk of every rank: an integer with one bit per rank. An
 all-reduce is right when in the end every chunk of every rank contains every rank exactly once.
-SCCL (Cai et al. 2021) searches for the best list of (chunk, source, destination, step). Differs: there chunks
-are only placed; schedules are composed here and not searched.
+SCCL (Cai et al. 2021) searches for lists of (chunk, source, to, step). Differs: composed here, not searched.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,15 +108,13 @@ def _common_size(schedules: Sequence[Schedule]) -> tuple[int, int]:
 
 # ---- its proof ---------------------------------------------------------------------------------------------
 
-
 Holdings = list[list[int]]  # [rank][chunk] -> set of contributions, as bits; 0: nothing of value
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 
 
 def check(schedule: Schedule, collective: str = "all_reduce") -> None:
-    """Raise ValueError unless the schedule carries out the collective. Rank c·n // C owns chunk c of C.
-    A reduce ends at rank 0, where a broadcast begins."""
+    """ValueError unless it does the collective. Rank c·n // C owns chunk c of C; rank 0 is the root."""
     everyone = (1 << schedule.ranks) - 1
     *_, end = replay(schedule, start_of(schedule, collective))
     for rank, row in enumerate(end):

@@ -128,8 +128,7 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
 
 
 def exchange_all(mine: Tensors, to, likes: Tensors, source, group: ProcessGroup) -> list[Handle]:
-    """Starts to send tensors to one rank and to receive some shaped as `likes` from another, in pairs: over
-    NCCL ranks that all send first would wait for each other."""
+    """Starts to send to one rank and receive from another, in pairs, or NCCL's sends wait for each other."""
     handles = []
     for x, like in zip_longest(mine, likes):
         if x is None:

@@ -11,8 +11,7 @@ so on, by any layers on [N, length, D]. A stage along S sends nothing if T is cu
     Ulysses in every stage             8 · M/P      a sequence cut in one place, with no regard to the dims
 
 Backward the same. Memory: activations 1/n everywhere; a switch holds x twice. Gradients of parameters are
-sums over `group`: each rank sees a part of the rows. Zhao et al. 2024, DSP, arXiv:2403.10266. Differs:
-switches are found from the stages, not placed by the user.
+sums over `group`. Zhao et al. 2024, DSP, arXiv:2403.10266. Differs: the stages tell where to switch.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ Backward keeps P and takes four passes: V and K once more, and the sums of dV an
 
 Each rank holds all its scores: P is B·H·T²/n elements, kept for backward, with dP as many again there;
 ring.py sends the same without them. A causal mask hides scores and saves no work. Li et al. 2021 (Sequence
-Parallelism), arXiv:2105.13120, section 3.2. Differs: any layout, causal too, fewer K/V heads; sums of dK and
-dV go round, half the bytes of the paper's all-reduce.
+Parallelism), arXiv:2105.13120, section 3.2. Differs: any layout, causal too, fewer K/V heads; sums of dK, dV
+go round, half of an all-reduce.
 """
 
 import math

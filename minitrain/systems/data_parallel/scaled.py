@@ -66,7 +66,6 @@ class Scaled(Sync):
             param.grad_dtype = dtype
 
     def _on_grad(self, param: nn.Parameter) -> None:
-        """A backward is done with this one."""
         if param.grad is not None:  # else a pipeline's W makes it
             grad, param.grad = param.grad.float(), None
             if param in self.grads:
@@ -177,7 +176,6 @@ class ScaledValues(PlainValues):
         return state
 
     def everywhere(self, one: Flat, state: dict) -> dict[str, Any]:
-        """The owner's state, if there is one yet, broadcast."""
         param, group, owner = one.shard, self.sync.group, self.sync.owner.get(one.shard)
         if owner is None:
             return state

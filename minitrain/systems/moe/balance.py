@@ -116,8 +116,7 @@ def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
-    """Of each expert that this rank holds, the sum of its holders' gradients: each holder adds a slice for
-    all of them and sends it to all, hence the same bits."""
+    """Of each expert here its holders' gradients added up: each adds a slice for all, so bits are equal."""
     rank, own = group.rank(), _packed(grads)
     mine = dict(zip(experts_of(holders, group.size())[rank], own))
     cuts = [part for e, there in enumerate(holders) for part in _slices(e, there, own.shape[1])]

@@ -80,8 +80,8 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
 
 def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
     """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
-    A row goes and comes, D elements each, in backward again; an expert comes, in backward again, and its
-    gradient goes home. D cancels. Forward alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
+    Rows go and come, in backward again; experts come, in backward again, and their gradients go home. Forward
+    alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
     matrices = 3 if gated else 2
     return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
 
@@ -157,8 +157,7 @@ def arrivals(matrices: list[Tensor], sizes: list[int], wants: Wants) -> Iterator
 
 
 class Homeward:
-    """Gradients of experts on their way: summed in the node at once, sent home behind the next expert's work,
-    added to `sums`, those of this rank's experts."""
+    """Gradients of experts: summed in the node, sent home behind the next one's work, added to `sums`."""
 
     def __init__(self, sums: list[Tensor], wants: Wants) -> None:
         self.sums, self.wants, self.total, self.leaving = sums, wants, None, None

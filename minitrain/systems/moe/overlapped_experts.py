@@ -258,8 +258,7 @@ def layer_pieces(before, route, work: Work, params, group: ProcessGroup, *, dens
         dx, (y, saved) = interleave(turns, enter=2)
 
     is the pair (F B) of DualPipe, for any number of layers. With `dense`, the parameters of before and route,
-    gradients of weights come after that of a piece's input has been sent on: more hides, and those between
-    its products are computed twice (of experts 5 products, not 4)."""
+    gradients of weights come when that of the input has left: more hides, in 5 products of experts, not 4."""
 
     def to_experts(x: Tensor):
         h = before(x)

@@ -6,9 +6,8 @@
     loss = alpha · sum_e f_e · P_e / target_e      f_e share of this rank's choices, P_e its mean probability
 
 With f = P it is alpha at f = target and more elsewhere; a target of 1/E for all is Switch's loss. A rank has
-a target of its own and so a router of its own, or one that reads where it is. Sends nothing. Chen et al. 2022
-(TA-MoE), arXiv:2302.09915, section 4. Differs: bandwidth alone, no latency; penalties 1 / target, so that the
-least loss is alpha, where theirs normalises them; no capacities.
+a target and so a router of its own, or one that reads where it is. Sends nothing. Chen et al. 2022 (TA-MoE),
+arXiv:2302.09915, section 4. Differs: bandwidth alone; penalties 1 / target are not normalised; no capacities.
 """
 
 import torch

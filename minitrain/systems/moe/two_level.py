@@ -28,8 +28,7 @@ from minitrain.ranks import collectives
 
 
 class TwoLevelDispatch:
-    """As `Dispatch`, of a group whose ranks are those of `across` and `inside`. `meanwhile()` is called while
-    rows, or their gradients, are under way between nodes."""
+    """As `Dispatch`. `meanwhile()` is called while rows, or their gradients, are under way between nodes."""
 
     def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None):
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()

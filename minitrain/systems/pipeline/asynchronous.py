@@ -14,9 +14,9 @@ Differs: no vertical sync, no replicated stages; parameters that two stages shar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ from minitrain.ranks.checks import require_positive_ints
 Update = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """An update after `every` microbatches; the forward of `unit` uses `version(unit, newest)`."""
 
     every: int

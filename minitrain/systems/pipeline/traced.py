@@ -8,8 +8,7 @@ The graph may be cut behind every operator where one float tensor crosses: a res
 between and inside blocks. What lies between two is a unit; units are dealt out so that the slowest stage has
 least FLOPs. A rank sends on what crosses a cut; integers (positions) go along. A tied parameter is in two
 stages. torch.export's tensors have no memory, so the model may be larger than this machine. Lai et al. 2022
-(Merak), arXiv:2206.04959. Differs: the partitioner alone, without its schedule (shifted critical path) and
-tensor parallelism; shapes are fixed by the trace.
+(Merak), arXiv:2206.04959. Differs: without its schedule (shifted critical path) and tp; shapes are fixed.
 """
 
 from collections.abc import Sequence

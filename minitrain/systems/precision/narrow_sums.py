@@ -168,9 +168,8 @@ def narrow_product(a: Tensor, b: Tensor, sums: Format, chunk: int = CHUNK) -> Te
 
 @torch.no_grad()
 def sgd_by_chance_(weight, grad, velocity, generator, *, lr, momentum=0.9, decay=0.0) -> None:
-    """weight and velocity after a step, in place, their numbers those of (1,6,9) in float32: three
-    multiplications with an addition, each rounded by chance, so that of a step far below half a unit of the
-    weight nothing is lost on average. Equal weights need one seed."""
+    """weight and velocity after a step, in place, numbers of (1,6,9) in float32. Each result is rounded by
+    chance, so steps far below half a unit of a weight are kept on average. Equal weights need one seed."""
     by_chance = lambda x: round_to(x, formats.FP16_WANG, "stochastic", generator=generator)
     grad = by_chance(grad.float() + decay * weight)
     velocity.copy_(by_chance(momentum * velocity + grad))
