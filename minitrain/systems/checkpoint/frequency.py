@@ -8,7 +8,7 @@
 
 Every `window` steps the medians of steps and updates, without what they waited for a save, and the last
 save's copy and write go into `every`, each as the slowest rank has it (an all-reduce of 32 bytes): so all
-save in the same steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew whatever the overhead is.
+save in the same steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew in every window.
 """
 
 import time

@@ -6,7 +6,8 @@
 
 A crash at any point of a move leaves the checkpoint complete in hot or cold; the next move goes on from
 there. Moves run on a thread; an error of one is told at the next `begin` or `settle`: what could not move
-stays in hot until the next commit. Memory: 4 MiB. Cai et al. 2024 (InternLM2, InternEvo), arXiv:2403.17297.
+stays in hot, and is tried again after the next commit. Memory: 4 MiB. Cai et al. 2024 (InternEvo),
+arXiv:2403.17297.
 """
 
 import sys

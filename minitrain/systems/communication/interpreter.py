@@ -12,7 +12,7 @@ folder: a chunk has one complete sum, which is copied, or two ranks add the same
 may differ in the last bit). Sends `sent_elements(schedule, rank, numel)` elements.
 
 In an all-to-all x [n·d, ..] is d rows for each rank, the result what was received, in rank order. Bruck saves
-steps: a block travels a hop for every set bit of its distance. Memory: the result and what arrives in a step.
+steps: a block goes a hop for every set bit of its distance. Memory: the result and what arrives in a step.
 Bruck et al. 1997 (radix 2); Thakur, Rabenseifner, Gropp 2005, section 4.3 (pairwise). Differs: equal blocks.
 """
 

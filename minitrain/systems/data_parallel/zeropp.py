@@ -134,7 +134,7 @@ def slice_length(flat: Tensor, ranks: int, bits: int | None, block: int) -> int:
 
 
 def _exchange_and_add(pieces: Tensor, group: ProcessGroup, bits: int | None, block: int, dtype) -> Tensor:
-    """pieces [n, .., d] -> the sum [.., d] of those for here, float32 or wider. Without bits `dtype` travels."""
+    """pieces [n, .., d] -> the sum [.., d] of those for here, float32 or wider; not quantised: as `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
     if bits is None:
         received = all_to_all(pieces.to(dtype), group)

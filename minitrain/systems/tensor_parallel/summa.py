@@ -42,10 +42,10 @@ def summa_overlapped(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group
     """`summa` to the bit; the blocks of the next step are on their way while this step multiplies."""
     steps = grid_side(row_group, column_group)
     check_fit("summa_overlapped", a, b, a.size(-1), b.size(0))
-    start = lambda s: (
-        broadcast(a, s, row_group, async_op=True),
-        broadcast(b, s, column_group, async_op=True),
-    )
+
+    def start(step: int):
+        return broadcast(a, step, row_group, async_op=True), broadcast(b, step, column_group, async_op=True)
+
     c = a.new_zeros(*a.shape[:-1], b.size(1))
     coming = start(0)
     for step in range(steps):
