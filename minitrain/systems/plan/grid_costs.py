@@ -8,7 +8,7 @@ A layer is a chain of products y[m, n] = x[m, k] · W[k, n] with m tokens. For o
     3-D    l·l·l    (l-1)/l³ · (mk + kn + mn)       (l-1)/l³ · (2mk + 2kn + mn)
     RTP    p        (p-1)/p · kn                    (p-1)/p · 2kn
 
-Norms, dropout and biases are left out. Times are a replay's of the modules (systems/tensor_parallel/grids).
+Norms, dropout and biases are left out. Times are a replay's of the modules (systems/tensor_parallel).
 1-D: arXiv:1909.08053, section 3. 2-D: Xu et al. 2021 (Optimus), arXiv:2104.05343, table 1. 2.5-D: Wang et al.
 2021 (Tesseract), arXiv:2105.14500, section 3. 3-D: Bian et al. 2021, arXiv:2105.14450, section 3.1. RTP: Luo
 et al. 2023, arXiv:2311.01635. Differs: Optimus compares the time of trees, our `forward_path`, with the
