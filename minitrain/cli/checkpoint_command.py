@@ -157,7 +157,6 @@ class Weights:
 
 
 def config_in(manifest: dict):
-    """The model that a checkpoint is of."""
     from minitrain.model.config import ExpertsConfig, GPTConfig
 
     was = manifest["identity"]
@@ -168,9 +167,6 @@ def config_in(manifest: dict):
         for cls in (GPTConfig, ExpertsConfig)
     )
     return GPTConfig(**own, experts=ExpertsConfig(**experts) if experts else None)
-
-
-# ---- what all commands ask -------------------------------------------------------------------------------
 
 
 def _store(folder: Path):

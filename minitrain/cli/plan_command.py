@@ -127,12 +127,9 @@ def read(path: Path, task: Task) -> Job:
         job = training_job.read(text)
     else:
         job, _ = deepspeed.read(text, sizes | {"length": task.length})
-    sizes = lambda ranks, rows, length, model: (
-        f"{ranks} ranks, {rows} rows of {length} tokens, "
-        f"{model.num_layers} x {model.d_model}, {model.num_heads} heads"
-    )
-    found = sizes(job.strategy.ranks, job.rows, job.length, job.model)
-    if found != (wanted := sizes(task.ranks, task.batch, task.length, model)):
+    said = "{1} ranks, {2} rows of {3} tokens, {0.num_layers} x {0.d_model}, {0.num_heads} heads"
+    found = said.format(job.model, job.strategy.ranks, job.rows, job.length)
+    if found != (wanted := said.format(model, task.ranks, task.batch, task.length)):
         raise ValueError(f"{path} is for {found}, this plan for {wanted}; ask for the same")
     return job
 

@@ -123,7 +123,6 @@ def rate_for(target: Machine, strategy: Strategy) -> str | None:
 
 
 def memory(ledgers: dict, target: Machine) -> str:
-    """The fullest rank, beside what a device has."""
     rank = max(ledgers, key=lambda rank: ledgers[rank].peak_bytes)
     peak, capacity = ledgers[rank].peak_bytes, target.device.memory_bytes
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in ledgers[rank].peak_by_kind.items() if size)

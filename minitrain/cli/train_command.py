@@ -25,6 +25,7 @@ from minitrain.plan.accounting import parameters
 from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints, require_positive_ints
+from minitrain.ranks.process import in_a_job
 
 WEEK_S = 7 * 86_400
 BYTES = 256  # tokens are bytes: model/data/batches.py
@@ -69,15 +70,10 @@ def train(
     else:
         strategy = Strategy(**chosen(Strategy, values))
         hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
-    trainer = dict(report_every=report_every, save_every=every)
-    trainer |= dict(save_how="asynchronous" if async_save else "sync_sharded", out=out)
+    how = "asynchronous" if async_save else "sync_sharded"
+    trainer = dict(report_every=report_every, save_every=every, save_how=how, out=out)
     settings = Settings(config, strategy, hyper, text, out, sample, checkpoint, keep, resume, trainer)
-    ranks = strategy.ranks
-    if "WORLD_SIZE" in os.environ:  # the others are known without torch
-        from minitrain.ranks.launch.start import in_a_job
-
-        ranks = int(os.environ["WORLD_SIZE"]) if in_a_job() else ranks
-    check(settings, ranks)
+    check(settings)
     from minitrain.ranks import launch
 
     try:
@@ -139,9 +135,9 @@ def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig,
     return replace(job.model, vocab_size=BYTES), job.strategy, hyper
 
 
-def check(settings: Settings, ranks: int) -> None:
+def check(settings: Settings) -> None:
     config, strategy, hyper = settings.config, settings.strategy, settings.hyper
-    strategy.check(config, ranks)
+    strategy.check(config, int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     if hyper.frozen:
         check_frozen(config, hyper)
@@ -209,9 +205,6 @@ def check_memory(config: GPTConfig, strategy: Strategy) -> None:
         sizes = f"need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}, {free / 1e9:.0f} GB are free"
         cure = "use a smaller model, or count it in a minitrain.ranks.launch.dryrun"
         raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
-
-
-# ---- on every rank ---------------------------------------------------------------------------------------
 
 
 def train_on_rank(settings: Settings) -> None:

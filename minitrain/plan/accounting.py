@@ -142,10 +142,8 @@ def flops_per_token(config: GPTConfig, length: int, *, causal="triangle", recomp
 
 
 def training_days(parameters, tokens, devices: int, flops_per_s: float, flops_per_parameter=6) -> float:
-    """6·T·P / (n·X); with 8 for 6 the recomputed forward counts too. Narayanan et al. 2021, section 5.1.
-
-    `flops_per_s` is what one device achieves, not its peak; the attention term is left out, as in the source.
-    """
+    """6·T·P / (n·X); with 8 for 6 the recomputed forward counts too. Narayanan et al. 2021, section 5.1, who
+    leave out the attention term as well. `flops_per_s` is what one device achieves, not its peak."""
     require_nonnegative(parameters=parameters, tokens=tokens, flops_per_parameter=flops_per_parameter)
     require_positive(devices=devices, flops_per_s=flops_per_s)
     return flops_per_parameter * tokens * parameters / (devices * flops_per_s) / DAY_S
@@ -254,9 +252,8 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, elem
     """Kept per token by norm and latent attention of one layer, with a core that keeps its inputs only.
 
     DeepSeek-V3 runs norms and up-projections again in backward: not Q, K, V of 128 heads are kept but the
-    latents they are made of, a quarter of the bytes. This helps it to train without tensor parallelism. Left
-    out, below 1 %: angles of RoPE, one number per norm; and the log-sum-exp of a fused core, 4 bytes per
-    head."""
+    latents they are made of, a quarter of the bytes, so that it trains without tensor parallelism. Left out,
+    below 1 %: angles of RoPE, a number per norm, the log-sum-exp of a fused core, 4 bytes per head."""
     require_positive_ints(element_bytes=element_bytes)
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
     outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
@@ -278,7 +275,6 @@ def token_bytes(vocab: int) -> int:
 
 
 def text_bytes(tokens: float, bytes_per_token: int) -> float:
-    """Bytes of a tokenised text."""
     require_nonnegative(tokens=tokens, bytes_per_token=bytes_per_token)
     return tokens * bytes_per_token
 

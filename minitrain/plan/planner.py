@@ -64,9 +64,7 @@ class Task:
     def run(self, strategy: Strategy) -> TrainingRun:
         return TrainingRun(self.model, strategy, self.machine, self.batch, self.length, self.stack)
 
-    @property
-    def room_bytes(self) -> float:
-        return self.room * self.machine.device.memory_bytes
+    room_bytes = property(lambda self: self.room * self.machine.device.memory_bytes)
 
 
 # ---- which layouts there are -----------------------------------------------------------------------------
@@ -161,9 +159,6 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
     differences = {part: other.parts[part] - best.parts[part] for part in best.parts}
     ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
     return [(part, seconds) for part, seconds in ordered[:most] if seconds]
-
-
-# ---- of several fleets -----------------------------------------------------------------------------------
 
 
 def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:

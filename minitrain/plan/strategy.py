@@ -27,7 +27,7 @@ from minitrain.pipeline.lower import lower, pause
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules_by_name import NAMES, named, stages_of
-from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS, Policy
+from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
 from minitrain.ranks.checks import MOST, require_ints, require_positive_ints, require_text
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -130,46 +130,19 @@ class Strategy:
 
     # ---- what follows from it -----------------------------------------------------------------------------
 
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp * self.cp * self.tp
-
-    @property
-    def policy(self) -> Policy:
-        return POLICIES[self.precision]
-
-    @property
-    def first_loss_scale(self) -> float:
-        """Of a loss that is scaled; else 0."""
-        return self.loss_scale or FIRST_SCALE * self.policy.scales
-
-    @property
-    def offloads(self) -> tuple[str, ...]:
-        return () if self.offload == "none" else tuple(self.offload.split("+"))
-
-    @property
-    def hybrid(self) -> bool:
-        return isinstance(self.zero, str)
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether stages are run by a schedule: also on one rank, if that recomputes."""
-        return self.pp > 1 or self.recompute == "stage"
-
-    @property
-    def sharers(self) -> int:
-        """Of the dp ranks, how many share one copy of what hybrid sharding cuts over a node (I)."""
-        return self.node * self.nodes
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """Those whose ranks have different rows, the outermost first."""
-        return ("inter", "intra") if self.hybrid else ("dp",)
-
-    @property
-    def context_axes(self) -> tuple[str, ...]:
-        """Those into which cp is cut for its core."""
-        return tuple(self._context)
+    ranks = property(lambda self: self.dp * self.pp * self.cp * self.tp)
+    policy = property(lambda self: POLICIES[self.precision])
+    # the first factor of a loss that is scaled; else 0
+    first_loss_scale = property(lambda self: self.loss_scale or FIRST_SCALE * self.policy.scales)
+    offloads = property(lambda self: () if self.offload == "none" else tuple(self.offload.split("+")))
+    hybrid = property(lambda self: isinstance(self.zero, str))
+    # whether stages are run by a schedule: also on one rank, if that recomputes
+    pipelined = property(lambda self: self.pp > 1 or self.recompute == "stage")
+    # of the dp ranks, how many share one copy of what hybrid sharding cuts over a node (I)
+    sharers = property(lambda self: self.node * self.nodes)
+    # axes whose ranks have different rows, the outermost first, and those into which cp is cut for its core
+    data_axes = property(lambda self: ("inter", "intra") if self.hybrid else ("dp",))
+    context_axes = property(lambda self: tuple(self._context))
 
     @property
     def context_groups(self) -> dict[str, int]:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from minitrain.ranks.checks import require_positive_ints
 
-DRAWN = 8  # rows, columns, groups: more is not a picture
-
 
 class Mesh:
     """A grid of all ranks; the first axis is outermost. All ranks must make it, with the same axes."""
@@ -103,7 +101,6 @@ class Mesh:
         return number
 
     def size(self, *axes: str) -> int:
-        """How many ranks `group(*axes)` has."""
         return math.prod(self.shape[axis] for axis in self._in_mesh_order("size", axes))
 
     def draw(self) -> str:
@@ -112,20 +109,16 @@ class Mesh:
         columns, width, here = self.shape[inner], len(str(self.ranks - 1)) + 2, dist.get_rank()
         axes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         lines = [f"Mesh({axes}): {self.ranks} ranks, {inner} to the right"]
-        for first in range(0, self.ranks, columns)[:DRAWN]:
+        for first in range(0, self.ranks, columns):
             label = " ".join(f"{axis}={self._place(first)[axis]}" for axis in outer)
-            row = range(first, first + columns)[:DRAWN]
-            cells = "".join(f"{'*' * (rank == here)}{rank}".rjust(width) for rank in row)
-            lines.append(f"  {label}{cells}{' ...' * (columns > DRAWN)}")
-        lines += ["  ..."] * (self.ranks // columns > DRAWN)
-        return "\n".join(lines + [f"{axis} groups: {self._draw_groups(axis)}" for axis in self.shape])
-
-    def _draw_groups(self, axis: str) -> str:
-        stride, size = self._strides[axis], self.shape[axis]
-        starts = itertools.islice((rank for rank in range(self.ranks) if rank // stride % size == 0), DRAWN)
-        groups = [range(start, start + size * stride, stride)[:DRAWN] for start in starts]
-        more, rest = " ..." * (size > DRAWN), " ..." * (self.ranks // size > DRAWN)
-        return " ".join(f"[{' '.join(map(str, group))}{more}]" for group in groups) + rest
+            row = (f"{'*' * (rank == here)}{rank}" for rank in range(first, first + columns))
+            lines.append(f"  {label}" + "".join(cell.rjust(width) for cell in row))
+        for axis, size in self.shape.items():
+            stride = self._strides[axis]
+            starts = (rank for rank in range(self.ranks) if rank // stride % size == 0)
+            groups = (" ".join(map(str, range(first, first + size * stride, stride))) for first in starts)
+            lines.append(f"{axis} groups: {' '.join(f'[{group}]' for group in groups)}")
+        return "\n".join(lines)
 
     def _place(self, rank: int) -> dict[str, int]:
         return {axis: rank // self._strides[axis] % size for axis, size in self.shape.items()}

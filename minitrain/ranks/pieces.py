@@ -9,8 +9,6 @@ A piece is a view: who saves reads it, who loads writes into it. So no layout ha
 of either meet where their rectangles overlap. Zeros that pad a cut are in no piece. `holders` are the groups
 whose ranks all have the same values there: of these copies `share_out` lets each rank write its part.
 
-    alike on k ranks, laid end to end   [ a a a | a b b | b c c ]    rank r writes part r of k, to an element
-
 Sends nothing; makes no copy. torch's DTensor checkpoints cut along dims only; a flat cut (FSDP 1) was left to
 a format of its own. Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3, has a file per
 parameter, put together after training; here nothing has to be put together.
@@ -84,11 +82,7 @@ def rectangles(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tupl
     if begin > end:  # inside of one row
         return _in_row(shape, end, first, last)
     whole_rows = [((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))] if begin < end else []
-    return [
-        *_in_row(shape, begin - 1, first, begin * row),
-        *whole_rows,
-        *_in_row(shape, end, end * row, last),
-    ]
+    return _in_row(shape, begin - 1, first, begin * row) + whole_rows + _in_row(shape, end, end * row, last)
 
 
 def _in_row(shape: tuple[int, ...], number: int, first: int, last: int) -> list[tuple[tuple, tuple]]:
@@ -114,8 +108,8 @@ def part_of(piece: Piece, start: tuple, shape: tuple) -> Tensor:
 
 
 def share_out(pieces: Iterable[Piece], writers: int | None = None) -> list[Piece]:
-    """What this rank writes: of what k ranks hold alike, the k-th part, to an element. Over all ranks every
-    element once. `writers`: no more than so many of the k write, the first of them."""
+    """What this rank writes: of what k ranks hold alike, laid end to end, the k-th part, to an element. Over
+    all ranks every element once. `writers`: no more than so many of the k write, the first of them."""
     alike: dict[tuple, list[Piece]] = {}
     for piece in pieces:
         alike.setdefault((piece.holders, piece.values.dtype), []).append(piece)

@@ -5,10 +5,12 @@ and a job is joined once. So what holds "here" (is checked mode on? who observes
 holds on all threads; a ContextVar, whose value a new thread does not see, cannot carry it.
 """
 
+import os
 import threading
 from collections import deque
 
 LAST_CALLS = 64  # how many calls are remembered
+JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank of its job
 
 
 class Process:
@@ -35,3 +37,7 @@ class Process:
 
 
 PROCESS = Process()
+
+
+def in_a_job() -> bool:
+    return all(variable in os.environ for variable in JOB)

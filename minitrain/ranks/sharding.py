@@ -39,17 +39,15 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a parameter is. The fields are explained above."""
+    """The fields are explained above."""
 
     shards: tuple[Shard, ...] = ()
     summed_over: tuple[dist.ProcessGroup, ...] = ()
     copies: dist.ProcessGroup | None = None
     inside: tuple[dist.ProcessGroup, ...] = ()
 
-    @property
-    def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups whose ranks together hold it once."""
-        return (*self.inside, *(cut.group for cut in self.shards))
+    # the groups whose ranks together hold it once
+    cut_over = property(lambda self: (*self.inside, *(cut.group for cut in self.shards)))
 
 
 def placement(tensor: Tensor) -> Placement:

@@ -194,7 +194,7 @@ def test_the_tab_key_offers_names():
     "words, message",
     [
         ("replay tiny --batch 0", "batch=0: use a whole number from 1"),
-        ("replay tiny --compute-efficiency nan", "compute_efficiency=nan of machine h100: give a fraction"),
+        ("replay tiny --compute-efficiency nan", "compute_efficiency=nan: use a number from 0 to 1"),
         ("replay tiny --ranks 99999999999999999999999", "ranks=99999999999999999999999: use a whole number"),
         ("replay tiny --length 0", "length=0: use a whole number from 1"),
         ("replay tiny --trace .", "trace=.: give a file in a folder that is there"),

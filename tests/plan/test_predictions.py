@@ -400,7 +400,7 @@ def test_bad_input_is_refused_in_one_line():
         "max_positions": lambda: TrainingRun(SMALL, strategy, A100, 4, 1024),
         "cannot fit": lambda: fit(rows("Nar21 1.7B"), ("luck",), work_of),
         "at least": lambda: fit(rows("Nar21 1.7B"), ("products", "network"), work_of),
-        "share of the datasheet": lambda: Rates(products=1.2),
+        "a number from 0 to 1": lambda: Rates(products=1.2),
         "tile=0": lambda: Rates(tile=0),
         "use 0, 1, 2 or 3": lambda: predict(ours(Strategy(dp=4, node=2, zero="III"), 4), work_of),
     }

@@ -5,10 +5,10 @@
 
 Data parallelism is what is left of the ranks, so the launcher's number of ranks is part of the plan. Of
 schedules there are 1F1B and interleaved 1F1B, of layouts of a sequence the zigzag, of ZeRO its distributed
-optimizer and Megatron-FSDP. Left to its defaults it has 0.1 of dropout, LayerNorm, learned positions, GELU
-and a tied head, so a command that names none of these is read as such a model. Experts are in the blocks that
---moe-layer-freq lists; the weights of their losses carry over as numbers, how they are averaged was not
-compared. megatron.tsv has the version. No torch.
+optimizer and Megatron-FSDP. A command that names none of them is read as its defaults: 0.1 of dropout,
+LayerNorm, learned positions, GELU and a tied head. Experts are in the blocks that --moe-layer-freq lists; the
+weights of their losses carry over as numbers, how they are averaged was not compared. megatron.tsv has the
+version. No torch.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def write(job: Job, node: int | None = None) -> Written:
     each = max(n for n in divisors(ranks) if n <= node)
     nodes = f"--nnodes {ranks // each} " if ranks > each else ""
     if nodes:
-        meet = "with torchrun's options by which they meet"
-        notes = [*notes, f"start it on each of {ranks // each} nodes, {meet}"]
+        start = f"start it on each of {ranks // each} nodes"
+        notes = [*notes, f"{start}, with torchrun's options by which they meet"]
     lines = [f"torchrun {nodes}--nproc-per-node {each} pretrain_gpt.py"]
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
@@ -231,23 +231,21 @@ def read(text: str) -> tuple[Job, Options]:
         if word in LAUNCHER and not after.isdigit():
             raise ValueError(f"{word} {after}: say how many, dp follows from it")
         ranks *= int(after) if word in LAUNCHER else 1
-    given, unknown = _parser().parse_known_args(words[script + 1 :])
+    given, unknown = _Parser().parse_known_args(words[script + 1 :])
     if unknown:
         SYSTEM.check(unknown[0], True)
     return SYSTEM.read(vars(given) | ({RANKS: ranks} if script > 0 else {}), {})
 
 
 class _Parser(ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
+        for name, option in SYSTEM.options.items():
+            if option.kind == "flag":
+                self.add_argument(name, dest=name, action="store_true")
+            elif name != RANKS:
+                how = {"nargs": "*"} if option.kind == "list" else {"type": TYPES[option.kind]}
+                self.add_argument(name, dest=name, **how)
+
     def error(self, message: str) -> None:
         raise ValueError(f"Megatron-LM: {message}")
-
-
-def _parser() -> ArgumentParser:
-    parser = _Parser(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
-    for name, option in SYSTEM.options.items():
-        if option.kind == "flag":
-            parser.add_argument(name, dest=name, action="store_true")
-        elif name != RANKS:
-            how = {"nargs": "*"} if option.kind == "list" else {"type": TYPES[option.kind]}
-            parser.add_argument(name, dest=name, **how)
-    return parser

@@ -7,9 +7,8 @@
     read(text)            the job again
 
 Names are those of Strategy, GPTConfig and ExpertsConfig, which share none; a model without experts has
-num_experts 0. `values` leaves out what has no effect: the layout of a sequence that is on one rank, say, is
-the default, so that two jobs which do the same have the same values. minitrain's own plan, a JSON, leaves
-fields at their defaults out, so that it stays readable; whatever a Job is can be written. No torch.
+num_experts 0. In `values` what has no effect, the layout of a sequence on one rank say, is the default: jobs
+which do the same have the same values. minitrain's own plan, a JSON, leaves defaults out. No torch.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class Job:
 
 def settled(values: Values) -> Values:
     """An order of ranks that only moves axes of one rank is the default."""
-
-    def real(order: str) -> list[str]:
-        return [axis for axis in order.split("-") if values[axis] > 1]
-
+    real = lambda order: [axis for axis in order.split("-") if values[axis] > 1]
     same = real(values["order"]) == real(DEFAULTS["order"])
     return values | {"order": DEFAULTS["order"]} if same else values
 
@@ -90,22 +86,16 @@ def from_values(values: Mapping[str, object]) -> Job:
     return Job(Strategy(**{name: values[name] for name in STRATEGY}), model, values["rows"], values["length"])
 
 
-# ---- a file of our own -----------------------------------------------------------------------------------
-
-
 def write(job: Job) -> str:
-    model = _changed(job.model)
-    if job.model.experts:
-        model["experts"] = asdict(job.model.experts)
-    tree = {"format": FORMAT, "strategy": _changed(job.strategy), "model": model}
+    def changed(config) -> dict:
+        """What differs from the defaults; a width that was derived is derived again."""
+        values = {field.name: getattr(config, field.name) for field in fields(config)}
+        usual = {field.name: field.default for field in fields(config)}
+        return {n: v for n, v in values.items() if v != usual[n] and not isinstance(v, Derived)}
+
+    experts = {"experts": asdict(job.model.experts)} if job.model.experts else {}
+    tree = {"format": FORMAT, "strategy": changed(job.strategy), "model": changed(job.model) | experts}
     return json.dumps(tree | {"rows": job.rows, "length": job.length}, indent=2) + "\n"
-
-
-def _changed(config) -> dict:
-    """What differs from the defaults; a width that was derived is derived again."""
-    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
-    changed = {name: value for name, (value, usual) in values.items() if value != usual}
-    return {name: value for name, value in changed.items() if not isinstance(value, Derived)}
 
 
 def parsed(text: str, loads: Callable[[str], object], what: str) -> dict:

@@ -36,7 +36,6 @@ def memory_of(run: TrainingRun, work: Work) -> dict[str, int]:
 
 
 def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
-    """Of each rank of the pipeline."""
     strategy, layout, found = run.strategy, layout_of(run.model, run.strategy), []
     again = strategy.recompute == "stage"
     activations_of = in_steady_state(layout, lambda some: _most_kept(some, work, again))
@@ -71,7 +70,6 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, 
 
 @lru_cache(maxsize=1 << 12)
 def _most_kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
-    """Most bytes of activations on each rank."""
     effects, most = [_effects(work, numbers, again) for numbers in layout.stages], []
     for actions in _actions(layout):
         held = high = 0.0
@@ -86,7 +84,6 @@ def _most_kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Of each rank, (kind, stage) in its order."""
     return tuple(tuple((one.kind, one.stage) for one in parts(rank)) for rank in layout.build().ranks)
 
 

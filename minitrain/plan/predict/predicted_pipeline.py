@@ -21,7 +21,7 @@ from operator import mul
 
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import MOVES, Action, Schedule, in_order, parts
+from minitrain.pipeline.schedule import MOVES, Schedule, in_order, parts
 from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.predict.work import LAYERS
 from minitrain.plan.strategy import Strategy
@@ -57,9 +57,7 @@ class Layout:
         few = (2 if self.schedule in SOON else 4) * self.p + self.microbatches % self.p
         return few if self.microbatches > few + self.p else self.microbatches
 
-    @property
-    def short(self) -> Layout:
-        return replace(self, microbatches=self.repeats_after)
+    short = property(lambda self: replace(self, microbatches=self.repeats_after))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -177,9 +175,11 @@ class _Cast:
         self.roles: list[int] = []
         self.previous: list[int] = []  # of the same rank; -1: none
         self.messages: list[list[int]] = []  # what other ranks must have done
-        newest, done, numbers = [-1] * layout.p, {}, {}
+        newest, done, numbers, place = [-1] * layout.p, {}, {}, self.schedule.place
+        needs = ((place[next(parts([entry]))], needed) for entry, needed in self.schedule.needs.items())
+        sent = {action for rank, needed in needs for action in needed if place[action] != rank}
         for number, (rank, entry) in enumerate(in_order(self.schedule, set())):
-            own = tuple((action.kind, action.stage, self.leaves(action)) for action in parts([entry]))
+            own = tuple((action.kind, action.stage, action in sent) for action in parts([entry]))
             self.roles.append(numbers.setdefault(own, len(numbers)))
             needed = {done[need] for need in self.schedule.needs[entry]}
             self.messages.append([need for need in needed if self.ranks[need] != rank])
@@ -193,23 +193,13 @@ class _Cast:
     def of(self, actions: tuple) -> Counts:
         """How many passes of KINDS x LAYERS, and how many messages that leave the rank."""
         counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
-        for kind, stage, leaves in actions:
+        for kind, stage, sent in actions:
             if kind not in MOVES:
                 first = KINDS.index(kind) * len(LAYERS)
                 for layer, number in enumerate(self.layout.stages[stage], start=first):
                     counts[layer] += number / self.layout.slices
-                counts[-1] += leaves
+                counts[-1] += sent
         return tuple(counts)
-
-    def leaves(self, action: Action) -> bool:
-        """Whether what the action makes goes to another rank."""
-        step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-        stage, schedule = action.stage + step, self.schedule
-        if not step or not 0 <= stage < schedule.stages:
-            return False
-        unit = action.microbatch
-        taker = Action("F", stage, unit) if step == 1 else schedule.backward(stage, unit)
-        return schedule.place[taker] != schedule.place[action]
 
 
 _cast = lru_cache(maxsize=1 << 8)(_Cast)

@@ -55,7 +55,6 @@ class Prediction:
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind on the rank that has most."""
         run = self.run
         kept = self.work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
         return memory_of(run, kept)

@@ -26,7 +26,7 @@ from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.predict.work import Layer, Operator, Pass, Work
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
-from minitrain.ranks.checks import require_nonnegative
+from minitrain.ranks.checks import require_fractions, require_ints, require_positive, require_positive_ints
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,11 @@ class Rates:
     k0: int = 0  # steps of k that filling and emptying a tile's pipeline takes
 
     def __post_init__(self) -> None:
-        for share in fields(self):
-            value = getattr(self, share.name)
-            require_nonnegative(**{share.name: value})
-            if share.type == "float" and not 0 < value <= 1:
-                raise ValueError(f"{share.name}={value}: give a share of the datasheet's rate, in (0, 1]")
-        if self.tile < 1:
-            raise ValueError(f"tile={self.tile}: give the side of a tile, 128, or 1 for no tiles")
+        shares = {share.name: getattr(self, share.name) for share in fields(self) if share.type == "float"}
+        require_fractions(**shares)
+        require_positive(**shares)
+        require_positive_ints(tile=self.tile)
+        require_ints(k0=self.k0)
 
 
 PLAIN = Rates()
@@ -71,13 +69,8 @@ class Place(NamedTuple):
     tp: int = 1
     ep: int = 1
 
-    @property
-    def dp_stride(self) -> int:
-        return self.cp * self.tp * (1 if self.stack.dp_inside_pp else self.pp)
-
-    @property
-    def pp_stride(self) -> int:
-        return self.cp * self.tp * (self.dp if self.stack.dp_inside_pp else 1)
+    dp_stride = property(lambda at: at.cp * at.tp * (1 if at.stack.dp_inside_pp else at.pp))
+    pp_stride = property(lambda at: at.cp * at.tp * (at.dp if at.stack.dp_inside_pp else 1))
 
     @property
     def neighbours(self) -> tuple[int, int]:
@@ -143,9 +136,6 @@ def _arithmetic(operator: Operator, at: Place) -> float:
     return flops / (device.peak(operator.dtype) * at.machine.compute_efficiency * share)
 
 
-# ---- a layer ---------------------------------------------------------------------------------------------
-
-
 class Times(NamedTuple):
     """Seconds of one layer: by KINDS (F, B, I, W, R), and F and B together by part. `on_wires`: of F and B,
     those in which their own transfers have a rank's links inside the node, and its share of the cards."""
@@ -166,9 +156,9 @@ def _times(layer: Layer, at: Place, again: bool) -> Times:
     passes = layer.forward, layer.backward, layer.weights
     forward, backward, weights = (_pass(one_pass, at) for one_pass in passes)
     f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
-    parts = {name: forward[name] + backward[name] for name in forward}
+    parts = {name: forward[name] + backward[name] for name in forward} | {"recomputation": f * again}
     sent = tuple(on_wires(one_pass, at) for one_pass in passes[:2])
-    return Times((f, b + f * again, b + f * again - w, w, f), parts | {"recomputation": f * again}, sent)
+    return Times((f, b + f * again, b + f * again - w, w, f), parts, sent)
 
 
 def _pass(one_pass: Pass, at: Place) -> dict[str, float]:

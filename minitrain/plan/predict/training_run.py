@@ -11,7 +11,7 @@ it stands. A published row that is partly from memory says which fields (`unsure
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -95,11 +95,9 @@ class Published:
     run: TrainingRun
     step_s: float
     publication: str
-    unsure: tuple[str, ...] = field(default=())  # fields that are from memory
+    unsure: tuple[str, ...] = ()  # fields that are from memory
 
-    @property
-    def name(self) -> str:
-        return self.run.name
+    name = property(lambda self: self.run.name)
 
 
 # By the first word of a row's name: publication, stacks without and with overlapped dp, what is from memory.
@@ -121,7 +119,6 @@ PUBLICATIONS = {
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All rows of the table."""
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     return tuple(_row(row) for row in csv.DictReader(lines, delimiter="\t"))
 

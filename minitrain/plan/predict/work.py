@@ -31,10 +31,7 @@ class Operator:
     shape: tuple[int, ...] = ()
     accumulates: bool = False  # adds a weight's gradient to what is there, or converts it for that
 
-    @property
-    def attention(self) -> bool:
-        """A fused attention kernel."""
-        return self.flops > 0 and "attention" in self.name
+    attention = property(lambda self: self.flops > 0 and "attention" in self.name)  # a fused kernel of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class Pass:
     high_bytes: int = 0  # most alive meanwhile, beyond what was when it began
 
     def then(self, other: Pass) -> Pass:
-        """Both, one after the other."""
         shift = len(self.operators)
         moved = (
             replace(c, overlapped=range(c.overlapped.start + shift, c.overlapped.stop + shift))
@@ -92,10 +88,8 @@ class Work:
     dense: Layer | None = None
     expert_parameters: int = 0  # of `block.parameters`, those dealt out over ep
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """In the order of LAYERS."""
-        return self.embedding, self.block, self.dense or self.block, self.head
+    # in the order of LAYERS
+    layers = property(lambda self: (self.embedding, self.block, self.dense or self.block, self.head))
 
 
 WorkOf = Callable[..., Work]  # (config, strategy, microbatch, length, fused_attention=True) -> Work

@@ -56,10 +56,8 @@ class Placement:
         out = 0 if self.nodes == 1 else min(self.nodes, self.n - 1)
         return self.n - 1 - out, out
 
-    @property
-    def tree_hops(self) -> tuple[int, int]:
-        """From the root to the deepest leaf, with one tree in each node below a tree of the nodes."""
-        return _ceil_log2(self.most), _ceil_log2(self.nodes)
+    # From the root to the deepest leaf, with one tree in each node below a tree of the nodes.
+    tree_hops = property(lambda self: (_ceil_log2(self.most), _ceil_log2(self.nodes)))
 
     def latency(self, hops: tuple[int, int]) -> float:
         return hops[0] * self.alpha_in + hops[1] * self.alpha_out

@@ -43,18 +43,15 @@ class Run(NamedTuple):
     pieces: dict[str, tuple[Piece, ...]]
     bytes_per_s: Mapping[str, Number]
 
+    end_s = property(lambda self: max(map(self.end, self.tasks), default=0))
+
     def start(self, name: str) -> Number:
         return self.pieces[name][0].start_s
 
     def end(self, name: str) -> Number:
         return self.pieces[name][-1].end_s
 
-    @property
-    def end_s(self) -> Number:
-        return max(map(self.end, self.tasks), default=0)
-
     def lane(self, lane: str) -> list[str]:
-        """The tasks of a lane, in order."""
         return [name for name, task in self.tasks.items() if task.lane == lane]
 
     def stall(self, lane: str) -> Number:

@@ -15,7 +15,7 @@ Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minitrain.ranks.tables import aligned
+from minitrain.ranks.checks import require_fractions, require_positive, require_positive_ints
 
 GB = 1e9
 TFLOPS = 1e12
@@ -70,32 +70,22 @@ class Machine:
     disk: Link | None = None  # a device's share of its node's drives
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if name.endswith("per_node") and value < 1:
-                raise ValueError(f"{name}={value} of machine {self.name}: give at least 1")
-            if name.endswith("efficiency") and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} of machine {self.name}: give a fraction in (0, 1]")
+        shares = {name: value for name, value in vars(self).items() if name.endswith("efficiency")}
+        require_fractions(**shares)
+        require_positive(**shares)
+        require_positive_ints(devices_per_node=self.devices_per_node, nics_per_node=self.nics_per_node)
 
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
-    @property
-    def intra_bytes_per_s(self) -> float:
-        """What a device reaches inside its node, per direction."""
-        return self.intra.bandwidth_bytes_per_s * self.network_efficiency
-
-    @property
-    def nic_bytes_per_s(self) -> float:
-        """What one network card reaches, per direction."""
-        return self.inter.bandwidth_bytes_per_s * self.network_efficiency
+    # What a device reaches inside its node, and what one network card reaches, per direction.
+    intra_bytes_per_s = property(lambda self: self.intra.bandwidth_bytes_per_s * self.network_efficiency)
+    nic_bytes_per_s = property(lambda self: self.inter.bandwidth_bytes_per_s * self.network_efficiency)
 
     @property
     def inter_bytes_per_s(self) -> float:
         """A device's share of its node's network cards: in SPMD all devices of a node send at once."""
         return self.nic_bytes_per_s * self.nics_per_node / self.devices_per_node
-
-
-# ---- machines.tsv ----------------------------------------------------------------------------------------
 
 
 def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
@@ -129,18 +119,3 @@ def machine(name: str) -> Machine:
     if name not in MACHINES:
         raise ValueError(f"no machine is called {name!r}; choose from {', '.join(MACHINES)}")
     return MACHINES[name]
-
-
-def describe() -> str:
-    """The named machines; every bandwidth is per device and direction, FP16 is the dense matrix rate."""
-    rows = [
-        ("machine", "device", "FP16", "memory", "", "node", "inside", "", "outside", "", "gap"),
-        ("", "", "TFLOP/s", "GB", "TB/s", "", "", "GB/s", "", "GB/s", ""),
-    ]
-    for m in MACHINES.values():
-        memory, inside, outside = m.device.memory_bytes, m.intra_bytes_per_s, m.inter_bytes_per_s
-        rates = m.device.peak("float16") / TFLOPS, memory / GB, m.device.memory_bandwidth_bytes_per_s / 1e12
-        links = m.intra.name, f"{inside / GB:g}", f"{m.nics_per_node} x {m.inter.name}", f"{outside / GB:g}"
-        cells = f"{rates[0]:g}", f"{rates[1]:g}", f"{rates[2]:.2f}", f"{m.devices_per_node}", *links
-        rows.append((m.name, m.device.name, *cells, f"{inside / outside:.1f}x"))
-    return aligned(rows, left=(0, 1, 6, 8))

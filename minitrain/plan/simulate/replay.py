@@ -22,6 +22,7 @@ what a group that leaves the node sends inside of it, beside groups that stay; s
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import count
 
 from minitrain.plan.simulate import collectives, links
@@ -80,22 +81,16 @@ class _Stream:
         self.count = dict.fromkeys(self.expected, 0)  # transfers issued so far, by rank
         self.queue: deque[_Transfer] = deque()  # all members are there; the first is under way
         self.free_s = 0.0
-        self.cost: dict[tuple[str, int], tuple[float, float]] = {}  # latency, and all of it
 
 
 class Wires:
-    """Who is on which wire now.
+    """Who is on which wire now; `join` and `leave` return those whose end has moved.
 
-    wires.join(a, 0.0)        a alone, 2 s of bytes                           ends at 2
-    wires.join(b, 1.0)        b, of 1.5 s, on a wire of a's: half of it each  a at 3, b at 4
-    wires.leave(a, 3.0)       what a leaves is for the others                 b at 3.5
-
-    Both return those whose end has moved. A wire is one rank's way out of, or into, its node's links ("in")
-    or its share of the network cards ("out"). A collective takes both ways of all its members, a message
-    the source's way out and the destination's way in; each takes the level that bounds it: the links if its
-    group stays in a node, else the cards. Shares are max-min fair (links.shared), and a transfer waits for
-    its slowest member. Wires that one transfer uses alone cost nothing: only those that touch each other,
-    directly or through a third, are looked at again."""
+    A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards
+    ("out"). A collective takes both ways of all its members, a message the source's way out and the
+    destination's way in; each takes the level that bounds it: the links if its group stays in a node, else
+    the cards. Shares are max-min fair (links.shared), and a transfer waits for its slowest member. Only
+    transfers that touch each other, directly or through a third, are looked at again."""
 
     def __init__(self):
         self.users: dict[Wire, dict[_Transfer, None]] = {}
@@ -140,11 +135,12 @@ class _Player:
         self.wires = Wires() if sharing else None
         self.agenda: list[tuple] = []  # a heap of (when, end or join, tie, transfer, its version)
         self.tie = count()
+        self.cost = cache(self.latency_and_cost)
         self.memory_rate = machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency
 
     def play(self) -> Timeline:
         for rank in self.spans:
-            self.advance(rank)
+            self.advance(rank)  # nothing that it issues begins before now
         while self.agenda:
             now_s, kind, _, transfer, version = heapq.heappop(self.agenda)
             if kind == _JOIN:
@@ -157,7 +153,7 @@ class _Player:
         return Timeline(self.machine, self.spans)
 
     def advance(self, rank: int) -> None:
-        """Run one rank until its events end or it waits. Nothing that it issues begins before now."""
+        """Run one rank until its events end or it waits."""
         if transfer := next(self.running[rank], None):
             transfer.waiting.append(rank)
 
@@ -226,7 +222,8 @@ class _Player:
         """The first in a stream's queue is under way."""
         transfer = stream.queue[0]
         op = transfer.arrived[0][1].op
-        latency, cost = self.cost(stream, op, max(event.payload_bytes for _, event, _ in transfer.arrived))
+        payload_bytes = max(event.payload_bytes for _, event, _ in transfer.arrived)
+        latency, cost = self.cost(op, payload_bytes, stream.placement)
         ready = max(now_s for _, _, now_s in transfer.arrived)
         if op in _MESSAGE:  # its latency passes beside the message before, not after it
             transfer.start_s = transfer.on_wire_s = max(ready + latency, stream.free_s)
@@ -257,14 +254,10 @@ class _Player:
         for rank in transfer.waiting:
             self.advance(rank)
 
-    def cost(self, stream: _Stream, op: str, payload_bytes: int) -> tuple[float, float]:
+    def latency_and_cost(self, op: str, payload_bytes: int, placement) -> tuple[float, ...]:
         """Seconds without a byte, and seconds with all of them, both by the algorithm that is taken."""
-        key = op, payload_bytes
-        if key not in stream.cost:
-            way = collectives.chosen(*key, stream.placement, self.algorithms.get(op, "auto"))
-            costs = (collectives.by_algorithm(op, n, stream.placement)[way] for n in (0, payload_bytes))
-            stream.cost[key] = tuple(costs)
-        return stream.cost[key]
+        way = collectives.chosen(op, payload_bytes, placement, self.algorithms.get(op, "auto"))
+        return tuple(collectives.by_algorithm(op, n, placement)[way] for n in (0, payload_bytes))
 
     def stream_of(self, rank: int, event: Issue) -> _Stream:
         message = event.op in _MESSAGE

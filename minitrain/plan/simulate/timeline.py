@@ -7,12 +7,10 @@ direction).
 
 Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
 hide. A copy between memories is a transfer too, on the axis "host" or "disk". Idle is the rest: waiting for
-members that are late (a pipeline's bubble, a straggler), or done before the others. MFU = model FLOPs of a
-rank / (step x peak FLOP/s) (Chowdhery et al. 2022, PaLM, appendix B).
+members that are late (a pipeline's bubble, a straggler), or done before the others.
 
 A trace is in the Trace Event Format of the Chromium project: a process per rank, a thread per stream, a
-"complete" event ("X", microseconds) per span, and names for both as metadata ("M"). Equal timelines give
-equal files.
+"complete" event ("X", microseconds) per span, and names for both as metadata ("M").
 """
 
 import json
@@ -27,6 +25,12 @@ from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.events import Compute, Copy, Issue
 
 Intervals = list[tuple[float, float]]  # (start, end) pairs in order of start
+# What a trace tells of an event, besides its phase.
+FACTS = {
+    Compute: ("flops", "bytes", "dtype"),
+    Copy: ("axis", "bytes"),
+    Issue: ("seq", "axis", "payload_bytes", "sent_bytes"),
+}
 
 
 class Span(NamedTuple):
@@ -39,13 +43,11 @@ class Span(NamedTuple):
     event: Compute | Issue | Copy  # of a wait: what it waits for
     issued_s: float  # of a transfer: when this rank asked for it; else start_s
 
+    duration_s = property(lambda self: self.end_s - self.start_s)
+
     @property
     def name(self) -> str:
         return self.event.name if isinstance(self.event, Compute) else self.event.op
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,7 @@ class Account:
     waiting_s: float  # the compute stream stopped in a wait: exposed communication and late members
     idle_s: float  # neither operators nor transfers
 
-    @property
-    def overlap_s(self) -> float:
-        return self.communication_s - self.exposed_communication_s
-
-
-def _mean(name: str) -> property:
-    return property(lambda timeline: getattr(timeline.mean, name))
+    overlap_s = property(lambda self: self.communication_s - self.exposed_communication_s)
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,11 +70,11 @@ class Timeline:
     machine: Machine
     spans: dict[int, list[Span]]
 
-    compute_s = _mean("compute_s")
-    communication_s = _mean("communication_s")
-    exposed_communication_s = _mean("exposed_communication_s")
-    waiting_s = _mean("waiting_s")
-    idle_s = _mean("idle_s")
+    compute_s = property(lambda self: self.mean.compute_s)
+    communication_s = property(lambda self: self.mean.communication_s)
+    exposed_communication_s = property(lambda self: self.mean.exposed_communication_s)
+    waiting_s = property(lambda self: self.mean.waiting_s)
+    idle_s = property(lambda self: self.mean.idle_s)
 
     @cached_property
     def step_s(self) -> float:
@@ -89,18 +85,14 @@ class Timeline:
     def accounts(self) -> dict[int, Account]:
         return {rank: _account(spans, self.step_s) for rank, spans in self.spans.items()}
 
-    def account(self, rank: int) -> Account:
-        if rank not in self.spans:
-            raise ValueError(f"rank {rank} was not replayed; choose from {', '.join(map(str, self.spans))}")
-        return self.accounts[rank]
-
     @cached_property
     def mean(self) -> Account:
         each = self.accounts.values()
         return Account(*(sum(part) / len(each) for part in zip(*map(astuple, each))))
 
     def mfu(self, model_flops: float, dtype: str = "bfloat16") -> float:
-        """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need."""
+        """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need
+        (Chowdhery et al. 2022, PaLM, appendix B)."""
         return model_flops / (self.step_s * self.machine.device.peak(dtype))
 
     def transfers(self, rank: int, axis: str | None = None) -> list[Span]:
@@ -188,9 +180,6 @@ def outside(intervals: Iterable[tuple[float, float]], covers: Intervals) -> Inte
     return [(start, end) for start, end in free if end > start]
 
 
-# ---- a file for a browser --------------------------------------------------------------------------------
-
-
 def _trace_of(rank: int, spans: list[Span]) -> list[dict]:
     threads = {"compute": 0}  # the stream of computation comes first, then the others in order of use
     for span in spans:
@@ -206,19 +195,10 @@ def _trace_of(rank: int, spans: list[Span]) -> list[dict]:
 
 
 def _complete(span: Span, process: int, thread: int) -> dict:
-    event, names = span.event, ("seq", "axis", "payload_bytes", "sent_bytes")
-    if isinstance(event, Compute):
-        names = "flops", "bytes", "dtype"
-    elif isinstance(event, Copy):
-        names = "axis", "bytes"
-    arguments = {name: getattr(event, name) for name in ("phase", *names)}
-    if isinstance(event, Issue):
-        arguments |= {"call": event.site, "issued_us": _microseconds(span.issued_s)}
+    begun, took, issued = (round(s * 1e6, 4) for s in (span.start_s, span.duration_s, span.issued_s))
+    arguments = {name: getattr(span.event, name) for name in ("phase", *FACTS[type(span.event)])}
+    if isinstance(span.event, Issue):
+        arguments |= {"call": span.event.site, "issued_us": issued}
     name = f"wait for {span.name}" if span.kind == "wait" else span.name
-    times = {"ts": _microseconds(span.start_s), "dur": _microseconds(span.duration_s)}
     where = {"name": name, "cat": span.kind, "pid": process, "tid": thread}
-    return {"ph": "X", **where, **times, "args": arguments}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 4)
+    return {"ph": "X", **where, "ts": begun, "dur": took, "args": arguments}

@@ -2,12 +2,9 @@
 
 A process keeps its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped
 file of fixed slots: writing one is a copy of 320 bytes and no system call, and a rank that hangs inside the
-network library still shows its last calls to whoever opens the file (`read_log`). `observe(callback)` hands
-the records to an instrument such as the ledger.
-
-A slot: one state byte (b"i" issued, b"d" done), then the fields as text between tabs, padded with zero bytes.
-A recorder of collectives in flight is PyTorch's idea (the NCCL flight recorder). Differs: gloo too, and the
-call site.
+network library still shows its last calls to whoever opens the file (`read_log`). A slot is one state byte
+(b"i" issued, b"d" done), then the fields as text between tabs. `observe(callback)` hands the records to an
+instrument such as the ledger. PyTorch's NCCL flight recorder is the model. Differs: gloo too, the call site.
 """
 
 import mmap
@@ -225,17 +222,16 @@ class CollectiveMismatch(RuntimeError):
     gloo does not look: it adds float32 to the bits of int32, sums two tensors of one shape in swapped order,
     and aborts the process when sizes differ. A header of 256 bytes says what is called, where and as what:
 
-        collective  The description (operation, dtype, shape, dim, source, sum or max) must be the same on all
-                    members, and so must the call site: SPMD code is one program, and two tensors summed in
-                    swapped order differ in nothing else. Where branches meet on purpose (`if rank == 0:
-                    broadcast(..) else: broadcast(..)`), or where one line issues many tensors (a loop over
-                    buckets), pass `name=`: then names must agree, and sites may differ.
+        collective  Description (operation, dtype, shape, dim, source, sum or max) and call site must be the
+                    same on all members: two tensors summed in swapped order differ in nothing else. Where
+                    branches meet on purpose (`if rank == 0: broadcast(..) else: ..`), or one line issues many
+                    tensors, pass `name=`: then names must agree, and sites may differ.
         all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
         message     The header travels ahead, and dtype and shape go into the tag of the data, so that a
                     message the receiver does not expect is never written into its tensor. Sites may differ.
 
-    A rank that calls nothing leaves the others waiting, and the launch reports the hang. Each header is a
-    small message, n-1 per call, not counted as sent bytes. On NCCL and in a dry run nothing is compared."""
+    Each header is a small message, n-1 per call, not counted as sent bytes. Nothing is compared on NCCL, in a
+    dry run, or of a rank that calls nothing: the others wait, and the launch reports the hang."""
 
 
 @lru_cache(maxsize=256)
@@ -278,8 +274,8 @@ def disagreement(call: Call, calls: dict[int, tuple[str, ...]]) -> str:
         named = f" named {name!r}" if name else ""
         ranks.setdefault(f"{what}{named} at {site}", []).append(member)
     sides = sorted(ranks.items(), key=lambda side: len(side[1]))
-    several = {what: f"ranks {', '.join(map(str, who))} call {what}" for what, who in sides}
-    texts = [several[what] if len(who) > 1 else f"rank {who[0]} calls {what}" for what, who in sides]
+    plural = lambda who, what: f"ranks {', '.join(map(str, who))} call {what}"
+    texts = [plural(who, what) if len(who) > 1 else f"rank {who[0]} calls {what}" for what, who in sides]
     if len(sides) == 2 and len(sides[0][1]) < len(sides[1][1]):
         texts[1] = f"others {sides[1][0]}"
     only_sites_differ = len({(what, name) for what, name, *_ in calls.values()}) == 1
@@ -289,14 +285,6 @@ def disagreement(call: Call, calls: dict[int, tuple[str, ...]]) -> str:
 
 def place(call: Call) -> str:
     return f"collective #{call.seq}" + ("" if call.axis == "world" else f" on {call.axis}")
-
-
-def message_header(call: Call) -> torch.Tensor:
-    return pack(signature(call.shape, call.dtype), "", call.site)
-
-
-def fingerprint(sent: Call) -> int:
-    return zlib.crc32(signature(sent.shape, sent.dtype).encode()) & 0xFFFF
 
 
 def compare_message(call: Call, header: torch.Tensor) -> None:

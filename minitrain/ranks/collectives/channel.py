@@ -54,9 +54,7 @@ class Channel:
         if backend.counts:  # gloo's event loop is there by now
             PROCESS.on_open()
 
-    @property
-    def group(self) -> ProcessGroup:
-        return self._group()
+    group = property(lambda self: self._group())
 
     def lane(self, call: Call) -> "Lane":
         return self.lanes[call.seq % len(self.lanes)]
@@ -98,9 +96,6 @@ class Lane:
 
 def new_scratch(like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return call_log.announce("buffer", like.new_empty(numel, dtype=dtype))
-
-
-# ---- a rank that is gone -------------------------------------------------------------------------------
 
 
 def check_patience(started: float) -> None:

@@ -160,8 +160,7 @@ def all_to_all(
         check_sizes(ch, x, dim, send_sizes, receive_sizes)
     call = new_call(ch, "all_to_all", x, name, dim, uneven=uneven)
     rows = sum(receive_sizes) if uneven else x.shape[dim]
-    under_way = async_op or meanwhile is not None
-    y = _along(ch, call, x, rows, None, under_way, send_sizes, receive_sizes)
+    y = _along(ch, call, x, rows, None, async_op or meanwhile is not None, send_sizes, receive_sizes)
     if meanwhile is None or async_op:
         return y
     meanwhile()

@@ -17,6 +17,7 @@ Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication oper
 its algorithms for long messages. Differs: here they serve every size.
 """
 
+import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Callable
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import call_log
-from minitrain.ranks.collectives.call_log import Call
+from minitrain.ranks.collectives.call_log import Call, signature
 from minitrain.ranks.collectives.channel import Channel, apart
 from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import num_modes, outside_modes
@@ -121,7 +122,7 @@ def in_rounds(ch: Channel, call: Call | None, outgoing: Tensors, incoming: Tenso
     wait_all(sends)
 
 
-def post_ring(ch: Channel, chunks: list[Tensor], tag: int) -> list:
+def post_ring(ch: Channel, chunks: Tensors, tag: int) -> list:
     """The receives of a ring all-gather: all from the rank before, first its own chunk."""
     return [post_receive(ch, chunks[p], ch.before[0], tag) for p in ch.before]
 
@@ -235,8 +236,6 @@ class Backend:
 
 
 class Gloo(Backend):
-    """Our algorithms over messages between host memories."""
-
     counts = on_host = True
 
     def check(self, op: str, x: Tensor) -> None:
@@ -246,7 +245,8 @@ class Gloo(Backend):
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         def drive() -> None:
             try:
-                unseen(move, ch, job)
+                with unseen():
+                    move(ch, job)
             finally:  # a call that is refused, or whose peer is gone, is over as well
                 call_log.finished(job.call)
 
@@ -256,7 +256,20 @@ class Gloo(Backend):
         return lambda: None
 
     def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
-        arrivals, works = unseen(self._post, ch, sends, receives)
+        arrivals, works = [], []
+        with unseen():
+            for call, tensor, peer in receives:
+                header, header_work, (header_tag, tag) = None, None, message_tags(call)
+                if PROCESS.checked:
+                    header = torch.empty(call_log.HEADER_BYTES, dtype=torch.uint8)
+                    header_work = post_receive(ch, header, peer, header_tag)
+                arrivals.append((call, header, header_work, post_receive(ch, tensor, peer, tag)))
+            for call, tensor, peer in sends:
+                header_tag, tag = message_tags(call)
+                if PROCESS.checked:
+                    header = call_log.pack(signature(call.shape, call.dtype), "", call.site)
+                    works.append(post_send(ch, None, header, peer, header_tag))
+                works.append(post_send(ch, call, tensor, peer, tag))
 
         def wait() -> None:
             for call, header, header_work, data_work in arrivals:
@@ -268,38 +281,20 @@ class Gloo(Backend):
 
         return lambda: apart(wait)
 
-    def _post(self, ch: Channel, sends: list, receives: list) -> tuple[list, list]:
-        """Returns (what will arrive: call, header if it has one, works of both; works of what is sent)."""
-        arrivals, works = [], []
-        for call, tensor, peer in receives:
-            header, header_work, (header_tag, tag) = None, None, message_tags(call)
-            if PROCESS.checked:
-                header = torch.empty(call_log.HEADER_BYTES, dtype=torch.uint8)
-                header_work = post_receive(ch, header, peer, header_tag)
-            arrivals.append((call, header, header_work, post_receive(ch, tensor, peer, tag)))
-        for call, tensor, peer in sends:
-            header_tag, tag = message_tags(call)
-            if PROCESS.checked:
-                works.append(post_send(ch, None, call_log.message_header(call), peer, header_tag))
-            works.append(post_send(ch, call, tensor, peer, tag))
-        return arrivals, works
-
 
 def message_tags(call: Call) -> tuple[int, int]:
     """Tags of a message's header and data, which in checked mode has dtype and shape in it (call_log.py)."""
     tag = 2**30 + call.seq % 2**12 * 2**17
-    return tag + 2**16, tag + (call_log.fingerprint(call) if PROCESS.checked else 0)
+    form = zlib.crc32(signature(call.shape, call.dtype).encode()) & 0xFFFF
+    return tag + 2**16, tag + form * PROCESS.checked
 
 
-def unseen(work: Callable, *args):
-    """work(*args) unseen by dispatch modes: an algorithm's additions are communication, not FLOPs."""
-    with outside_modes() if num_modes() else nullcontext():
-        return work(*args)
+def unseen():
+    """A context that dispatch modes do not see: an algorithm's additions are communication, not FLOPs."""
+    return outside_modes() if num_modes() else nullcontext()
 
 
-class Dry(Backend):
-    """Nothing moves; results have shapes and no values."""
-
+class Dry(Backend):  # nothing moves; results have shapes and no values
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         return lambda: call_log.finished(job.call)
 
@@ -313,8 +308,6 @@ def renamed(new: str, old: str) -> Callable:
 
 
 class NCCL(Backend):
-    """NCCL's own collectives and messages between GPUs."""
-
     adds = False
 
     def check(self, op: str, x: Tensor) -> None:

@@ -15,7 +15,7 @@ import copy
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,10 +55,8 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
     require_positive_ints(ranks=ranks)
     require_ints(0, ranks - 1, rank=rank)
     if dist.is_initialized():
-        raise ValueError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; a dry run makes a world "
-            "of its own: call it outside of launch.run, and not inside another"
-        )
+        cure = "a dry run makes a world of its own: call it outside of launch.run, and not inside another"
+        raise ValueError(f"rank {dist.get_rank()} of {dist.get_world_size()} calls dryrun.run; {cure}")
     cells = notebook_cells()
     for file in cells:
         collectives.name_file(file, "cell")  # as the ranks of a launch do, so that call sites are equal
@@ -72,20 +70,16 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
         with mode:
             return fn(*args)
     except Exception as error:
-        for cause in reversed(list(_causes(error))):
+        causes = [error]  # and those that it was raised from: who runs the reader's code may raise his own
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        for cause in reversed(causes):
             if complaint := _complaint(cause):
                 raise ValueError(f"{_line_of(cause, cells)} {complaint}") from None
         raise
     finally:
         dist.destroy_process_group()
         sys.excepthook = on_crash
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from: who runs the reader's code may raise one of its own."""
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _complaint(error: BaseException) -> str | None:

@@ -5,8 +5,7 @@ pickled function and its arguments) go there, and of rank r come back `r.result`
 `r.stderr`, `r.noise` (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of
 one line, so a rank can die in the middle of anything and what it said before is whole.
 
-A rank has whatever the helper has imported, at the price of a fork. So the helper imports what the caller
-uses of minitrain: 0.1 to 0.3 s of processor time, which every rank of every launch would spend instead. When
+The helper imports what the caller uses of minitrain, 0.1 to 0.3 s that every rank would spend instead. When
 one of those files has been edited the next launch starts another helper: ranks run what files say by now.
 """
 
@@ -45,9 +44,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def run_local(
-    call: bytes, ranks: int, timeout_s: float, start_timeout_s: float, checked: bool, echo: bool, grace_s
-) -> list:
+def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, echo: bool, grace_s) -> list:
     launch = Launch(ranks, echo, grace_s)
     try:
         # the ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all in hand
@@ -103,11 +100,9 @@ class Launch:
             # Who is there waits for all to come; whoever is still reading its arguments holds them up.
             states = [state for state in ("start", "there") if state in self.states.values()]
             late = [rank for rank, state in self.states.items() if state == states[0]]
-            raise LaunchTimeout(
-                f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s; "
-                f"missing: {report.name(late)}; if the machine is busy, raise start_timeout_s",
-                tuple(late),
-            )
+            there = f"{self.ranks - len(late)} of {self.ranks} ranks arrived after {start_timeout_s:g} s"
+            cure = "if the machine is busy, raise start_timeout_s"
+            raise LaunchTimeout(f"{there}; missing: {report.name(late)}; {cure}", tuple(late))
         if not self.wait_until({"done"}, timeout_s):
             raise self.hang(timeout_s)
         self.show(ended=True)
@@ -167,16 +162,14 @@ class Launch:
             raise RankError(f"{gone}; run again to start another", (), last_words)
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
-            who, event, *value = line.decode().split()
+            who, event, *values = line.decode().split()
             if event == "reaped":
                 self.reaped = True
-            elif event == "pid":
-                self.pids[int(who)] = int(value[0])
-            elif event == "exit":
-                self.exits[int(who)] = int(value[0])
+            elif event in ("pid", "exit"):
+                {"pid": self.pids, "exit": self.exits}[event][int(who)] = int(values[0])
             else:
                 self.states[int(who)] = event
-                self.helper.heavy.update(value)
+                self.helper.heavy.update(values)
 
     def stop(self) -> None:
         """Close the lifeline: the helper kills and reaps every rank, and nothing of this launch is left."""
@@ -258,18 +251,15 @@ def notebook_cells() -> dict[str, str]:
     return {file: " ".join(name) for file, name in names.items() if name}
 
 
-# ---- the helper ------------------------------------------------------------------------------------------
-
-
 class Helper:
     """The process, the socket that requests go through, and what it was asked to import."""
 
     @classmethod
     def find(cls) -> "Helper":
-        if PROCESS.helper is None or not PROCESS.helper.usable():
-            if PROCESS.helper is not None:
-                PROCESS.helper.close()
-            PROCESS.helper = cls()
+        if PROCESS.helper is not None and not PROCESS.helper.usable():
+            PROCESS.helper.close()
+            PROCESS.helper = None
+        PROCESS.helper = PROCESS.helper or cls()
         return PROCESS.helper
 
     def __init__(self):

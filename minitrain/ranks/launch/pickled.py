@@ -64,10 +64,9 @@ def result(thing) -> bytes:
     try:
         return dumps(thing)
     except Exception as error:
-        raise TypeError(
-            f"fn returned a {type(thing).__name__}, which cannot be sent back ({report.message_of(error)}); "
-            "return tensors, numbers, text, or lists and dicts of them"
-        ) from None
+        said = f"fn returned a {type(thing).__name__}, which cannot be sent back"
+        cure = "return tensors, numbers, text, or lists and dicts of them"
+        raise TypeError(f"{said} ({report.message_of(error)}); {cure}") from None
 
 
 def single_files() -> list[ModuleType]:

@@ -1,9 +1,8 @@
 """Behind the caller: the helper process, which forks ranks, and what a rank does from fork to kill.
 
-The helper imports torch, stays single-threaded, never touches CUDA, and forks. (The *caller* cannot be
-forked: a notebook kernel has threads, sockets and perhaps a CUDA context, and none of them survives a fork.)
-A launch is announced before its directory is made, so that whoever dies, and whenever, somebody is left who
-removes it; then its order comes on the lifeline.
+The helper imports torch, stays single-threaded, never touches CUDA, and forks. (The *caller* cannot: its
+threads, sockets and CUDA context do not survive a fork.) A launch is announced before its directory is made,
+so that whoever dies, and whenever, somebody is left who removes it; then its order comes on the lifeline.
 
     caller closes the lifeline, or dies     the helper kills and reaps the ranks and all that they started, in
                                             sessions of their own too (Linux), and says "- reaped"
@@ -108,13 +107,9 @@ class RankGroup:
 
     def line(self) -> str:
         """One line of the lifeline and nothing that follows it; "" if the caller is gone."""
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = self.lifeline.recv(1)
-            if not byte:
-                return ""
-            line += byte
-        return os.fsdecode(line[:-1])
+        with self.lifeline.makefile("rb", buffering=0) as lines:  # which asks for a byte at a time
+            line = lines.readline()
+        return os.fsdecode(line[:-1]) if line.endswith(b"\n") else ""
 
     def run(self, ended: int, caller_pid: int) -> None:
         """From the order to start, a line on the lifeline, to its end."""
@@ -186,9 +181,6 @@ def children() -> list[int]:
     return []
 
 
-# ---- a rank ----------------------------------------------------------------------------------------------
-
-
 class Rank:
     """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`. Of its launch it has
 
@@ -202,8 +194,7 @@ class Rank:
     def __init__(self, rank: int, ranks: int, launch: RankGroup):
         self.rank, self.ranks, self.launch = rank, ranks, launch
 
-    def path(self, kind: str) -> str:
-        """Of what this rank writes."""
+    def path(self, kind: str) -> str:  # of what this rank writes
         return f"{self.launch.directory}/{self.rank}.{kind}"
 
     def say(self, *words) -> None:
@@ -232,17 +223,17 @@ class Rank:
         self.wait_for_the_end("done")
 
     def tie_to_caller(self) -> None:
+        def exit_with_it() -> None:
+            self.launch.lifeline.recv(1)
+            os._exit(0)
+
         helper = os.getppid()
         if LINUX:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != helper:
             os._exit(0)
         os.setpgid(0, 0)
-        threading.Thread(target=self.watch_lifeline, daemon=True).start()
-
-    def watch_lifeline(self) -> None:
-        self.launch.lifeline.recv(1)
-        os._exit(0)
+        threading.Thread(target=exit_with_it, daemon=True).start()
 
     def watch_others(self) -> None:
         os.read(self.launch.gone, 1)

@@ -81,10 +81,8 @@ def message_of(error: BaseException) -> str:
 
 def shortened(text: str, letters: int) -> str:
     """Its first and its last part, if it has more letters than that."""
-    half = letters // 2
-    if len(text) <= letters:
-        return text
-    return f"{text[:half]} ... ({len(text) - 2 * half:,} letters left out) ... {text[-half:]}"
+    half, more = letters // 2, len(text) - letters
+    return text if more <= 0 else f"{text[:half]} ... ({more:,} letters left out) ... {text[-half:]}"
 
 
 def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> dict:
@@ -151,7 +149,6 @@ def name(ranks: list[int]) -> str:
 
 
 def alike(said: dict[int, object]) -> dict[object, list[int]]:
-    """Ranks that say the same, together."""
     groups: dict[object, list[int]] = {}
     for rank, text in said.items():
         groups.setdefault(text, []).append(rank)
@@ -187,9 +184,7 @@ def failure(records: dict[int, dict], cells: dict[str, str], noise: dict[int, st
 # ---- a hang ----------------------------------------------------------------------------------------------
 
 
-class Stuck(NamedTuple):
-    """Where one rank was when time was up."""
-
+class Stuck(NamedTuple):  # where one rank was when time was up
     text: str  # "wait{s} in all_gather #41 (train.py:7)", {s} for one rank
     waits: bool  # in a collective or for a message
     group: tuple = ()  # which group's collective: axis, members, name

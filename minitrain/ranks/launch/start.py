@@ -2,20 +2,20 @@
 
     results = run(fn, *args, ranks=4)      fn(*args) on every rank, in one process group; results by rank
 
-Ranks are forked from a helper that has torch loaded (`ranks.py`): the first launch of a process takes 2 s,
+Every launch has new processes, forked from a helper that has torch loaded (`ranks.py`): the first takes 2 s,
 every later one 0.1 s. `fn` travels by value (cloudpickle): a function of a notebook cell, a lambda or a
-closure works, and the caller's script is not run again. Every launch has new processes.
+closure works, and the caller's script is not run again.
 
 Ranks find each other through a file in a private directory, and gloo is bound to the loopback. (A TCP store
 listens on every interface, needs a free port, and stalled 5 s in one start of five.)
 
-The first rank that fails ends the launch within a second with a `RankError` that names it; a launch that
-takes longer than `timeout_s` ends with a `LaunchTimeout` that says where each rank was. Either way, and after
-an interrupt, every process is killed before `run` returns.
+The first rank that fails ends the launch within a second with a `RankError` that names it, too long a time
+with a `LaunchTimeout` that says where each rank was. Either way, and after an interrupt, every process is
+killed before `run` returns.
 
-Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) `run` starts nothing: the ranks there are,
-on however many nodes, run fn, and all results reach all of them. A rank cannot stop its neighbours there: if
-one fails while others wait, or time is up, the process ends, and torchrun ends the job.
+Under torchrun `run` starts nothing: the ranks there are, on however many nodes, run fn, and all results reach
+all of them. A rank cannot stop its neighbours there: if one fails while others wait, or time is up, the
+process ends, and torchrun ends the job.
 """
 
 import atexit
@@ -40,10 +40,9 @@ from minitrain.ranks.checks import require_positive, require_positive_ints
 from minitrain.ranks.launch import local, pickled, report
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
-from minitrain.ranks.process import PROCESS
+from minitrain.ranks.process import JOB, PROCESS, in_a_job
 
 LONGEST_S = 10 * 24 * 3600.0  # what torch can count in milliseconds, twice; `timeout_s=inf` means this
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_S = 3.0  # for others of a job to come to an end too, after this rank failed
 FOREVER = datetime.timedelta(days=30)  # the time-out of a job's groups: ours is the alarm
 
@@ -64,14 +63,11 @@ def run(
     every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
     ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
-    all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn. Threads
-    that launch wait for each other.
+    all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn.
 
     `grace_s`: after the first failure the other ranks have that long to see it and come to an end by
     themselves, to save what they have say: a collective that waits for a rank that is gone fails after a
-    third of it at the latest (not under torchrun, which ends them itself). Raises ValueError before anything
-    starts; RankError and LaunchTimeout after.
-    """
+    third of it at the latest (not under torchrun, which ends them itself)."""
     if os.environ.get("MINITRAIN_INSIDE"):
         cure = "call run from the outside, or use dist.new_group for fewer ranks than there are"
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")
@@ -100,13 +96,6 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
 
 
-# ---- under torchrun --------------------------------------------------------------------------------------
-
-
-def in_a_job() -> bool:
-    return all(variable in os.environ for variable in VARIABLES)
-
-
 class Job:
     """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
 
@@ -114,7 +103,7 @@ class Job:
         self.launches, self.rank = 0, int(os.environ["RANK"])
         self.file = tempfile.TemporaryFile()  # without a name: nothing stays if the job is killed
         self.log = f"/dev/fd/{self.file.fileno()}"
-        cure = f"outside a job unset {' '.join(VARIABLES)}, which are left over from one"
+        cure = f"outside a job unset {' '.join(JOB)}, which are left over from one"
         with self.alarm(start_timeout_s, f"the ranks of this job have not all joined ({cure})"):
             wait = datetime.timedelta(seconds=start_timeout_s)
             self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))

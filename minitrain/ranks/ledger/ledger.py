@@ -12,9 +12,8 @@ handed to the network; where the backend moves the data itself they are charged 
 
 What is inside a collective is communication: its additions are no Compute events, its memory counts.
 Operators of your own threads are not seen, nor is the inside of a compiled function. A causal attention
-kernel counts the scores its mask leaves; `Ledger(causal="square")` counts all T², as the papers' do.
-The ideas are torch.utils.flop_counter's and torch.distributed._tools.mem_tracker's. Differs: one account for
-both and for communication, of a dry run too.
+kernel counts the scores its mask leaves; `Ledger(causal="square")` counts all T², as the papers' do. After
+torch.utils.flop_counter and torch.distributed._tools.mem_tracker. Differs: communication and dry runs too.
 """
 
 from collections import Counter
@@ -47,14 +46,12 @@ class Ledger:
         self._memory = MemoryMeter(lambda: len(self._events), limit_bytes)
         self._copies: list[Copy] = []
         self._phase = ""
-        self._open: ExitStack | None = None
-        self._used = False
+        self._open, self._used = ExitStack(), False
 
     def __enter__(self) -> "Ledger":
         if self._used:
             raise ValueError("this Ledger has accounted for a run already; make a new one")
         self._used = True
-        self._open = ExitStack()
         self._open.callback(self._memory.close)
         self._memory.open()
         self._open.enter_context(collectives.observe(self._on_call))
@@ -63,7 +60,6 @@ class Ledger:
 
     def __exit__(self, *error) -> None:
         self._open.close()
-        self._open = None
         self._pending.clear()
 
     @contextmanager
@@ -149,8 +145,6 @@ class Ledger:
         `gathered`, "gathered parameters" (ZeRO-3) stand apart from the other buffers."""
         return list(self._memory.timeline(gathered))
 
-    # ---- the order of things ------------------------------------------------------------------------------
-
     @property
     def events(self) -> list[Event]:
         return [event.event() if type(event) is _Issued else event for event in self._events]
@@ -178,8 +172,6 @@ class Ledger:
             tables += ((("copies", "bytes"), *copies, ("total", self.copied_bytes())), host)
         return _Shown("\n\n".join(map(aligned, tables)))
 
-    # ---- what the instruments report ----------------------------------------------------------------------
-
     def _on_call(self, kind: str, subject) -> None:
         if kind == "buffer":
             self._memory.name(subject, "buffers", older=False)
@@ -202,14 +194,12 @@ class Ledger:
             self._events.append(Wait(self._pending.pop(id(subject)).id))
         self._memory.check_limit()
 
+    _next_id = property(lambda self: len(self._calls) + len(self._copies))
+
     def _begun(self, subject, event, alike: list) -> None:
         self._pending[id(subject)] = event
         alike.append(event)
         self._events.append(event)
-
-    @property
-    def _next_id(self) -> int:
-        return len(self._calls) + len(self._copies)
 
 
 @dataclass(slots=True)

@@ -159,14 +159,13 @@ class MemoryMeter:
                     hooks[key] = hooks.pop(key)
             self._name_gradient(parameter)
 
-    def _name_gradient(self, parameter: Parameter) -> None:
-        if parameter.grad is not None:
+    def _name_gradient(self, parameter: Parameter | None) -> None:
+        if parameter is not None and parameter.grad is not None:
             self.name(parameter.grad, "gradients")
 
     def _name_gradients(self) -> None:
         for known in self._parameters.values():
-            if (parameter := known()) is not None:
-                self._name_gradient(parameter)
+            self._name_gradient(known())
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
         self._name_states(optimizer)

@@ -8,8 +8,8 @@
 Bytes are what must move without a cache: an expanded tensor counts its memory, a table that rows are read
 from or added to counts those rows. FLOPs are the hardware's, as executed: the backward of a fused attention
 kernel counts five products, since it computes the scores again. Told `is_causal` it counts the T(T+1)/2
-scores its mask leaves (tiles on the diagonal are done in full, which is not charged); `causal="square"`
-charges all T². Of grouped products the shape is E products of the mean rows, rounded up.
+scores its mask leaves (not that tiles on the diagonal are done in full); `causal="square"` charges all T². Of
+grouped products the shape is E products of the mean rows, rounded up.
 
 Formulas are those of torch.utils.flop_counter. Differs: attention and the backward of convolutions (torch
 2.13 counts nothing for the CPU attention kernel, too much for grouped convolutions), which have no shape
@@ -204,9 +204,6 @@ OUR_FORMULAS = {
     aten.addbmm: lambda matrix, a, b, **kwargs: 2 * a.numel() * b.shape[-1],
 }
 OUR_FORMULAS |= dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, *args, **kwargs: 2 * a.numel())
-
-
-# ---- the watch -------------------------------------------------------------------------------------------
 
 
 class Watch(DispatchMode):

@@ -175,7 +175,7 @@ def test_timeline_draws_the_seconds_of_the_account():
         length = sum(path.get_extents().width for path in bars.get_paths())
         colour = matplotlib.colors.to_hex(bars.get_facecolor()[0]).upper()
         drawn[colour] = drawn.get(colour, 0) + length / 1e3  # the axis is in ms
-    account = timeline.account(0)
+    account = timeline.accounts[0]
     assert ax.get_xlabel() == "time (ms)"
     assert drawn[COLOURS["exposed communication"]] == pytest.approx(account.exposed_communication_s)
     assert drawn[COLOURS["communication"]] == pytest.approx(account.overlap_s)

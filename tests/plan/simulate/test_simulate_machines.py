@@ -8,6 +8,7 @@ import pytest
 
 from minitrain.plan.simulate import machines
 from minitrain.plan.simulate.machines import DEVICES, GB, LINKS, machine
+from minitrain.ranks.tables import aligned
 
 
 def total(link):
@@ -46,6 +47,20 @@ def test_every_figure_names_its_source():
     assert all(device in DEVICES.values() for device in (m.device for m in machines.MACHINES.values()))
 
 
+def table():
+    """Per device and direction, FP16 dense."""
+    rows = [("machine", "device", "FP16", "memory", "", "node", "inside", "", "outside", "", "gap")]
+    rows += [("", "", "TFLOP/s", "GB", "TB/s", "", "", "GB/s", "", "GB/s", "")]
+    for m in machines.MACHINES.values():
+        device, inside, outside = m.device, m.intra_bytes_per_s, m.inter_bytes_per_s
+        links = m.intra.name, f"{inside / GB:g}", f"{m.nics_per_node} x {m.inter.name}", f"{outside / GB:g}"
+        rates = f"{device.peak('float16') / 1e12:g}", f"{device.memory_bytes / GB:g}"
+        bandwidth = f"{device.memory_bandwidth_bytes_per_s / 1e12:.2f}"
+        node = bandwidth, f"{m.devices_per_node}", *links, f"{inside / outside:.1f}x"
+        rows.append((m.name, device.name, *rates, *node))
+    return aligned(rows, left=(0, 1, 6, 8))
+
+
 TABLE = """
 machine        device             FP16  memory        node  inside                 outside                      gap
                                TFLOP/s      GB  TB/s                         GB/s                       GB/s
@@ -65,7 +80,7 @@ ascend910      Ascend 910          256      32  1.20     4  HCCS               9
 
 def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
     """Memory rates to the GB/s, processors, peaks of other dtypes, PCIe of the host, NCCL's latencies."""
-    assert machines.describe().splitlines() == TABLE.strip().splitlines()
+    assert table().splitlines() == TABLE.strip().splitlines()
     figures = {name: (d.memory_bandwidth_bytes_per_s / GB, d.multiprocessors) for name, d in DEVICES.items()}
     dtypes = ("fp64", "fp32", "tf32", "bf16", "fp8")
     peaks = {
@@ -103,9 +118,9 @@ def test_errors_say_what_is_allowed():
         machine("v100").device.peak("bf16")
     with pytest.raises(ValueError, match="unnamed dtype"):
         machine("v100").device.peak("")
-    with pytest.raises(ValueError, match=r"compute_efficiency=1.2 .* fraction in \(0, 1\]"):
+    with pytest.raises(ValueError, match="compute_efficiency=1.2: use a number from 0 to 1"):
         dataclasses.replace(machine("h100"), compute_efficiency=1.2)
-    with pytest.raises(ValueError, match="memory_efficiency=0 of"):
+    with pytest.raises(ValueError, match="memory_efficiency=0: use a finite number above 0"):
         dataclasses.replace(machine("h100"), memory_efficiency=0)
     with pytest.raises(ValueError, match="nics_per_node=0"):
         dataclasses.replace(machine("h100"), nics_per_node=0)

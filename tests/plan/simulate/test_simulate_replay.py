@@ -61,7 +61,7 @@ def test_overlap_by_hand():
     assert (timeline.compute_s, timeline.communication_s) == (close(6), close(4))
     parts = timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s
     assert parts == (close(1), close(1), close(0))
-    assert timeline.account(1).overlap_s == close(3)
+    assert timeline.accounts[1].overlap_s == close(3)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
         ("compute", 0, close(2)),
         ("compute", 2, close(5)),
@@ -99,7 +99,7 @@ def test_a_collective_starts_with_its_last_member():
         program.wait(program.issue("all_gather", "tp", PAIR, 2 * 10**9))
     timeline = replay({rank: program.events for rank, program in programs.items()}, UNIT)
     assert timeline.step_s == close(6)
-    fast = timeline.account(0)
+    fast = timeline.accounts[0]
     assert (fast.waiting_s, fast.exposed_communication_s, fast.idle_s) == (close(5), close(1), close(4))
 
 
