@@ -50,9 +50,7 @@ def main() -> None:
 def complain(text: str) -> None:
     """On one line that ends, whatever was given: names of files may have line breaks, or be no text."""
     text = " ".join(text.split()).encode(errors="backslashreplace").decode()
-    if len(text) > MOST_LETTERS:
-        text = f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 2 :]}"
-    echo(f"minitrain: {text}", err=True)
+    echo(f"minitrain: {text[:MOST_LETTERS]}", err=True)
 
 
 @app.callback(invoke_without_command=True)

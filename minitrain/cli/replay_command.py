@@ -65,12 +65,8 @@ def replay(
     minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200
     """
     config = known(presets, preset=model)
-    target = replace(
-        known(MACHINES, machine=machine),
-        compute_efficiency=compute_efficiency,
-        memory_efficiency=memory_efficiency,
-        network_efficiency=network_efficiency,
-    )
+    shares = dict(compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency)
+    target = replace(known(MACHINES, machine=machine), **shares, network_efficiency=network_efficiency)
     strategy = strategy_for(chosen(Strategy, values), ranks)
     hyper = step_for(config, strategy, batch, length)
     writable(trace=trace)

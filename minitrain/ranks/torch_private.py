@@ -56,15 +56,9 @@ fused_adamw_ = torch._fused_adamw_  # the whole update of AdamW in one kernel, i
 grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.
-FAKE = "torch._subclasses.fake_tensor"
-FOR_DRY_RUNS = {
-    "FakeTensor": FAKE,
-    "FakeTensorMode": FAKE,
-    "FakeCopyMode": FAKE,
-    "DataDependentOutputException": FAKE,
-    "DynamicOutputShapeException": FAKE,
-    "FakeStore": "torch.testing._internal.distributed.fake_pg",
-}
+FAKE = "FakeTensor FakeTensorMode FakeCopyMode DataDependentOutputException DynamicOutputShapeException"
+FOR_DRY_RUNS = dict.fromkeys(FAKE.split(), "torch._subclasses.fake_tensor")
+FOR_DRY_RUNS["FakeStore"] = "torch.testing._internal.distributed.fake_pg"
 
 
 def __getattr__(name: str):

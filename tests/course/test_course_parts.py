@@ -224,8 +224,8 @@ def test_an_error_is_one_line_of_the_first_rank(error, rank, code, said, monkeyp
     told = capsys.readouterr().err
     assert ended.value.code == code and (said is None or told == said)
     if said is None:
-        assert told.startswith("minitrain: a\\udcffx") and told.endswith("xend\n") and "x ... x" in told
-        assert len(told) == len("minitrain: ") + main.MOST_LETTERS + len(" ... ") + 1
+        assert told.startswith("minitrain: a\\udcffx") and told.endswith("xx\n")
+        assert len(told) == len("minitrain: ") + main.MOST_LETTERS + 1
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):

@@ -259,7 +259,7 @@ class Simulated:
         self.send = self.move = 0.0 if costs.blocking else costs.message_s
 
     def of(self, entry) -> float:
-        own = tuple((action.kind, action.stage, self.cast.leaves(action)) for action in parts([entry]))
+        own = tuple((action.kind, action.stage, action in self.cast.sent) for action in parts([entry]))
         *passes, messages = self.cast.of(own)
         return (
             sum(map(mul, passes, self.costs.passes)) + messages * self.costs.message_s * self.costs.blocking

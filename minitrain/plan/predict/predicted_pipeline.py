@@ -177,9 +177,9 @@ class _Cast:
         self.messages: list[list[int]] = []  # what other ranks must have done
         newest, done, numbers, place = [-1] * layout.p, {}, {}, self.schedule.place
         needs = ((place[next(parts([entry]))], needed) for entry, needed in self.schedule.needs.items())
-        sent = {action for rank, needed in needs for action in needed if place[action] != rank}
+        self.sent = {action for rank, needed in needs for action in needed if place[action] != rank}
         for number, (rank, entry) in enumerate(in_order(self.schedule, set())):
-            own = tuple((action.kind, action.stage, action in sent) for action in parts([entry]))
+            own = tuple((action.kind, action.stage, action in self.sent) for action in parts([entry]))
             self.roles.append(numbers.setdefault(own, len(numbers)))
             needed = {done[need] for need in self.schedule.needs[entry]}
             self.messages.append([need for need in needed if self.ranks[need] != rank])

@@ -26,20 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup
 
-from minitrain.ranks.collectives import call_log, transport
-from minitrain.ranks.collectives.channel import (
-    Channel,
-    Handle,
-    Sizes,
-    check_can_reduce,
-    check_rank,
-    check_sizes,
-    checked_dim,
-    contiguous,
-    new_call,
-    new_scratch,
-    result,
-)
+from minitrain.ranks.collectives import call_log, channel, transport
+from minitrain.ranks.collectives.channel import Channel, Handle, Sizes, contiguous, new_call
 from minitrain.ranks.collectives.transport import Job, backend_of
 from minitrain.ranks.process import PROCESS
 
@@ -101,8 +89,8 @@ def all_reduce(
     """The sum over the group, or with `op="max"` the maximum of each element: a NaN of any rank, as for
     torch.maximum (over NCCL, what NCCL makes of it). `out=x` works in place."""
     ch = open_channel(group, "all_reduce", x)
-    check_can_reduce("all_reduce", op, x)
-    out = result("all_reduce", x, x.shape, out)
+    channel.check_can_reduce("all_reduce", op, x)
+    out = channel.result("all_reduce", x, x.shape, out)
     src = contiguous(x).view(-1)
     job = Job(new_call(ch, "all_reduce", x, name, reduction=op), src, src)
     if out is not x:
@@ -115,7 +103,7 @@ def all_gather(
 ) -> Tensor | Handle:
     """Everyone's x [.., d, ..], concatenated along `dim` in group-rank order: [.., n·d, ..]."""
     ch = open_channel(group, "all_gather", x)
-    dim = checked_dim("all_gather", x, dim)
+    dim = channel.checked_dim("all_gather", x, dim)
     call = new_call(ch, "all_gather", x, name, dim, payload=ch.size)
     return _along(ch, call, x, ch.size * x.shape[dim], out, async_op)
 
@@ -125,8 +113,8 @@ def reduce_scatter(
 ) -> Tensor | Handle:
     """This rank's piece [.., d, ..] along `dim` of the sum of everyone's x [.., n·d, ..]."""
     ch = open_channel(group, "reduce_scatter", x)
-    check_can_reduce("reduce_scatter", "sum", x)
-    dim = checked_dim("reduce_scatter", x, dim, divisor=ch)
+    channel.check_can_reduce("reduce_scatter", "sum", x)
+    dim = channel.checked_dim("reduce_scatter", x, dim, divisor=ch)
     call = new_call(ch, "reduce_scatter", x, name, dim)
     return _along(ch, call, x, x.shape[dim] // ch.size, out, async_op)
 
@@ -155,9 +143,9 @@ def all_to_all(
 
         return _Linear.apply(x, along(send_sizes, receive_sizes), along(receive_sizes, send_sizes))
     uneven = send_sizes is not None or receive_sizes is not None
-    dim = checked_dim("all_to_all", x, dim, divisor=None if uneven else ch)
+    dim = channel.checked_dim("all_to_all", x, dim, divisor=None if uneven else ch)
     if uneven:
-        check_sizes(ch, x, dim, send_sizes, receive_sizes)
+        channel.check_sizes(ch, x, dim, send_sizes, receive_sizes)
     call = new_call(ch, "all_to_all", x, name, dim, uneven=uneven)
     rows = sum(receive_sizes) if uneven else x.shape[dim]
     y = _along(ch, call, x, rows, None, async_op or meanwhile is not None, send_sizes, receive_sizes)
@@ -172,8 +160,8 @@ def broadcast(
 ) -> Tensor | Handle:
     """The source's x, on every rank; elsewhere x only says shape and dtype."""
     ch = open_channel(group, "broadcast", x)
-    check_rank(ch, "broadcast from", source)
-    out = result("broadcast", x, x.shape, None)
+    channel.check_rank(ch, "broadcast from", source)
+    out = channel.result("broadcast", x, x.shape, None)
     src = contiguous(x) if ch.rank == source else out
     job = Job(new_call(ch, "broadcast", x, name, source=source), src.view(-1), out.view(-1), source=source)
     return _perform(ch, job, lambda: out, async_op)
@@ -192,7 +180,7 @@ def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, send
     """Perform `call`, whose result is like x but `length` long in call.dim; unless 0, on turned copies."""
     dim = call.dim
     src = contiguous(x.movedim(dim, 0))
-    out = result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1 :]), out)
+    out = channel.result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1 :]), out)
     dst = out.detach() if dim == 0 else call_log.announce("buffer", src.new_empty((length, *src.shape[1:])))
     row = math.prod(src.shape[1:])
     sends, receives = (sizes and [row * size for size in sizes] for sizes in (sends, receives))
@@ -214,7 +202,7 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
         job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
     if backend.adds and call.op in ("all_reduce", "reduce_scatter"):
         own = transport.chunk_size(job.src.numel(), ch.size, ch.rank)
-        scratch = ch.lane(call).scratch if async_op else new_scratch
+        scratch = ch.lane(call).scratch if async_op else channel.new_scratch
         job.received = scratch(job.src, (ch.size - 1) * own, job.src.dtype)
         if job.src.dtype in (torch.bfloat16, torch.float16) and call.reduction == "sum":
             job.wide = scratch(job.src, own, torch.float32)  # a sum has more digits than its terms
@@ -242,7 +230,7 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
 def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> Handle | None:
     """Give x to rank `to` of the group."""
     ch = open_channel(group, "send", x)
-    check_rank(ch, "send to", to, other=True)
+    channel.check_rank(ch, "send to", to, other=True)
     return _transfer(ch, [(x, to)], [], lambda received: None, async_op)
 
 
@@ -254,7 +242,7 @@ def receive(
         raise ValueError("receive needs a tensor to take shape and dtype from, or shape= and dtype=")
     room = torch.empty(shape, dtype=dtype, device=device) if like is None else _room_for(like)
     ch = open_channel(group, "receive", room if like is None else like)
-    check_rank(ch, "receive from", source, other=True)
+    channel.check_rank(ch, "receive from", source, other=True)
     return _transfer(ch, [], [(room, source)], lambda received: received[0], async_op)
 
 
@@ -263,8 +251,8 @@ def exchange(
 ) -> Tensor | Handle:
     """Send x to rank `to` while receiving a tensor shaped as `like` (as x if None) from rank `source`."""
     ch = open_channel(group, "exchange", x)
-    check_rank(ch, "exchange: send to", to)
-    check_rank(ch, "exchange: receive from", source)
+    channel.check_rank(ch, "exchange: send to", to)
+    channel.check_rank(ch, "exchange: receive from", source)
     if (to == ch.rank) != (source == ch.rank):
         raise ValueError(f"exchange: {to=} and {source=}, one of them this rank; make it both or neither")
     room = _room_for(x if like is None else like)
@@ -382,5 +370,5 @@ def gather_to(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
 
 def _slice(op: str, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     ch = open_channel(group, op, x)
-    dim = checked_dim(op, x, dim, divisor=ch)
+    dim = channel.checked_dim(op, x, dim, divisor=ch)
     return x.detach().chunk(ch.size, dim)[ch.rank].clone(memory_format=torch.contiguous_format)

@@ -24,22 +24,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.ranks import collectives
+from minitrain.ranks import torch_private as private
 from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.launch.local import notebook_cells
 from minitrain.ranks.launch.report import spot
 from minitrain.ranks.process import PROCESS
-from minitrain.ranks.torch_private import (
-    DEVICE_OF,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeStore,
-    FakeTensor,
-    FakeTensorMode,
-    default_device,
-    dispatch_keys,
-    tree_map,
-)
+from minitrain.ranks.torch_private import DEVICE_OF, FakeTensor, default_device, dispatch_keys, tree_map
 
 LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os.sep
 NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, __file__, LEDGER)
@@ -62,10 +52,10 @@ def run(fn: Callable, *args, rank: int = 0, ranks: int = 4096) -> Any:
         collectives.name_file(file, "cell")  # as the ranks of a launch do, so that call sites are equal
     PROCESS.recent.clear()  # of another world
     on_crash = sys.excepthook  # torch puts one in its place that prints "[rank17]: " before every line
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=private.FakeStore(), rank=rank, world_size=ranks)
     try:
         mode, memo = ShapesMode(), {}
-        with FakeCopyMode(mode):  # fake copies; what arguments share, the copies share
+        with private.FakeCopyMode(mode):  # fake copies; what arguments share, the copies share
             args = tree_map(lambda x: copy.deepcopy(x, memo) if isinstance(x, (Tensor, Module)) else x, args)
         with mode:
             return fn(*args)
@@ -86,8 +76,8 @@ def _complaint(error: BaseException) -> str | None:
     """What a beginner has to know about an error of torch's; None if it does not come from the dry run."""
     if FROM_OUTSIDE in str(error):
         return "uses a tensor from outside the dry run; make it inside by torch.tensor, or pass it"
-    wants_numbers = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-    if wants_numbers or any(text in str(error) for text in NUMBERS_WANTED):
+    undecided = private.DataDependentOutputException, private.DynamicOutputShapeException
+    if isinstance(error, undecided) or any(text in str(error) for text in NUMBERS_WANTED):
         return "asks for the numbers in a tensor, and a dry run has shapes only; leave this to real runs"
     return None
 
@@ -100,7 +90,7 @@ def _line_of(error: BaseException, cells: dict[str, str]) -> str:
     return "an argument"
 
 
-class ShapesMode(FakeTensorMode):
+class ShapesMode(private.FakeTensorMode):
     """torch's FakeTensorMode, in three quarters of its time.
 
     torch remembers what an operator gives for arguments of these shapes, and takes some 60 us to look it up:

@@ -28,10 +28,7 @@ SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, *(sysconfig.get_path(s) + os.sep for s in SCHEMES))
 RANKS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(RANKS)) + os.sep
-LOST = (
-    "Connection closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|"
-    "another rank is gone"
-)
+LOST = "closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|rank is gone"
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'
 NO_COLLECTIVE = ("_", "get_", "is_", "pg_", "default_")  # in torch's file of them
