@@ -1,12 +1,10 @@
 """`minitrain checkpoint`: what is in a folder of checkpoints, is it whole, and to and from Hugging Face.
 
-    minitrain checkpoint ls saved                     a line per checkpoint
-    minitrain checkpoint verify saved                 every byte; exit code 1 if one has changed
-    minitrain checkpoint show saved --step 800        tensors, where they are cut, who saved them
-    minitrain checkpoint convert saved model          -> model/config.json, model/model.safetensors
-    minitrain checkpoint convert model imported       <- as checkpoint of step 0, weights alone
-
-Conversion takes one tensor of a layer at a time, in the dtype in which it was saved, from whatever layout.
+minitrain checkpoint ls saved                     a line per checkpoint
+minitrain checkpoint verify saved                 every byte; exit code 1 if one has changed
+minitrain checkpoint show saved --step 800        tensors, where they are cut, who saved them
+minitrain checkpoint convert saved model          -> model/config.json, model/model.safetensors
+minitrain checkpoint convert model imported       <- as checkpoint of step 0, weights alone
 """
 
 from __future__ import annotations
@@ -77,7 +75,8 @@ def convert(
     target: Annotated[Path, Argument(help="a new folder of the other kind")],
     step: Step = None,
 ) -> None:
-    """Write a checkpoint's weights as Hugging Face does (Llama, GPT-2, Mixtral), or take them from there."""
+    """Write a checkpoint's weights as Hugging Face does (Llama, GPT-2, Mixtral), or take them from there:
+    one tensor of a layer at a time, in the dtype in which it was saved, from whatever layout."""
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty: give a new folder")
     if (source / "config.json").exists():
@@ -122,8 +121,7 @@ def import_weights(folder: Path, target: Path) -> int:
     theirs = ((n, x) for n, x in incoming(Tensors(folder), config) if not (config.tied and n == head))
     pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
     store = Store(target)
-    path = store.begin(0) / file_name(0)
-    written = write_file(store.disk, path, pieces, {"numbers": {}})
+    written = write_file(store.disk, store.begin(0) / file_name(0), pieces, {"numbers": {}})
     identity = asdict(config)
     identity |= identity.pop("experts") or {}
     store.commit(0, [written], dict(identity=identity, strategy={}, position={"step": 0}, records=[]))
@@ -162,11 +160,9 @@ def config_in(manifest: dict):
     was = manifest["identity"]
     if "d_model" not in was:
         raise ValueError(f"the checkpoint is of {was.get('model')}, a module of somebody's own, not of a GPT")
-    own, experts = (
-        {field.name: was[field.name] for field in fields(cls) if field.name in was}
-        for cls in (GPTConfig, ExpertsConfig)
-    )
-    return GPTConfig(**own, experts=ExpertsConfig(**experts) if experts else None)
+    of = lambda cls: {field.name: was[field.name] for field in fields(cls) if field.name in was}
+    experts = of(ExpertsConfig)
+    return GPTConfig(**of(GPTConfig), experts=ExpertsConfig(**experts) if experts else None)
 
 
 def _store(folder: Path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
-from minitrain.model.config import GPTConfig, presets
+from minitrain.model.config import GPTConfig, meant, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.simulate.machines import MACHINES, Machine
@@ -24,13 +23,11 @@ def among(*known: dict) -> Callable[[str], list[str]]:
 
 
 def known(names: dict, **given: str):
-    """What the name stands for, or the nearest names."""
-    (what, name), *_ = given.items()
-    if name in names:
-        return names[name]
-    near = get_close_matches(name, names, n=3, cutoff=0.4)
-    said = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
-    raise ValueError(f"no {what} is called {name!r}; {said}")
+    """What the name stands for; ValueError with the nearest."""
+    ((what, name),) = given.items()
+    if name not in names:
+        raise ValueError(f"no {what} is called {name!r}; {meant(name, names)}")
+    return names[name]
 
 
 def writable(**given: Path | None) -> None:

@@ -85,9 +85,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What every rank is told."""
-
+class Settings:  # what every rank is told
     config: GPTConfig
     strategy: Strategy
     hyper: Hyperparameters

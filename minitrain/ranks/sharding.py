@@ -38,9 +38,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """The fields are explained above."""
-
+class Placement:  # the fields are explained above
     shards: tuple[Shard, ...] = ()
     summed_over: tuple[dist.ProcessGroup, ...] = ()
     copies: dist.ProcessGroup | None = None

@@ -83,8 +83,8 @@ class System:
 
     def __init__(self, key: str, derive: Callable, solve: Callable, in_code: Mapping[str, str] = {}) -> None:
         self.derive, self.solve, self.in_code = derive, solve, in_code
-        lines = Path(__file__).with_name(f"{key}.tsv").read_text().splitlines()
-        rows = [line.split("\t") for line in lines]
+        text = Path(__file__).with_name(f"{key}.tsv").read_text()
+        rows = [line.split("\t") for line in text.splitlines()]
         (name, self.version, self.date), *comments = (row for row in rows if row[0].startswith("# "))
         self.name = name.removeprefix("# ")
         # our fields that only change how fast something is done, and others, and why: what it has instead

@@ -18,14 +18,8 @@ import tomllib
 from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values, parsed
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zb_interleaved": "InterleavedZeroBubble",
-    "zb_v": "ZBVZeroBubble",
-    "dualpipe_v": "DualPipeV",
-}
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
+SCHEDULES |= {"zb_interleaved": "InterleavedZeroBubble", "dualpipe_v": "DualPipeV"}
 TWO_STAGES = ("zb_v", "dualpipe_v")  # per rank
 IN_CODE = dict.fromkeys((*MODEL, *EXPERTS), "model.flavor")
 

@@ -103,11 +103,6 @@ def _effects(work: Work, numbers: tuple[int, ...], again: bool) -> dict[str, tup
     waiting = sum(layer.waiting_bytes for layer in layers)
     keeps = work.boundary_bytes if again else kept
     leaves, comes = (0, -kept), (0, kept)
-    return {
-        "F": (forward, keeps),
-        "R": (forward, kept - keeps),
-        "B": (backward, -kept),
-        "I": (backward, waiting - kept),
-        "W": (0, -waiting),
-        **dict(E=leaves, G=leaves, H=comes, L=comes),
-    }
+    passes = dict(F=(forward, keeps), R=(forward, kept - keeps), B=(backward, -kept))
+    passes |= dict(I=(backward, waiting - kept), W=(0, -waiting))
+    return passes | dict(E=leaves, G=leaves, H=comes, L=comes)

@@ -106,11 +106,8 @@ class Costs:
         """In units of a block forward and back, to an eighth of a doubling."""
         block = LAYERS.index("block")
         unit = sum(self.passes[KINDS.index(kind) * len(LAYERS) + block] for kind in "FB") or 1.0
-        about = [
-            2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0
-            for time in (*self.passes, self.message_s)
-        ]
-        return Costs(tuple(about[:-1]), about[-1], self.blocking)
+        about = lambda time: 2.0 ** (round(8 * log2(time / unit)) / 8) if time > 0 else 0.0
+        return Costs(tuple(map(about, self.passes)), about(self.message_s), self.blocking)
 
 
 def makespan(layout: Layout, costs: Costs) -> float:

@@ -76,8 +76,7 @@ class Place(NamedTuple):
     def neighbours(self) -> tuple[int, int]:
         """Two ranks a stage apart, on two nodes if any such are."""
         step, node = self.pp_stride, self.machine.devices_per_node
-        crosses = self.pp * step > node > step
-        return (node - step, node) if crosses else (0, step)
+        return (node - step, node) if self.pp * step > node > step else (0, step)
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -89,9 +89,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A run whose step time was published."""
-
+class Published:  # a run whose step time was published
     run: TrainingRun
     step_s: float
     publication: str

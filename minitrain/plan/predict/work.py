@@ -56,18 +56,14 @@ class Pass:
 
     def then(self, other: Pass) -> Pass:
         shift = len(self.operators)
-        moved = (
-            replace(c, overlapped=range(c.overlapped.start + shift, c.overlapped.stop + shift))
-            for c in other.collectives
-        )
+        later = lambda places: range(places.start + shift, places.stop + shift)
+        moved = (replace(one, overlapped=later(one.overlapped)) for one in other.collectives)
         high = max(self.high_bytes, other.high_bytes)
         return Pass(self.operators + other.operators, (*self.collectives, *moved), high)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """An embedding, a block or a head on one rank."""
-
+class Layer:  # an embedding, a block or a head on one rank
     forward: Pass
     backward: Pass  # all of it: what selective recomputation runs again, input's and weights' gradients
     weights: Pass = Pass()  # the products of `backward` that wait for W where a schedule splits it

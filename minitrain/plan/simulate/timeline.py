@@ -26,11 +26,8 @@ from minitrain.ranks.events import Compute, Copy, Issue
 
 Intervals = list[tuple[float, float]]  # (start, end) pairs in order of start
 # What a trace tells of an event, besides its phase.
-FACTS = {
-    Compute: ("flops", "bytes", "dtype"),
-    Copy: ("axis", "bytes"),
-    Issue: ("seq", "axis", "payload_bytes", "sent_bytes"),
-}
+ISSUED = ("seq", "axis", "payload_bytes", "sent_bytes")
+FACTS = {Compute: ("flops", "bytes", "dtype"), Copy: ("axis", "bytes"), Issue: ISSUED}
 
 
 class Span(NamedTuple):
@@ -191,14 +188,12 @@ def _trace_of(rank: int, spans: list[Span]) -> list[dict]:
         for kind, thread, name, order in names
         for key, argument in (("name", name), ("sort_index", order))
     ]
-    return events + [_complete(span, rank, threads[span.stream]) for span in spans]
-
-
-def _complete(span: Span, process: int, thread: int) -> dict:
-    begun, took, issued = (round(s * 1e6, 4) for s in (span.start_s, span.duration_s, span.issued_s))
-    arguments = {name: getattr(span.event, name) for name in ("phase", *FACTS[type(span.event)])}
-    if isinstance(span.event, Issue):
-        arguments |= {"call": span.event.site, "issued_us": issued}
-    name = f"wait for {span.name}" if span.kind == "wait" else span.name
-    where = {"name": name, "cat": span.kind, "pid": process, "tid": thread}
-    return {"ph": "X", **where, "ts": begun, "dur": took, "args": arguments}
+    for span in spans:
+        begun, took, issued = (round(s * 1e6, 4) for s in (span.start_s, span.duration_s, span.issued_s))
+        told = {name: getattr(span.event, name) for name in ("phase", *FACTS[type(span.event)])}
+        if isinstance(span.event, Issue):
+            told |= {"call": span.event.site, "issued_us": issued}
+        name = f"wait for {span.name}" if span.kind == "wait" else span.name
+        what = {"name": name, "cat": span.kind, "pid": rank, "tid": threads[span.stream]}
+        events.append({"ph": "X", **what, "ts": begun, "dur": took, "args": told})
+    return events

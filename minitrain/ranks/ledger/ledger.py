@@ -217,8 +217,6 @@ class _Issued:
         return Issue(self.id, call.op, call.axis, self.members, *sizes, call.seq, call.site, self.phase)
 
 
-class _Shown(str):
-    """Text that a notebook shows as it is, without print."""
-
+class _Shown(str):  # a notebook shows it as it is, without print
     def __repr__(self) -> str:
         return str(self)
