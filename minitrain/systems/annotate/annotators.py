@@ -69,7 +69,6 @@ class Propagation:
             pass
 
     def _cut(self, op: Op, axis: str) -> bool:
-        """Cuts the operator, if one of its tensors says so and nobody has said it before."""
         places = [self.known.get((name, axis)) for name in op.tensors]
         letters = [term[to.dim] for term, to in zip(op.terms, places) if isinstance(to, Split)]
         if not letters or (op.name, axis) in self.chosen:

@@ -77,9 +77,8 @@ def pointwise(shape: Sequence[int], operands: int = 1) -> str:
 
 
 def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph, dict[str, str]]:
-    """The graph with backward, and for each of `wanted` which tensor is the gradient of sum(of · d_of).
-
-    `d_of` is an input more, shaped as `of`. Only what depends on one of `wanted` gets a gradient."""
+    """The graph with backward, and for each of `wanted` which tensor is the gradient of sum(of · d_of), with
+    an input more, `d_of`, shaped as `of`. Only what depends on one of `wanted` gets a gradient."""
     wanted = tuple(wanted)
     moving, above = set(wanted), {of}  # depends on one of wanted; is something that `of` depends on
     for op in graph.ops:
@@ -112,7 +111,6 @@ def with_gradients(graph: Graph, of: str, wanted: Iterable[str]) -> tuple[Graph,
 
 
 def _back(op: Op, at: int, dy: str, called: str, sizes: dict[str, int], new: Callable) -> str:
-    """Appends what takes dy to operand `at`; the name of the gradient there."""
     term, result = op.terms[at], op.terms[-1]
     alone, pair = f"{term}->{term}", f"{term},{term}->{term}"
     match op.function:
@@ -261,8 +259,6 @@ def sent_along(path: list[Move], source: Spec, elements: int, ranks: tuple[int, 
 
 
 class Box(NamedTuple):
-    """One tensor goes from one spec to another."""
-
     tensor: str
     source: Spec
     target: Spec
@@ -292,7 +288,6 @@ class Placed:
                 local_shape(self.graph.shapes[name], spec, self.axes, f"{op.name}: {name}")
 
     def computed(self, op: Op) -> Compute:
-        """Where its operands must be and its result is."""
         chosen = self.chosen[op.name]
         needs = tuple(tuple(one.inputs[at] for one in chosen) for at in range(len(op.inputs)))
         return Compute(op, needs, tuple(one.output for one in chosen))

@@ -24,8 +24,7 @@ from minitrain.systems.memory.chain_plan import Action, check, walk
 
 def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[Callable] = ()) -> Callable:
     """-> run(x, *others), which is layers[-1](.. layers[0](x, *others) .., *others) carried out by the plan.
-
-    `others` are given to every layer and have no gradient; `replay` as in recompute.py."""
+    `others` have no gradient; `replay` as in recompute.py."""
     layers, replay = list(layers), tuple(replay)
     check(plan, len(layers))
 

@@ -56,7 +56,7 @@ def every(layers: int, size: int) -> tuple[Action, ...]:
 
 
 def sqrt(layers: int) -> tuple[Action, ...]:
-    """Segments of about sqrt(n) layers: least is held if all layers and their graphs are alike."""
+    """Segments of about sqrt(n) layers: least is held if all layers are alike."""
     check_layers("sqrt", layers)
     return every(layers, 1 + isqrt(layers - 1))
 
@@ -70,7 +70,7 @@ def advance(start: int, end: int) -> list[Action]:
 
 
 def forwards(plan: Iterable[Action]) -> Counter[int]:
-    """How often each layer runs forward, with or without a graph."""
+    """How often each layer runs forward."""
     return Counter(action.layer for action in plan if action.kind in "FT")
 
 

@@ -54,9 +54,8 @@ class Evictable(Tensor):
 
 
 class Value:
-    """One tensor on a block: output `key` of the operator that makes the block, or a view.
-
-    `like` has its shape and no numbers; `source` is the call that makes a view, and which result of it."""
+    """One tensor on a block: output `key` of the operator that makes the block, or a view, made by a
+    `source`: a call, and which result of it. `like` has its shape and no numbers."""
 
     def __init__(self, block, like: Tensor, key: object, source: "tuple[Call, int] | None" = None):
         self.block, self.like, self.key, self.source = block, like, key, source
@@ -83,9 +82,8 @@ class Handle:
 
 
 class Call:
-    """An operator with its arguments, values in the place of tensors that may be dropped.
-
-    `copied`: the position of an argument; the operator writes into a copy of it, which is then the result."""
+    """An operator with its arguments, values in the place of tensors that may be dropped. It writes into a
+    copy of the argument at position `copied`, which is then the result."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict):
         self.func, self.name, self.copied = func, func.overloadpacket.__name__, None
@@ -98,7 +96,6 @@ class Call:
         self._state: tuple[Tensor, ...] | None = None
 
     def run(self):
-        """The operator's result, from the numbers and random state of the first time."""
         if self._versions != [version_of(tensor) for tensor in self.plain]:
             cure = "write to it when no result that may be made again depends on it"
             raise ValueError(f"{self.name} cannot run again: a constant it reads was written to; {cure}")
@@ -115,11 +112,8 @@ class Call:
             return self.on(args, kwargs)
 
     def arguments(self, of_value: Callable, of_plain: Callable = lambda tensor: tensor) -> tuple[list, dict]:
-        def argument(x):
-            if isinstance(x, Value):
-                return of_value(x)
-            return of_plain(x) if isinstance(x, Tensor) else x
-
+        plain = lambda x: of_plain(x) if isinstance(x, Tensor) else x
+        argument = lambda x: of_value(x) if isinstance(x, Value) else plain(x)
         return torch_private.tree_map(argument, (list(self.args), self.kwargs))
 
     def on(self, args: list, kwargs: dict):
@@ -136,8 +130,6 @@ def tensors(nest) -> list[Tensor]:
 
 
 class _Foreseen(NamedTuple):
-    """What an operator is going to give."""
-
     like: object  # results without numbers
     cost: int
     sizes: list[int]
@@ -146,10 +138,9 @@ class _Foreseen(NamedTuple):
 
 
 class Dynamic(torch_private.DispatchMode):
-    """Inside, what operators make is evictable. `cost(func, args, kwargs, out)` sees tensors without numbers.
-
-    `constants`, such as model.parameters(), count from the start; others from their first use. What is still
-    alive after the `with` may be used (loss.item())."""
+    """Inside, what operators make is evictable; what is alive after the `with` may be used (loss.item()).
+    `cost(func, args, kwargs, out)` sees tensors without numbers. `constants`, such as model.parameters(),
+    count from the start; others from their first use."""
 
     def __init__(self, evictor, cost: Callable[..., int], constants: Iterable[Tensor] = ()):
         super().__init__()
@@ -275,7 +266,6 @@ class Dynamic(torch_private.DispatchMode):
         return self._constants[key]
 
     def _know(self, tensor: Tensor, block) -> None:
-        """The block's memory is a plain tensor's."""
         storage, me = tensor.untyped_storage(), weakref.ref(self)
         key = storage_id(storage)
 

@@ -49,8 +49,6 @@ LOST = "go back to a checkpoint"
 
 @dataclass
 class _Record:
-    """Where a tensor is in the file, and what it is."""
-
     offset: int
     shape: torch.Size
     dtype: torch.dtype
@@ -140,7 +138,6 @@ class FileStore(contextlib.AbstractContextManager):
         return tensor
 
     def release(self, name: str) -> None:
-        """Give up a tensor that was read: nothing is written."""
         if name not in self._out:
             raise ValueError(f"{name!r} is not out of {self.place}: read it first")
         self._free.append(self._out.pop(name))
@@ -162,14 +159,12 @@ class FileStore(contextlib.AbstractContextManager):
             self._reads[name] = buffer, Transfer("from_disk", record.bytes, buffer.view(record), read.result)
 
     def flush(self) -> None:
-        """Returns when everything written is on the disk."""
         self._settle(*self._writes)
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Wait for the workers and free the file; the buffers of what was read stay valid."""
         self._workers.shutdown(wait=True)
-        self._close()
+        self._close()  # buffers of what was read stay valid
 
     def _buffer(self) -> _Buffer | None:
         """A free buffer, if need be of the oldest write; None if all are out."""
@@ -204,7 +199,6 @@ class FileStore(contextlib.AbstractContextManager):
             raise OSError(errno.EIO, f"{name!r} in {self.place} is not what was written (checksum): {LOST}")
 
     def _settle(self, *names: str) -> None:
-        """Wait for these writes; their buffers are free."""
         for name in names:
             self.written_bytes += self._writes[name][1].wait().nbytes
             self._free.append(self._writes.pop(name)[0])
@@ -246,10 +240,8 @@ def _padded(size: int) -> int:
 
 
 class Piece(NamedTuple):
-    """Elements first .. last of a parameter."""
-
     name: str
-    first: int
+    first: int  # of the elements of a parameter, up to `last`
     last: int
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -318,7 +310,6 @@ class FileOptimizer:
         return [Piece(f"{self.name}{number}.{first}", first, min(first + size, numel)) for first in starts]
 
     def get_state(self, param: Tensor) -> dict[str, Any]:
-        """A copy, whole; {} before the first step."""
         pieces = self.pieces(param)
         state = dict(self._numbers.get(pieces[0].name, {}))
         for name in self._tensors.get(pieces[0].name, []):
@@ -340,7 +331,7 @@ class FileOptimizer:
         return [f"{piece.name}.{name}" for name in self._tensors.get(piece.name, [])]
 
     def _read(self, piece: Piece) -> dict[str, Any]:
-        """Its states, to be written again; empty before its first step. Reads all or none."""
+        """Its states, all or none, to be written again; empty before its first step."""
         read: dict[str, Tensor] = {}
         try:
             for name in self._tensors.get(piece.name, []):
@@ -388,7 +379,6 @@ class FiledLayers:
         return forward_backward(self.layers, [x], lambda y, u: loss_of(y), *come_and_go, (positions,))
 
     def parameters(self) -> Iterator[Tensor]:
-        """All of them, read as they are asked for."""
         for number, layer in enumerate(self.layers):
             self._enter(number)
             yield from (param.detach() for param in layer.parameters())

@@ -54,15 +54,13 @@ class LimitedRuns(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """End the helper, and with it what it runs."""
         self._line.close()
         self._helper.kill()
         self._helper.wait()
 
     def run(self, function: Callable, *args, limit_bytes: int | None = None, timeout_s: float = 60) -> Any:
-        """What `function(*args)` returns in a child that may map `limit_bytes` more than it begins with.
-
-        MemoryError: it fails under this limit. RuntimeError: it fails without any."""
+        """What `function(*args)` returns in a child that may map `limit_bytes` more than it begins with, or
+        MemoryError; without a limit RuntimeError if it fails."""
         if limit_bytes is not None:
             require_ints(0, 1 << 60, limit_bytes=limit_bytes)
         _send(self._line, (function, args, limit_bytes, timeout_s))
@@ -75,11 +73,8 @@ class LimitedRuns(contextlib.AbstractContextManager):
         raise MemoryError(f"{name} does not fit in {limit_bytes:,} bytes: {result}; offload, or give it more")
 
     def smallest_limit(self, function, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s=60) -> int:
-        """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs.
-
-        ValueError: `most_bytes` will not do."""
-        # without a limit, so that from here on only memory can be missing
-        self.run(function, *args, timeout_s=timeout_s)
+        """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs."""
+        self.run(function, *args, timeout_s=timeout_s)  # from here on only memory can be missing
         fails, fits = 0, -(-most_bytes // step_bytes)
 
         def will_do(steps: int) -> bool:
@@ -98,7 +93,6 @@ class LimitedRuns(contextlib.AbstractContextManager):
 
 
 def serve(fd: int) -> None:
-    """Answer requests that come over a connection, until it ends."""
     line = Connection(fd)
     os.dup2(2, 1)  # what runs print is not mixed with what their caller prints
     threading.stack_size(STACK_BYTES)

@@ -45,16 +45,14 @@ class Swap:
         self.resident = {storage_id(tensor.untyped_storage()) for tensor in resident}
 
     def __call__(self, run: Callable, *inputs: Tensor):
-        with saved_tensors_hooks(self._to_host, self._from_host):
+        back = lambda packed: packed if isinstance(packed, Tensor) else self.to_device(*packed).wait()
+        with saved_tensors_hooks(self._away, back):
             return run(*inputs)
 
-    def _to_host(self, tensor: Tensor):
+    def _away(self, tensor: Tensor):
         if storage_id(tensor.untyped_storage()) in self.resident:
             return tensor
-        return tensor.device, self.to_host(tensor).wait()
-
-    def _from_host(self, packed) -> Tensor:
-        return packed if isinstance(packed, Tensor) else self.to_device(packed[1], packed[0]).wait()
+        return self.to_host(tensor).wait(), tensor.device
 
 
 class TiledLinear(nn.Module):

@@ -203,24 +203,14 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        self._bring_up_to_date()
+        for number, copy in self._here.items():  # what is still here has been updated since, at home
+            to_device(self._home[number], out=copy).wait()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
-        come_and_go = self._enter, self._send_gradients
-        loss = forward_backward(self.layers, x, loss_of, *come_and_go, others, on_host)
+        loss = forward_backward(self.layers, x, loss_of, self._enter, self._send_gradients, others, on_host)
         self._add_gradients()
         return loss
-
-    def release(self) -> list[nn.Module]:
-        """Whole layers again, on the host; the window is closed."""
-        self._engine.clear()
-        return self.layers
-
-    def _bring_up_to_date(self) -> None:
-        """What is still here of the step before has been updated since. No copy outlives it."""
-        for number, copy in self._here.items():
-            to_device(self._home[number], out=copy).wait()
 
     def _enter(self, number: int) -> None:
         if number in self._params:
@@ -234,8 +224,7 @@ class LayerWindow:
         lie_in(self._home[number], self._params[number])
 
     def _send_gradients(self, number: int) -> None:
-        """Those of a layer begin to leave, once those of the layer behind it have arrived."""
-        self._add_gradients()
+        self._add_gradients()  # of the layer behind it have arrived
         if number in self._params:
             home, params = self._home[number], self._params[number]
             grad = new_host(home.shape, home.dtype, home.is_pinned(), "gradients")
@@ -253,9 +242,9 @@ class LayerWindow:
 
 
 class LayerToLayer(LayerWindow):
-    """run(inputs, targets): lists, one tensor a microbatch -> the loss; .grad of parameters on the host.
-
-    `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; .grad of parameters on the host,
+    written and not added to. `loss_fn(y, target)` is a sum over rows of a microbatch; the loss is that over
+    all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
         require_one_of(("device", "host"), stash=stash)
@@ -263,13 +252,12 @@ class LayerToLayer(LayerWindow):
         self.loss_fn, self.on_host = loss_fn, stash == "host"
 
     def __call__(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """The loss; gradients are written, not added to."""
         if len(inputs) != len(targets) or not inputs:
             raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets; give as many of both, some")
         for param in (*self.parameters, *(param for params in self._params.values() for param in params)):
             param.grad = None
         loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), on_host=self.on_host)
-        self.release()
+        self._engine.clear()
         for number, params in self._params.items():
             for param, grad in zip(params, views(self._home[number].grad, params)):
                 param.grad = grad
@@ -301,6 +289,5 @@ def sent_home(params: Sequence[Tensor], size: int = 0) -> Tensor:
 
 
 def lie_in(block: Tensor, params: Sequence[nn.Parameter]) -> None:
-    """The numbers of these parameters are in this block."""
     for param, place in zip(params, views(block.detach(), params)):
         param.data = place

@@ -134,11 +134,9 @@ class CachingAllocator:
                 part.pool.put(part)
 
     def pieces(self, block: int) -> tuple[tuple[int, int], ...]:
-        """(address, bytes) of where it lies physically."""
         return tuple((part.address, part.bytes) for part in self._live[block])
 
     def empty_cache(self) -> None:
-        """Give everything back to the device that no live block needs."""
         for pool in reversed(self._pools):
             for block in pool.cached():
                 if self.expandable:
@@ -180,7 +178,6 @@ class CachingAllocator:
         return OutOfMemory(requested, capacity - self.allocated_bytes, largest, capacity)
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        """The best fit among cached blocks."""
         fitting = [block for block in pool.cached() if block.bytes >= size]
         if not fitting:
             return None
@@ -254,7 +251,6 @@ class CachingAllocator:
         return pool.put(_Block(self.memory.addresses(length), length, pool, backed=False))
 
     def _take_pages_from(self, block: _Block) -> None:
-        """Give back the pages that lie in a cached block entirely."""
         pool, page = block.pool, block.pool.page
         start = rounded(block.address, page)
         end = (block.address + block.bytes) // page * page

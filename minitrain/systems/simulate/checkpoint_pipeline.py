@@ -90,10 +90,8 @@ def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
 
 
 def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int = 1) -> Run:
-    """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy" and "write".
-
-    Tasks: "F i", "B i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j" and "write s.j" of
-    chunk j of save s."""
+    """Steps 0, 1, .., with a save after each `every`-th; lanes "train", "copy" and "write". Tasks: "F i", "B
+    i.p", "U i.p" of step i (p: layers in order of backward), "copy s.j", "write s.j" of chunk j of save s."""
     chunks = policy.chunks
     require_positive_ints(steps=steps, every=every)
     layers = chunks if policy.by_layer else 1
@@ -120,7 +118,7 @@ def train(work: Work, state: State, policy: SavePolicy, steps: int, every: int =
 
 
 def stall_s(work: Work, state: State, policy: SavePolicy) -> Number:
-    """How long training waits for one save, of what is played."""
+    """How long training waits for one save, as it is played."""
     return train(work, state, policy, 2).stall("train")
 
 

@@ -23,6 +23,7 @@ from minitrain.ranks.tables import aligned
 
 MiB = 2**20
 PAGE = 2 * MiB
+REGION = -1  # the block number of a region
 Event = tuple[str, int, int]
 
 
@@ -93,8 +94,6 @@ class Lifetime(NamedTuple):
 
 @dataclass
 class Replay:
-    """What an allocator made of a trace."""
-
     log: list[tuple[int, int, int, bool]]  # as of DeviceMemory
     died: OutOfMemory | None = None
     requested: list[int] = field(default_factory=list, repr=False)  # bytes after each event
@@ -113,8 +112,8 @@ class Replay:
 
     @cached_property
     def backed(self) -> list[tuple[int, int, int, int]]:
-        """(address, bytes, from event, until event) of everything that had memory behind it. Pages in a row
-        with one history are one."""
+        """(address, bytes, from event, until event) of what had memory; pages in a row with one history are
+        one."""
         since: dict[int, int] = {}
         pages: list[tuple[int, int, int]] = []  # from, until, number
         for event, address, size, gained in self.log:
@@ -125,11 +124,8 @@ class Replay:
                     pages.append((since.pop(page), event, page))
         pages += [(event, self.events, page) for page, event in since.items()]
         rows = groupby(enumerate(sorted(pages)), key=lambda item: (item[1][:2], item[1][2] - item[0]))
-        found = []
-        for ((born, dies), _), row in rows:
-            numbers = [page for _, (_, _, page) in row]
-            found.append((numbers[0] * PAGE, len(numbers) * PAGE, born, dies))
-        return found
+        row_of = [[item[1] for item in row] for _, row in rows]
+        return [(row[0][2] * PAGE, len(row) * PAGE, *row[0][:2]) for row in row_of]
 
 
 def replay(trace: Sequence[Event], allocator) -> Replay:
@@ -166,7 +162,6 @@ def replay(trace: Sequence[Event], allocator) -> Replay:
 
 
 def comparison(replays: Mapping[str, Replay]) -> str:
-    """A table: the peaks, utilization, calls to the device, and whether memory was out."""
     sizes = "requested MiB", "allocated MiB", "reserved MiB"
     rows: list[tuple] = [("", *sizes, "utilization", "calls", "returns", "out of memory")]
     for name, done in replays.items():
@@ -175,9 +170,6 @@ def comparison(replays: Mapping[str, Replay]) -> str:
         calls, died = (len(done.backing_calls), len(done.return_calls)), f"event {done.events}"
         rows.append((name, *cells, *calls, died if done.died else "no"))
     return aligned(rows)
-
-
-REGION = -1  # the block number of a region
 
 
 def lifetimes(trace: Sequence[Event]) -> list[Lifetime]:
@@ -198,8 +190,8 @@ def live_bytes(trace: Sequence[Event]) -> list[int]:
 
 
 def checkpointed(layers: int, work_bytes: int, checkpoint_bytes: int, asked_bytes: int) -> list[Event]:
-    """Each layer has memory to work in and frees it before it puts its checkpoint somewhere; then comes the
-    last request. Blocks 0, 1, .. are checkpoints, those from `layers` on the work, the last the request."""
+    """Each layer frees what it works in before it puts its checkpoint somewhere; then comes the last request.
+    Blocks 0, 1, .. are checkpoints, those from `layers` on the work, the last the request."""
     require_positive_ints(layers=layers)
     require_ints(work_bytes=work_bytes, checkpoint_bytes=checkpoint_bytes, asked_bytes=asked_bytes)
     trace: list[Event] = []

@@ -29,9 +29,8 @@ from minitrain.ranks.checks import require_ints, require_one_of, require_positiv
 
 
 class Block:
-    """Memory of `bytes`, made by an operator (or None: pinned, it came from outside).
-
-    `data` is what its owner keeps in it; it is emptied when the block is evicted. `uses`: the program's."""
+    """Memory of `bytes`, made by an operator (or None: pinned, it came from outside). `data` is what its
+    owner keeps in it, until the block is evicted; `uses` are the program's."""
 
     def __init__(self, evictor: Evictor, bytes: int, made_by: Operator | None = None):
         self.evictor, self.number, self.bytes, self.made_by = evictor, next(evictor.numbers), bytes, made_by
@@ -97,7 +96,7 @@ class Evictor:
         self.numbers = count()
 
     def constant(self, bytes: int) -> Block:
-        """A block from outside: a parameter, an input. It stays until it is gone."""
+        """A block from outside: a parameter, an input."""
         (place,) = self.reserve((bytes,), f"a constant of {bytes} bytes", inf)
         block = Block(self, bytes)
         self.trace.append(("constant", block.number, bytes))
@@ -134,7 +133,6 @@ class Evictor:
         return constant
 
     def restore(self, block: Block) -> None:
-        """Makes it again if it is evicted."""
         if not block.resident:
             self._execute(block.made_by)
 
@@ -201,12 +199,10 @@ class Evictor:
         """The room at that place is free again."""
 
     def leave(self, block: Block) -> None:
-        """A resident block is gone: evicted, released, or nobody knows it any more."""
         self.resident_bytes -= block.bytes
         self.vacate(block.place)
 
     def candidates(self) -> list[Block]:
-        """What may be evicted now."""
         stays = self._read()
         return [b for b in self.blocks.values() if b.resident and b.made_by and b.bytes and b not in stays]
 
@@ -228,7 +224,6 @@ class Evictor:
 
 
 def neighbourhood(block: Block) -> int:
-    """Its own cost and that of the groups of evicted blocks it touches."""
     others = (*block.parents, *block.children.values())
     return block.cost + sum(group.cost for group in {other.group.top() for other in others if other.group})
 
@@ -333,7 +328,6 @@ class BestFit(Evictor):
         return place
 
     def holes(self) -> list[tuple[int, int]]:
-        """(first address, end) of what is free, in order."""
         starts = sorted(self._taken)
         ends = [0, *(self._taken[start] for start in starts)]
         return [(a, b) for a, b in zip(ends, [*starts, self.limit_bytes]) if a < b]
@@ -342,12 +336,11 @@ class BestFit(Evictor):
         return start  # of a hole up to `end`, for what costs so much to make
 
     def victims(self, bytes: int) -> list[Block]:
-        """Whom to evict next for a request of so many bytes; nobody: it cannot be met."""
         return sorted(self.candidates(), key=self.rank)[:1]
 
 
 class MegTaiChi(BestFit):
-    """Looks at the neighbours of what it evicts."""
+    """First goes what leaves a hole that is large enough, with its free neighbours counted in."""
 
     def victims(self, bytes: int) -> list[Block]:
         after = {start: end - start for start, end in self.holes()}
@@ -384,10 +377,8 @@ class Coop(BestFit):
 
 
 def cheapest_window(parts: Sequence[tuple[int, float]], bytes: int) -> tuple[int, int] | None:
-    """(first, end) of the cheapest run of parts (bytes, cost) of at least so many bytes; None: there is none.
-
-    An infinite cost cannot be paid. One sweep: a window that is large enough loses what it can at its left,
-    since costs are not negative."""
+    """(first, end) of the cheapest run of parts (bytes, cost) of at least so many bytes; None: there is none
+    of a finite cost. One sweep: a window that is large enough loses what it can at its left."""
     best, least, left, size = None, inf, 0, 0
     for right, (more, cost) in enumerate(parts):
         if cost == inf:

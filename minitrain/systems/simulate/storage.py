@@ -48,9 +48,8 @@ def read_epoch(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
 
 def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[int, bool]]:
     """In place of a sample that is not in the cache read the next one that is; those passed over come last.
-
-    Each sample is still read once. The cache is read before misses change it, so all of it is found; so is
-    what another job fetches meanwhile. The price: misses come in one block."""
+    Each is still read once. The cache is read before misses change it, so all of it is found; so is what
+    another job fetches meanwhile. The price: misses come in one block."""
     passed_over = []
     for sample in order:
         if sample in cache.samples:
@@ -61,11 +60,10 @@ def read_epoch_substituting(order: Iterable[int], cache: LRU) -> Iterator[tuple[
 
 
 def stalls(read_times: Sequence[Number], step_time: Number, depth: int, streams=None) -> list[Number]:
-    """How long each step waits for its sample when reads run `depth` samples ahead (0: read when wanted).
-
-    The read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free:
-    reading ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first
-    entry is the time to fill, which no depth can hide."""
+    """How long each step waits for its sample when reads run `depth` samples ahead (0: read when wanted). The
+    read of sample i + depth begins as step i begins, or when one of `streams` of the storage is free: reading
+    ahead hides how long a read takes, never a lack of bandwidth. A hit has read time 0. The first entry is
+    the time to fill, which no depth can hide."""
     streams = max(1, len(read_times)) if streams is None else streams
     require_ints(depth=depth)
     require_positive(step_time=step_time)
@@ -87,7 +85,6 @@ TRIAL_EVERY = 10  # epochs
 
 def autoscale(stall_with: Callable, most: int, threshold: Number) -> Iterator[int]:
     """The cache size in use, epoch after epoch, steered by the observed stall, `stall_with(size)`, alone.
-
     Halves the range of sizes until the smallest whose stall is below `threshold` is left, and stays there.
     When the stall comes back, or one sample less turns out to do (tried now and then), the storage has
     changed: search again. Stays at `most` as long as even that is not enough."""

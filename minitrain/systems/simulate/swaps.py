@@ -26,9 +26,8 @@ from minitrain.systems.simulate.storage import LRU
 
 
 def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], layer_s: Number) -> list[Task]:
-    """Forwards that swap out, device d what is in sets[d], all over the link "up".
-
-    Layer l + 2 needs the memory of layer l's tensor, if that is to go."""
+    """Forwards that swap out, device d what is in sets[d], all over the link "up". Layer l + 2 needs the
+    memory of layer l's tensor, if that is to go."""
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):
@@ -41,7 +40,6 @@ def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], l
 
 def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list[Task]:
     """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
-
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
     return [
         Task(f"{link} {d}.{turn}", f"copies {d}", size, (link,))
@@ -98,10 +96,9 @@ def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
 
 
 def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False) -> Volume:
-    """Counts what moves if each device has room for the weights of `room` layers; empty before and after.
-
-    The least recently used layer leaves: written if it was updated, or in any case (`writes_all`: a memory
-    that does not know)."""
+    """Counts what moves if each device has room for the weights of `room` layers; empty before and after. The
+    least recently used leaves: written if it was updated, or anyway (`writes_all`: a memory that cannot
+    know)."""
     require_positive_ints(room=room)
     memories: dict[int, OrderedDict[int, bool]] = defaultdict(OrderedDict)  # device -> {layer: updated}
     fetched = written = 0
@@ -148,10 +145,9 @@ class TierLayer(NamedTuple):
 
 
 def prefetching(layers: Sequence[TierLayer], depth: int, *, known: bool = True) -> list[Task]:
-    """A pass over the layers on the links "net", "bus" and "disk", which fetches `depth` layers ahead.
-
-    The fetch of a layer begins as the one `depth` before it does; 0: when it is due. Experts that are not
-    known before the layer's own router has spoken are fetched when it is due, whatever the depth."""
+    """A pass over the layers on the links "net", "bus" and "disk". The fetch of a layer begins as the one
+    `depth` before it does (0: when it is due). Experts that are not `known` before the layer's own router has
+    spoken are fetched when it is due."""
     tasks = []
     for i, layer in enumerate(layers):
         due = (f"layer {i - 1}",) if i else ()
@@ -169,10 +165,8 @@ def prefetching(layers: Sequence[TierLayer], depth: int, *, known: bool = True) 
 
 
 class DecayingLFU(LRU):
-    """A cache of `capacity` experts; the one with the smallest count leaves, and counts fade.
-
-    After every `every` reads all counts are multiplied by `decay`: 1 never forgets, 0 remembers no more than
-    the reads since. Of equal counts, the one that was not read for longest leaves."""
+    """A cache of `capacity` experts; the one with the smallest count leaves, of equal ones the one not read
+    for longest. After every `every` reads all counts are multiplied by `decay`: 1 never forgets."""
 
     def __init__(self, capacity: int, decay: float = 0.5, every: int = 100):
         super().__init__(capacity)
@@ -208,10 +202,9 @@ def host_bytes(sizes: Sizes, *, near: bool) -> dict[str, Number]:
 
 
 def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks: int = 1) -> list[Task]:
-    """The update of all parameters, whose states lie on `devices` in stripes, chunk by chunk.
-
-    Links: "down" and "up" of the host, and "read d" and "write d" of each storage device. The gradient is
-    written first, which is when its chunk can be updated; the new parameter is read last."""
+    """The update of all parameters, whose states lie on `devices` in stripes, chunk by chunk, over the links
+    "down" and "up" of the host, "read d" and "write d" of each storage device. The gradient is written first,
+    which is when its chunk can be updated; the new parameter is read last."""
     tasks, amount = [], parameters // (devices * chunks)
     for d in range(devices):
         inside = (f"read {d}",), (f"write {d}",)

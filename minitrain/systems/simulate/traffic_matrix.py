@@ -37,7 +37,6 @@ class Matrix:
     by_axis: dict[str, Pairs]
 
     def pairs(self, *axes: str) -> Pairs:
-        """Of these axes, or of all."""
         total: Counter = Counter()
         for axis in axes or self.by_axis:
             total.update(self.by_axis.get(axis, {}))

@@ -110,7 +110,7 @@ def test_training_through_a_window_is_training(window, clip):
         assert torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=0, atol=1e-12)
     else:
         assert found == losses
-    through.release()
+    through._engine.clear()
     for one, other in zip(*(model.parameters() for model in models)):
         assert torch.allclose(one, other, rtol=0, atol=1e-12 if clip else 0)
 
