@@ -203,8 +203,8 @@ class LayerWindow:
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
-        for number, copy in self._here.items():  # what is still here has been updated since, at home
-            to_device(self._home[number], out=copy).wait()
+        for number in self._here:  # what is still here has been updated since, at home
+            to_device(self._home[number], out=self._here[number]).wait()
         return self._pass([x], lambda y, u: loss_of(y), (positions,))
 
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
