@@ -224,7 +224,7 @@ class LayerWindow:
         lie_in(self._home[number], self._params[number])
 
     def _send_gradients(self, number: int) -> None:
-        self._add_gradients()  # of the layer behind it have arrived
+        self._add_gradients()  # those of the layer behind it
         if number in self._params:
             home, params = self._home[number], self._params[number]
             grad = new_host(home.shape, home.dtype, home.is_pinned(), "gradients")
