@@ -23,12 +23,7 @@ from math import ceil, expm1, floor, inf, log1p, sqrt
 from typing import NamedTuple
 
 from minitrain.plan.simulate.links import Number, divided
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive
 from minitrain.systems.simulate.failures import Level
 
 
@@ -122,9 +117,7 @@ def _lowest(cost: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def checkfreq_steps(
-    step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget=0.035
-) -> int:
+def checkfreq_steps(step_s: Number, update_s: Number, snapshot_s: Number, persist_s: Number, budget=0.035):
     """The fewest steps between saves, of which one is under way at a time, with stalls in the budget. A
     snapshot hides behind the forward and backward that follow, all of a step but its update."""
     require_nonnegative(update_s=update_s, snapshot_s=snapshot_s, persist_s=persist_s)
@@ -146,14 +139,14 @@ def groups(machines: int, replicas: int) -> list[range]:
 
 def ring(machines: int, replicas: int) -> list[range]:
     """All machines in one."""
-    require_positive_ints(machines=machines)
-    require_positive_ints(machines, replicas=replicas)
+    require_ints(1, 1 << 20, machines=machines)
+    require_ints(1, machines, replicas=replicas)
     return [range(machines)]
 
 
 def holders(rings: Iterable[Sequence[int]], replicas: int) -> dict[int, frozenset[int]]:
     """The machines that have each machine's state: itself and the next in its ring."""
-    require_positive_ints(replicas=replicas)
+    require_ints(1, 1 << 20, replicas=replicas)
     return {
         machine: frozenset(members[(i + step) % len(members)] for step in range(replicas))
         for members in rings
@@ -174,6 +167,6 @@ class Protection(NamedTuple):  # bytes a machine
 
 def replicas_cost(state_bytes: Number, replicas: int) -> Protection:
     """Of whole copies on `replicas` - 1 other machines."""
-    require_positive_ints(replicas=replicas)
+    require_ints(1, 1 << 20, replicas=replicas)
     require_nonnegative(state_bytes=state_bytes)
     return Protection((replicas - 1) * state_bytes, (replicas - 1) * state_bytes, state_bytes)

@@ -2,11 +2,10 @@
 
     lengths, sorted   9 8 8 | 3 3 2 2 2 1    a run is a microbatch [rows, longest], padded to its own longest
 microbatches   step = sum of their times + (stages - 1)·longest, smallest over all runs of sorted samples. If
-               the time of one grows with rows and length, no grouping of the samples is better.
-adaptive       each rank does its next backward if it can, else its next forward if that fits under the cap;
-               whoever can start first. Equal times and a cap of p microbatches: as long as 1F1B.
+               the time of one grows with rows and length, no grouping of the samples is better
+adaptive       a rank's next backward if it can, else its next forward under the cap; whoever can start first
 planned        programs with messages, which both sides post when, by a simulated clock, the result is there:
-               the earliest can always go. `naive`, just before the need and just after, may get stuck.
+               the earliest can always go. `naive`, just before the need and just after, may get stuck
 With a Runner (no `Reduce`): `run.cut = samples(groups, lengths)`, `run.program = planned(schedule)[rank]`.
 TriRace        sent and received in one call, F3 [up 3 | down 1] B1 .., a rank waits for both: a period of
                F + B + 2c for messages that take c; one way, F3 B1 F4 .., each leaving when made, F + B +
@@ -133,12 +132,9 @@ def _programs(schedule: Schedule, order: Sequence, receive_late: bool) -> Progra
 Call = tuple[Action, ...]  # messages, by the action that makes them
 
 
-def blocking(
-    programs: Sequence[Sequence[Action | Call]], seconds: Mapping[str, Number], message: Number = 0
-) -> tuple[list[dict[Action, Number]], list[int]]:
-    """Plays programs of actions and calls; a call ends when both sides of each message have come to it and
-    the messages have passed, one after the other in each direction of a link. `seconds` by kind of action.
-    Returns when each rank has done each action, and how many entries are left where ranks wait for ever."""
+def blocking(programs: Sequence[Sequence], seconds: Mapping[str, Number], message: Number = 0) -> tuple:
+    """(when each rank has done each action, how many entries are left where ranks wait for ever): a call ends
+    when both sides of each message have come to it and all have passed, in turn in each link's direction."""
     came: dict[Action, dict[int, Number]] = defaultdict(dict)  # when each side came to a message
     passed: dict[Action, Number] = {}
     free: dict[tuple[int, str], Number] = {}  # link (source, direction) -> end of its last message

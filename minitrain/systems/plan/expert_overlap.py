@@ -4,9 +4,8 @@
     ScheMoE     an order for compressing, sending, decompressing and computing
     Lina        a link that all-to-alls share with all-reduces
     MPipeMoE    rows whose buffer the next chunk needs: copy them to the host, or make them again
-    DeepSeek-V3 two microbatches in turn at each all-to-all: of 64 ranks on 8 nodes 271 us stay exposed in
-                forward and backward of a layer, for 12,443 one after the other; 0 with weight gradients
-                behind transfers
+    DeepSeek-V3 two microbatches in turn at each all-to-all: of 64 ranks on 8 nodes 271 us of a layer stay
+                exposed for 12,443 one after the other, 0 with weight gradients behind transfers
 
 Modelled: a transfer takes alpha + beta · rows, and so does a product; ranks are in step, experts evenly
 loaded; streams slow each other down nowhere but on Lina's link. DeepSeek-V3: dense rate of bf16
@@ -31,13 +30,7 @@ from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.plan.simulate.timeline import Timeline
-from minitrain.ranks.checks import (
-    require_ints,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
 from minitrain.ranks.events import Compute, Event, Issue, Wait
 
 
@@ -51,7 +44,7 @@ class Line(NamedTuple):  # seconds for n rows
 
 def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s: float) -> tuple[Line, Line]:
     """(all-to-all, experts' work) by rows of one rank, on ranks 0, 1, .. of a machine, products in bf16."""
-    require_positive_ints(ranks=ranks)
+    require_ints(1, MOST, ranks=ranks)
     require_nonnegative(row_bytes=row_bytes, row_flops=row_flops, launch_s=launch_s)
     place = collectives.place(range(ranks), on)
     none, one = (collectives.seconds("all_to_all", n * row_bytes, place, "pairwise") for n in (0, 1))
@@ -62,7 +55,7 @@ def lines(ranks: int, row_bytes: float, row_flops: float, on: Machine, launch_s:
 def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     """r chunks: all dispatches, then all combines on one link, a chunk's work between its two. Either the
     link is never idle, or the experts are busy from the first arrival to the last."""
-    require_positive_ints(r=r)
+    require_ints(1, MOST, r=r)
     require_nonnegative(rows=rows)
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
@@ -70,13 +63,13 @@ def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
 def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> int:
     """The best r of 1 .. most: `pipemoe_s` is the larger of a rising line and a curve with one valley, lowest
     at r² = 2 beta rows / alpha of the work."""
-    require_positive_ints(1 << 12, most=most)
+    require_ints(1, 1 << 12, most=most)
     return min(range(1, most + 1), key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
 
 
 def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:
     """The same as events of rank 0, for `replay(.., launch_s=)`: what the closed form is checked against."""
-    require_positive_ints(r=r, ranks=ranks)
+    require_ints(1, MOST, r=r, ranks=ranks)
     require_nonnegative(rows=rows, row_bytes=row_bytes, row_flops=row_flops)
     members, size = tuple(range(ranks)), rows / r * row_bytes
     way = "all_to_all", "ep", members, size, size * (ranks - 1) / ranks
@@ -102,16 +95,15 @@ def schemoe_tasks(compress: float, all_to_all: float, decompress: float, expert:
 
 
 def schemoe_order(chunks: int) -> list[int]:
-    """Chunk numbers: each is the next task of that chunk, queued on its stream. All chunks are compressed and
-    sent first; then each is decompressed, worked on, compressed and sent; decompressing what came home is
-    left for the end, behind the all-to-alls of later chunks."""
-    require_positive_ints(chunks=chunks)
+    """Chunk numbers: each is the next task of that chunk, queued on its stream. All are compressed and sent;
+    then each is decompressed, worked on, compressed and sent; what came home is decompressed at the end."""
+    require_ints(1, MOST, chunks=chunks)
     return [*range(chunks)] * 2 + [chunk for chunk in range(chunks) for _ in range(4)] + [*range(chunks)]
 
 
 def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     """Seconds until all is done; a task starts when its stream and the task before it in its chunk end."""
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     require_ints(0, chunks - 1, order=order)
     free, ready, step = defaultdict(int), [0] * chunks, [0] * chunks
     for chunk in order:
@@ -123,10 +115,10 @@ def makespan(order: Sequence[int], tasks: Sequence[Task], chunks: int) -> float:
     return max(ready)
 
 
-class Step(NamedTuple):  # how long each all-to-all took, when the last all-reduce and everything else ended
-    all_to_all_s: list[float]
-    reduced_s: float
-    end_s: float
+class Step(NamedTuple):
+    all_to_all_s: list[float]  # how long each took
+    reduced_s: float  # when the last all-reduce ended
+    end_s: float  # and everything else
 
 
 def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: float | None = None) -> Step:
@@ -177,10 +169,9 @@ REUSE_POLICIES = tuple(product(("offload", "send again"), ("offload", "compute a
 
 def mpipemoe_s(policy: tuple[str, str], chunk: Chunk, chunks: int) -> float:
     """Forward and backward; products, crossings and copies have a stream each, the busiest sets the pace.
-    Backward has two products for each of forward, and as many crossings; making the middle again is the first
-    of the two products, sending rows again a crossing."""
+    Backward has two products for each of forward; making the middle again is one, sending rows a crossing."""
     require_one_of(REUSE_POLICIES, policy=policy)
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     rows, middle = (what == "offload" for what in policy)
     copies = rows * chunk.copy_rows + middle * chunk.copy_middle
     forward = max(chunk.work, 2 * chunk.transfer, copies)
@@ -195,7 +186,7 @@ def mpipemoe_choice(chunk: Chunk, chunks: int) -> tuple[str, str]:
 def mpipemoe_rows(rows: int, chunks: int, reused: bool) -> int:
     """Rows in the buffers that experts read from: all chunks, or the one at work and the one arriving."""
     require_ints(rows=rows)
-    require_positive_ints(chunks=chunks)
+    require_ints(1, MOST, chunks=chunks)
     return -(-rows // chunks) * (min(2, chunks) if reused else chunks)
 
 
@@ -243,10 +234,8 @@ REPORTED = replace(
 
 
 def pair_events(layer: PairLayer, ep: int, on: Machine, order: str, layers: int = 1) -> list[Event]:
-    """Backward of one microbatch and forward of another, through so many layers, on rank 0 of ep.
-
-    order: "row", one after the other; "turns"; "weights", in turns, the gradients of weights after the issue.
-    """
+    """Backward of one microbatch and forward of another, through so many layers, on rank 0 of ep, in order
+    "row", one after the other; "turns"; or "weights", in turns, gradients of weights after the issue."""
     require_ints(1, 1 << 16, ep=ep, layers=layers)
     require_one_of(("row", "turns", "weights"), order=order)
     if ep < 2 or ep > on.devices_per_node and ep % on.devices_per_node:

@@ -97,10 +97,8 @@ def seconds(counts: Counts, holders: Holders, costs: Costs) -> float:
 
 
 def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tuple[int, ...]:
-    """Experts whose remote rows put more on their owner's link than their weights would: each pass moves
-    2·d_model elements for a remote row, in and out, against matrices·d_model·d_ff once.
-
-    This minimises the sum over experts; theirs stops, in the order of loads, when `seconds` grows."""
+    """Experts whose remote rows put more on their owner's link than their weights would: 2·d_model elements
+    a row, in and out, against matrices·d_model·d_ff. The least sum; theirs stops when `seconds` grows."""
     require_nonempty(counts=counts)
     found = []
     for e, (owner,) in enumerate(owners(len(counts[0]), len(counts))):
@@ -124,10 +122,8 @@ def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -
 
 
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
-    """(seconds, holders) whenever the search found better; the first has no copies, the last is the plan.
-
-    Descents from the eight best of: copies everywhere of the k heaviest experts, k = 0 .. E. Ends at most 5 %
-    above the best of all in our small cases."""
+    """(seconds, holders) whenever the search found better, from no copies to the plan, at most 5 % above the
+    best in our small cases: descents from the eight best of copies everywhere of the k heaviest experts."""
     require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
     priced = lambda holders: (seconds(counts, holders, costs), holders)
@@ -149,10 +145,9 @@ def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
 
 
 def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool = True) -> float:
-    """Seconds of a step: layer l computes compute[l] forward and twice that backward; its copies travel for
-    copies[l] before its forward, their gradients as long after its backward.
-    `hidden`: over a link of their own, the copies while the layer before computes (there is room for one
-    layer's), the gradients while the layers before go backward."""
+    """Seconds of a step: copies travel before a layer's forward, gradients as long after its backward, twice
+    as much work. `hidden`: over a link of their own, copies while the layer before computes (there is room
+    for one layer's), gradients while the layers before go backward."""
     if not hidden:
         return 3 * sum(compute) + 2 * sum(copies)
     end = link = start = 0.0
@@ -272,8 +267,7 @@ def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
 
 def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: int = 7) -> Holders:
     """Online: the placement with the least time over the next `steps`, the way to it included: a step takes
-    3 · the largest load · compute; experts move one after the other, each `states` times its weights, which
-    are 1 in 16 bits, two moments and a master in 32 bits 6 more."""
+    3 · the largest load · compute, a moved expert `states` times its weights (6 for moments and a master)."""
     ranks = 1 + max(chain(*current))
 
     def total(holders: Holders) -> float:
@@ -316,9 +310,9 @@ def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int)
 
 
 def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
-    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best. One more
-    replica at a time goes to the expert whose replicas have the most rows, of equal ones the first; each time
-    all are `packed` anew."""
+    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best. The next
+    replica goes to the expert whose replicas have the most rows, of equal ones the first; all are `packed`
+    anew."""
     require_positive_ints(ranks=ranks, slots=slots)
     experts = len(loads)
     if not 0 < experts <= ranks * slots:
@@ -357,12 +351,6 @@ def grids(ranks: int, layer: MoELayer, bytes_per_element: int, memory_bytes: int
         rule = f"no grid of {ranks} ranks fits into {memory_bytes:,} bytes each; use more or larger ranks"
         raise ValueError(f"{experts} experts of {expert:,} elements: {rule}")
     return found
-
-
-def pools(of: Sequence[Grid], samples: Sequence[Sequence[int]]) -> dict[Grid, list[Holders]]:
-    """The plans of each grid: its owners' and those that suit a sample."""
-    require_nonempty(samples=samples)
-    return {grid: pool(samples, grid.ep) for grid in of}
 
 
 def step_s(grid: Grid, holders: Holders, loads: Sequence[int], layer: MoELayer, costs: Costs) -> float:

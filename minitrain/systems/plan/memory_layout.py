@@ -1,10 +1,7 @@
 """Where every tensor of a step lies, and in which order operators run, so that a step needs least memory.
 
-    lives = lifetimes(ledger.memory_trace())        block, born, dies, bytes: rectangles, moved up or down
-    addresses = annealed(lives, seed=0)             {block: address}; two that live at once do not overlap
-    height(lives, addresses)                        bytes of the arena; never lower than most_live(lives)
-    order = least_memory(Graph(sizes, operators))   numbers of operators; the program's is 0, 1, 2, ..
-    addresses = laid_out(graph, order)              {number of the tensor: address}
+A lifetime (block, born, dies, bytes) is a rectangle, moved up or down; those that live at once do not
+overlap. `height` is the arena's, never lower than `most_live`.
 
 best_fit   each at its birth into the smallest gap that holds it, as by an allocator that knows no more
 annealed   each in turn falls to the lowest gap that holds it; the order is searched: one gets another place
@@ -224,8 +221,7 @@ def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states:
             continue
         seen.add(state)
         if len(seen) > most_states:
-            what = f"a segment of {len(group)} operators has more than {most_states:,} sets to look at"
-            raise ValueError(f"{what}; raise most_states, or give a graph of fewer branches")
+            raise ValueError(f"more than {most_states:,} sets to look at; raise most_states, or branch less")
         steps = []
         for number in group:
             if not state >> number & 1 and not graph.before[number] & ~state:

@@ -28,13 +28,9 @@ from minitrain.plan.accounting import attention_parameters, mlp_parameters
 from minitrain.precision.policies import BYTES
 
 
-def sent_by_axis(
-    config: GPTConfig, strategy: Any, rows: int, length: int, stage: int = 0
-) -> dict[str, Fraction]:
-    """Bytes by axis of a rank that is number `stage` in pp; "dp" are all sums over ranks with other data.
-
-    `strategy` is a Strategy, `rows` of `length` tokens are the global batch. Without clipping, whose norm
-    takes a few numbers more, and for sizes that divide: else a dry run has the bytes."""
+def sent_by_axis(config: GPTConfig, strategy, rows: int, length: int, stage: int = 0) -> dict[str, Fraction]:
+    """Bytes by axis of a rank that is number `stage` in pp; "dp" are all sums over ranks with other data. A
+    global batch of `rows`; without clipping's norm, for sizes that divide: else a dry run has the bytes."""
     _check(config, strategy)
     s, layers, last = strategy, stages_of(config, strategy, stage), config.num_layers + 1
     numbers, e = {*chain(*layers)}, BYTES[s.policy.activations]

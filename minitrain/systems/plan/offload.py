@@ -72,10 +72,9 @@ def packed(modules: Sequence[Sequence[int]], chunk: int) -> tuple[int, int]:
 
 
 def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offloaded: int) -> ElixirPlan:
-    """A chunk is gathered for the forward and again for the backward, then its gradient is scattered.
-
-    What is cached beyond what one module needs saves the last chunks their second gather. An offloaded shard
-    crosses PCIe for each gather, its gradient once; the host updates it."""
+    """A chunk is gathered forward and again backward, then its gradient is scattered. What is cached beyond
+    what one module needs saves the last chunks their second gather. An offloaded shard crosses PCIe for each
+    gather, its gradient once; the host updates it."""
     count, least = packed(profile.modules, chunk)
     kept, shard = cached - least, divided(chunk, rates.ranks)
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
@@ -155,10 +154,9 @@ def fuyou_s(work: Work, server: Server, share: Number, *, overlapped: bool = Tru
 
 
 def fuyou_share(work: Work, server: Server) -> Number:
-    """The share with the fastest iteration, the smallest of several; exact.
-
-    Seconds of everything are straight lines in the share, with one bend where the host's memory is full. The
-    sum of two largest of them is lowest at an end, at the bend, or where two lines of a phase cross."""
+    """The share with the fastest iteration, the smallest of several; exact: all are straight lines in the
+    share, with one bend where the host's memory is full. The sum of two largest of them is lowest at an end,
+    at the bend, or where two lines of a phase cross."""
     if not work.activation_bytes:
         return 0
     bend = min(1, divided(server.host_bytes, work.activation_bytes))
@@ -214,10 +212,9 @@ FIGURE_2A = {
 
 
 def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: int = 1) -> float:
-    """What is computed for each byte that is moved, on one GPU with `batch` sequences.
-
-    8·b·s·P FLOPs (forward, recomputation, backward) over 8·P bytes (weights three times, gradients once),
-    32·P (states, masters and gradients in fp32, read and written) or 4·b·s·D·L/c (there and back)."""
+    """What is computed for each byte that is moved on a GPU: 8·b·s·P FLOPs (forward, again, backward) over
+    8·P bytes (weights three times, gradients once), 32·P (states, masters and gradients in fp32, read and
+    written) or 4·b·s·D·L/c (there and back)."""
     require_positive_ints(batch=batch, length=length)
     require_one_of(("parameters", "optimizer", "activations"), kind=kind)
     if kind == "activations":
@@ -239,9 +236,8 @@ def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -
 
 
 def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: bool) -> float:
-    """Seconds until every rank has a tensor that is kept away from the devices: one owner reads all and sends
-    it on, or all read 1/n at once and gather, (n-1)/n over the network (ring). `links`: bytes per second of a
-    rank's own "slow" link (PCIe, disk) and of "network" between ranks."""
+    """Seconds until every rank has a tensor that is off the devices: one owner reads all and sends it on, or
+    all read 1/n at once and gather in a ring. `links`: bytes per second of "slow" (PCIe, disk), "network"."""
     require_ints(bytes=bytes)
     require_positive_ints(ranks=ranks)
     read = bytes / ranks if partitioned else bytes
@@ -289,9 +285,8 @@ def crossed(roots: Sequence[int]) -> list[int]:
 
 
 def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch: bool = True) -> list[Task]:
-    """A step, on the links "down r" and "up r" of each root complex r.
-
-    Without prefetch a stage is loaded when the one before it on its device has ended, into the same room."""
+    """A step, on the links "down r" and "up r" of each root complex r. Without prefetch a stage is loaded
+    into the room of the one before it on its device, when that has ended."""
     require_ints(0, len(roots) - 1, order=order)
     require_positive_ints(m=m)
     made, n, numbers = [], len(order), range(len(stages))

@@ -78,10 +78,10 @@ class Offload(NamedTuple):
 
 
 def offloaded(actions: Sequence[tuple], size: Number, rate: Number, away=None) -> Offload:
-    """One rank's actions ("F" or "B", microbatch, time) in order, with the activations of the microbatches
-    `away` on the host meanwhile (of all that have two actions or more between their F and B). A link each
-    way, `rate` bytes a time unit. They leave behind their F and are fetched from the start of the action in
-    front of their B. A forward waits until all but the last of those in front of it have left."""
+    """One rank's actions ("F" or "B", microbatch, time) in order, activations of the microbatches `away` on
+    the host meanwhile (of all with two actions or more between F and B). A link each way; they leave behind
+    their F and come back from the start of the action in front of their B. A forward waits until all but the
+    last of those in front of it have left."""
     names = [action[:2] for action in actions]
     between = {m: names.index(("B", m)) - names.index(("F", m)) - 1 for kind, m in names if kind == "F"}
     away = {m for m, others in between.items() if others >= 2} if away is None else set(away)
@@ -181,9 +181,7 @@ def backward_of(layer: Sequence[RecomputeTask], windows: Sequence[Number], layer
     return tasks, list(windows) * layers
 
 
-def repeated(
-    layer: Sequence[RecomputeTask], windows: Sequence[Number], layers: int, room: Number
-) -> Placement:
+def repeated(layer: Sequence[RecomputeTask], windows: Sequence, layers: int, room: Number) -> Placement:
     """A plan for one layer with its part of the room, taken for all: a search as long as one layer's. The
     first layer of the backward, which has no windows, has a plan of its own. HEU."""
     tasks, all_windows = backward_of(layer, windows, layers)

@@ -1,11 +1,7 @@
 """Schedules found by search: the shortest there is, with its proof; a pattern that every microbatch repeats.
 
-    shortest(place=[0, 1, 2], m=4, costs, limit=[3, 2, 1])    no list does it in less time with that memory
-    pattern = repetend(place=[0, 1, 1, 0], costs, limit=4)    a V of 4 stages on 2 ranks
-    unroll(pattern, m)                                        a Schedule that follows the pattern's times
-
-`place[s]` is the rank of stage s. `limit` is how many activations of a stage a rank may hold, one number for
-all ranks, or one for each. `split=True` has I and W for B.
+`place[s]` is the rank of stage s, [0, 1, 1, 0] a V. `limit` is how many activations of a stage a rank may
+hold, one number for all ranks, or one for each. `split=True` has I and W for B.
 `shortest` tries every order; of partial ones that did the same those stay that no other beats on all ranks.
 They grow fast: p=3, m=4 is what it is for.
 In a pattern microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the
@@ -157,7 +153,7 @@ def scheduled(kinds: Sequence[Kind], one: Partial, ranks: int, name: str) -> Sch
     return check(Schedule(name, tuple(map(tuple, lists)), 1 + max(kind.stage for kind in kinds), counts[0]))
 
 
-class Repetend(NamedTuple):  # microbatch n does the action of kind k at starts[k] + n · period
+class Repetend(NamedTuple):
     place: tuple[int, ...]
     kinds: tuple[Kind, ...]
     starts: tuple[Time, ...]

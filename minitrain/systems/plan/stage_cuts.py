@@ -172,9 +172,7 @@ def plan_autopipe(forward: Sequence[Number], backward: Sequence[Number], p: int,
     return Partition(best.makespan, cut)
 
 
-def simulated_step(
-    cut: Sequence[range], forward: Sequence[Number], backward: Sequence[Number], m: int
-) -> Simulation:
+def simulated_step(cut: Sequence[range], forward: Sequence, backward: Sequence, m: int) -> Simulation:
     """1F1B over these stages."""
     schedule, times = one_f_one_b(len(cut), m), {"F": forward, "B": backward}
     sums = {(kind, s): sum(times[kind][run.start : run.stop]) for kind in times for s, run in enumerate(cut)}

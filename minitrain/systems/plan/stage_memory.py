@@ -190,9 +190,9 @@ def extra_time(tensor: Tensor, place: str, links: Links) -> Number | None:
 
 
 def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, places=PLACES) -> MPressPlan:
-    """The place of each tensor, with the smallest largest extra time of a rank: exact, as trying everything.
-    `fixed[r]`: bytes that rank r holds anyway; `cap`: what each may hold. Kept is what no other beats: per
-    rank in (held + lent bytes, extra time), over ranks in (sum of bytes, largest time)."""
+    """The place of each tensor, with the smallest largest extra time of a rank: exact. `fixed[r]`: bytes that
+    rank r holds anyway; `cap`: what each may hold. What stays no other beats: per rank in (held + lent bytes,
+    extra time), over ranks in (sum of bytes, largest time)."""
     everything = [((0, 0), ())]
     for rank, size in enumerate(fixed):
         own = [((size, 0, 0), ())]  # (held, lent, extra time), [(tensor, place)]

@@ -112,7 +112,7 @@ def test_smartmoe_chooses_the_pool_offline():
         ]
         found = plan.grids(8, LAYER, 2, 2 * most)
         assert found == fit
-        pools = plan.pools(found, samples)
+        pools = {one: plan.pool(samples, one.ep) for one in found}
         best = lambda grid, loads: min(by_hand(grid, holders, loads, costs) for holders in pools[grid])
         times = {grid: sum(best(grid, loads) for loads in samples) for grid in fit}
         best = plan.best_grid(pools, samples, LAYER, costs)
@@ -128,7 +128,7 @@ def test_a_pool_holds_a_best_placement_for_each_of_its_samples():
     every = {tuple(zip(order)) for order in permutations([0, 0, 1, 1, 2, 2, 3, 3])}
     assert len(every) == 2520
     samples = drawn_loads(3, seed=5)
-    pool = plan.pools([grid], samples)[grid]
+    pool = plan.pool(samples, grid.ep)
     assert pool[0] == owners(8, 4) and len(pool) == 4
     for loads in samples:
         best = min(by_hand(grid, holders, loads, costs) for holders in every)
@@ -139,6 +139,6 @@ def test_of_equal_grids_the_first_is_taken():
     """Even loads, and copies that cost nothing: all grids take the same time."""
     loads, free = [1] * 8, Costs(1.0, 0.0, 0.0)
     for first, *others in permutations(Grid(8 // ep, ep, 1) for ep in (1, 2, 4)):
-        pools = plan.pools([first, *others], [loads])
+        pools = {one: plan.pool([loads], one.ep) for one in (first, *others)}
         assert len({plan.pool_s(one, pools[one], [loads], LAYER, free) for one in pools}) == 1
         assert plan.best_grid(pools, [loads], LAYER, free) == first

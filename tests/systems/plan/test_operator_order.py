@@ -187,14 +187,14 @@ def test_the_tree_changes_no_peak(monkeypatch):
 
 
 def test_what_cannot_be_searched_is_refused():
-    with pytest.raises(ValueError, match=r"a segment of \d+ operators has more than 3 sets"):
+    with pytest.raises(ValueError, match="more than 3 sets"):
         least_memory(drawn(3, count=12), most_states=3)
     # two operators whose results stay: nothing done, the one, the other; then all is done
     pair = Graph(
         {"x": 1, "y": 1, "z": 1}, [Operator("f", ("x",), ("y",)), Operator("g", ("x",), ("z",))], ("y", "z")
     )
     assert sorted(least_memory(pair, most_states=3)) == [0, 1]
-    with pytest.raises(ValueError, match="a segment of 2 operators has more than 2 sets to look at"):
+    with pytest.raises(ValueError, match="more than 2 sets to look at"):
         least_memory(pair, most_states=2)
 
 

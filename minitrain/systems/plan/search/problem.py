@@ -135,15 +135,15 @@ class Problem:
 
     def mesh(self, devices: int) -> tuple[Level, ...]:
         """The levels of so many devices, the innermost filled first."""
-        levels = []
+        levels, left = [], devices
         for level in reversed(self.levels):
-            if devices > 1:
-                if devices % (here := min(level.devices, devices)):
-                    raise ValueError(f"{devices} devices do not fill levels of {self.levels}; use a multiple")
-                levels.append(Level(here, level.bytes_per_s))
-                devices //= here
-        if devices > 1:
-            raise ValueError(f"{devices} times the {self.devices} devices there are; use fewer")
+            here = min(level.devices, left)
+            if left == 1 or left % here:
+                break
+            levels.append(Level(here, level.bytes_per_s))
+            left //= here
+        if left > 1:
+            raise ValueError(f"{devices} devices do not fill levels of {self.levels}; use other numbers")
         return tuple(reversed(levels))
 
     def options(self, levels: Sequence[Level]) -> list[Option]:
@@ -184,14 +184,7 @@ class Problem:
         kept = in_flight * x + (1 if option.again else in_flight) * inside
         return self.state_bytes * stored + self.rows * self.element_bytes * kept
 
-    def graph(
-        self,
-        layers: range | None = None,
-        devices: int | None = None,
-        options: Sequence[Sequence[Option]] | None = None,
-        unit: str = "seconds",
-        in_flight: int = 1,
-    ) -> "Graph":
+    def graph(self, layers=None, devices=None, options=None, unit="seconds", in_flight=1) -> "Graph":
         """Costs of these layers on so many devices, by default all on all, each with its `options`. `unit`:
         seconds of a microbatch, or bytes that a device sends in a step of one. Edges that leave the layers
         are not in it; the last one gives rows, or `ends`."""
@@ -228,11 +221,8 @@ class Problem:
 
 
 @lru_cache(1 << 16)
-def moved(
-    source: Sequence[str], target: Sequence[str], size: float, levels: Sequence[Level]
-) -> tuple[float, ...]:
-    """Bytes that a device sends on each level until a tensor of `size` bytes, placed as `source`, is as
-    `target`."""
+def moved(source: Sequence[str], target: Sequence[str], size: float, levels: Sequence[Level]) -> tuple:
+    """Bytes that a device sends on each level until a tensor of `size` bytes, as `source`, is as `target`."""
     sent, now = [0.0] * len(levels), size * fraction(source, levels, CUT)
     each = list(enumerate(zip(source, target, levels)))
     for _, (a, b, level) in each:
@@ -255,8 +245,7 @@ def fraction(shardings: Sequence[str], levels: Sequence[Level], that_cut: Sequen
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers i with `options[i]`; node[i][a], memory[i][a], edge[i, j][a][b], i < j, are what picking them
-    costs."""
+    """Layers i with `options[i]`; node[i][a], memory[i][a], edge[i, j][a][b], i < j: what picking costs."""
 
     options: Sequence[Sequence[Option]]
     node: list[list[float]]

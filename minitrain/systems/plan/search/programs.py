@@ -132,9 +132,8 @@ def search(program: Program, devices: int, fits: Constraint, allowed=None, befor
 
 def pipeline_program(*forward_s: float, microbatches: int = 2):
     """(program, devices, what fits, expert's constraints ..): a stage for each time, forward and backward of
-    every microbatch, and as many devices, with room for the weights of one stage each.
-
-    The expert: all of a stage on one device; of the operators of a kind the first microbatch first."""
+    every microbatch, and as many devices, with room for the weights of one stage each. The expert: all of a
+    stage on one device; of the operators of a kind the first microbatch first."""
     program, needs, stages = {}, (), len(forward_s)
     for kind, order in (("F", range(stages)), ("B", reversed(range(stages)))):
         for stage in order:

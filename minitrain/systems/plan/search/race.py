@@ -1,11 +1,8 @@
 """All searches on one instance, each beside every choice of its own space, priced one by one.
 
-    print(table(race(example())))        cost, gap to the best there is, looked at, share of the space
-
-Spaces differ: a layer's shardings (with memory or without), placements of whole layers, cuts of tensors,
-stages. So costs compare where the unit does and the space is the same; gap and share say how good a search
-is. Dynamic programming prices partial choices: where the space is small they may be more than there are whole
-ones.
+Spaces differ: shardings of layers (with memory or without), placements, cuts of tensors, stages. So costs
+compare where unit and space are the same; gap (to the best there is) and share (of the space that was looked
+at) say how good a search is. Dynamic programming prices partial choices, which may be more than whole ones.
 """
 
 from dataclasses import replace
@@ -14,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from minitrain.ranks.tables import aligned
-from minitrain.systems.plan.search import automap, layerwise, programs, simulated, staged
+from minitrain.systems.plan.search import layerwise, programs, simulated, staged
 from minitrain.systems.plan.search.problem import Level, Problem, SearchResult, every, exhaustive, least
 from minitrain.systems.plan.search.staged import Cut, all_cuts, every_plan
 
@@ -56,7 +53,7 @@ def race(problem: Problem) -> list[Row]:
         ("AutoDDL", "bytes", layerwise.autoddl(free), exhaustive(free, "bytes")),
         ("Tofu", "elements", layerwise.tofu(problem), layerwise.every_halving(problem)),
         ("RL placement", "simulated", simulated.reinforce(problem), every_placement(problem)),
-        ("Automap", "microbatch", automap.automap(flat), automap.every_set_of_cuts(flat)),
+        ("Automap", "microbatch", simulated.automap(flat), simulated.every_set_of_cuts(flat)),
         ("Unity", "microbatch", programs.optimize(*products), programs.every_graph(*products)),
         ("Piper", "slowest", staged.piper(problem), by_slowest),
         ("Alpa", "step", staged.alpa(problem), every_plan(problem)),
@@ -66,15 +63,12 @@ def race(problem: Problem) -> list[Row]:
         ("nnScaler", "simulated", programs.search(*two), programs.search(*two[:3])),
         ("DeepSpeed-Autotuning", "simulated", simulated.autotune(problem), simulated.every_config(problem)),
     )
-    return [
-        Row(name, unit, found.cost, best.cost, found.looked_at, best.looked_at)
-        for name, unit, found, best in entrants
-    ]
+    return [Row(*told, own.cost, best.cost, own.looked_at, best.looked_at) for *told, own, best in entrants]
 
 
 def every_simulated(problem: Problem) -> SearchResult:
     choices = product(problem.options(problem.levels), repeat=len(problem.layers))
-    return least(choices, lambda choice: simulated.simulate(simulated.tasks_of(problem, choice)))
+    return least(choices, lambda choice: max(simulated.simulate(simulated.tasks_of(problem, choice))))
 
 
 def every_placement(problem: Problem) -> SearchResult:

@@ -1,18 +1,21 @@
-"""Searches that price a choice by simulating it: a random walk, a learned placement, runs that memory allows.
+"""Searches that draw or run: a random walk, learned placement, a tree of decisions, runs that memory allows.
 
 FlexFlow   Metropolis over choices: accept with min(1, exp(beta·(cost - new cost))). Forward, backward,
            conversions and sums of gradients each run on the compute stream or a level's link, in list order,
            so they overlap; `Delta` computes again only what moves in time after one layer changed
 RL         REINFORCE places whole operators: logits[operators, devices]; reward -log(step time), normalised in
            the batch; logits += rate · mean of reward · (one-hot of what was drawn - probabilities)
+Automap    decisions cut a tensor along a dim over all devices; in y[m, g] = x[m, f]·W[f, g] what shares it
+           is cut alike, so one cuts both matrices of an MLP. Monte Carlo tree search over sets of decisions
 DeepSpeed  what ZeRO's bytes and kept activations say will not fit is never run; of the rest, for each stage
            the microbatch halves from the largest that fits until it is slower. Bytes sent by each of n
            devices in a step of m microbatches, in units of (n-1)/n of the parameters:
            stage 0, 1: 2     2: m + 1     3: 3·m      (proved against dry runs of data_parallel/)
 
 Jia et al. 2018 (FlexFlow), arXiv:1807.05358, sections 4 to 6; Mirhoseini et al. 2017, arXiv:1706.04972;
-Microsoft 2021, DeepSpeed tutorial "Autotuning". Differs: FlexFlow's operators run on all devices, tokens are
-rows; the policy is a table, not a recurrent network; the tuner by a learned model is left out.
+Alabed et al. 2022 (Automap), arXiv:2210.06352; Schaarschmidt et al. 2021, arXiv:2112.02958; Microsoft 2021,
+DeepSpeed tutorial "Autotuning". Differs: FlexFlow's operators run on all devices; the policy is a table;
+Automap takes most bytes first, no learned ranking, on one axis; no tuner by a learned model.
 """
 
 import math
@@ -71,29 +74,25 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
     return tasks
 
 
-def ends(tasks: Sequence[Task]) -> dict[tuple, float]:
+def simulate(tasks: Sequence[Task]) -> list[float]:
+    """When each ends."""
     done, free = {}, {}
     for task in tasks:
         start = max([free.get(task.stream, 0.0), *(done[name] for name in task.needs)])
         done[task.name] = free[task.stream] = start + task.seconds
-    return done
-
-
-def simulate(tasks: Sequence[Task]) -> float:
-    return max(ends(tasks).values())
+    return list(done.values())
 
 
 class Delta:
     """A simulation that is kept, and what comes before each task: in its stream, and by need."""
 
     def __init__(self, tasks: Sequence[Task]):
-        self.tasks, self.recomputed, last = list(tasks), 0, {}
+        self.tasks, self.recomputed, self.end, last = list(tasks), 0, simulate(tasks), {}
         place = {task.name: at for at, task in enumerate(tasks)}
         self.before: list[list[int]] = []
         for at, task in enumerate(tasks):
             self.before.append([place[name] for name in task.needs] + last.get(task.stream, []))
             last[task.stream] = [at]
-        self.end = list(ends(tasks).values())
 
     def change(self, tasks: Sequence[Task]) -> float:
         """The time with these in place of the old ones."""
@@ -154,9 +153,7 @@ def placement_seconds(problem: Problem, placement: Sequence[int]) -> float:
     return pipeline_simulate.simulate(schedule, Costs(F=1, send=message, stage=times)).makespan
 
 
-def reinforce(
-    problem: Problem, steps: int = 100, batch: int = 16, rate: float = 0.7, seed: int = 0
-) -> SearchResult:
+def reinforce(problem: Problem, steps: int = 100, batch: int = 16, rate=0.7, seed: int = 0) -> SearchResult:
     """Where the policy ends: its likeliest placement. Looked at: different ones that it drew."""
     draw, operators, devices = numpy.random.default_rng(seed), len(problem.layers), problem.devices
     logits, time = numpy.zeros((operators, devices)), cache(lambda placed: placement_seconds(problem, placed))
@@ -173,6 +170,107 @@ def reinforce(
         logits += rate * (advantage[:, None, None] * (drawn - shares)).mean(0)
     likeliest = tuple(map(int, logits.argmax(1)))
     return SearchResult(likeliest, time(likeliest), len(seen))
+
+
+@cache
+def dims_of(layers: int) -> dict[str, tuple[str, str]]:
+    """Dims of every tensor: x0, W0, x1, ..; operator i makes x(i+1) of x(i) and W(i)."""
+    activations = {f"x{i}": ("m", f"f{i}") for i in range(layers + 1)}
+    return activations | {f"W{i}": (f"f{i}", f"f{i + 1}") for i in range(layers)}
+
+
+def propagate(cuts: dict[str, str], layers: int) -> dict[str, str]:
+    """Until nothing follows any more: forward and backward through every operator."""
+    dims, cuts, before = dims_of(layers), dict(cuts), None
+    while cuts != before:
+        before = dict(cuts)
+        for i in range(layers):
+            around = (f"x{i}", f"W{i}", f"x{i + 1}")
+            for along in [cuts[name] for name in around if name in cuts]:
+                for name in around:
+                    if name not in cuts and along in dims[name]:
+                        cuts[name] = along
+    return cuts
+
+
+def shardings_of(cuts: dict[str, str], layers: int) -> list[str]:
+    """What each operator does: rows where its x is cut by them (weights gathered, if those are cut)."""
+    found = []
+    for i in range(layers):
+        w = cuts.get(f"W{i}")
+        by_rows, by_weight = "sdp" if w else "dp", {f"f{i}": "row", f"f{i + 1}": "col"}.get(w, "all")
+        found.append(by_rows if cuts.get(f"x{i}") == "m" else by_weight)
+    return found
+
+
+def moves(cuts: dict[str, str], problem: Problem) -> list[dict[str, str]]:
+    """Where each decision that is left leads to, that of the largest tensor first."""
+    layers = len(problem.layers)
+    sizes = {f"W{i}": layer.weights for i, layer in enumerate(problem.layers)}
+    sizes |= {f"x{i}": layer.takes * problem.rows for i, layer in enumerate(problem.layers)}
+    free = sorted((name for name in sizes if name not in cuts), key=lambda name: (-sizes[name], name))
+    return [propagate({**cuts, name: dim}, layers) for name in free for dim in dims_of(layers)[name]]
+
+
+def pricer(problem: Problem):
+    """Seconds of the shardings of a set of cuts; infinite beyond the memory."""
+    if len(problem.levels) != 1:
+        raise ValueError(f"automap searches one axis, not {len(problem.levels)}; give one level")
+    shardings, layers = ("all", "dp", "sdp", "col", "row"), len(problem.layers)
+    graph = problem.graph(options=[[Option((sharding,)) for sharding in shardings]] * layers)
+
+    def price(cuts: dict[str, str]) -> float:
+        picks = [shardings.index(sharding) for sharding in shardings_of(cuts, layers)]
+        return graph.cost(picks) if graph.bytes(picks) <= problem.memory_bytes else math.inf
+
+    return price
+
+
+def automap(problem: Problem, rollouts: int = 200, seed: int = 0, explore: float = 0.5) -> SearchResult:
+    """The fastest shardings for the layers; looked at: different sets of cuts that were priced."""
+    draw, price, layers = random.Random(seed), pricer(problem), len(problem.layers)
+    slow = min(price(dict.fromkeys(("x0", "x1"), "m")), 1.0)  # the scale of rewards
+    tree: dict[tuple, tuple] = {}  # (cuts, are they final) -> [visits, sum of rewards]
+    best, seen = (math.inf, []), set()
+    for _ in range(rollouts):
+        cuts, path, final = {}, [(frozenset(), False)], False
+        while path[-1] in tree and not final:  # down to a node that is new
+            cuts, final = _next(path, cuts, tree, problem, explore)
+        while not final and (further := moves(cuts, problem)) and draw.random() > 0.3:
+            cuts = draw.choice(further)
+        seen.add(frozenset(cuts.items()))
+        cost = price(cuts)
+        best = min(best, (cost, shardings_of(cuts, layers)))
+        for node in path:
+            visits, rewards = tree.get(node, (0, 0.0))
+            tree[node] = visits + 1, rewards + slow / (slow + cost)
+    cost, shardings = cheapest([best], problem.memory_bytes)
+    return SearchResult(tuple(Option((sharding,)) for sharding in shardings), cost, len(seen))
+
+
+def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) -> tuple[dict, bool]:
+    """One node further: the first that is new, else by upper confidence bound. To stop is a move too."""
+    nodes = [(frozenset(then.items()), False) for then in moves(cuts, problem)]
+    nodes.append((frozenset(cuts.items()), True))
+    log_visits = math.log(tree[path[-1]][0])
+
+    def bound(node) -> float:
+        visits, rewards = tree.get(node, (0, 0))
+        return rewards / visits + explore * math.sqrt(log_visits / visits) if visits else math.inf
+
+    path.append(max(nodes, key=bound))
+    return dict(path[-1][0]), path[-1][1]
+
+
+def every_set_of_cuts(problem: Problem) -> SearchResult:
+    """The least of all that decisions lead to."""
+    waiting, seen = [{}], [{}]
+    while waiting:
+        for then in moves(waiting.pop(), problem):
+            if then not in seen:
+                seen.append(then)
+                waiting.append(then)
+    return least(seen, pricer(problem))
 
 
 STAGES = (0, 1, 2, 3)

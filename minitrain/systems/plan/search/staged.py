@@ -18,7 +18,7 @@ et al. 2022 (Galvatron), arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02
 EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no overlap; Aceso ranks nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import combinations, groupby, pairwise, product
 from math import inf, prod
@@ -140,25 +140,19 @@ def stage_graphs(problem: Problem, run: Run, behind: int, families: Families | N
 
 
 def every_plan(
-    problem: Problem,
-    families: Families | None = None,
-    among: Iterable[Cut] | None = None,
-    time: Callable[[Sequence[float], int], float] = pipelined,
+    problem: Problem, families: Families | None = None, among=None, time=pipelined
 ) -> SearchResult:
-    """The fastest of all plans, of equal ones the first. `time` grows with each stage's, so a stage is priced
-    with all its choices once, wherever it stands. Looked at: plans, fitting or not."""
+    """The fastest of all plans, or of cuts `among` them, of equal ones the first. `time` grows with each
+    stage's, so a stage is priced with all its choices once, wherever it stands. Looked at: plans."""
 
     @cache
     def fastest(run: Run, behind: int) -> tuple[float, Stage | None, int]:
-        graphs, message = stage_graphs(problem, run, behind, families), message_seconds(problem, *run)
-        priced = (
-            (cost + message, Stage(*run, graph.choice(picks)))
-            for graph in graphs
-            for cost, size, picks in graph.every()
-            if size <= problem.memory_bytes
-        )
-        best = min(priced, key=lambda found: found[0], default=(inf, None))
-        return *best, sum(graph.size for graph in graphs)
+        graphs, best = stage_graphs(problem, run, behind, families), (inf, None)
+        for graph in graphs:
+            for cost, size, picks in graph.every():
+                if size <= problem.memory_bytes and cost < best[0]:
+                    best = cost, Stage(*run, graph.choice(picks))
+        return best[0] + message_seconds(problem, *run), best[1], sum(graph.size for graph in graphs)
 
     found, space = [], 0
     for cut in all_cuts(problem) if among is None else among:
