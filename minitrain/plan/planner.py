@@ -8,10 +8,9 @@
     race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
 
 `layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
-of ZeRO, schedule, what is computed again; its docstring says what is left out. A layout fits if its predicted
-bytes are at most `room` of the device's memory: the rest is for what no account of tensors sees (a CUDA
-context, NCCL's buffers, holes). All are predicted: what takes time are the dry runs of their layers. The
-searches of systems/plan/search look at less, of spaces too large for this.
+of ZeRO, schedule, what is computed again. A layout fits if its predicted bytes are at most `room` of the
+device's memory: the rest is for what no account of tensors sees (a CUDA context, NCCL's buffers, holes). All
+are predicted; the searches of systems/plan/search look at less, of spaces too large for this.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the functions of this process share, in one object: minitrain's only state that no argument carries.
 
-A process is one rank. torch has one default group per process, autograd runs backward on threads of its own,
-and a job is joined once. So what holds "here" (is checked mode on? who observes the calls? is a rank gone?)
-holds on all threads; a ContextVar, whose value a new thread does not see, cannot carry it.
+A process is one rank: torch has one default group per process, and autograd runs backward on threads of its
+own. So what holds "here" (is checked mode on? who observes the calls? is a rank gone?) holds on all threads;
+a ContextVar, whose value a new thread does not see, cannot carry it.
 """
 
 import os

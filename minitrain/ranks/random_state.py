@@ -37,8 +37,7 @@ def set_random_state(state: tuple[Tensor, ...], source: Source) -> None:
             torch.cuda.set_rng_state(cuda, source)
 
 
-def same(state: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    """Has nothing been drawn between the two?"""
+def same(state: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:  # nothing was drawn between
     with outside_modes():
         return all(map(torch.equal, state, other))
 

@@ -8,8 +8,7 @@
 `shard` copies this rank's slice and sends nothing. `full_tensor` undoes the cuts, the last one first: each
 gather sends (n-1)/n of its result. A tensor may be cut several times, along one dim (tp, then dp inside the
 slice) or along two, but not over ranks that hold different slices already: that could not be undone. Where
-the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the last ones end in zeros,
-which `full_tensor` leaves out again.
+the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the last ones end in zeros.
 
 torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
 ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded too.

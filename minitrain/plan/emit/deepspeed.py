@@ -3,11 +3,10 @@
     written = write(job)                     written.text: the JSON; written.in_code: {"pp": 2, "d_model": ..}
     job, rest = read(text, written.in_code)
 
-The JSON is about batch, ZeRO, precision, offload and AutoTP. The model, its length, stages (PipelineModule),
-experts (deepspeed.moe.layer.MoE) and what is computed again are arguments of calls: `IN_CODE` says of which.
-The number of data ranks is not said at all, it follows from the three batch sizes. Of hybrid sharding there
-is nothing: MiCS was taken out. Stages 2 and 3 do not go with its pipelines. Rasley et al. 2020; deepspeed.tsv
-has the version.
+The JSON is about batch, ZeRO, precision, offload and AutoTP. The rest are arguments of calls: `IN_CODE` says
+of which. The number of data ranks follows from the three batch sizes. Of hybrid sharding there is nothing:
+MiCS was taken out. Stages 2 and 3 do not go with its pipelines. Rasley et al. 2020; deepspeed.tsv has the
+version.
 """
 
 from __future__ import annotations

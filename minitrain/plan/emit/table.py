@@ -11,9 +11,9 @@ them; `default` is what the system does without the option. Every other option o
 too: one that says `nothing` changes numbers and has no counterpart here, so it is refused; the rest (learning
 rates, paths) is handed back.
 
-`write` reads its own result back. A value that does not come back is one that the system cannot say: it is
-noted where it changes only how fast something is done (`noted`), and refused anywhere else, all such values
-in one line. So read(write(job)) is the job wherever `write` notes nothing. No torch.
+`write` reads its own result back. A value that does not come back the system cannot say: it is noted where it
+changes only how fast something is done, and refused anywhere else. So read(write(job)) is the job wherever
+`write` notes nothing. No torch.
 """
 
 from __future__ import annotations

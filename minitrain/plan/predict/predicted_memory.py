@@ -10,12 +10,11 @@
     buffers       buckets of gradients on their way; of ZeRO-3 the gathered layer; of each neighbour in the
                   pipeline a message that comes, one that goes and one at work
 
-With a schedule's own peak in place of its actions that is peak(schedule, rank) x kept (Korthikanti et al.
-2022, arXiv:2205.05198, section 4.2). Against the ledger of whole steps: parameters exact, optimizer states
-but for their counters, the sum within 10 % (tested); a tiny model's is up to a third too much where ZeRO's
-buckets are as large as it is, for maxima of kinds are added that come at different times. Not counted: the
-batch, what the first rank of a pipeline has sent ahead and still holds (up to p messages), an allocator's
-rounding and holes, workspaces of kernels and networks.
+After Korthikanti et al. 2022, arXiv:2205.05198, section 4.2. Against the ledger of whole steps: parameters
+exact, optimizer states but for their counters, the sum within 10 % (tested); a tiny model's is up to a third
+too much where ZeRO's buckets are as large as it is, for maxima of kinds are added that come at different
+times. Not counted: the batch, what the first rank of a pipeline has sent ahead and still holds (up to p
+messages), an allocator's rounding and holes, workspaces of kernels and networks.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@
 
 `PLAIN` has no loss of any kind: what plan/simulate/replay.py charges. `RATES` are the shares that were fitted
 (see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
-Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products;
-no kernel's choice of tile is known. (Tiles twice as long would never fill waves better than these.)
+Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     TrainingRun(presets["llama3-8b"], Strategy(dp=8, tp=8), machine("h100"), batch=64, length=8192)
     published()[0].run, .step_s        rows of published.tsv: 51 runs of nine publications, each with a source
 
-Strategy says how work is dealt out, `Stack` how well a software overlaps and fuses it: the difference
-between two systems with one layout. `STACKS` names those of the published rows; "minitrain" is this code as
-it stands. A published row that is partly from memory says which fields (`unsure`).
+Strategy says how work is dealt out, `Stack` how well a software overlaps and fuses it. `STACKS` names those
+of the published rows; "minitrain" is this code. A row partly from memory says which fields (`unsure`).
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ PUBLICATIONS = {
 @cache
 def published() -> tuple[Published, ...]:
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-    return tuple(_row(row) for row in csv.DictReader(lines, delimiter="\t"))
+    return tuple(map(_row, csv.DictReader(lines, delimiter="\t")))
 
 
 def _row(row: dict[str, str]) -> Published:

@@ -6,9 +6,7 @@
 
 A model is an embedding, L blocks and a head; a microbatch passes each once forward and once backward.
 `weights` is the part of a backward that a schedule may put off (its action W), so `backward` less `weights`
-is I. `kept` is what a forward leaves alive until its backward, `high` the most that lives meanwhile beyond
-what was there before, so that memory follows from the same dry run as time. Bytes and FLOPs are those of
-this rank.
+is I. Bytes and FLOPs are those of this rank; memory follows from the same dry run as time.
 """
 
 from __future__ import annotations

@@ -4,12 +4,9 @@
 
 A task starts when the one before it in its lane and all it comes `after` have ended. Work takes its seconds.
 A copy has bytes and passes links; the copies that are under way share each link max-min fairly: the link with
-the least for each of its copies settles these, what they leave elsewhere is for the others, and so on. A link
-carries one way; a full-duplex bus is two links. With whole numbers or Fractions every time is exact.
-
-One model for every system that moves tensors between devices, host and disks (swaps, tiers, offload plans,
-Mobius). Not modelled: latencies, what a copy costs the processors, and order within a lane: it is given.
-Fairness: Bertsekas and Gallager 1992, Data Networks, section 6.5.2 (filling up progressively).
+the least for each of its copies settles these, what they leave elsewhere is for the others, and so on
+(Bertsekas, Gallager 1992, Data Networks, section 6.5.2). A link carries one way; a full-duplex bus is two.
+With whole numbers or Fractions every time is exact. Not modelled: latencies, what a copy costs processors.
 """
 
 from collections import deque

@@ -152,8 +152,7 @@ class _Player:
             spans.sort(key=lambda span: (span.start_s, span.end_s))
         return Timeline(self.machine, self.spans)
 
-    def advance(self, rank: int) -> None:
-        """Run one rank until its events end or it waits."""
+    def advance(self, rank: int) -> None:  # until its events end or it waits
         if transfer := next(self.running[rank], None):
             transfer.waiting.append(rank)
 

@@ -13,8 +13,7 @@ and S the bytes of the full tensor a rank sends
 and holds, besides the result, a receive buffer of (n-1)/n S where it adds, and copies where pieces along
 `dim` are not consecutive memory. Sums are taken in rank order, with the same bits on all ranks. A result is
 new, contiguous and outside autograd, or written to `out=`. Until an asynchronous call is waited for, x must
-not change. Messages between two ranks arrive in the order they were sent. Gradients flow through pairs of
-linear maps and their adjoints, below.
+not change. Messages between two ranks arrive in the order they were sent.
 """
 
 import math

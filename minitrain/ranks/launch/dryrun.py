@@ -7,8 +7,8 @@ process a group of any size. The same operators and collectives happen in the sa
 and peak bytes equal those of a real run to the last digit (on a CPU, batch norm and LSTM differ in one).
 
 Without numbers nothing can be decided: `.item()`, `if loss > 3` and `x[mask]` end the dry run and name the
-line that asked. Tensors are made inside the function or are its arguments (passed without data). Estimating
-memory with fake tensors is an idea of torch.distributed._tools. Differs: communication is counted.
+line that asked. Tensors are made inside the function or are its arguments (passed without data). After
+torch.distributed._tools, which estimates memory with fake tensors. Differs: communication is counted.
 """
 
 import copy
@@ -91,12 +91,10 @@ def _line_of(error: BaseException, cells: dict[str, str]) -> str:
 
 
 class ShapesMode(private.FakeTensorMode):
-    """torch's FakeTensorMode, in three quarters of its time.
-
-    torch remembers what an operator gives for arguments of these shapes, and takes some 60 us to look it up:
-    it describes each by 17 properties, through a dataclass. Here a plain dense tensor is described by what
-    can differ between two of them; what is not plain goes torch's way.
-    """
+    """torch's FakeTensorMode, in three quarters of its time. It remembers what an operator gives for
+    arguments of these shapes, and takes some 60 us to look it up: it describes each by 17 properties, through
+    a dataclass. Here a plain dense tensor is described by what can differ between two of them; what is not
+    plain goes torch's way."""
 
     def __init__(self) -> None:
         super().__init__()

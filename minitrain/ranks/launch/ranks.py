@@ -187,9 +187,8 @@ class Rank:
     directory   private: the rendezvous file, the request; its result, error, prints, stacks, calls
     events      a pipe, many writers and one reader: "3 ready", "3 done", "3 error", "3 exit -11"
     lifeline    a socket whose other end only the caller holds: end of file means "stop now"
-    gone        a pipe that nobody writes to: it ends, for all ranks at once, when one of them dies; if the
-                caller gives grace, a wait lasts `grace_s / 3` from then on (ranks/collectives/channel.py)
-    """
+    gone        a pipe that nobody writes to: it ends, for all ranks at once, when one of them dies; with
+                grace a wait lasts `grace_s / 3` from then on (ranks/collectives/channel.py)"""
 
     def __init__(self, rank: int, ranks: int, launch: RankGroup):
         self.rank, self.ranks, self.launch = rank, ranks, launch

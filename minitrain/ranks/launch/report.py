@@ -2,9 +2,8 @@
 
 Three rules find the culprit.
 
-    A crash is heard twice. The rank that died says nothing, its neighbours say "Connection closed by peer".
-        These are dropped: a rank that merely *raised* keeps its sockets open until the caller has decided, so
-        only a crash can have caused them.
+    A crash is heard twice. The rank that died says nothing, its neighbours "Connection closed by peer": this
+        is dropped, for a rank that merely *raised* keeps its sockets open until the caller has decided.
     A hang is the fault of whoever is behind. Every rank counts its collectives; where the ranks of a group
         disagree, the lowest number is to blame, and before it a rank that waits in no collective at all.
     The line is the reader's: the innermost frame outside of libraries and minitrain, where something can be

@@ -1,8 +1,7 @@
 """Ranks that share cores with each other and with the threads of gloo: what Linux's scheduler is asked.
 
-On a laptop four ranks run on two cores, and each has an event loop of gloo for every group. Left alone, Linux
-switches between them some hundred times in a training step: a message for one rank takes the core from
-another in the middle of a matrix product. Two requests, which need no privilege and change no result:
+On a laptop four ranks run on two cores, each with an event loop of gloo for every group: a message for one
+takes the core from another in the middle of a matrix product. Two requests, which need no privilege:
 
     event loops   are "batch" threads: they run when a core is free or their turn has come, no sooner
     ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's turn is 1.4 to 2.8 ms

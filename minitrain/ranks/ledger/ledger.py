@@ -150,12 +150,8 @@ class Ledger:
         return [event.event() if type(event) is _Issued else event for event in self._events]
 
     def table(self) -> str:
-        """Three small tables: calls per operation and axis, FLOPs per operator, memory per kind; two more if
-        something was copied to another memory."""
-
-        def traffic(*which):
-            return self.num_calls(*which), self.payload_bytes(*which), self.sent_bytes(*which)
-
+        """Calls per operation and axis, FLOPs per operator, memory per kind; copies to other memories, if any."""
+        traffic = lambda *one: (self.num_calls(*one), self.payload_bytes(*one), self.sent_bytes(*one))
         calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
         live, peak = self.live_by_kind, self.peak_by_kind
         head = "communication", "calls", "payload bytes", f"{'planned' if self.planned else 'sent'} bytes"

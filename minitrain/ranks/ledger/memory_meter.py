@@ -1,8 +1,7 @@
 """Every block of tensor memory from its birth to its death, and what it was for.
 
 A block (torch's storage, shared by tensors and views) is born when an operator returns it and dies when the
-last tensor on it is gone: a weak reference tells. All births and deaths are written down, so these are
-exact:
+last tensor on it is gone: a weak reference tells. All are written down, so these are exact:
 
     live bytes = blocks older than the meter and seen by it + births - deaths         peak = its largest value
 

@@ -11,9 +11,8 @@ kernel counts five products, since it computes the scores again. Told `is_causal
 scores its mask leaves (not that tiles on the diagonal are done in full); `causal="square"` charges all T². Of
 grouped products the shape is E products of the mean rows, rounded up.
 
-Formulas are those of torch.utils.flop_counter. Differs: attention and the backward of convolutions (torch
-2.13 counts nothing for the CPU attention kernel, too much for grouped convolutions), which have no shape
-here.
+Formulas are torch.utils.flop_counter's. Differs: attention and the backward of convolutions (torch 2.13
+counts nothing for the CPU attention kernel, too much for grouped convolutions), which have no shape here.
 """
 
 from collections.abc import Callable
