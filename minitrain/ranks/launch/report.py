@@ -69,10 +69,8 @@ def record(error: BaseException) -> dict:
 
 def message_of(error: BaseException) -> str:
     """On one line, whatever it does when it is asked."""
-    try:
-        return " ".join(line.strip() for line in shortened(str(error), MESSAGE_LETTERS).splitlines())
-    except Exception:
-        return "(its message could not be printed)"
+    text = str(TracebackException(type(error), error, None))
+    return " ".join(line.strip() for line in shortened(text, MESSAGE_LETTERS).splitlines())
 
 
 def shortened(text: str, letters: int) -> str:

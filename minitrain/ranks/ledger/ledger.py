@@ -150,7 +150,7 @@ class Ledger:
         return [event.event() if type(event) is _Issued else event for event in self._events]
 
     def table(self) -> str:
-        """Calls per operation and axis, FLOPs per operator, memory per kind; copies to other memories, if any."""
+        """Calls per operation and axis, FLOPs per operator, memory per kind; copies, if there are any."""
         traffic = lambda *one: (self.num_calls(*one), self.payload_bytes(*one), self.sent_bytes(*one))
         calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
         live, peak = self.live_by_kind, self.peak_by_kind

@@ -37,7 +37,7 @@ ENDS = {
     "kill": "died of SIGKILL",
     "term": "died of SIGTERM",
     "segfault": "died of SIGSEGV at faults.py:",
-    "unpicklable": "raised Odd: (its message could not be printed)",
+    "unpicklable": "raised Odd: <exception str() failed>",
     "long": "raised ValueError: xxx",
 }
 STAYS = {"stop": "no answer to signals (stopped?)", "hang": "at faults.py:"}
