@@ -127,8 +127,7 @@ def utilisation(timeline, config, strategy: Strategy, hyper: Hyperparameters, ta
     from minitrain.plan.accounting import flops_per_token
 
     tokens, dtype = hyper.batch_size * hyper.length, rate_for(target, strategy) or strategy.policy.activations
-    flops = tokens * flops_per_token(config, hyper.length) / strategy.ranks
-    share = timeline.mfu(flops, dtype)
+    share = timeline.mfu(tokens * flops_per_token(config, hyper.length) / strategy.ranks, dtype)
     rate = f"{tokens / timeline.step_s / strategy.ranks:,.0f} tokens/s per device"
     reached = f"products at {target.compute_efficiency:.0%} of the datasheet"
     return f"MFU {share:.1%} ({reached}; a causal attention counted as a triangle), {rate}"

@@ -94,9 +94,6 @@ def _keeping_all(strategy: Strategy) -> Strategy:
     return replace(strategy, recompute="none", recompute_partition=False)
 
 
-# ---- a microbatch ----------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=1 << 14)
 def _without_bubble(
     work: Work, layout: Layout, at: Place, again: bool, sequence_parallel: bool
@@ -120,9 +117,6 @@ def _message_s(boundary_bytes: int, at: Place, sequence_parallel: bool) -> float
         return at.travel_s("send", boundary_bytes, at.neighbours)
     gather_s = at.travel_s("all_gather", boundary_bytes, tuple(range(at.tp)))
     return at.travel_s("send", boundary_bytes / at.tp, at.neighbours) + gather_s
-
-
-# ---- once in a step --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1 << 14)
