@@ -151,9 +151,6 @@ class Signature(NamedTuple):
     output: Place
     letter: str | None = None
 
-    def __str__(self) -> str:
-        return f"{', '.join(map(str, self.inputs))} -> {self.output}"
-
 
 def signatures(op: Op) -> list[Signature]:
     """All that are right, whatever the numbers; first the whole one."""

@@ -69,9 +69,8 @@ def run(placed: Placed, parts: Mapping[str, Tensor], groups: Groups) -> dict[str
     ranks = {axis: group.size() for axis, group in groups.items()}
     if list(ranks.items()) != list(placed.axes.items()):
         raise ValueError(f"the graph is placed on {dict(placed.axes)}, the groups are {ranks}; use one mesh")
-    local = {
-        name: plan.local_shape(x, placed.specs[name], ranks, name) for name, x in placed.graph.inputs.items()
-    }
+    inputs = placed.graph.inputs.items()
+    local = {name: plan.local_shape(shape, placed.specs[name], ranks, name) for name, shape in inputs}
     given = {name: tuple(part.shape) for name, part in parts.items()}
     if given != local:
         raise ValueError(f"parts of {given}, and placed they are {local}; give local_part(..) of each input")

@@ -4,10 +4,10 @@
     y = forward(x, positions)                     y.backward() does the rest of the plan
 
 The chain is one operator of autograd's graph; gradients are bit-equal to those without a plan. A layer that
-runs again draws the random numbers of its first run. A parameter that two layers share gets its gradient in
-two parts, which buckets that are sent beside backward refuse (buckets.py). What a layer gives besides x (a
-router's losses) gets no gradient: use recompute.py. Memory: exactly `chain_plan.peak_bytes`.
-Griewank and Walther 2000 (revolve), Algorithm 799. Differs: theirs calls back for one action at a time.
+runs again draws the random numbers of its first run. A shared parameter gets its gradient in parts, which
+buckets sent beside backward refuse (buckets.py). What a layer gives besides x (a router's losses) gets no
+gradient: use recompute.py. Memory: exactly `chain_plan.peak_bytes`. Griewank and Walther 2000 (revolve),
+Algorithm 799. Differs: theirs calls back for one action at a time.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -90,10 +90,7 @@ class ChunkedTraining:
         self._engine = Prefetch(order, sizes, device_bytes, self._fetch, self._evict, **settings)
         self._have_gradients = False
 
-    @property
-    def loads(self) -> int:
-        """Chunks that came to the device, ever."""
-        return self._engine.fetched
+    loads = property(lambda self: self._engine.fetched)  # chunks that came to the device, ever
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); then chunks have gradients, and `step` must be next."""

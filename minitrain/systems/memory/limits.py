@@ -31,8 +31,6 @@ from minitrain.ranks.checks import require_ints
 
 SETTINGS = dict(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
 SETTINGS |= dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-STACK_BYTES = 256 << 10  # of a thread, instead of 8 MiB of room that nobody uses
-PR_SET_PDEATHSIG = 1  # of prctl(2): a child ends with its parent
 START = "import sys; sys.path[:0] = {path!r}; from minitrain.systems.memory.limits import serve; serve({fd})"
 
 
@@ -95,7 +93,7 @@ class LimitedRuns(contextlib.AbstractContextManager):
 def serve(fd: int) -> None:
     line = Connection(fd)
     os.dup2(2, 1)  # what runs print is not mixed with what their caller prints
-    threading.stack_size(STACK_BYTES)
+    threading.stack_size(256 << 10)  # instead of 8 MiB of room that nobody uses
     try:
         line.recv()()
         gc.collect()  # what the warm-up left would be room for every run
@@ -112,7 +110,7 @@ def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, 
     answer, write = Pipe(duplex=False)
     child = os.fork()
     if not child:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a child ends with its parent
         _send(write, _limited(function, args, limit_bytes))
         os._exit(0)
     write.close()

@@ -196,10 +196,7 @@ class LayerWindow:
         settings = dict(ahead=window, circular=False)
         self._engine = Prefetch(order, sizes, self.room_bytes, fetch, self._leave, **settings)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Of the host, with their gradients: for an optimizer."""
-        return list(self._home.values())
+    parameters = property(lambda self: list(self._home.values()))  # the host's, for an optimizer
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
@@ -242,9 +239,8 @@ class LayerWindow:
 
 
 class LayerToLayer(LayerWindow):
-    """run(inputs, targets): lists, one tensor a microbatch -> the loss; .grad of parameters on the host,
-    written and not added to. `loss_fn(y, target)` is a sum over rows of a microbatch; the loss is that over
-    all."""
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of parameters, on the host.
+    `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
         require_one_of(("device", "host"), stash=stash)

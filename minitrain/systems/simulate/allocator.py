@@ -83,7 +83,6 @@ class _Pool:
         self.free: set[_Block] = set()
 
     def cached(self) -> list[_Block]:
-        """What is free and backed, the smallest first."""
         return _by_size(block for block in self.free if block.backed)
 
     def take(self, block: _Block) -> _Block:
@@ -120,7 +119,6 @@ class CachingAllocator:
         self._live: dict[int, list[_Block]] = {}
 
     def alloc(self, block: int, size: int) -> None:
-        """Room for `size` bytes under the name `block`; OutOfMemory if there is none."""
         parts = self._live[block] = self._parts(size) if size else []  # of nothing torch gives a null pointer
         for part in parts:
             part.free = False
@@ -326,7 +324,6 @@ class StitchingAllocator(CachingAllocator):
         return made
 
     def _split(self, block: _Block, size: int) -> None:
-        """`block`, a free one, keeps so many bytes; the rest is a block beside it, in stitched ones too."""
         rest = block.cut(size)
         self._primitives.append(rest)
         for parts in self._stitches:

@@ -12,10 +12,9 @@ only U changes the state. How long training waits for a save, once the one befor
                                      a layer is copied once updated, until its next update
     FastPersist, 2 buffers           max(0, max(c, w) + min(c, w)/n - (F+B))       on disk before the next U
 
-Differs: a chunk's copy or write has no latency, and copies do not slow training down. LightCheck also writes
-to persistent memory.
-Sources: Mohan et al. 2021 (CheckFreq), FAST; Chen et al. 2023 (LightCheck), ICCD; Maurya et al. 2024
-(DataStates-LLM), HPDC; Wang et al. 2024 (FastPersist), arXiv:2406.13768; TorchSnapshot 2022.
+Mohan et al. 2021 (CheckFreq), FAST; Chen et al. 2023 (LightCheck), ICCD; Maurya et al. 2024 (DataStates-LLM),
+HPDC; Wang et al. 2024 (FastPersist), arXiv:2406.13768; TorchSnapshot 2022. Differs: a copy or write has no
+latency, copies do not slow training down, and LightCheck's persistent memory is left out.
 """
 
 from dataclasses import dataclass

@@ -47,9 +47,7 @@ class DeviceMemory:
         self.log: list[tuple[int, int, int, bool]] = []  # event, address, bytes, put behind it or taken away
         self.ranges: list[tuple[int, int]] = []  # addresses in use: (start, end), sorted
 
-    @property
-    def unreserved_bytes(self) -> int:
-        return self.capacity_bytes - self.reserved_bytes
+    unreserved_bytes = property(lambda self: self.capacity_bytes - self.reserved_bytes)
 
     def addresses(self, size: int) -> int:
         """The lowest `size` addresses in a row that are not in use; nothing lies behind them yet."""
@@ -70,7 +68,6 @@ class DeviceMemory:
         return address
 
     def back(self, address: int, size: int) -> bool:
-        """Put physical memory behind addresses; False if there is not as much."""
         if size > self.unreserved_bytes:
             return False
         self.reserved_bytes += size
@@ -185,7 +182,6 @@ def lifetimes(trace: Sequence[Event]) -> list[Lifetime]:
 
 
 def live_bytes(trace: Sequence[Event]) -> list[int]:
-    """After each event."""
     return list(accumulate(size if what == "alloc" else -size for what, _, size in trace))
 
 

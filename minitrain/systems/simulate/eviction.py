@@ -127,9 +127,8 @@ class Evictor:
         self.restore(block)
         constant = Block(self, block.bytes)
         self.trace.append(("pin", block.number, constant.number))
-        place = block.place
         self._drop(block)
-        self.settle(constant, place)
+        self.settle(constant, block.place)
         return constant
 
     def restore(self, block: Block) -> None:

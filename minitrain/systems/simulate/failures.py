@@ -46,13 +46,8 @@ class Outcome(NamedTuple):
     failures: int
     to_disk: int
 
-    @property
-    def elapsed_s(self) -> float:
-        return self.useful_s + self.saving_s + self.lost_s + self.restarting_s
-
-    @property
-    def waste(self) -> float:
-        return 1 - self.useful_s / self.elapsed_s
+    elapsed_s = property(lambda self: self.useful_s + self.saving_s + self.lost_s + self.restarting_s)
+    waste = property(lambda self: 1 - self.useful_s / self.elapsed_s)
 
 
 def failing(

@@ -8,9 +8,8 @@ t_step and a read of t_io:
     shuffled epochs, LRU            hit rate c + (1 - c)·ln(1 - c) < c      (N -> infinity; 0.15 at c = 0.5)
     the same, with substitution     hit rate c, every epoch still a permutation
 
-Times may be fractions: results are exact.
-Read-ahead caches: Alluxio, JuiceFS; substitution: Kumar and Sivathanu 2020 (Quiver), FAST, section 4;
-scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; Quiver shares chunks among jobs.
+Fractions are exact. Read-ahead caches: Alluxio, JuiceFS; substitution: Kumar and Sivathanu 2020 (Quiver),
+FAST, section 4; scaling: Gu et al. 2022 (Fluid), ICDE. Differs: all samples have one size; no shared chunks.
 """
 
 import heapq
@@ -29,7 +28,6 @@ class LRU:
         self.samples: dict[int, None] = {}  # in the order of their last reads
 
     def read(self, sample: int) -> bool:
-        """Whether the sample was there. Now it is."""
         hit = sample in self.samples
         self.samples.pop(sample, None)
         self.samples[sample] = None

@@ -61,9 +61,7 @@ class Volume(NamedTuple):
     fetched: int  # weights of layers, host to device
     written: int  # and back
 
-    @property
-    def weights(self) -> int:
-        return self.fetched + self.written
+    weights = property(lambda self: self.fetched + self.written)
 
 
 def virtualized(devices: int, layers: int, m: int) -> list[Step]:
@@ -96,7 +94,7 @@ def _grouped(device_of: Sequence[int], m: int) -> list[Step]:
 
 
 def swap_volume(steps: Iterable[Step], room: int, *, writes_all: bool = False) -> Volume:
-    """Counts what moves if each device has room for the weights of `room` layers; empty before and after. The
+    """What moves if each device has room for the weights of `room` layers; empty before and after. The
     least recently used leaves: written if it was updated, or anyway (`writes_all`: a memory that cannot
     know)."""
     require_positive_ints(room=room)
