@@ -239,7 +239,7 @@ class LayerWindow:
 
 
 class LayerToLayer(LayerWindow):
-    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of parameters, on the host.
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of host parameters.
     `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):

@@ -103,7 +103,10 @@ def test_a_step_function_passes_no_gradient():
 
 
 def test_the_signatures_of_a_product_are_the_six_of_the_paper():
-    said = {str(one) for one in signatures(Op("y", "product", "bd,df->bf", ("x", "w")))}
+    said = {
+        f"{', '.join(map(str, one.inputs))} -> {one.output}"
+        for one in signatures(Op("y", "product", "bd,df->bf", ("x", "w")))
+    }
     six = "S(0), B -> S(0)|B, S(1) -> S(1)|S(1), S(0) -> P|P, B -> P|B, P -> P|B, B -> B"
     assert said == set(six.split("|"))
 
