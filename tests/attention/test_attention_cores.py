@@ -100,9 +100,6 @@ def extra_bytes(core, tokens, backward):
     return ledger.peak_bytes - sum(x.nbytes for x in held)
 
 
-# ---- naive -----------------------------------------------------------------------------------------------
-
-
 def test_attention_op():
     """It saves 2·a·s²·b bytes of scores in bf16, and what it saves, moves and multiplies grows with s²."""
     heads, batch = 4, 2
@@ -123,9 +120,6 @@ def test_attention_op():
     passes = 2 * (moved - 2 * half_moved)  # the c·s² of c·s² + d·s
     assert passes == 4 * 2 * (half_moved - 2 * quarter_moved)
     assert passes > 0.95 * moved
-
-
-# ---- lazy softmax ----------------------------------------------------------------------------------------
 
 
 def test_rabe_memeff():

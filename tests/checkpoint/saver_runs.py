@@ -1,6 +1,5 @@
 """What tests of savers share: copies and writes that stop until they are let go, small runs, all that a run
-has, and what a store gives back.
-"""
+has, and what a store gives back."""
 
 import threading
 

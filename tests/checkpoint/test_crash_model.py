@@ -1,7 +1,6 @@
 """A power cut at any point of a save: what is on the disk then (course/crash_model.py) holds the old checkpoint
 or the new one, whole, and after `commit` returned the new one; and nothing that looks complete is not. Protocols
-that lack a step do not keep this.
-"""
+that lack a step do not keep this."""
 
 import itertools
 import shutil

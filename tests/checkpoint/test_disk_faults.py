@@ -1,6 +1,5 @@
 """Any call to the file system may be refused, for any reason: the older checkpoint is whole, the error is one
-line that names file and cause, and the next save goes well.
-"""
+line that names file and cause, and the next save goes well."""
 
 import errno
 import os
@@ -93,13 +92,8 @@ def test_what_is_synced_is_told_to_the_system(tmp_path, monkeypatch):
     runs, into = tmp_path / "runs", tmp_path / "runs" / "step-00000001"
     files = [f"{into}.writing/{file_name(rank)}" for rank in range(2)]
     assert synced == [
-        str(tmp_path),
-        *files,
-        f"{into}.writing",
-        str(runs),
-        f"{into}/manifest.json.new",
-        str(into),
-    ]
+        str(tmp_path), *files, f"{into}.writing", str(runs), f"{into}/manifest.json.new", str(into),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -140,9 +134,8 @@ def test_a_first_save_that_fails_leaves_a_folder_to_go_on_with(tmp_path):
 
 
 def test_a_disk_that_is_full_says_how_full(tmp_path):
-    with pytest.raises(
-        DiskError, match=r"^cannot write /.*/a: No space left on device \([\d.,]+ MB are free\)$"
-    ):
+    said = r"^cannot write /.*/a: No space left on device \([\d.,]+ MB are free\)$"
+    with pytest.raises(DiskError, match=said):
         with refused("write", tmp_path / "a"):
             raise OSError(errno.ENOSPC, "x")
     with pytest.raises(DiskError, match="^cannot write /nowhere/a: No space left on device$"):

@@ -91,9 +91,8 @@ def test_safetensors_reads_the_same_tensors(each):
 
 
 def test_only_what_safetensors_knows_is_written(tmp_path):
-    with pytest.raises(
-        ValueError, match="^x is in torch.complex128, which safetensors does not know: convert it$"
-    ):
+    said = "^x is in torch.complex128, which safetensors does not know: convert it$"
+    with pytest.raises(ValueError, match=said):
         write_file(Disk(), tmp_path / "a", [whole_piece("x", torch.ones(1, dtype=torch.complex128))], {})
     with pytest.raises(ValueError, match="^x@0 is given twice; a rank writes a piece once$"):
         write_file(Disk(), tmp_path / "a", [whole_piece("x", torch.ones(1))] * 2, {})
@@ -121,10 +120,8 @@ LARGE = 3 * BLOCK_BYTES + 12_344  # bytes
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    path, x = (
-        tmp_path_factory.mktemp("large") / "rank-00000.safetensors",
-        random_bytes((LARGE // 8,), torch.float64),
-    )
+    path = tmp_path_factory.mktemp("large") / "rank-00000.safetensors"
+    x = random_bytes((LARGE // 8,), torch.float64)
     small = [whole_piece(f"small{number:03}", torch.full((1000,), float(number))) for number in range(120)]
     disk = Counting()
     written = write_file(disk, path, [*small[:60], whole_piece("x", x), *small[60:]], {})

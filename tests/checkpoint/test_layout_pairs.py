@@ -30,24 +30,13 @@ from tests.saving import (
 TOLERANCE, RANKS, BEFORE, AFTER = 1e-12, 4, 2, 5
 GO_ON = (0, 5)  # range(12) for all pairs, which takes four times as long
 CONFIG = GPTConfig(
-    vocab_size=29,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=8,
-    tied=True,
+    vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8, tied=True,
     dropout=0.1,
-)
+)  # fmt: skip
 EXPERTS = GPTConfig(
-    vocab_size=29,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    max_positions=8,
-    tied=False,
+    vocab_size=29, d_model=16, num_layers=2, num_heads=4, max_positions=8, tied=False,
     experts=ExpertsConfig(num_experts=4, top_k=2, router="deepseek", bias_speed=0.02, expert_width=6),
-)
+)  # fmt: skip
 LAYOUTS = dict(
     dp=dict(dp=4),
     zero1=dict(dp=4, zero=1),

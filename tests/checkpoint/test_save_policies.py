@@ -63,9 +63,6 @@ def whole(folder, step, value=1.0):
     return not differing(Store(folder), step, made)
 
 
-# ---- sync: stands still for both ---------------------------------------------------------------------------
-
-
 def sync_on_ranks(folder):
     """One writer, and all; how far the disk is when `save` returns."""
     found = []
@@ -165,9 +162,6 @@ def test_deepfreeze(tmp_path):
         assert sum(sizes) == total and max(sizes) - min(sizes) <= 8 and not differs
 
 
-# ---- asynchronous: for what is not copied ------------------------------------------------------------------
-
-
 def asynchronous_on_ranks(folder, name):
     """One of two pieces is copied when the update begins; then, one more step without a stall."""
     saver, _, hold = saver_of(folder, name)
@@ -198,9 +192,6 @@ def test_async_ckpt(tmp_path, name):
         assert first and second
 
 
-# ---- torchsnapshot: chunks ---------------------------------------------------------------------------------
-
-
 def torchsnapshot_on_ranks(folder):
     """The second chunk is not copied before the first is written."""
     saver, disk, hold = saver_of(folder, "torchsnapshot")
@@ -228,14 +219,9 @@ def test_torchsnapshot(tmp_path):
         assert sizes == [SHARE // 2] * 2 and all_
 
 
-# ---- lightcheck: an update waits for its own copy ----------------------------------------------------------
-
-
 def lightcheck_on_ranks(folder):
-    run, saver = (
-        run_of(dp=2, zero=2),
-        Saver(Store(folder), policy=replace(SAVE_POLICIES["lightcheck"], chunk_bytes=4000)),
-    )
+    run = run_of(dp=2, zero=2)
+    saver = Saver(Store(folder), policy=replace(SAVE_POLICIES["lightcheck"], chunk_bytes=4000))
     updates, hold, snapshot = [], Hold(saver.snapshot, ALL), saver.snapshot
 
     def before_update(names):
@@ -270,9 +256,6 @@ def test_lightcheck(tmp_path):
         assert needs[-1] == blocks - 1  # no update changes the copy of the random state
         assert max(stalls) < size / 2 and len(stalls) >= 3
         assert not differs
-
-
-# ---- datastates: limited memory, nothing allocated ---------------------------------------------------------
 
 
 def datastates_on_ranks(folder):
@@ -374,7 +357,6 @@ def test_fastpersist(tmp_path):
 
 
 def test_every_way_has_a_paper_or_a_name():
-    assert all(way.paper for way in SAVE_POLICIES.values()) and len(
-        {way.paper for way in SAVE_POLICIES.values()}
-    ) == len(SAVE_POLICIES)
+    assert all(way.paper for way in SAVE_POLICIES.values())
+    assert len({way.paper for way in SAVE_POLICIES.values()}) == len(SAVE_POLICIES)
     assert torch.equal(some_pieces(2)[0].values, torch.tensor([1.0, 2.0]).double())

@@ -81,12 +81,8 @@ def test_blocks_are_of_one_piece_each_and_chunks_of_whole_blocks():
     snapshot.begin(some_pieces(20, 3, 8))
     rows = [(b.first, b.last, b.bytes, b.chunk, b.offset) for b in snapshot.blocks]
     assert rows == [
-        (0, 8, 64, 0, 0),
-        (8, 16, 64, 0, 64),
-        (16, 20, 32, 0, 128),
-        (0, 3, 24, 0, 160),
-        (0, 8, 64, 1, 0),
-    ]
+        (0, 8, 64, 0, 0), (8, 16, 64, 0, 64), (16, 20, 32, 0, 128), (0, 3, 24, 0, 160), (0, 8, 64, 1, 0),
+    ]  # fmt: skip
     assert [p.shape for p in snapshot.pieces] == [(20,), (3,), (8,)]
     assert all(p.values.untyped_storage().nbytes() == 8 for p in snapshot.pieces)  # no copy of theirs
 
@@ -230,9 +226,8 @@ def test_giving_up_ends_everybodys_wait():
 
 def test_too_little_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Free", (), {"available": 100}))
-    with pytest.raises(
-        MemoryError, match="^a snapshot needs 1.6e-07 GB of host memory, and 1e-07 GB are left;"
-    ):
+    said = "^a snapshot needs 1.6e-07 GB of host memory, and 1e-07 GB are left;"
+    with pytest.raises(MemoryError, match=said):
         Snapshot("cpu").begin(some_pieces(20))
     Snapshot("cpu", 64, 1).begin(some_pieces(20))
 

@@ -235,9 +235,8 @@ def test_a_rank_that_wrote_elsewhere_is_named(store):
 def test_a_manifest_that_cannot_be_written_is_refused_before_anything_is(store, plain):
     folder = store.begin(1)
     file = write_file(store.disk, folder / file_name(0), [], {})
-    with pytest.raises(
-        ValueError, match="a manifest has its own|plain values .* must be what JSON knows"
-    ) as error:
+    said = "a manifest has its own|plain values .* must be what JSON knows"
+    with pytest.raises(ValueError, match=said) as error:
         store.commit(1, [file], plain)
     assert "\n" not in str(error.value) and store.writing(1).exists()
 

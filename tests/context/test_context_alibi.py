@@ -114,8 +114,6 @@ def test_sends_what_it_sent_and_keeps_no_bias():
     assert placed(FUSED) is FUSED
 
 
-# ---- the whole model -------------------------------------------------------------------------------------
-
 PROBLEM = Problem(config=small(vocab_size=32, positions="alibi", num_heads=8))
 
 

@@ -313,9 +313,6 @@ def test_shares_of_a_team_are_merged_by_their_lse():
     assert min(launch.run(rank, ranks=4)) > 1e-2
 
 
-# ---- all of them -----------------------------------------------------------------------------------------
-
-
 def peak(attention, **sizes):
     """Peak memory of the core in forward and in backward, in units of q's bytes."""
     mesh = Mesh(**sizes)

@@ -29,9 +29,6 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 EVEN, UNEVEN = (8, 8, 8, 8), (16, 8, 8)
 
 
-# ---- the layout ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, dealt(zigzag, 2)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_token_once_and_tiles_are_the_mask(layout, ranks):

@@ -49,13 +49,9 @@ def row(name="", idea="", module="", test="", shown="ranks") -> atlas.Row:
 
 def test_words_come_before_beginnings_and_both_before_letters_inside(monkeypatch):
     order = [
-        row(name="Ring attention"),
-        row(name="RingMaster"),
-        row(idea="goes round a ring"),
-        row(idea="goes through rings"),
-        row(module="context/ring.py"),
-        row(name="String sharing"),
-    ]
+        row(name="Ring attention"), row(name="RingMaster"), row(idea="goes round a ring"),
+        row(idea="goes through rings"), row(module="context/ring.py"), row(name="String sharing"),
+    ]  # fmt: skip
     monkeypatch.setattr(atlas, "rows", lambda: [*reversed(order), row(name="tree")])
     assert atlas.search("ring") == order and atlas.search("RING") == order
     assert atlas.search("ring round") == [order[2]]
@@ -152,17 +148,8 @@ def test_a_run_judges_every_row_and_counts_launches_wherever_they_are_asked_for(
         """)
     )
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "1",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        tmp_path,
-    ]
+        sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", tmp_path,
+    ]  # fmt: skip
     run = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = dict(re.findall(r"^  (\w+): test_x.py::test_\w+: (.*)$", run.stdout, re.M))
     assert said == wrong and f"{len(wrong)} rows of the atlas" in run.stdout, run.stdout + run.stderr

@@ -15,18 +15,11 @@ from typer.testing import CliRunner
 from minitrain.cli import main
 from minitrain.course import home, kernels, notebook
 
-# ---- numbers, headings, tables ---------------------------------------------------------------------------
-
 
 def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
     for name in (
-        "10_last.ipynb",
-        "02_second.ipynb",
-        "x2_none.ipynb",
-        "02_second.py",
-        "2_none.ipynb",
-        "03.ipynb",
-    ):
+        "10_last.ipynb", "02_second.ipynb", "x2_none.ipynb", "02_second.py", "2_none.ipynb", "03.ipynb",
+    ):  # fmt: skip
         (tmp_path / name).touch()
     found = notebook.numbered(tmp_path, ".ipynb")
     assert list(found.items()) == [("02", tmp_path / "02_second.ipynb"), ("10", tmp_path / "10_last.ipynb")]
@@ -40,9 +33,6 @@ def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
         notebook.key_among("x2", found, "none is {!r}")
     with pytest.raises(ValueError, match="^no 3; there are none$"):
         notebook.key_among(3, {}, "no {}")
-
-
-# ---- notebooks that are saved ----------------------------------------------------------------------------
 
 
 def stream(text, name="stdout"):
@@ -93,12 +83,8 @@ def test_without_a_home_one_line_says_what_to_do(monkeypatch, tmp_path):
 
 def a_clone(folder: Path) -> Path:
     names = [
-        "notebooks/00_a.ipynb",
-        "notebooks/pictures/a.svg",
-        "exercises/source/00.py",
-        "README.md",
-        "LICENSE",
-    ]
+        "notebooks/00_a.ipynb", "notebooks/pictures/a.svg", "exercises/source/00.py", "README.md", "LICENSE",
+    ]  # fmt: skip
     hidden = [
         "notebooks/.ipynb_checkpoints/00_a.ipynb",
         "exercises/__pycache__/a.pyc",
@@ -125,13 +111,9 @@ def test_a_folder_is_laid_out_from_a_wheel_or_a_clone(packed, tmp_path, monkeypa
     assert home.lay_out(folder) == []
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert found == [
-        ".minitrain",
-        "LICENSE",
-        "README.md",
-        "exercises/source/00.py",
-        "notebooks/00_a.ipynb",
+        ".minitrain", "LICENSE", "README.md", "exercises/source/00.py", "notebooks/00_a.ipynb",
         "notebooks/pictures/a.svg",
-    ]
+    ]  # fmt: skip
     assert (folder / "notebooks/00_a.ipynb").read_text() == "notebooks/00_a.ipynb"
     assert (folder / "minitrain").resolve() == home.PACKAGE.resolve()
     for taken in (folder, folder / "LICENSE"):
@@ -155,9 +137,6 @@ def test_what_cannot_be_laid_out_is_said_before_a_folder_is_made(tmp_path, monke
     monkeypatch.setattr(home.Path, "symlink_to", refuse)
     told = "no link to the modules (Operation not permitted); the notebooks run without"
     assert home.lay_out(tmp_path / "new") == [told] and (tmp_path / "new" / home.MARK).exists()
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,10 +252,8 @@ def test_chapters_that_are_run_are_told_one_by_one(two_chapters, tmp_path):
     assert lines[0] == f"ok  {'03_name':24}   1.3 s" and lines[2].startswith("2 of 2 chapters ran in 0 s;")
     assert lines[2].endswith(f"executed notebooks are in {out}/")
     result = invoke("run", "4", "--save", "--out", str(out))
-    assert (
-        ran[-1] == ("04_name.ipynb", tmp_path / "04_name.ipynb")
-        and "executed notebooks are in place" in result.output
-    )
+    assert ran[-1] == ("04_name.ipynb", tmp_path / "04_name.ipynb")
+    assert "executed notebooks are in place" in result.output
     interrupt(5)
     result = invoke("run", "3", "4", "--out", str(out))
     assert result.exit_code == 130 and "interrupted in 04_name; 1 of 2 chapters ran\n" in result.output

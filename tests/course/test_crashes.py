@@ -138,9 +138,8 @@ def test_what_a_power_cut_may_leave_of_names_is_listed_by_hand():
     model.do(("rename", "c", "0"))
     model.do(("remove", "a"))
     states = model.states()
-    assert sorted(map(tuple, states)) == [("0",), ("0", "a"), ("a", "c"), ("c",)], (
-        "one change, or not the other"
-    )
+    # one change, or not the other
+    assert sorted(map(tuple, states)) == [("0",), ("0", "a"), ("a", "c"), ("c",)]
     assert all(list(tree) == sorted(tree) for tree in states) and {"0": b"2"} in states
     model.do(("sync_folder", "."))
     assert model.states() == [{"0": b"2"}]

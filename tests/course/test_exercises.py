@@ -44,8 +44,7 @@ def test_the_notebooks_are_made_from_the_source_of_today(number):
 
 def edited_by_the_reader(path):
     """git knows another version, and what differs are answers: the copy of somebody who works on the
-    exercises.
-    """
+    exercises."""
     status = subprocess.run(
         ["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True
     )
@@ -229,9 +228,8 @@ def test_the_report_of_a_notebook(judge, tmp_path):
     assert "bytes of each rank: which ranks pass the tensor on" in table
     assert "its checks are not those of this version" in table
     assert "(line 2: return x + 1 // 0)" in table
-    assert (
-        "| Traceback (most recent call last):" in table and 'File "<your answer>", line 2, in total' in table
-    )
+    assert "| Traceback (most recent call last):" in table
+    assert 'File "<your answer>", line 2, in total' in table
     assert "answer.py" not in table
     again = exercises.grade("00", tmp_path / "mine.ipynb", judge=judge, seed="1").table()
     assert [line for line in again.splitlines() if "total 4/10" not in line] == [
@@ -277,11 +275,8 @@ def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
     ]
     (tmp_path / "lost.ipynb").write_text(json.dumps(lost))
     report = exercises.grade("00", tmp_path / "lost.ipynb", judge=judge)
-    assert (
-        report.earned == 0
-        and "the answer cell is gone" in report.table()
-        and "not attempted yet" in report.table()
-    )
+    assert report.earned == 0 and "the answer cell is gone" in report.table()
+    assert "not attempted yet" in report.table()
     with pytest.raises(ValueError, match="chapter 77 has no exercises; there are 00"):
         exercises.grade("77", judge=judge)
     with pytest.raises(ValueError, match="is not there"):
@@ -323,12 +318,8 @@ def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
     assert all((x != half).all() for half in halves), "they do not survive in half the bytes"
     x = draw.real(1024)
     assert sum(x) != sum(x.flip(0))
-    assert all(Draw(None).mask(5).any() for _ in range(50)) and Draw(3).integer(0, 10**9) == Draw(3).integer(
-        0, 10**9
-    )
-
-
-# ---- in a kernel -----------------------------------------------------------------------------------------
+    assert all(Draw(None).mask(5).any() for _ in range(50))
+    assert Draw(3).integer(0, 10**9) == Draw(3).integer(0, 10**9)
 
 
 def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
@@ -352,9 +343,8 @@ def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
         assert "the visible checks pass" in said[name], said[name]
     assert "own work: this task asks you to write it yourself: it calls rotate" in said["pass_on-result"]
     assert "return collectives.rotate(x, group)" in said["pass_on-result"]
-    assert "minitrain/course/grading" not in said["pass_on-result"], (
-        "the student sees the rule, not our stack"
-    )
+    # the student sees the rule, not our stack
+    assert "minitrain/course/grading" not in said["pass_on-result"]
     shown = "".join(
         str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )

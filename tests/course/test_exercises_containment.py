@@ -180,15 +180,11 @@ def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "an endless loop",
-        "exit code 0",
-        "a fork bomb",
+        "an endless loop", "exit code 0", "a fork bomb",
         "a daemon that outlives its parent",
-        "a memory bomb",
-        "a receive nobody sends for",
-        "a printed score",
+        "a memory bomb", "a receive nobody sends for", "a printed score",
     ],
-)
+)  # fmt: skip
 def test_without_walls_they_are_contained_too(bare, name):
     property, answer = ADVERSARIES[name]
     points, found, report = graded(bare, answer, 2.0)
@@ -415,9 +411,8 @@ def test_memory_beyond_the_budget_is_refused(judge, what):
     elif "thread" in what:
         assert judge.run(code, calls, budget_bytes=budget).results == [[None]]
     else:
-        with pytest.raises(
-            Failure, match="memory limit|allocate memory|Operation not permitted|too many bytes|Permission"
-        ):
+        said = "memory limit|allocate memory|Operation not permitted|too many bytes|Permission"
+        with pytest.raises(Failure, match=said):
             judge.run(code, calls, budget_bytes=budget)
 
 

@@ -147,14 +147,10 @@ def test_the_server_is_told_what_to_hide_and_has_nothing_of_its_callers(monkeypa
             judge.Judge(walls).start()
     (command, how), (bare, _) = started
     assert command[1:4] == ["-P", "-s", "-c"] and how["start_new_session"] and how["cwd"] == "/"
-    assert command[4].endswith(f", {[str(judge.PACKAGE), str(judge.EXERCISES)]!r}, True)") and bare[
-        4
-    ].endswith(", False)")
-    assert (
-        how["env"]["OMP_NUM_THREADS"] == "1"
-        and not {"PYTHONPATH", "USER"} & how["env"].keys()
-        and how["env"]["HOME"] == "/"
-    )
+    assert command[4].endswith(f", {[str(judge.PACKAGE), str(judge.EXERCISES)]!r}, True)")
+    assert bare[4].endswith(", False)")
+    assert how["env"]["OMP_NUM_THREADS"] == "1" and not {"PYTHONPATH", "USER"} & how["env"].keys()
+    assert how["env"]["HOME"] == "/"
 
 
 # ---- frames ----------------------------------------------------------------------------------------------
@@ -201,21 +197,13 @@ def test_frames_are_found_wherever_the_stream_is_cut():
 @pytest.mark.parametrize(
     "dtype, shape, size",
     [
-        ("float64", [2, 3], 48),
-        ("bool", [5], 5),
-        ("complex64", [], 8),
-        ("int8", [1] * 16, 1),
+        ("float64", [2, 3], 48), ("bool", [5], 5), ("complex64", [], 8), ("int8", [1] * 16, 1),
         ("int8", [1] * 17, None),
         ("int8", [(1 << 40) - 1], (1 << 40) - 1),
-        ("int8", [1 << 40], None),
-        ("int8", [-1], None),
-        ("int8", [True], None),
-        ("int8", (1,), None),
-        ("float8_e4m3fn", [1], None),
-        (["int8"], [1], None),
-        (None, None, None),
+        ("int8", [1 << 40], None), ("int8", [-1], None), ("int8", [True], None), ("int8", (1,), None),
+        ("float8_e4m3fn", [1], None), (["int8"], [1], None), (None, None, None),
     ],
-)
+)  # fmt: skip
 def test_the_bytes_of_a_tensor_somebody_announced(dtype, shape, size):
     if size is None:
         with pytest.raises(BadFrame, match="not a tensor's dtype and shape"):
@@ -286,15 +274,11 @@ def test_of_an_answer_what_the_task_asks_for_and_drivers_around_it():
         names=["f"],
     )
     start |= dict(drivers=["def drive(x): return double(f(x))\ndef seen(): return 'g' in globals()"])
-    assert (
-        of_an_answer.defined(start | {"call": "f"})(3) == 6
-        and of_an_answer.defined(start | {"call": "drive"})(3) == 12
-    )
-    assert of_an_answer.defined(start | {"call": "seen"})() is False, (
-        "what else an answer defines stays with it"
-    )
-    assert of_an_answer.defined(start | {"call": "double", "names": []})(4) == 8, (
-        "no answer runs where none is asked for"
-    )
+    assert of_an_answer.defined(start | {"call": "f"})(3) == 6
+    assert of_an_answer.defined(start | {"call": "drive"})(3) == 12
+    # what else an answer defines stays with it
+    assert of_an_answer.defined(start | {"call": "seen"})() is False
+    # no answer runs where none is asked for
+    assert of_an_answer.defined(start | {"call": "double", "names": []})(4) == 8
     with pytest.raises(NameError, match="^the answer cell defines no h$"):
         of_an_answer.defined(start | {"call": "f", "names": ["f", "h"]})

@@ -15,13 +15,8 @@ from minitrain.course.grading.trial import Broken, Failure, Trial
 
 def message(kind, peer, op, members=(0, 1, 2), **more):
     return {
-        "is": kind,
-        "peer": peer,
-        "op": op,
-        "members": list(members),
-        "dtype": "int8",
-        "shape": [2],
-    } | more
+        "is": kind, "peer": peer, "op": op, "members": list(members), "dtype": "int8", "shape": [2],
+    } | more  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -238,6 +233,3 @@ def test_a_secret_waits_until_every_thread_of_every_rank_sleeps(before, now, asl
             monkeypatch.setattr(one, "_threads", lambda: next(looks))
             one.moved = time.monotonic() - quiet_s
             assert one._all_asleep() == (quiet_s > 0 if asleep == "later" else asleep)
-
-
-# ---- the judge -------------------------------------------------------------------------------------------

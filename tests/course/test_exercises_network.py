@@ -1,6 +1,5 @@
 """What the judge believes: frames that cannot hurt, a network that counts what gloo counts, and failures
-called by their names.
-"""
+called by their names."""
 
 import inspect
 import json
@@ -336,8 +335,7 @@ def overlapped(group):
 @pytest.mark.parametrize("function, order", [("at_the_end", "fff.."), ("overlapped", "f..f..f..")])
 def test_sending_while_computing_shows_in_the_order_of_events(judge, function, order):
     """Gradients come from the judge, layer by layer. The messages of all-reduces stand between them, or all
-    come last.
-    """
+    come last."""
     names = ("first", "second", "third")
     secrets = [{name: torch.full((2,), 1.0 + i + rank) for i, name in enumerate(names)} for rank in range(2)]
     given = ["import torch\nfrom minitrain import collectives"]
@@ -381,9 +379,8 @@ def test_the_judge_survives_an_interrupt(judge, monkeypatch):
     with pytest.raises(Broken, match="the server of answers has ended: it said nothing"):
         judge._request({})
     assert judge.server is None
-    assert judge.run(seven, [[()]], network=False).results == [[7]], (
-        "nor does it need the same server for ever"
-    )
+    # nor does it need the same server for ever
+    assert judge.run(seven, [[()]], network=False).results == [[7]]
 
 
 # ---- who sees whom ----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Of every chapter: stubs get nothing, the solution everything, each wrong solution is caught by name, and
-what knows nothing of its task or walks around it earns nothing.
-"""
+what knows nothing of its task or walks around it earns nothing."""
 
 from dataclasses import replace
 

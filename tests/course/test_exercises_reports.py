@@ -31,9 +31,8 @@ def test_a_check_calls_an_answer_a_driver_or_what_is_given_and_nothing_else():
         outcome = answer_checks.run_on_ranks(Answer("f"), [1, (2, 3)], collectives="rotate", budget_bytes=9)
         answer_checks.run_on_ranks(Answer("drive"), [1, 2])
         answer_checks.run_on_ranks(Answer("double"), [1, 2])
-        with pytest.raises(
-            ValueError, match="^ranks cannot know g: no answer, given cell or driver defines it$"
-        ):
+        said = "^ranks cannot know g: no answer, given cell or driver defines it$"
+        with pytest.raises(ValueError, match=said):
             answer_checks.run_on_ranks(Answer("g"), [1])
     assert outcome.results == [7, 8], "one call each: its result"
     (code, calls, rules), (driven, *_), (ours, *_) = fake.asked
@@ -46,10 +45,8 @@ def test_a_check_calls_an_answer_a_driver_or_what_is_given_and_nothing_else():
 def test_what_is_asked_alone_has_no_network_and_a_value_is_no_call():
     fake = Fake([[7, 8]])
     with answer_checks.judging(fake, GIVEN, 5.0):
-        assert (
-            answer_checks.ask_each(Answer("f"), [(1,), (2, 3)]) == [7, 8]
-            and answer_checks.ask(Answer("f"), 1, 2) == 7
-        )
+        assert answer_checks.ask_each(Answer("f"), [(1,), (2, 3)]) == [7, 8]
+        assert answer_checks.ask(Answer("f"), 1, 2) == 7
         assert answer_checks.ask_each(5, [(1,), (2,)]) == [5, 5] and answer_checks.ask("value") == "value"
     assert [calls for _, calls, _ in fake.asked] == [[[(1,), (2, 3)]], [[(1, 2)]]]
     assert all(rules["network"] is False for *_, rules in fake.asked)
@@ -72,10 +69,7 @@ def test_while_a_check_runs_there_is_one_thread_and_what_it_prints_is_dropped(ca
 @pytest.mark.parametrize(
     "actual, expected, atol, said",
     [
-        (3, 3, 0, None),
-        (3, 4, 0, "hint"),
-        (3, 4, 1, None),
-        (3, 5, 1, "hint"),
+        (3, 3, 0, None), (3, 4, 0, "hint"), (3, 4, 1, None), (3, 5, 1, "hint"),
         (3.0, 3, 0, "a value of type int is wanted, not a value of type float; hint"),
         (True, 1, 0, "a value of type int is wanted, not a value of type bool; hint"),
         ((1, 2), [1, 2], 0, None),
@@ -83,9 +77,7 @@ def test_while_a_check_runs_there_is_one_thread_and_what_it_prints_is_dropped(ca
         ([1, [2, 9]], [1, [2, 3]], 0, r"hint \(seen at rank 1\)"),
         ([[9], [3]], [[2], [3]], 0, r"hint \(seen at rank 0\)"),
         (
-            torch.ones(2),
-            torch.ones(2, 1),
-            0,
+            torch.ones(2), torch.ones(2, 1), 0,
             r"a float32 tensor of shape \[2, 1\] is wanted, not a float32 tensor",
         ),
         (torch.ones(2) + 0.5, torch.ones(2), 0.5, None),
@@ -93,7 +85,7 @@ def test_while_a_check_runs_there_is_one_thread_and_what_it_prints_is_dropped(ca
         (torch.tensor([1.0, 0.4]), torch.ones(2), 0.5, "hint"),
         (torch.tensor([1.0, torch.nan]), torch.ones(2), 0.5, "hint"),
     ],
-)
+)  # fmt: skip
 def test_equal_means_of_one_kind_and_within_the_bound(actual, expected, atol, said):
     if said is None:
         return expect_equal(actual, expected, "p", "hint", atol)
@@ -171,9 +163,8 @@ def test_prove_names_what_is_wrong_with_a_chapter(monkeypatch):
     verdicts = attempted | caught | {(solution, "a-2"): Failure("sum", "m", "d")}
     assert exercises.prove(of, Judged) == ["07: the solution fails a-2: sum: m d"]
     verdicts = attempted | caught | {("w = 1", "a-1"): Failure("sum", "m")}
-    assert exercises.prove(of, Judged) == ["07: a, sends twice: found 'sum', not 'bytes'"] * 2, (
-        "the first that fails speaks"
-    )
+    # the first that fails speaks
+    assert exercises.prove(of, Judged) == ["07: a, sends twice: found 'sum', not 'bytes'"] * 2
     verdicts = attempted | caught | {("w = 2", "a-2"): None}
     assert exercises.prove(of, Judged) == ["07: a, walks: earns 2 points"]
     verdicts = attempted

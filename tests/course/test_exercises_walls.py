@@ -43,8 +43,6 @@ def test_a_system_that_has_walls_uses_them(judge):
     assert judge.missing == ""
 
 
-# ---- files -----------------------------------------------------------------------------------------------
-
 FILES = """
 folder, wanted = sys.argv[1:]
 os.chdir(folder)
@@ -114,8 +112,6 @@ def test_reading_a_library_leaves_no_trace_and_what_the_server_mounts_stays_with
     assert os.readlink(f"/proc/{walled.server.pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt")
 
 
-# ---- rights and amounts ----------------------------------------------------------------------------------
-
 RIGHTS = """
 uid = json.loads(sys.argv[1])
 if uid is not None:
@@ -156,11 +152,6 @@ def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):
     assert walled.users == [*range(first, first + 16)] and walled.users[-1] < 65534, "the last is nobody's"
 
 
-# ---- what is missing -------------------------------------------------------------------------------------
-
-
-# ---- what a rank is --------------------------------------------------------------------------------------
-
 LOOKS = """
 import gc, os, signal, stat, sys, torch
 def look():
@@ -188,12 +179,10 @@ def test_what_a_rank_is_when_an_answer_looks_around(walled, bare, free):
     code = Code(["import torch"], f"FREE = {free}\n{LOOKS}", names=["look"], call="look")
     ((seen,),) = (bare if free else walled).run(code, [[()]], network=False, time_limit_s=5).results
     kinds = list(seen["open"].values())
-    assert [seen["open"][fd] for fd in "012"] == ["device", "socket", "socket"], (
-        "nothing to read, one place to print"
-    )
-    assert sorted(kinds[3:]) == (["file", "socket"] if confine.LINUX else ["socket"]), (
-        "its line, and how much it has"
-    )
+    # nothing to read, one place to print
+    assert [seen["open"][fd] for fd in "012"] == ["device", "socket", "socket"]
+    # its line, and how much it has
+    assert sorted(kinds[3:]) == (["file", "socket"] if confine.LINUX else ["socket"])
     assert seen["folder"] == "/" and seen["one stream"] and seen["frozen"] and seen["threads"] == 1
     assert seen["text"] == ["utf-8", "backslashreplace", True, 1] and seen["interrupt"]
     assert seen["session"] == seen["pid"], "the group of processes that is killed at the end"

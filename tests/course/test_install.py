@@ -1,6 +1,5 @@
 """Which build of torch is installed where: indexes that answer, are slow, lack the wheel or are not there; a
-GPU or none; a torch that is there already. pip is not run but for the proof that it would take such words.
-"""
+GPU or none; a torch that is there already. pip is not run but for the proof that it would take such words."""
 
 import http.server
 import json

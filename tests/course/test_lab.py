@@ -144,9 +144,8 @@ def test_a_chapter_that_is_renamed_leaves_no_copy_but_a_changed_one(tmp_path):
 
 def test_a_name_that_is_none_is_refused_before_anything_is_made(tmp_path):
     root = small_root(tmp_path)
-    with pytest.raises(
-        ValueError, match="there is no chapter '77' in exercises to make fresh; there are 00, 03"
-    ):
+    said = "there is no chapter '77' in exercises to make fresh; there are 00, 03"
+    with pytest.raises(ValueError, match=said):
         lab.prepare(root, fresh=["exercises/77"])
     assert not (root / "work").exists()
     with pytest.raises(ValueError, match="needs a clone"):
@@ -215,9 +214,6 @@ def test_solutions_and_hidden_checks_are_not_in_sight(clone):
     hidden = "### BEGIN HIDDEN TESTS"
     for path in (clone / "work/exercises").glob("*.ipynb"):
         assert hidden not in path.read_text() and "### BEGIN SOLUTION" not in path.read_text()
-
-
-# ---- which notebook is graded ----------------------------------------------------------------------------
 
 
 def test_the_copy_is_graded_and_the_report_says_which(judge, clone, monkeypatch, tmp_path):
@@ -334,12 +330,8 @@ def language_of(server: str, kernel: str) -> dict:
     import websocket
 
     header = {
-        "msg_id": "1",
-        "msg_type": "kernel_info_request",
-        "session": "s",
-        "username": "",
-        "version": "5.3",
-    }
+        "msg_id": "1", "msg_type": "kernel_info_request", "session": "s", "username": "", "version": "5.3",
+    }  # fmt: skip
     message = {"header": header, "parent_header": {}, "metadata": {}, "content": {}, "channel": "shell"}
     url = f"ws://localhost/api/kernels/{kernel}/channels?token={TOKEN}"
     line = websocket.create_connection(url, timeout=60, socket=dial(server))
@@ -390,9 +382,6 @@ def test_solutions_are_not_served_from_the_copies(server, clone):
     assert "def " in linked["content"], "modules open through the link"
 
 
-# ---- the command -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def started(monkeypatch):
     """What `minitrain lab` turns into, instead of becoming it."""
@@ -409,8 +398,7 @@ def test_lab_passes_arguments_on_and_tells_jupyterlab_that_root_is_meant(started
     result = CliRunner().invoke(main.app, words)
     assert result.exit_code == 0 and "fresh: ['03']" in result.output
     ((python, _, module, where, *rest),) = started
-    assert (python, module) == (sys.executable, "jupyterlab") and where.endswith(
-        "root_dir=" + str(lab.ROOT / "work")
-    )
+    assert (python, module) == (sys.executable, "jupyterlab")
+    assert where.endswith("root_dir=" + str(lab.ROOT / "work"))
     assert rest == ["--allow-root"] * told + ["--port", "9999", "--no-browser", "--ServerApp.ip=0.0.0.0"]
     assert ("You are root" in result.output) == told

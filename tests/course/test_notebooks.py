@@ -1,6 +1,5 @@
 """What nbval does not see: outputs that are missing, cells run out of order, numbers that differ from run to
-run.
-"""
+run."""
 
 import json
 import re
@@ -73,9 +72,8 @@ class TestChapter:
         assert len(checked) >= 8, f"only {len(checked)} cells have an output that is compared"
 
     def test_defines_no_class_and_says_what_it_needs(self, path):
-        assert not [cell for cell in cells(path, "code") if re.search(r"^class ", cell.source, re.M)], (
-            "a class belongs in a module"
-        )
+        # a class belongs in a module
+        assert not [cell for cell in cells(path, "code") if re.search(r"^class ", cell.source, re.M)]
         title, facts = notebook.heading(path)
         assert title.startswith(path.name[:2]), f"the title {title!r} starts with the number of the chapter"
         assert all(word in facts for word in ("Time", "Ranks", "Hardware")), (

@@ -55,9 +55,8 @@ class TestChapter:
         """Times as counted, links to modules, exercise, papers and neighbours, sources at their present line."""
         found = json.loads(CHAPTERS[number].read_text())
         before = json.dumps(found)
-        assert json.dumps(reading.set_right(found, number)) == before, (
-            "run: python -m minitrain.course.reading"
-        )
+        # run: python -m minitrain.course.reading
+        assert json.dumps(reading.set_right(found, number)) == before
 
     def test_links_lead_somewhere(self, number):
         for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", prose(number)):

@@ -1,6 +1,5 @@
 """Pipelines in both directions, Chimera, Hanayo, DualPipe: the published formulas exactly, from the lists;
-real ranks equal one process.
-"""
+real ranks equal one process."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -51,8 +50,6 @@ def stages_of(schedule: Schedule) -> list[list[int]]:
     return [schedule.stages_of(rank) for rank in range(len(schedule.ranks))]
 
 
-# ---- every size ------------------------------------------------------------------------------------------
-
 SIZES = [
     *(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)),
     chimera(16, 30),
@@ -72,9 +69,6 @@ def test_everything_is_done_once_and_nobody_waits_for_ever():
         assert [
             sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)
         ] == list(map(len, schedule.ranks))
-
-
-# ---- Chimera ---------------------------------------------------------------------------------------------
 
 
 def test_chimera():
@@ -102,9 +96,6 @@ def test_chimera():
 @pytest.mark.parametrize("p, whole, rest", [(4, 0, 2), (4, 1, 2), (8, 1, 2), (8, 2, 6)])
 def test_a_last_unit_that_is_not_full(p, whole, rest):
     assert simulate(chimera(p, whole * p + rest), EQUAL).makespan == 2 * p * whole + 2 * p + rest - 2
-
-
-# ---- Hanayo ----------------------------------------------------------------------------------------------
 
 
 def test_hanayo():
@@ -199,13 +190,10 @@ def exchanged(entry):
 @pytest.mark.parametrize("p", [4, 8, 12])
 def test_which_part_of_the_bubble_is_what(p):
     """Of the middle ranks each rank outside costs F + (F&B - B) + (I - W): the published term where F = I.
-    Outer ranks lack pairs.
-    """
+    Outer ranks lack pairs."""
     schedule, costs = dualpipe(p, 3 * p), Costs(F=10, I=10, W=3, FB=19)
-    run, pairs = (
-        simulate(schedule, costs),
-        [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks],
-    )
+    run = simulate(schedule, costs)
+    pairs = [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks]
     middle = p // 2
     assert run.idle(middle) == (p // 2 - 1) * (10 + (19 - 13) + (10 - 3)) == published(p, costs)
     assert [run.idle(rank) for rank in range(p)] == [
@@ -248,8 +236,7 @@ def test_copies_of_stages_and_copies_of_data():
 
 def test_clipping_is_at_work():
     """Else the equalities above would not see that a parameter that stands twice, or four times, was counted
-    once.
-    """
+    once."""
     norm = torch.stack([grad.norm() for grad in reference(PROBLEM).grads.values()]).norm()
     assert abs(norm.item() - PROBLEM.clip) < 1e-5
 

@@ -1,6 +1,5 @@
 """A pair's halves in turns: the same bits as one after the other, each transfer of rows behind products of the
-other half, told by the order of events.
-"""
+other half, told by the order of events."""
 
 import threading
 from contextlib import contextmanager

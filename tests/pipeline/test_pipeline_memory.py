@@ -1,6 +1,5 @@
 """Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all
-microbatches at once.
-"""
+microbatches at once."""
 
 import random
 from collections import Counter
@@ -59,8 +58,7 @@ def reference():
 
 def on_rank(schedule, problem=PROBLEM):
     """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule
-    has.
-    """
+    has."""
     strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
     run = parallelize(
         problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule
@@ -73,8 +71,7 @@ def on_rank(schedule, problem=PROBLEM):
 
 def test_varuna():
     """The atlas's row: never longer than GPipe with recomputation, deviations pay when links are uneven, and
-    the strict order trains like one process.
-    """
+    the strict order trains like one process."""
     for p, m in GRID:
         for costs in (Costs(F=1, R=1, B=2), Costs(F=2, R=2, B=3), Costs(F=1, R=1, B=2, send=1)):
             ours, theirs = varuna(p, m, costs), recomputed(gpipe(p, m))
@@ -159,8 +156,7 @@ def test_control_recomputation_is_needed():
 
 class Dropped(nn.Module):
     """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the
-    loss.
-    """
+    loss."""
 
     def __init__(self):
         super().__init__()
@@ -232,8 +228,7 @@ def test_a_dry_run_of_recomputation_equals_the_real_one():
 
 def test_bpipe():
     """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with
-    activations that really move.
-    """
+    activations that really move."""
     assert peaks(bpipe(8, 16)) == [5, 5, 5, 5, 4, 5, 5, 5]
     for p in (*range(1, 10), 16):
         for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):
@@ -251,8 +246,7 @@ MANY = Problem(config=small(num_layers=4), batch_sizes=(6, 11), microbatches=6)
 
 def held_at_most(schedule, interpreter):
     """Bytes for backwards that this rank held at most, after any step of its program, and after its first F;
-    and the most activations alive after an action; sent.
-    """
+    and the most activations alive after an action; sent."""
     run, batch = on_rank(schedule, MANY)
     runner, held, alive = run.runner, [], []
     if type(runner) is not interpreter:
@@ -280,8 +274,7 @@ def held_at_most(schedule, interpreter):
 
 def test_activations_are_held_where_the_lists_say():
     """Bytes of saved tensors here and on the way, in no step of a program more than the limit; and the
-    ledger's account of every tensor.
-    """
+    ledger's account of every tensor."""
     cases = (one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)
     plain, lists, balanced = zip(*launch.run(lambda: [held_at_most(*case) for case in cases], ranks=4))
     unit = [one for _, (one,), _, _ in lists]
@@ -405,8 +398,7 @@ class Towers(nn.Module):
 
 def trained_by_parts(whole):
     """The gradients, summed over ranks: 11 samples on 2 ranks in 3 microbatches each. Not `whole`: each by
-    its own negatives.
-    """
+    its own negatives."""
     group, towers = collectives.world(), Towers()
     microbatches = SAMPLES.split((6, 5), dim=1)[group.rank()].tensor_split(3, dim=1)
     if whole:
@@ -449,8 +441,7 @@ def furthest(grads, module):
 
 def test_distmm():
     """The atlas's row: gradients of gathered embeddings are those of the full batch, also with towers on ranks
-    of their own, one and two; and doubled microbatches wait half as long.
-    """
+    of their own, one and two; and doubled microbatches wait half as long."""
     towers = Towers()
     exact = contrastive_loss(*towers(SAMPLES))
     exact.backward()

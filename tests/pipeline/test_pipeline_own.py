@@ -1,6 +1,5 @@
 """Stages and schedules of the reader's own: plain modules, lists of plain tuples, stages in which nothing is
-trained or nothing is a number.
-"""
+trained or nothing is a number."""
 
 from functools import partial
 

@@ -57,11 +57,8 @@ def test_balanced_has_the_smallest_largest_stage(seed):
     costs = numbers(draw, 9)
     for stages in range(1, 10):
         cut = balanced(costs, stages)
-        assert (
-            [layer for layers in cut for layer in layers] == list(range(9))
-            and len(cut) == stages
-            and all(cut)
-        )
+        assert [layer for layers in cut for layer in layers] == list(range(9)) and len(cut) == stages
+        assert all(cut)
         slowest = [max(total(costs, layers) for layers in other) for other in cuts_of(9, stages)]
         assert max(total(costs, layers) for layers in cut) == min(slowest)
 
@@ -99,8 +96,7 @@ def test_what_no_other_beats_is_kept():
 
 def slowest(cut, replicas, times, weights, activations, bandwidth):
     """By the paper's words: replicas take turns, and send 2(r-1)/r of the weights each; a boundary carries an
-    activation and its gradient.
-    """
+    activation and its gradient."""
     carried = lambda size: 0 if bandwidth == inf else Fraction(size, bandwidth)
     stages = [
         Fraction(max(total(times, layers), carried(2 * (r - 1) * total(weights, layers))), r)

@@ -1,6 +1,5 @@
 """The step that is checked afterwards, inside the pipeline: losses, parameters and norms of clipping with a
-stop, to 1e-12, on real ranks.
-"""
+stop, to 1e-12, on real ranks."""
 
 from dataclasses import replace
 from functools import cache
@@ -62,8 +61,7 @@ CLIP = sorted(reference(1.0)[1])[STEPS // 2]  # about half of the steps are clip
 
 class Poisoned:
     """The sync of a run; it leaves something that is no number in the gradient of one parameter, wherever
-    that stands.
-    """
+    that stands."""
 
     def __init__(self, sync):
         self.sync, self.step = sync, 0
@@ -79,8 +77,7 @@ class Poisoned:
 
 def train(schedule, shape, problem, plant=lambda post: None, stop=False):
     """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an
-    all-reduce.
-    """
+    all-reduce."""
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
     settings = dict(seed=3, frozen=(problem.frozen,), schedule=schedule)
     run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), **settings)
@@ -163,8 +160,7 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_equals_clipping_with_a_stop(name):
     """Steps that clip, steps that do not, and one without a number; a rate that changes; the same answer on
-    all ranks.
-    """
+    all ranks."""
     ranks, schedule = REAL[name]
     found = launch.run(train, schedule, dict(dp=1, pp=ranks), PROBLEM, ranks=ranks)
     assert far(found) < TOLERANCE
@@ -300,9 +296,6 @@ def test_control_forwards_that_saw_other_weights_are_no_use():
     """Autograd itself notices that the weights are not those of the forward."""
     with pytest.raises(launch.RankError, match="modified by an inplace operation"):
         launch.run(train, zb_h1(2, 4), dict(dp=1, pp=2), PROBLEM, never_again, ranks=2)
-
-
-# ---- programs in two halves ------------------------------------------------------------------------------
 
 
 def test_what_fills_the_pipeline_is_received_before_the_check_and_nothing_else():

@@ -1,6 +1,5 @@
 """Pipelines on real ranks: loss, every gradient and the trained parameters equal one process to 1e-12,
-whatever the schedule.
-"""
+whatever the schedule."""
 
 from collections import defaultdict
 from functools import cache
@@ -107,8 +106,7 @@ def account(schedule, rows=8, layers=8):
 
 def test_pipeline_parallel():
     """Each boundary carries b·s·h numbers per microbatch forward, as many backward; the loss is that of the
-    whole model.
-    """
+    whole model."""
     p, m, rows, length, width = 4, 4, 8, 8, 16
     sent = [sent for _, sent, _ in launch.run(account, one_f_one_b(p, m), ranks=p)]
     boundary = rows * length * width * 8  # all microbatches together, float64
@@ -118,8 +116,7 @@ def test_pipeline_parallel():
 
 def test_mpmd():
     """Ranks run different programs, which send to each other; what they compute together is the unsplit
-    model.
-    """
+    model."""
     assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4
     assert distance("1f1b", 4) < TOLERANCE
 
@@ -138,8 +135,7 @@ def test_both_halves_of_a_backward_cost_what_the_whole_costs():
 
 def test_a_replayed_run_has_the_bubble_that_the_simulator_says():
     """The events of four real ranks, on a machine whose links take no time, against the simulator with each
-    action's replayed time.
-    """
+    action's replayed time."""
     schedule = one_f_one_b(4, 8)
     events = {rank: found for rank, (_, _, found) in enumerate(launch.run(account, schedule, ranks=4))}
     free = Link("free", 0.0, 1e30, "none")

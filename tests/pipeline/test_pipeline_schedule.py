@@ -1,6 +1,5 @@
 """Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B,
-interleaving and breadth-first.
-"""
+interleaving and breadth-first."""
 
 import random
 import re
@@ -134,8 +133,7 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
 
 def waits(schedule: Schedule) -> list:
     """Runs the programs with no data: a send is over when its receive is posted, and `Sent` waits for that.
-    Who is left waiting.
-    """
+    Who is left waiting."""
     programs = lower(schedule)
     position, sent, posted, done = [0] * len(programs), set(), set(), set()
     moved = True
@@ -398,8 +396,7 @@ def test_interleaved():
 
 def sharded_step(schedule: Schedule):
     """ZeRO-3 on dp=2 beside a pipeline of two ranks: how often parameters are gathered and gradients scattered,
-    the share of the largest stage that was ever whole and the bytes that are in the end, what was trained.
-    """
+    the share of the largest stage that was ever whole and the bytes that are in the end, what was trained."""
     strategy = Strategy(dp=2, pp=2, zero=3, microbatches=4, precision="float64")
     settings = dict(seed=3, frozen=[SHARDED.frozen], schedule=schedule)
     run = parallelize(SHARDED.config, strategy, lambda params: AdamW(params, lr=SHARDED.lr), **settings)
@@ -428,15 +425,13 @@ SHARDED = Problem(config=small(num_layers=10), batch_sizes=(11,), microbatches=4
 
 def runs(schedule: Schedule, rank: int) -> Counter:
     """How often the weights of each stage are gathered for a forward or a backward run, if only one stage's
-    are held at a time.
-    """
+    are held at a time."""
     return Counter(stage for (_, stage), _ in groupby(schedule.ranks[rank], key=lambda action: action[:2]))
 
 
 def test_breadth_first():
     """Sharded weights are gathered twice a step and gradients scattered once, by the ledger on 4 real ranks;
-    depth-first gathers 2m times and scatters m times. Both train like one process.
-    """
+    depth-first gathers 2m times and scatters m times. Both train like one process."""
     for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 64, 4)]:
         wide, deep = breadth_first(p, m, v), interleaved(p, m, v)
         run = simulate(wide, Costs(F=Fraction(1, v), B=Fraction(2, v)))
@@ -525,8 +520,7 @@ def events_of_work(schedule: Schedule) -> list:
 
 def test_pipeline_bubble():
     """From the lists; from a run on four ranks in which every message carries the time it left; and from the
-    products that four ranks computed, replayed at one rate over links that take no time.
-    """
+    products that four ranks computed, replayed at one rate over links that take no time."""
     for p, m in GRID:
         for schedule in gpipe(p, m), one_f_one_b(p, m):
             run = simulate(schedule, TWICE)
@@ -598,8 +592,7 @@ def kept_at_most(schedule: Schedule) -> tuple[float, int]:
 
 def test_memory_imbalance():
     """In units of what one microbatch keeps, by the saved-tensor meter on four ranks: 4, 3, 2, 1 for 1F1B, 8
-    on each for GPipe. On the last rank a microbatch keeps its loss too.
-    """
+    on each for GPipe. On the last rank a microbatch keeps its loss too."""
     schedules = one_f_one_b(4, 8), gpipe(4, 8), one_f_one_b(4, 2)
     measured = launch.run(lambda: [kept_at_most(schedule) for schedule in schedules], ranks=4)
     for schedule, outcome in zip(schedules, zip(*measured)):

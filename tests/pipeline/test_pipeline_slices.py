@@ -1,6 +1,5 @@
 """Pipelines over slices of a sequence: bubbles exactly as the papers say, lengths by dynamic programming,
-equal to one process.
-"""
+equal to one process."""
 
 from fractions import Fraction
 from functools import cache
@@ -60,8 +59,7 @@ def equal(ranks, schedule, **changes):
 
 def test_terapipe():
     """The atlas's row: the bubble for slices of equal cost, the lengths by brute force, causal attention
-    slice by slice, and gradients on real ranks.
-    """
+    slice by slice, and gradients on real ranks."""
     for p, m, k in GRID:
         for costs in (Costs(F=1, B=1), Costs(F=2, B=5)):
             assert simulate(check(terapipe(p, m, k)), costs).bubble == Fraction(p - 1, m * k + p - 1)

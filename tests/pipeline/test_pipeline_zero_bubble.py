@@ -1,6 +1,5 @@
 """Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of
-real ranks.
-"""
+real ranks."""
 
 import random
 import weakref
@@ -79,9 +78,8 @@ def test_zero_bubble():
                 assert waiting(h1, costs) == (p - 1) * (f + i - w)
                 assert waiting(h2, costs) == (p - 1) * (f + i - 2 * w)
             assert simulate(h1).makespan == 3 * m + (p - 1)
-            assert (
-                max(peaks(one_f_one_b(p, m))) == p and set(peaks(h1)) == {p} and set(peaks(h2)) == {2 * p - 1}
-            )
+            assert max(peaks(one_f_one_b(p, m))) == p and set(peaks(h1)) == {p}
+            assert set(peaks(h2)) == {2 * p - 1}
     for p in (4, 8):
         found = greedy(range(p), p, 3 * p, limit=2 * p - 1)
         assert waiting(found) == 0 and max(peaks(found)) == 2 * p - 1
@@ -103,8 +101,7 @@ def test_the_smallest_m_and_a_long_w():
 
 def test_steps_in_a_row_wait_only_for_the_bubble():
     """Two steps with no common stop between: the second adds its work and `bubble`, so with ZB-H2 nothing but
-    its work.
-    """
+    its work."""
     for p, m in [(2, 4), (4, 8), (4, 12), (8, 16)]:
         for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
             one = make(p, m)
@@ -116,8 +113,7 @@ def test_steps_in_a_row_wait_only_for_the_bubble():
 
 def test_interleaved_zero_bubble():
     """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved
-    1F1B's.
-    """
+    1F1B's."""
     assert zb_interleaved(4, 8, 1).ranks == zb_h1(4, 8).ranks
     for p, m, v in [(2, 4, 3), (4, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 2)]:
         schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
@@ -131,13 +127,9 @@ def test_interleaved_zero_bubble():
         }
 
 
-# ---- V shapes --------------------------------------------------------------------------------------------
-
-
 def test_v_shape():
     """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the
-    messages.
-    """
+    messages."""
     for p in (2, 3, 4, 5, 6, 8, 13):
         whole = waiting(
             one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2)
@@ -207,13 +199,8 @@ def test_what_is_urgent():
 def test_every_list_is_valid_and_holds_what_its_module_says():
     for p, m in GRID:
         made = [
-            zb_h1(p, m),
-            zb_h2(p, m),
-            v_min(p, m),
-            v_half(p, m),
-            zb_v(p, m),
-            greedy(range(p), p, m, limit=p),
-        ]
+            zb_h1(p, m), zb_h2(p, m), v_min(p, m), v_half(p, m), zb_v(p, m), greedy(range(p), p, m, limit=p),
+        ]  # fmt: skip
         for schedule, most in zip(made, (p, 2 * p - 1, 2 * ((p + 4) // 3), 2 * ((p + 2) // 2), 2 * p, p)):
             assert check(schedule) is schedule and schedule.splits_backward and max(peaks(schedule)) <= most
             assert simulate(schedule, Costs(F=2, I=3, W=1, send=Fraction(1, 2))).makespan > 0
@@ -295,8 +282,7 @@ def test_i_and_w_cost_what_b_costs():
 
 def test_between_i_and_w_the_operands_of_the_products_stay():
     """deferred.py: of each linear its input and the gradient of its output, and nothing else of what the
-    forward kept.
-    """
+    forward kept."""
     stage = dict(Stages(small(num_layers=4), {1: range(2, 4)}, dtype=torch.float64).items())[1]
     ledger = Ledger()
     with ledger:
@@ -356,13 +342,9 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
     assert len(arrived) == 3 and alive == [0, 0, 0]
 
 
-# ---- the step that is checked afterwards -----------------------------------------------------------------
-
-
 def test_post_validation():
     """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the
-    norm is no number.
-    """
+    norm is no number."""
 
     def rank():
         group, results = collectives.world(), []
@@ -382,9 +364,8 @@ def test_post_validation():
                 found, taken_back = post.validate()
                 back.append(taken_back)
                 assert abs(found - norm) < 1e-12
-            assert (pairs[0] - pairs[1]).abs().max() < 1e-12 and (
-                pairs[0].grad - pairs[1].grad
-            ).abs().max() < 1e-12
+            assert (pairs[0] - pairs[1]).abs().max() < 1e-12
+            assert (pairs[0].grad - pairs[1].grad).abs().max() < 1e-12
             results.append(any(back))
         before = pairs[1].detach().clone()
         pairs[1].grad = torch.full_like(pairs[1], float("nan") if group.rank() == 2 else 0.1)

@@ -42,16 +42,9 @@ from minitrain.plan.accounting import (
 from minitrain.ranks.ledger import Ledger
 
 DEEPSEEK_V2 = GPTConfig(
-    vocab_size=102_400,
-    d_model=5120,
-    num_layers=60,
-    num_heads=128,
-    head_dim=128,
-    d_ff=12_288,
-    kv_latent=512,
-    query_latent=1536,
-    rope_head_dim=64,
-)
+    vocab_size=102_400, d_model=5120, num_layers=60, num_heads=128, head_dim=128, d_ff=12_288, kv_latent=512,
+    query_latent=1536, rope_head_dim=64,
+)  # fmt: skip
 DEEPSEEK_V3 = presets["deepseek-v3"]
 PAPER_LAYER = dict(norm="layer", positions="none", activation="gelu", bias=True, dropout=0.1)
 
@@ -165,11 +158,8 @@ def test_mfu():
 
 def test_parts_add_up():
     table = parameter_table(presets["gpt2"])
-    assert (
-        table["token table"] == 50_257 * 768
-        and table["output table"] == 0
-        and table["position table"] == 1024 * 768
-    )
+    assert table["token table"] == 50_257 * 768 and table["output table"] == 0
+    assert table["position table"] == 1024 * 768
     assert sum(table.values()) == parameters(presets["gpt2"])
     assert attention_parameters(presets["gpt2"]) == 4 * 768**2 + 4 * 768
     assert matmul_parameters(presets["gpt2"]) == 12 * 12 * 768**2 + 50_257 * 768
@@ -201,17 +191,9 @@ def test_narayanan_table_1(row):
     assert abs(counted / 1e9 - billions) < 0.051
     assert round(100 * tflops / 312) == percent and near(tflops * gpus / 1e3, pflops, 0.004)
     model = GPTConfig(
-        vocab_size=51_200,
-        d_model=width,
-        num_layers=layers,
-        num_heads=heads,
-        max_positions=2048,
-        norm="layer",
-        positions="learned",
-        activation="gelu",
-        bias=True,
-        tied=True,
-    )
+        vocab_size=51_200, d_model=width, num_layers=layers, num_heads=heads, max_positions=2048,
+        norm="layer", positions="learned", activation="gelu", bias=True, tied=True,
+    )  # fmt: skip
     assert abs(parameters(model) - counted - 2 * width) < 1  # equation 2 leaves out the last norm
 
 
@@ -479,9 +461,8 @@ def test_no_tp_memory():
             latent_attention_bytes_per_token(config, recompute=again) for again in (False, True)
         )
         angles, scales = 2 * 2 * config.rope_head_dim, 3 * 4  # of two rotations, of three norms
-        assert everything.bytes / length == kept + angles + scales and near(
-            everything.bytes / length, kept, 0.01
-        )
+        assert everything.bytes / length == kept + angles + scales
+        assert near(everything.bytes / length, kept, 0.01)
         assert little.bytes / length == kept_little + positions.itemsize
         assert near(little.bytes / length, kept_little, 0.01)
         assert kept_little < 0.3 * kept
@@ -494,9 +475,6 @@ def test_no_tp_memory():
     latents = checkpoint(layer.compress, x, use_reentrant=False)
     out = checkpoint(partial(attend, layer), *latents, torch.arange(5), use_reentrant=False)
     assert torch.equal(layer.out(out.transpose(1, 2).flatten(-2)), layer(x, torch.arange(5)))
-
-
-# ---- traffic ---------------------------------------------------------------------------------------------
 
 
 def test_zero3_instead_of_3d():

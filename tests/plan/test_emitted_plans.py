@@ -29,14 +29,8 @@ def read(system, written):
 
 CHOICES = {
     "order": ["dp-pp-cp-tp", "pp-dp-cp-tp", "dp-cp-pp-tp"],
-    "dp": [1, 2, 4],
-    "pp": [1, 1, 2],
-    "cp": [1, 1, 1, 2, 4],
-    "tp": [1, 2],
-    "ep": [1, 1, 1, 2],
-    "ep_chunks": [1, 1, 1, 1, 2],
-    "zero": [0, 1, 2, 3, "III"],
-    "node": [1, 1, 2],
+    "dp": [1, 2, 4], "pp": [1, 1, 2], "cp": [1, 1, 1, 2, 4], "tp": [1, 2], "ep": [1, 1, 1, 2],
+    "ep_chunks": [1, 1, 1, 1, 2], "zero": [0, 1, 2, 3, "III"], "node": [1, 1, 2],
     "sequence_parallel": [False, True],
     "overlap": [False, False, True],
     "schedule": ["1f1b", "1f1b", "interleaved", "gpipe", "zb_v", "zb_interleaved", "dualpipe_v"],
@@ -53,7 +47,7 @@ CHOICES = {
     "loss_scale_window": [2000, 500],
     "bucket_bytes": [25_000_000, 40_000_000],
     "offload": ["none", "none", "optimizer", "parameters+optimizer"],
-}
+}  # fmt: skip
 BASE = dict(d_model=64, num_layers=8, num_heads=8, max_positions=64)
 MODELS = {
     "plain": GPTConfig(**BASE),
@@ -68,19 +62,11 @@ MODELS = {
     "DeepSeek": GPTConfig(
         **BASE,
         experts=ExpertsConfig(
-            8,
-            4,
-            "deepseek",
-            expert_width=32,
-            shared_experts=2,
-            dense_first=3,
-            bias_speed=1e-3,
-            route_nodes=4,
-            node_limit=2,
-            route_scale=2.5,
+            8, 4, "deepseek", expert_width=32, shared_experts=2, dense_first=3, bias_speed=1e-3,
+            route_nodes=4, node_limit=2, route_scale=2.5,
         ),
     ),
-}
+}  # fmt: skip
 
 
 def draw(random_) -> Job:
@@ -145,20 +131,11 @@ def test_a_table_says_its_version_and_every_choice_is_of_the_kind_of_its_option(
 
 JOB = Job(
     Strategy(
-        dp=2,
-        tp=2,
-        pp=2,
-        cp=2,
-        zero=1,
-        sequence_parallel=True,
-        microbatches=4,
-        recompute="full",
+        dp=2, tp=2, pp=2, cp=2, zero=1, sequence_parallel=True, microbatches=4, recompute="full",
         precision="bfloat16_main_grads",
     ),
-    LLAMA,
-    rows=64,
-    length=8192,
-)
+    LLAMA, rows=64, length=8192,
+)  # fmt: skip
 
 
 def test_llama_as_a_command_of_megatron():
@@ -168,10 +145,8 @@ def test_llama_as_a_command_of_megatron():
     assert lines[0] == "torchrun --nproc-per-node 16 pretrain_gpt.py"
     for node, launcher in {8: "--nnodes 2 --nproc-per-node 8", 6: "--nnodes 4 --nproc-per-node 4"}.items():
         on_nodes, (note,), _ = megatron.write(JOB, node)
-        assert (
-            on_nodes == text.replace("--nproc-per-node 16", launcher)
-            and f"each of {16 // int(launcher[-1])} " in note
-        )
+        assert on_nodes == text.replace("--nproc-per-node 16", launcher)
+        assert f"each of {16 // int(launcher[-1])} " in note
         assert megatron.read(on_nodes)[0] == megatron.read(text)[0]
     assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes, in_code)
     with pytest.raises(ValueError, match="node"):
@@ -191,16 +166,11 @@ def test_llama_as_json_for_deepspeed_and_what_its_code_says():
     job = replace(
         JOB,
         strategy=Strategy(
-            dp=8,
-            tp=2,
-            zero=3,
-            microbatches=2,
-            precision="bfloat16",
-            recompute="full",
+            dp=8, tp=2, zero=3, microbatches=2, precision="bfloat16", recompute="full",
             offload="optimizer+parameters",
         ),
         rows=32,
-    )
+    )  # fmt: skip
     text, notes, in_code = deepspeed.write(job)
     assert not notes
     assert json.loads(text) == {
@@ -273,48 +243,32 @@ def test_a_command_that_somebody_else_wrote():
       --pipeline-model-parallel-size 2 --lr=0.00015 --bf16 --recompute-activations --save /x --data-path a b --use-flash-attn"""
     job, left = megatron.read(text)
     strategy = Strategy(
-        dp=2,
-        order="pp-dp-cp-tp",
-        tp=2,
-        pp=2,
-        microbatches=8,
-        schedule="interleaved",
-        chunks=2,
-        recompute="selective",
-        precision="bfloat16_main_grads",
-    )
+        dp=2, order="pp-dp-cp-tp", tp=2, pp=2, microbatches=8, schedule="interleaved", chunks=2,
+        recompute="selective", precision="bfloat16_main_grads",
+    )  # fmt: skip
     assert job.strategy == strategy and (job.rows, job.length) == (64, 1024)
     model = dict(
-        d_model=1024,
-        num_layers=24,
-        num_heads=16,
-        max_positions=1024,
-        vocab_size=50_432,
-        d_ff=4096,
+        d_model=1024, num_layers=24, num_heads=16, max_positions=1024, vocab_size=50_432, d_ff=4096,
         dropout=0.1,
-    )
+    )  # fmt: skip
     assert job.model == GPTConfig(
         **model, norm="layer", bias=True, positions="learned", activation="gelu", tied=True
     )
     assert left == {"--lr": 0.00015, "--save": "/x", "--data-path": ["a", "b"], "--use-flash-attn": True}
-    assert megatron.read(" ".join(text.split("pretrain_gpt.py")[1].split()))[0].strategy.dp == 1, (
-        "no launcher"
-    )
+    # no launcher
+    assert megatron.read(" ".join(text.split("pretrain_gpt.py")[1].split()))[0].strategy.dp == 1
 
 
 def test_a_json_and_a_toml_that_somebody_else_wrote():
     model = {"d_model": 64, "num_layers": 2, "num_heads": 4, "length": 16}
     text = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "steps_per_print": 5, "bf16": {"enabled": true}}'
     job, left = deepspeed.read(text, model)
-    assert job.strategy == Strategy(dp=4, zero=2, precision="bfloat16", bucket_bytes=10**9) and left == {
-        "steps_per_print": 5
-    }
+    assert job.strategy == Strategy(dp=4, zero=2, precision="bfloat16", bucket_bytes=10**9)
+    assert left == {"steps_per_print": 5}
     toml = '[training]\nlocal_batch_size = 2\nseq_len = 16\n[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = "full"\n[optimizer]\nlr = 0.1\n'
     job, left = torchtitan.read(toml, {"d_model": 64})
-    assert (
-        job.strategy == Strategy(dp=4, zero=3, precision="bfloat16_main_grads", recompute="full")
-        and job.rows == 8
-    )
+    assert job.strategy == Strategy(dp=4, zero=3, precision="bfloat16_main_grads", recompute="full")
+    assert job.rows == 8
     assert left == {"optimizer.lr": 0.1}
 
 
@@ -625,9 +579,6 @@ def test_the_words_of_torchtitan_and_what_it_means_by_itself():
     assert torchtitan.read(kept, SIZES_OF | {"max_positions": 2048})[0].strategy.zero == 2
 
 
-# ---- our own file
-
-
 def test_any_plan_is_a_plan_file_and_back():
     for job in drawn():
         assert training_job.read(training_job.write(job)) == job
@@ -660,27 +611,17 @@ def test_a_plan_file_that_is_none_is_one_line(change, words):
             training_job.read(text)
 
 
-# ---- values
-
-
 def test_names_are_flat_and_what_has_no_effect_is_the_default():
     count = sum(len(fields(kind)) for kind in (Strategy, GPTConfig, ExpertsConfig)) - 1 + len(SIZES)
     assert len(DEFAULTS) == count == len(STRATEGY) + len(MODEL) + len(EXPERTS) + len(SIZES)
     odd = Strategy(
-        dp=2,
-        layout="striped",
-        core="gathered",
-        schedule="gpipe",
-        loss_scale_window=7,
-        precision="float16",
+        dp=2, layout="striped", core="gathered", schedule="gpipe", loss_scale_window=7, precision="float16",
         loss_scale=65536.0,
-    )
+    )  # fmt: skip
     same = Strategy(dp=2, loss_scale_window=7, precision="float16")
     job = Job(odd, MODELS["Mixtral"], 4, 8)
-    assert (
-        job.values() == Job(same, MODELS["Mixtral"], 4, 8).values()
-        and job.values()["expert_width"] == MODELS["Mixtral"].d_ff
-    )
+    assert job.values() == Job(same, MODELS["Mixtral"], 4, 8).values()
+    assert job.values()["expert_width"] == MODELS["Mixtral"].d_ff
     assert job.values()["loss_scale_window"] == 7, "it has an effect"
     assert from_values(job.values()).values() == job.values()
     assert from_values({}).strategy == Strategy() and asdict(from_values({}).model) == asdict(GPTConfig())

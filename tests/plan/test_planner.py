@@ -164,9 +164,6 @@ def test_few_microbatches_tell_whether_there_is_a_schedule_of_many():
     assert refused > 50
 
 
-# ---- fleets ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("memory_bytes", [16e9, 32e9, 80e9, 200e9])
 def test_cluster_choice_7b(memory_bytes):
     """Seven billion parameters: 112 GB of states; the fewest ranks are those of brute force over (stage, degree)."""

@@ -41,17 +41,12 @@ CASES = {
     "stages again": (Strategy(pp=2, microbatches=4, recompute="stage", precision="bfloat16"), 4),
     "sequences": (
         Strategy(
-            pp=2,
-            tp=2,
-            microbatches=4,
-            schedule="interleaved",
-            chunks=2,
-            sequence_parallel=True,
+            pp=2, tp=2, microbatches=4, schedule="interleaved", chunks=2, sequence_parallel=True,
             precision="bfloat16",
         ),
         4,
     ),
-}
+}  # fmt: skip
 
 
 @cache
@@ -335,13 +330,9 @@ def test_two_devices_on_one_card_share_it():
 # ---- published rows and constants ------------------------------------------------------------------------
 
 KNOWN = (
-    "Kor22 22B full",
-    "Kor22 22B sel+SP",
-    "Nar21 18.4B",
-    "Kor22 175B full",
-    "MegaScale base 12288",
+    "Kor22 22B full", "Kor22 22B sel+SP", "Nar21 18.4B", "Kor22 175B full", "MegaScale base 12288",
     "MegaScale base 256",
-)
+)  # fmt: skip
 
 
 def rows(*names):
@@ -353,12 +344,8 @@ def test_the_table_is_all_there_with_its_doubts():
     assert len(table) == 51 and len({row.publication for row in table}) == 9
     assert all(row.run.strategy.ranks >= 8 and row.step_s > 0 for row in table)
     assert {row.publication for row in table if row.unsure} == {
-        "Llama 3 2024",
-        "OPT 2022",
-        "GLM-130B 2022",
-        "GPT-NeoX 2022",
-        "BLOOM 2022",
-    }
+        "Llama 3 2024", "OPT 2022", "GLM-130B 2022", "GPT-NeoX 2022", "BLOOM 2022",
+    }  # fmt: skip
     gpt3 = rows("Nar21 T2 175B/384")[0].run
     assert (gpt3.strategy.ranks, gpt3.strategy.microbatches, gpt3.microbatch) == (384, 384, 1)
 
@@ -371,12 +358,8 @@ def test_known_rows_are_within_a_tenth_and_each_term_matters():
     for row in known:
         assert predict(row.run, work_of).step_s == pytest.approx(row.step_s, rel=0.10), row.name
     for term in (
-        dict(tile=1, k0=0),
-        dict(memory=1.0),
-        dict(nvlink=1.0),
-        dict(network=1.0),
-        dict(products=1.0),
-    ):
+        dict(tile=1, k0=0), dict(memory=1.0), dict(nvlink=1.0), dict(network=1.0), dict(products=1.0),
+    ):  # fmt: skip
         assert mean(replace(RATES, **term)) > mean(RATES), term
     assert all(predict(row.run, work_of, PLAIN).step_s < row.step_s for row in known)
 

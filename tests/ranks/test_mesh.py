@@ -1,6 +1,5 @@
 """The mesh: the same groups as torch's DeviceMesh, any of them flattened, at any size, and one-line
-errors.
-"""
+errors."""
 
 import pytest
 import torch
@@ -133,13 +132,8 @@ def large():
 def test_a_rank_of_131072():
     rank = 131_072 - 3
     assert dryrun.run(large, rank=rank, ranks=131_072) == (
-        {"dp": 1023, "pp": 15, "tp": 5},
-        8192,
-        8189,
-        5,
-        list(range(rank - 5, rank + 3)),
-        [130_949, 130_957],
-    )
+        {"dp": 1023, "pp": 15, "tp": 5}, 8192, 8189, 5, list(range(rank - 5, rank + 3)), [130_949, 130_957],
+    )  # fmt: skip
 
 
 WRONG = [

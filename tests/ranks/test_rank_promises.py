@@ -1,6 +1,5 @@
 """What docstrings of the parallel parts promise about who is named, what is gathered once and what is let go, where
-one line would break it; on one rank, or dry.
-"""
+one line would break it; on one rank, or dry."""
 
 import weakref
 

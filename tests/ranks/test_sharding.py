@@ -59,8 +59,7 @@ def test_what_is_cut_can_be_put_together_again():
 
 def padded():
     """Sizes that the ranks do not divide, also such that a rank has nothing but padding; cut again along
-    either dim.
-    """
+    either dim."""
     world, mesh = collectives.world(), Mesh(dp=2, tp=2)
     tp, dp, rank = mesh.group("tp"), mesh.group("dp"), dist.get_rank()
     found = []

@@ -24,9 +24,8 @@ def check(draw: Callable[[], Figure]) -> None:
     for legend in figure.legends:
         assert not any(text.get_text().startswith("_") for text in legend.get_texts())
         for ax in figure.axes:
-            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer)), (
-                "it hides data"
-            )
+            # it hides data
+            assert not legend.get_window_extent(renderer).overlaps(ax.get_window_extent(renderer))
 
 
 def colour(patch) -> str:

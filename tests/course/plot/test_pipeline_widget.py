@@ -27,16 +27,10 @@ def test_picture_and_text_follow_every_control():
     assert "1F1B: bubble share 27.3%, overhead 37.5%, makespan 66, at most 4 micro" in text.value
     assert image.format == "svg+xml"
     for name, value in (
-        ("ranks p", 2),
-        ("microbatches m", 12),
-        ("forward F", 5),
-        ("input gradient I", 3),
-        ("weight gradient W", 4),
-        ("message", 1),
-        ("below", "DualPipe"),
-        ("fused F&B (0: the sum)", 9),
+        ("ranks p", 2), ("microbatches m", 12), ("forward F", 5), ("input gradient I", 3),
+        ("weight gradient W", 4), ("message", 1), ("below", "DualPipe"), ("fused F&B (0: the sum)", 9),
         ("above", "GPipe"),
-    ):
+    ):  # fmt: skip
         before = text.value, image.value
         controls(box)[name].value = value
         assert text.value != before[0] and image.value != before[1], name

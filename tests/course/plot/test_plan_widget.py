@@ -52,9 +52,8 @@ def test_the_bars_and_lines_are_the_predictions():
     assert len(time) == len(PARTS) == len(plan_svg.PARTS) and list(plan_svg.PARTS) == list(PARTS)
     scale, end = across / (1.02 * prediction.step_s), plan_svg.LEFT
     for part, (x, _, width, _) in zip(PARTS, time):
-        assert x == pytest.approx(end, abs=0.051) and width == pytest.approx(
-            prediction.parts[part] * scale, abs=0.051
-        )
+        assert x == pytest.approx(end, abs=0.051)
+        assert width == pytest.approx(prediction.parts[part] * scale, abs=0.051)
         end += prediction.parts[part] * scale
     assert end == pytest.approx(plan_svg.LEFT + across / 1.02, abs=0.1), "the last part ends with the step"
     sums = [sum(memory.values()) for memory in stages]
@@ -77,9 +76,8 @@ def test_what_does_not_fit_says_by_how_much():
         patch.setitem(picture.__globals__["MACHINES"], "less", less)
         patch.setitem(picture.__globals__["MACHINES"], "tight", tight)
         drawn, (line, *_) = picture(Choice(machine="less", ranks=1, pp=1, zero=0, batch=1), stub)
-        assert (
-            line.startswith("does not fit: ") and line.endswith("2.0 GB too much") and "2 too much" in drawn
-        )
+        assert line.startswith("does not fit: ") and line.endswith("2.0 GB too much")
+        assert "2 too much" in drawn
         line = picture(Choice(machine="tight", ranks=1, pp=1, zero=0, batch=1), stub)[1][0]
         assert line.startswith("fits: ") and "less than a tenth" in line
 

@@ -1,6 +1,5 @@
 """The pictures: what is drawn is what was given, everything fits, files are small and equal for equal
-data.
-"""
+data."""
 
 import subprocess
 import sys

@@ -51,9 +51,8 @@ def test_waste_has_its_points_in_per_cent_and_the_best_in_its_label():
     assert first.get_xydata().tolist() == [[100, 20], [400, 5], [2000, 10]]
     assert second.get_xydata().tolist() == [[100, 50], [2000, 30]]
     (dots,) = ax.collections
-    assert dots.get_offsets().tolist() == [[150, 15], [900, 6]] and tuple(dots.get_facecolor()[0]) == to_rgba(
-        CYCLE[0]
-    )
+    assert dots.get_offsets().tolist() == [[150, 15], [900, 6]]
+    assert tuple(dots.get_facecolor()[0]) == to_rgba(CYCLE[0])
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["10 s: least, 5.0 %, at 400 s", "300 s", "simulated jobs"]
     assert ax.get_xlabel() == "training between saves (s)" and ax.get_ylabel() == "time wasted (%)"

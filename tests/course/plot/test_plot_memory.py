@@ -1,6 +1,5 @@
 """Pictures of memory: what is drawn is what was given, everything fits, files are small and equal for equal
-data.
-"""
+data."""
 
 from fractions import Fraction
 
@@ -19,13 +18,9 @@ TMOF = play(swaps.swapping_forward(SETS, [15] * 8, 4), {"up": 5})
 WORK = offload.Work(13, 220, 5, 10, 5)
 SERVER = offload.Server(bus=20, read=32, write=24, update=Fraction(5, 2), host_bytes=60)
 POINTS = [
-    ("keep all", 8e9, 0.0),
-    ("selective", 3e9, 0.02),
-    ("full", 1e9, 0.33),
-    ("worse", 4e9, 0.2),
-    ("as large", 3e9, 0.05),
-    ("as fast", 9e9, 0.0),
-]
+    ("keep all", 8e9, 0.0), ("selective", 3e9, 0.02), ("full", 1e9, 0.33), ("worse", 4e9, 0.2),
+    ("as large", 3e9, 0.05), ("as fast", 9e9, 0.0),
+]  # fmt: skip
 
 
 def filling(peak, steps=40):

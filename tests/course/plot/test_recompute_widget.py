@@ -15,13 +15,9 @@ def test_picture_and_text_follow_every_control():
     text, image = box.children[-2:]
     assert "every k: 28 forwards" in text.value and "revolve: 43 forwards" in text.value
     for name, value in (
-        ("layers n", 20),
-        ("layers per segment k", 5),
-        ("inputs held c", 2),
-        ("graph, in inputs", 9),
-        ("below", "sqrt"),
-        ("above", "keep all"),
-    ):
+        ("layers n", 20), ("layers per segment k", 5), ("inputs held c", 2), ("graph, in inputs", 9),
+        ("below", "sqrt"), ("above", "keep all"),
+    ):  # fmt: skip
         before = text.value, image.value
         controls(box)[name].value = value
         assert text.value != before[0] and image.value != before[1], name

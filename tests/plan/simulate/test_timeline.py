@@ -80,13 +80,8 @@ def test_a_trace_has_a_process_per_rank_and_a_thread_per_stream(tmp_path):
     ]
     spans = [one for one in found["traceEvents"] if one["ph"] == "X"]
     assert [one["name"] for one in spans] == [
-        "mm",
-        "all_reduce",
-        "wait for all_reduce",
-        "mm",
-        "send",
-        "to_host",
-    ]
+        "mm", "all_reduce", "wait for all_reduce", "mm", "send", "to_host",
+    ]  # fmt: skip
     assert [(one["ts"], one["dur"], one["cat"]) for one in spans[:3]] == [
         (0, 2e6, "compute"),
         (1e6, 3e6, "transfer"),

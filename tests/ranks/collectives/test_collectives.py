@@ -82,9 +82,8 @@ def all_eight(ops):
     group = dist.group.WORLD
     x = torch.from_numpy(inputs(group.rank(), group.size())).to(launch.device())
     results = {op: ours(op, x, group).cpu().numpy() for op in ops}
-    assert torch.equal(x.cpu(), torch.from_numpy(inputs(group.rank(), group.size()))), (
-        "an input was written to"
-    )
+    # an input was written to
+    assert torch.equal(x.cpu(), torch.from_numpy(inputs(group.rank(), group.size())))
     return results
 
 
@@ -232,8 +231,7 @@ def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
 
 def cuts(dtype):
     """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at
-    once.
-    """
+    once."""
     group = dist.group.WORLD
     n, rank = group.size(), group.rank()
     x = torch.cat([awkward(rank, dtype)] * 8 * n)[: 1000 * 8 * n]
@@ -258,8 +256,7 @@ def cuts(dtype):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
     """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other
-    bits.
-    """
+    bits."""
     first, *others = launch.run(cuts, dtype, ranks=ranks)
     assert all(torch.equal(other, first) for other in others)
 
@@ -282,8 +279,7 @@ MAX_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.b
 
 def ascending(rank: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a
-    NaN.
-    """
+    NaN."""
     x = torch.randn(1001, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
     if dtype.is_floating_point:
         x[3], x[500 + rank], x[9] = -math.inf, math.nan, math.inf if rank == 1 else 0
@@ -299,9 +295,8 @@ def maxima():
         again = collectives.all_reduce(x, group, op="max", async_op=True).wait()
         in_place = x.clone()
         assert collectives.all_reduce(in_place, group, op="max", out=in_place) is in_place
-        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num()), (
-            "an input was written to"
-        )
+        # an input was written to
+        assert torch.equal(x.cpu().nan_to_num(), ascending(group.rank(), dtype).nan_to_num())
         results.append([value.cpu() for value in (blocking, again, in_place)] + [sent])
     scalar = collectives.all_reduce(
         torch.tensor(-1.0 - group.rank(), device=launch.device()), group, op="max"
@@ -376,8 +371,7 @@ def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
 
 def random_calls(seed, steps):
     """Random collectives on four groups, blocking and not, waited for in random order, each against its
-    definition.
-    """
+    definition."""
     mesh = Mesh(dp=2, tp=2)
     groups = [mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp"), dist.group.WORLD]
     plan, pending, me = random.Random(seed), [], dist.get_rank()  # the plan is the same on every rank

@@ -1,6 +1,5 @@
 """Wrong calls: refused in one line before anybody waits, or, where only comparing ranks can tell, by checked
-mode.
-"""
+mode."""
 
 import numpy
 import pytest

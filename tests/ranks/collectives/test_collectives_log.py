@@ -189,8 +189,7 @@ def test_the_site_is_the_callers_line():
 
 def read_by_a_neighbour(folder):
     """Rank 0 is inside a collective that rank 1 has not joined; rank 1 reads that from rank 0's file, then
-    joins.
-    """
+    joins."""
     group, rank = dist.group.WORLD, dist.get_rank()
     collectives.log_to(os.path.join(folder, str(rank)))
     x = torch.ones(5, 2)
@@ -267,8 +266,7 @@ def test_nobody_observes_after_the_with_block():
 
 def in_flight(async_op):
     """Elements of scratch that six all-reduces in a row allocate, and what is alive when all have been waited
-    for.
-    """
+    for."""
     group, buffers = dist.group.WORLD, []
     with collectives.observe(
         lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None

@@ -1,6 +1,5 @@
 """A dry run equals the real run to the byte, event by event, is cheap at any size, and names the line at
-fault.
-"""
+fault."""
 
 import functools
 import gc
@@ -143,9 +142,6 @@ def test_other_operators_equal_the_real_ones(function):
         return everything(ledger)
 
     assert dryrun.run(account, ranks=1) == account()
-
-
-# ---- size ------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_of_131072():

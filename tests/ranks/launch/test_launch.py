@@ -306,9 +306,6 @@ def test_of_a_progress_bar_the_last_state_is_shown(capsys):
     assert capsys.readouterr().out == "[rank 0] 100%\n"
 
 
-# ---- bad input -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fn, args, given, message",
     [
@@ -345,8 +342,7 @@ def test_a_rank_cannot_launch():
 
 def open_things() -> dict:
     """Once it no longer changes: the helper closes its ends of a launch just after it has said that all is
-    over.
-    """
+    over."""
     last, now = None, look_around()
     while last != now:
         time.sleep(0.2)
@@ -463,8 +459,7 @@ def test_failures_leave_nothing_open():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpus():
     """A GPU per rank: NCCL; more ranks than GPUs: gloo, GPUs shared. Had the helper touched CUDA, ranks could
-    not.
-    """
+    not."""
 
     def look():
         x = torch.full((2,), float(dist.get_rank()), device=launch.device())
@@ -482,8 +477,7 @@ def test_gpus():
 
 def test_fifty_launches():
     """No failure, no stall, no file, process or shared memory left. (A TCP store stalls 5 s in one start of
-    five: fifty without a stall happen once in 70,000 times.)
-    """
+    five: fifty without a stall happen once in 70,000 times.)"""
 
     def step():
         x = torch.ones(1000)

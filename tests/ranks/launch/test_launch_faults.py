@@ -116,8 +116,7 @@ def test_different_errors_are_all_named():
 
 def test_the_neighbours_of_a_rank_that_raises_hear_nothing(tmp_path):
     """Its sockets stay open until the caller has decided; a lost connection would be an error of the wrong
-    rank.
-    """
+    rank."""
 
     def fail():
         dist.barrier()
@@ -230,9 +229,8 @@ def outside():
 
 @pytest.mark.parametrize("call", [collectives.world, outside])
 def test_a_collective_outside_a_launch_says_where_to_call_it(call):
-    with pytest.raises(
-        ValueError, match=r"^there are no ranks here.*call this inside launch.run\(fn, ranks=4\)"
-    ):
+    said = r"^there are no ranks here.*call this inside launch.run\(fn, ranks=4\)"
+    with pytest.raises(ValueError, match=said):
         call()
 
 
@@ -383,9 +381,8 @@ def test_an_interrupt_is_for_the_caller_it_returns_at_once_and_a_killed_caller_l
         for pid in pids:
             os.kill(pid, signal.SIGINT)
         time.sleep(0.5)
-        assert process.poll() is None and all(psutil.pid_exists(pid) for pid in pids), (
-            "the terminal's, to all"
-        )
+        # the terminal's, to all
+        assert process.poll() is None and all(psutil.pid_exists(pid) for pid in pids)
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "interrupted [0, 1]\n"  # before the launch's own 1000 s
         again = waiting(2)

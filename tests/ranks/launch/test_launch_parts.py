@@ -122,8 +122,6 @@ def test_a_rank_is_what_its_caller_is_now(monkeypatch, tmp_path):
     assert modes == ["0o600"] * 2 and text == [("utf-8", "backslashreplace", True)] * 2
 
 
-# ---- a rank of a job -------------------------------------------------------------------------------------
-
 HERE = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
@@ -161,9 +159,6 @@ def test_a_job_in_which_others_do_not_come_to_an_end_is_ended(error, patience_s,
     assert one.store.keys == [f"launch-1/{rank}" for rank in range(3)]
     assert one.store.patience == datetime.timedelta(seconds=patience_s)
     assert isinstance(ended[0], launch.LaunchTimeout) == (error is None)
-
-
-# ---- the kernel's count ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network, runs", [("private", 1), ("shared", 5)])
@@ -232,10 +227,8 @@ def test_who_has_raised_is_killed_once_where_others_shall_hear_of_it(grace_s, mo
 
     one.listen = listen
     one.let_others_end()
-    assert (
-        killed == ([(70, signal.SIGKILL)] if grace_s else [])
-        and next(news, "all were heard") == "all were heard"
-    )
+    assert killed == ([(70, signal.SIGKILL)] if grace_s else [])
+    assert next(news, "all were heard") == "all were heard"
 
 
 # ---- words -----------------------------------------------------------------------------------------------
@@ -251,9 +244,8 @@ FROZEN = ("<frozen importlib._bootstrap>", 4, "_find")
 def test_torch_is_a_library_wherever_it_is_installed():
     """An environment with the system's packages has it in a folder that is not its own."""
     assert all(file.startswith(report.LIBRARIES) for file in (torch.__file__, dist.__file__, json.__file__))
-    assert not __file__.startswith(report.LIBRARIES) and all(
-        folder.endswith(os.sep) for folder in report.LIBRARIES
-    )
+    assert not __file__.startswith(report.LIBRARIES)
+    assert all(folder.endswith(os.sep) for folder in report.LIBRARIES)
     in_torch = dist.distributed_c10d.__file__, 1427, "get_rank"
     assert report.place([in_torch, ("train.py", 3, "f"), PLUMBING], {}) == "train.py:3"
 
@@ -307,9 +299,8 @@ def test_a_crash_is_named_before_all_connections_that_it_cost(text):
     crashed = {"type": None, "message": "was killed (SIGKILL)", "frames": [], "traceback": ""}
     other = {"type": "ValueError", "frames": [], "traceback": ""}
     records = {rank: lost for rank in range(3)} | {3: crashed}
-    assert report.failure(records, {}).ranks == (3,) and "rank 3 was killed" in str(
-        report.failure(records, {})
-    )
+    assert report.failure(records, {}).ranks == (3,)
+    assert "rank 3 was killed" in str(report.failure(records, {}))
     records = {rank: {**other, "message": f"text {rank}"} for rank in range(5)} | {5: crashed}
     error = report.failure(records, {})  # six different errors, of which three are told
     assert str(error).startswith("rank 5 was killed") and str(error).endswith("; and 3 more")
@@ -321,9 +312,8 @@ def test_equal_errors_are_one_sentence_with_all_their_places():
     assert str(error) == "ranks 2, 3, 5 raised ValueError: bad batch (file0.py:3, file1.py:3)"
     assert error.ranks == (2, 3, 5) and error.traceback == "Rank 2: of rank 2"
     assert error._render_traceback_() == [f"RankError: {error}", "\nRank 2: of rank 2"]
-    assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch", (
-        "what was lost is no cause"
-    )
+    # what was lost is no cause
+    assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch"
 
 
 @pytest.mark.parametrize("text, members", [("1-3", [1, 2, 3]), ("0,2,5", [0, 2, 5]), ("7", [7])])
@@ -344,11 +334,8 @@ def test_stacks_of_a_hang_that_are_equal_are_told_once():
         "if this is only slow, raise timeout_s"
     )
     stack = 'innermost line first:\n  File "train.py", line {}, in step'
-    assert error.traceback == f"Rank 0, {stack.format(6)}\nRanks 1, 2, {stack.format(5)}" and error.ranks == (
-        0,
-        1,
-        2,
-    )
+    assert error.traceback == f"Rank 0, {stack.format(6)}\nRanks 1, 2, {stack.format(5)}"
+    assert error.ranks == (0, 1, 2)
 
 
 def test_of_all_threads_the_one_that_runs_fn_is_told():
@@ -357,9 +344,6 @@ def test_of_all_threads_the_one_that_runs_fn_is_told():
     dump = f"Thread 0x1 (most recent call first):\n{frames('other', '')}\nCurrent thread 0x2:\n{frames('mine', fn)}"
     assert report.stack_frames(dump) == [("mine.py", 5, "f")] and report.stack_frames("") == []
     assert report.stack_text("", {}) == ""
-
-
-# ---- start -----------------------------------------------------------------------------------------------
 
 
 def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):

@@ -1,6 +1,5 @@
 """The same program under torchrun: `run` starts nothing and uses the ranks that exist; here two nodes of two
-ranks.
-"""
+ranks."""
 
 import os
 import subprocess
@@ -53,8 +52,7 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[
 
 def test_two_nodes(tmp_path):
     """Results reach all ranks in rank order; an error that all ranks come to is raised on all, and the job
-    goes on.
-    """
+    goes on."""
     done = torchrun(
         """
         import os

@@ -1,6 +1,5 @@
 """What Linux is asked about a rank's threads: a rank on gloo and its event loops are calm, the caller and
-what torch makes are not.
-"""
+what torch makes are not."""
 
 import ctypes
 import os

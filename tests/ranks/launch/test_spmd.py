@@ -12,8 +12,7 @@ CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=2, max_pos
 
 def loss_of_the_batch(seed_by_rank=False):
     """The whole program: this rank's rows, its share of the loss, one sum. Returns (loss, tokens this rank
-    worked on).
-    """
+    worked on)."""
     group = collectives.world()
     model = GPT(CONFIG, seed=group.rank() if seed_by_rank else 0, dtype=torch.float64)
     tokens, targets = random_tokens(
@@ -25,16 +24,14 @@ def loss_of_the_batch(seed_by_rank=False):
 
 def test_spmd():
     """One function on 1, 2, 4 and 8 ranks: the same loss everywhere, and the rows of the batch dealt out
-    once, unevenly.
-    """
+    once, unevenly."""
     ((loss, batch),) = launch.run(loss_of_the_batch, ranks=1)
     for ranks in (2, 4, 8):
         results = launch.run(loss_of_the_batch, ranks=ranks)
         assert len({other for other, _ in results}) == 1, "all ranks hold the same bits"
         assert abs(results[0][0] - loss) < 1e-12
-        assert (
-            sum((part for _, part in results), []) == batch and len({len(part) for _, part in results}) == 2
-        )
+        assert sum((part for _, part in results), []) == batch
+        assert len({len(part) for _, part in results}) == 2
 
 
 def test_ranks_that_are_told_apart_by_more_than_their_data_lose_it():

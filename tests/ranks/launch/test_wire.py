@@ -1,6 +1,5 @@
 """The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own
-collectives.
-"""
+collectives."""
 
 import pytest
 import torch

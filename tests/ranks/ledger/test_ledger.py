@@ -51,8 +51,7 @@ def account(function, *args):
 @pytest.mark.parametrize("core, backward_over_forward", [(naive_attention, 2), (causal_attention, 2.5)])
 def test_flops_of_a_layer_are_24bsh2_and_4bs2h(core, backward_over_forward, causal):
     """Backward is twice the forward; a fused core computes its scores anew and has 2.5 times its own, and by
-    default counts those of the triangle. Attention in matmuls makes the square, whatever is asked.
-    """
+    default counts those of the triangle. Attention in matmuls makes the square, whatever is asked."""
     block = Block(CONFIG, "layers.1", attention=core)
     x = torch.randn(B, T, D, requires_grad=True)
     with Ledger(causal=causal) as ledger:
@@ -213,8 +212,7 @@ def of_kernel(packet, queries, keys, is_causal):
 def test_a_causal_kernel_counts_what_its_mask_leaves(packet):
     """Top left, as F.scaled_dot_product_attention documents; torch's flash kernel for CUDA aligns a mask that
     is not square to the lower right, and is called with one by torch.nn.attention.bias.causal_lower_right
-    alone.
-    """
+    alone."""
     backward = "backward" in str(packet)
     lower_right = "flash_attention" in str(packet) and "cpu" not in str(packet)
     per_score = 2 * 2 * (3 * 8 + 2 * 16 if backward else 8 + 16)
@@ -240,15 +238,11 @@ def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
 
 def test_a_mask_of_numbers_spares_nothing():
     """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the
-    ledger.
-    """
+    ledger."""
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     biased = account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16)))
     assert biased.flops == 4 * 2 * 16 * 16 * 4
     assert account(lambda: causal_attention(q, k, v)).flops == 4 * 2 * (16 * 17 // 2) * 4
-
-
-# ---- bytes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,8 +305,7 @@ def test_what_overwrites_reads_nothing_and_rows_are_what_is_touched_of_a_table()
 
 def allocators_peak(function) -> int:
     """The most that torch's CPU allocator had given out at once beyond what it had at the start, by its own
-    events.
-    """
+    events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     live = most = 0
@@ -395,8 +388,7 @@ def test_a_dry_run_knows_parameters_and_their_gradients():
 
 def test_kinds_of_what_was_there_before():
     """A ledger opened in the middle of training knows weights, gradients, state and master copies by their
-    owners.
-    """
+    owners."""
     model = nn.Linear(10, 10, bias=False).bfloat16()
     optimizer = AdamW(model.parameters(), master_dtype=torch.float32)
     model(torch.ones(1, 10, dtype=torch.bfloat16)).sum().backward()
