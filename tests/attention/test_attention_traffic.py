@@ -6,24 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from minitrain.attention.flash import (
-    A100_ELEMENTS,
-    Traffic,
-    flash_1,
-    flash_2,
-    flash_2_forward,
-    flash_traffic,
-    standard_backward,
-    standard_forward,
-    standard_traffic,
-    tile_sizes,
-)
+from minitrain.attention import flash
 from minitrain.model.layers import naive_attention
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention.swattention import two_level_forward
 
-VERSIONS = {1: flash_1, 2: flash_2}
+VERSIONS = {1: flash.flash_1, 2: flash.flash_2}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +31,7 @@ def zeros(tokens, width, heads=1, batch=1, device="cpu"):
 def counted(version, tokens, width, fast_elements, causal=False, **more):
     """(forward, backward) of a run."""
     q, k, v, dout = zeros(tokens, width, **more)
-    forward, backward = Traffic(), Traffic()
+    forward, backward = flash.Traffic(), flash.Traffic()
     out, lse = VERSIONS[version](fast_elements, forward).forward(q, k, v, causal)
     VERSIONS[version](fast_elements, backward).backward(dout, q, k, v, out, lse, causal)
     return forward, backward
@@ -50,16 +39,18 @@ def counted(version, tokens, width, fast_elements, causal=False, **more):
 
 def standard(tokens, width, **more):
     q, k, v, dout = zeros(tokens, width, **more)
-    forward, backward = Traffic(), Traffic()
-    _, p = standard_forward(q, k, v, False, forward)
-    standard_backward(dout, q, k, v, p, backward)
+    forward, backward = flash.Traffic(), flash.Traffic()
+    _, p = flash.standard_forward(q, k, v, False, forward)
+    flash.standard_backward(dout, q, k, v, p, backward)
     return forward, backward
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_counts_equal_the_closed_form(version):
     for tokens, width, fast_elements, causal in product((1, 24, 37), (4, 8), (40, 100, 600), (False, True)):
-        expected = flash_traffic(version, tokens, width, *tile_sizes(fast_elements, width), causal)
+        expected = flash.flash_traffic(
+            version, tokens, width, *flash.tile_sizes(fast_elements, width), causal
+        )
         found = counted(version, tokens, width, fast_elements, causal)
         assert found == expected, (tokens, width, fast_elements, causal)
 
@@ -69,17 +60,19 @@ def test_flash_attention():
     for tokens, width, fast_elements in product((512, 1024), (16, 32), (4096, 8192)):
         q, k, v, _ = zeros(tokens, width)
         for version, constant in ((1, (12, 14)), (2, (8, 10))):
-            VERSIONS[version](fast_elements, memory := Traffic()).forward(q, k, v, False)
+            VERSIONS[version](fast_elements, memory := flash.Traffic()).forward(q, k, v, False)
             forward = memory.elements
             scale = tokens**2 * width**2 / fast_elements
             assert constant[0] * scale < forward < constant[1] * scale + 6 * tokens * width
         naive = standard(tokens, width)
-        assert naive == standard_traffic(tokens, width)
+        assert naive == flash.standard_traffic(tokens, width)
         assert naive[0].elements == 4 * tokens**2 + 4 * tokens * width
 
     heads_of_all = 16 * 64
     naive_gb = sum(part.elements for part in standard(1024, 64)) * heads_of_all * 2 / 1e9
-    flash_gb = sum(part.elements for part in counted(1, 1024, 64, A100_ELEMENTS)) * heads_of_all * 2 / 1e9
+    flash_gb = (
+        sum(part.elements for part in counted(1, 1024, 64, flash.A100_ELEMENTS)) * heads_of_all * 2 / 1e9
+    )
     assert round(naive_gb, 1) == 25.2 and round(flash_gb, 1) == 4.1  # algorithm 0; paper: 4.4
     moved, work = dryrun.run(baseline, 64, 16, 1024, 64, ranks=1)
     assert round(moved / 1e9, 1) == 40.3  # the paper's: with its mask and dropout, measured by the ledger
@@ -120,9 +113,11 @@ def test_what_is_held_should_be_large():
     large M."""
     tokens, width = 1024, 16
     for fast_elements in (4096, 16384):
-        outer, inner = tile_sizes(fast_elements, width)
-        swapped = flash_traffic(2, tokens, width, inner, outer, False)[0].elements
-        assert swapped > 2 * tokens**2 > flash_traffic(2, tokens, width, outer, inner, False)[0].elements
+        outer, inner = flash.tile_sizes(fast_elements, width)
+        swapped = flash.flash_traffic(2, tokens, width, inner, outer, False)[0].elements
+        assert (
+            swapped > 2 * tokens**2 > flash.flash_traffic(2, tokens, width, outer, inner, False)[0].elements
+        )
 
 
 def test_whole_matrices_are_attention():
@@ -130,9 +125,9 @@ def test_whole_matrices_are_attention():
     generator = torch.Generator().manual_seed(0)
     made = dict(dtype=torch.float64, generator=generator)
     q, k, v = (torch.randn(2, heads, 9, 4, **made).requires_grad_() for heads in (4, 2, 2))
-    out, p = standard_forward(q, k, v)
+    out, p = flash.standard_forward(q, k, v)
     expected, dout = naive_attention(q, k, v), torch.randn_like(out)
-    ours = out, *standard_backward(dout, q, k, v, p)
+    ours = out, *flash.standard_backward(dout, q, k, v, p)
     theirs = expected, *torch.autograd.grad(expected, (q, k, v), dout)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -144,10 +139,10 @@ def test_swattention():
     for tokens, width, fast_elements, causal, cores in cases:
         q, k, v, _ = zeros(tokens, width)
         one = counted(2, tokens, width, fast_elements, causal)[0]
-        slow, group = Traffic(), Traffic()
+        slow, group = flash.Traffic(), flash.Traffic()
         two_level_forward(q, k, v, causal, cores=cores, fast_elements=fast_elements, slow=slow, group=group)
         assert slow.elements <= one.elements and group.loads == one.loads and group.stores == one.stores
-        held = tile_sizes(fast_elements, width)[0]
+        held = flash.tile_sizes(fast_elements, width)[0]
         if not causal:
             groups = -(-(-(-tokens // held)) // cores)
             assert slow.loads == tokens * width * (1 + 2 * groups)
@@ -157,7 +152,7 @@ def test_swattention():
     q, k, v = (torch.randn(2, 4, 37, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     for causal in (False, True):
         ours = two_level_forward(q, k, v, causal, cores=3, fast_elements=100)
-        theirs = flash_2_forward(q, k, v, causal, fast_elements=100)
+        theirs = flash.flash_2_forward(q, k, v, causal, fast_elements=100)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="0 cores"):
         two_level_forward(q, k, v, cores=0)

@@ -23,11 +23,8 @@ class Hold:
 
     def __init__(self, snapshot, allowed=0):
         self.snapshot, self.allowed, self.changed, self.real = (
-            snapshot,
-            allowed,
-            threading.Condition(),
-            snapshot.move,
-        )
+            snapshot, allowed, threading.Condition(), snapshot.move,
+        )  # fmt: skip
         snapshot.move = self.move
 
     def move(self, *args):

@@ -15,17 +15,7 @@ from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from tests.saving import (
-    Checkpoint,
-    check_layout,
-    differing,
-    load,
-    save,
-    state_of,
-    wrong_cover,
-    wrong_holders,
-    wrong_shares,
-)
+from tests import saving
 
 TOLERANCE, RANKS, BEFORE, AFTER = 1e-12, 4, 2, 5
 GO_ON = (0, 5)  # range(12) for all pairs, which takes four times as long
@@ -89,8 +79,8 @@ def train_and_save(config: GPTConfig, layouts: dict, folder: Path, precision: st
     for name, layout in layouts.items():
         run = build(config, layout, 3, precision)
         losses(run, 0, BEFORE)
-        written, layout_of_it = save(run, folder / name), check_layout(run)
-        state, held_out = state_of(run), run.evaluate(run.batch(rows(99), 99)).item()
+        written, layout_of_it = saving.save(run, folder / name), saving.check_layout(run)
+        state, held_out = saving.state_of(run), run.evaluate(run.batch(rows(99), 99)).item()
         found[name] = written, state, [held_out, *losses(run, BEFORE, AFTER)], layout_of_it
     return found
 
@@ -101,8 +91,9 @@ def load_all(config: GPTConfig, layouts: dict, checkpoints: dict, states: dict, 
     for name, layout in layouts.items():
         run = build(config, layout, 3, precision)
         for other, checkpoint in checkpoints.items():
-            lost = load(run, checkpoint)
-            wrong, after = differing(run, states[other]), [run.evaluate(run.batch(rows(99), 99)).item()]
+            lost = saving.load(run, checkpoint)
+            wrong = saving.differing(run, states[other])
+            after = [run.evaluate(run.batch(rows(99), 99)).item()]
             if (order.index(name) - order.index(other)) % len(order) in {i % len(order) for i in GO_ON}:
                 after += losses(run, BEFORE, AFTER)
             found[other, name] = wrong, lost, after
@@ -112,7 +103,9 @@ def load_all(config: GPTConfig, layouts: dict, checkpoints: dict, states: dict, 
 class Pairs:
     def __init__(self, config: GPTConfig, layouts: dict, folder: Path, precision: str = "float64"):
         results = launch.run(train_and_save, config, layouts, folder, precision, ranks=RANKS, timeout_s=200)
-        self.checkpoints = {n: Checkpoint(folder / n, tuple(r[n][0] for r in results)) for n in layouts}
+        self.checkpoints = {
+            n: saving.Checkpoint(folder / n, tuple(r[n][0] for r in results)) for n in layouts
+        }
         self.states = {name: results[0][name][1] for name in layouts}
         self.losses = {name: results[0][name][2] for name in layouts}
         self.told = {name: [r[name][3] for r in results] for name in layouts}
@@ -141,11 +134,8 @@ def test_any_layout_loads_what_any_other_saved(which, request):
             expected = pairs.losses[saved]
             assert len(after) in (1, 1 + AFTER)
             assert max(abs(a - b) for a, b in zip(after, expected)) < TOLERANCE, (
-                saved,
-                loaded,
-                after,
-                expected,
-            )
+                saved, loaded, after, expected,
+            )  # fmt: skip
             assert saved != loaded or after == expected, (saved, loaded)
         going_on = sum(len(after) > 1 for _, _, after in found.values())
         assert going_on == len(set(i % len(pairs.losses) for i in GO_ON)) * len(pairs.losses)
@@ -157,7 +147,7 @@ def test_each_rank_writes_its_share_of_what_it_holds(which, request):
     and ranks that say they hold the same do."""
     for name, results in request.getfixturevalue(which).told.items():
         held, written = zip(*results)
-        assert not wrong_holders(held), name
-        assert not wrong_shares(held, written), name
-        assert not wrong_cover(written), name
+        assert not saving.wrong_holders(held), name
+        assert not saving.wrong_shares(held, written), name
+        assert not saving.wrong_cover(written), name
         assert {p.name for pieces in held for p in pieces} == {p.name for pieces in written for p in pieces}

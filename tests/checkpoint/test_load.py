@@ -320,11 +320,8 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
     written = write_file(Quick(), tmp_path / "file", own, {})
     saved = Saved([File(tmp_path / "file", written)])
     for start_, shape in (
-        ((0, 0, 0), (5, 6, 7)),
-        ((1, 2, 3), (3, 2, 4)),
-        ((4, 0, 0), (1, 6, 7)),
-        ((0, 5, 6), (5, 1, 1)),
-    ):
+        ((0, 0, 0), (5, 6, 7)), ((1, 2, 3), (3, 2, 4)), ((4, 0, 0), (1, 6, 7)), ((0, 5, 6), (5, 1, 1)),
+    ):  # fmt: skip
         expected = whole[tuple(slice(a, a + n) for a, n in zip(start_, shape))].float()
         for values in (
             torch.zeros(shape, dtype=dtype),

@@ -14,17 +14,7 @@ from minitrain.checkpoint.store import Store
 from minitrain.data_parallel import states
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import Piece, share_out
-from tests.checkpoint.saver_runs import (
-    ALL,
-    DEADLOCK_S,
-    HeldDisk,
-    Hold,
-    copies,
-    differing,
-    run_of,
-    some_pieces,
-    train,
-)
+from tests.checkpoint import saver_runs
 
 SHARE = 2 * 1024  # bytes of a rank: four pieces of 512, of which each of two ranks has two
 CHUNK = 512
@@ -32,7 +22,7 @@ CHUNK = 512
 
 def pieces(value=1.0):
     """Four that both ranks hold alike."""
-    made = some_pieces(64, 64, 64, 64, value=value)
+    made = saver_runs.some_pieces(64, 64, 64, 64, value=value)
     holders = (collectives.world(),)
     return [Piece(p.name, p.whole, p.start, p.values, holders) for p in made]
 
@@ -41,9 +31,9 @@ def saver_of(folder, name, **changes):
     """(saver, its disk, a hold of its copies), all that is asked for done at once."""
     way, file_format.RUN_BYTES = SAVE_POLICIES[name], 64  # so that files gather nothing
     changes = ({"chunk_bytes": CHUNK} if way.chunk_bytes else {}) | changes
-    disk = HeldDisk()
+    disk = saver_runs.HeldDisk()
     saver = Saver(Store(folder, keep=9, disk=disk), policy=replace(way, **changes))
-    return saver, disk, Hold(saver.snapshot, ALL)
+    return saver, disk, saver_runs.Hold(saver.snapshot, saver_runs.ALL)
 
 
 def waits(saver):
@@ -59,8 +49,8 @@ def written_bytes(folder, step):
 
 def whole(folder, step, value=1.0):
     """Is the union of what was written all there is?"""
-    made = some_pieces(64, 64, 64, 64, value=value)
-    return not differing(Store(folder), step, made)
+    made = saver_runs.some_pieces(64, 64, 64, 64, value=value)
+    return not saver_runs.differing(Store(folder), step, made)
 
 
 def sync_on_ranks(folder):
@@ -145,15 +135,15 @@ def read_on_ranks(folder):
 
 def deepfreeze_on_ranks(folder):
     """A run whose parameters all four ranks hold alike."""
-    run = run_of(dp=4)
-    train(run, 0)
+    run = saver_runs.run_of(dp=4)
+    saver_runs.train(run, 0)
     saver = Saver(Store(folder), policy="deepfreeze")
     held = [p for p in run.pieces() if not p.name.startswith("random/")]  # a rank's own
-    wanted = copies(held)
+    wanted = saver_runs.copies(held)
     total = sum(p.values.numel() * p.values.element_size() for p in wanted)
     saver.save(1, held, run.plain_state(), {})
     saver.close()
-    return total, written_bytes(folder, 1), differing(saver.store, 1, wanted)
+    return total, written_bytes(folder, 1), saver_runs.differing(saver.store, 1, wanted)
 
 
 def test_deepfreeze(tmp_path):
@@ -206,7 +196,7 @@ def torchsnapshot_on_ranks(folder):
     thread = threading.Thread(target=when_written)
     thread.start()
     saver.save(1, pieces(), {}, {})
-    thread.join(DEADLOCK_S)
+    thread.join(saver_runs.DEADLOCK_S)
     saver.close()
     return seen, waits(saver)[:1], written_bytes(folder, 1), whole(folder, 1)
 
@@ -220,9 +210,9 @@ def test_torchsnapshot(tmp_path):
 
 
 def lightcheck_on_ranks(folder):
-    run = run_of(dp=2, zero=2)
+    run = saver_runs.run_of(dp=2, zero=2)
     saver = Saver(Store(folder), policy=replace(SAVE_POLICIES["lightcheck"], chunk_bytes=4000))
-    updates, hold, snapshot = [], Hold(saver.snapshot, ALL), saver.snapshot
+    updates, hold, snapshot = [], saver_runs.Hold(saver.snapshot, saver_runs.ALL), saver.snapshot
 
     def before_update(names):
         if saver.under_way:
@@ -232,17 +222,17 @@ def lightcheck_on_ranks(folder):
         saver.before_update(names)
 
     states.tell_updates(run.sync, before_update)
-    train(run, 0)
-    wanted = copies(run.pieces())
+    saver_runs.train(run, 0)
+    wanted = saver_runs.copies(run.pieces())
     hold.allow(0)
     saver.save(1, run.pieces(), run.plain_state(), {})
     first = snapshot.copied, snapshot.bytes
-    train(run, 1)
+    saver_runs.train(run, 1)
     hold.allow()
     saver.close()
     stalls = [wait.bytes for wait in saver.waits if wait.why == "copy"]
     named = {name for names, _ in updates for name in names}
-    return first, updates, stalls, named, len(snapshot.blocks), differing(saver.store, 1, wanted)
+    return first, updates, stalls, named, len(snapshot.blocks), saver_runs.differing(saver.store, 1, wanted)
 
 
 def test_lightcheck(tmp_path):
@@ -320,7 +310,7 @@ def fastpersist_on_ranks(folder):
         if len(data) == CHUNK and disk._paths[file].name.startswith("rank"):
             chunk = sum(kind == "write" for kind, _ in log)
             if chunk < 3:
-                assert filled[chunk + 1].wait(DEADLOCK_S)  # filled beside this write
+                assert filled[chunk + 1].wait(saver_runs.DEADLOCK_S)  # filled beside this write
             with lock:
                 log.append(("write", chunk))
         write(file, offset, data)
@@ -359,4 +349,4 @@ def test_fastpersist(tmp_path):
 def test_every_way_has_a_paper_or_a_name():
     assert all(way.paper for way in SAVE_POLICIES.values())
     assert len({way.paper for way in SAVE_POLICIES.values()}) == len(SAVE_POLICIES)
-    assert torch.equal(some_pieces(2)[0].values, torch.tensor([1.0, 2.0]).double())
+    assert torch.equal(saver_runs.some_pieces(2)[0].values, torch.tensor([1.0, 2.0]).double())

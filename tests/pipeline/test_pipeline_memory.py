@@ -27,14 +27,8 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.pipeline import contrastive
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
-from minitrain.systems.pipeline.contrastive import (
-    contrastive_loss,
-    contrastive_step,
-    doubled,
-    naive,
-    tower_step,
-)
 from tests.parallel import (
     TOLERANCE,
     Problem,
@@ -402,9 +396,9 @@ def trained_by_parts(whole):
     group, towers = collectives.world(), Towers()
     microbatches = SAMPLES.split((6, 5), dim=1)[group.rank()].tensor_split(3, dim=1)
     if whole:
-        loss = contrastive_step(towers, microbatches, group)
+        loss = contrastive.contrastive_step(towers, microbatches, group)
     else:
-        loss = sum(contrastive_loss(*towers(microbatch)) for microbatch in microbatches)
+        loss = sum(contrastive.contrastive_loss(*towers(microbatch)) for microbatch in microbatches)
         loss.backward()
     return loss.item(), [collectives.all_reduce(param.grad, group) for param in towers.parameters()]
 
@@ -416,7 +410,7 @@ def trained_by_tower():
     tower = towers.text if texts else towers.image
     own = SAMPLES[1].split((7, 4))[group.rank() - 1] if texts else SAMPLES[0]
     with Ledger() as ledger:
-        loss = tower_step(tower, texts, own.tensor_split(3), group)
+        loss = contrastive.tower_step(tower, texts, own.tensor_split(3), group)
     others = towers.image if texts else towers.text
     assert all(param.grad is None for param in others.parameters())
     return loss.item(), [param.grad for param in tower.parameters()], ledger.sent_bytes()
@@ -427,7 +421,7 @@ def test_only_embeddings_travel():
         group, towers = collectives.world(), Towers()
         own = SAMPLES[:, :10].split((5, 5), dim=1)[group.rank()]
         with Ledger() as ledger:
-            contrastive_step(towers, own.tensor_split(3, dim=1), group)
+            contrastive.contrastive_step(towers, own.tensor_split(3, dim=1), group)
         return ledger.sent_bytes()
 
     assert launch.run(gathered_bytes, ranks=2) == [2 * 10 * 5 * 8 // 2 + 8] * 2  # and the number of rows
@@ -443,7 +437,7 @@ def test_distmm():
     """The atlas's row: gradients of gathered embeddings are those of the full batch, also with towers on ranks
     of their own, one and two; and doubled microbatches wait half as long."""
     towers = Towers()
-    exact = contrastive_loss(*towers(SAMPLES))
+    exact = contrastive.contrastive_loss(*towers(SAMPLES))
     exact.backward()
     for loss, grads in launch.run(trained_by_parts, True, ranks=2):
         assert abs(loss - exact.item()) < TOLERANCE and furthest(grads, towers) < TOLERANCE
@@ -458,11 +452,11 @@ def test_distmm():
     for p in (1, 2, 3, 5, 8, 16):
         for m in (1, 2, 5, 16):
             for costs in (Costs(B=2), Costs(F=3, B=4)):
-                runs = simulate(naive(p, m), costs), simulate(doubled(p, m), costs)
+                runs = simulate(contrastive.naive(p, m), costs), simulate(contrastive.doubled(p, m), costs)
                 waits = [run.idle(rank) for run in runs for rank in (0, p - 1)]
                 assert waits == [(p - 1) * (costs.F + costs.B) * times for times in (2, 2, 1, 1)]
-            assert peaks(doubled(p, m)) == [min(m + p - rank - 1, 2 * m) for rank in range(p)]
-            for last in (naive(p, m).ranks[-1], doubled(p, m).ranks[-1]):
+            assert peaks(contrastive.doubled(p, m)) == [min(m + p - rank - 1, 2 * m) for rank in range(p)]
+            for last in (contrastive.naive(p, m).ranks[-1], contrastive.doubled(p, m).ranks[-1]):
                 for batch in range(2):  # the barrier: all forwards of a batch before its first backward
                     forwards, backwards = (
                         [last.index(kind(p - 1, batch * m + i)) for i in range(m)] for kind in (F, B)

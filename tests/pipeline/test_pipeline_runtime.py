@@ -20,26 +20,18 @@ from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.ledger import Ledger
-from tests.parallel import (
-    TOLERANCE,
-    Problem,
-    check_refusals,
-    one_process,
-    pipeline_difference,
-    small,
-    train_pipeline,
-)
+from tests import parallel
 from tests.pipeline.lists import split
 
 # 8 units, with table and head, for up to 8 stages.
-PROBLEM = Problem(
-    config=small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
+PROBLEM = parallel.Problem(
+    config=parallel.small(num_layers=6), batch_sizes=(8, 7), microbatches=4, frozen="layers.1.norm1.weight"
 )
 
 
 @cache
 def reference():
-    return one_process(PROBLEM)
+    return parallel.one_process(PROBLEM)
 
 
 SCHEDULES = {
@@ -54,7 +46,7 @@ SCHEDULES = {
 @cache
 def distance(name, ranks):
     """From one process."""
-    return pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), SCHEDULES[name](ranks), reference())
+    return parallel.pipeline_difference(PROBLEM, dict(dp=1, pp=ranks), SCHEDULES[name](ranks), reference())
 
 
 ELSEWHERE = {("gpipe", 2), ("1f1b", 2), ("interleaved", 2), ("breadth-first", 2)}  # test_pipeline_schedule.py
@@ -64,7 +56,7 @@ ELSEWHERE = {("gpipe", 2), ("1f1b", 2), ("interleaved", 2), ("breadth-first", 2)
     "name, ranks", [case for case in product(SCHEDULES, (2, 4)) if case not in ELSEWHERE]
 )
 def test_equals_one_process(name, ranks):
-    assert distance(name, ranks) < TOLERANCE
+    assert distance(name, ranks) < parallel.TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -78,12 +70,14 @@ def test_equals_one_process(name, ranks):
     ids=["dp", "tp", "tp with sequence parallelism", "cp"],
 )
 def test_pipelines_compose(shape, settings):
-    problem = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 9), microbatches=4)
+    problem = parallel.Problem(
+        config=parallel.small(num_layers=4, vocab_size=32), batch_sizes=(8, 9), microbatches=4
+    )
     assert (
-        pipeline_difference(
-            problem, shape, split(one_f_one_b(2, 4), late=0), one_process(problem), **settings
+        parallel.pipeline_difference(
+            problem, shape, split(one_f_one_b(2, 4), late=0), parallel.one_process(problem), **settings
         )
-        < TOLERANCE
+        < parallel.TOLERANCE
     )
 
 
@@ -93,7 +87,7 @@ def test_pipelines_compose(shape, settings):
 def account(schedule, rows=8, layers=8):
     """One step of this rank's part of a pipeline, in the ledger: {action: FLOPs}, bytes sent, events."""
     group = collectives.world()
-    config = small(num_layers=layers, tied=False)
+    config = parallel.small(num_layers=layers, tied=False)
     cuts = {stage: even(layers, schedule.stages)[stage] for stage in schedule.stages_of(group.rank())}
     stages, ledger = dict(Stages(config, cuts, dtype=torch.float64).items()), Ledger()
     tokens, targets = random_tokens(0, 0, 1, rows, 8, config.vocab_size, seed=5)
@@ -111,14 +105,14 @@ def test_pipeline_parallel():
     sent = [sent for _, sent, _ in launch.run(account, one_f_one_b(p, m), ranks=p)]
     boundary = rows * length * width * 8  # all microbatches together, float64
     assert sent == [boundary, 2 * boundary, 2 * boundary, boundary]
-    assert distance("1f1b", p) < TOLERANCE
+    assert distance("1f1b", p) < parallel.TOLERANCE
 
 
 def test_mpmd():
     """Ranks run different programs, which send to each other; what they compute together is the unsplit
     model."""
     assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4
-    assert distance("1f1b", 4) < TOLERANCE
+    assert distance("1f1b", 4) < parallel.TOLERANCE
 
 
 def test_both_halves_of_a_backward_cost_what_the_whole_costs():
@@ -160,7 +154,7 @@ def test_without_the_sum_over_both_ends_a_tied_table_goes_wrong(monkeypatch):
         from minitrain.compose import parallelize as module
 
         module.share_stages = lambda *_: None
-        return train_pipeline(PROBLEM, dict(dp=1, pp=2), one_f_one_b(2, 4))
+        return parallel.train_pipeline(PROBLEM, dict(dp=1, pp=2), one_f_one_b(2, 4))
 
     outcomes = launch.run(train, ranks=2)
     assert difference_of_table(outcomes) > 1e-6
@@ -178,7 +172,7 @@ def test_without_the_last_w_the_gradient_is_wrong():
         Runner.weights = lambda self, action: (
             weights(self, action) if action.microbatch else self.in_flight.pop(action[1:])
         )
-        return train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4), late=0))
+        return parallel.train_pipeline(PROBLEM, dict(dp=1, pp=2), split(one_f_one_b(2, 4), late=0))
 
     outcomes = launch.run(train, ranks=2)
     name = "layers.2.mlp.up.weight"
@@ -187,14 +181,14 @@ def test_without_the_last_w_the_gradient_is_wrong():
 
 def test_refusals():
     def pipeline(schedule=one_f_one_b(2, 4), numbers=None, rows=8):
-        group, config = collectives.world(), small(num_layers=4)
+        group, config = collectives.world(), parallel.small(num_layers=4)
         numbers = schedule.stages_of(group.rank() % len(schedule.ranks)) if numbers is None else numbers
         stages = dict(Stages(config, {s: even(4, schedule.stages)[s] for s in numbers}).items())
         run = Runner(stages, schedule, group, cross_entropy_sum, NoReducer(), width=16)
         tokens = torch.zeros(rows, 8, dtype=torch.int64)
         cut_evenly(Batch(tokens, tokens, torch.tensor(1)), run.schedule)
 
-    check_refusals(
+    parallel.check_refusals(
         {
             "is for 3 ranks, and the group has 2": lambda: pipeline(one_f_one_b(3, 4)),
             "but was given [0, 1]": lambda: pipeline(numbers=[0, 1]),

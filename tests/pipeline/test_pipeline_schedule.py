@@ -37,17 +37,7 @@ from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.stage_cuts import GraphSchedule
-from tests.parallel import (
-    TOLERANCE,
-    Outcome,
-    Problem,
-    difference,
-    one_process,
-    pipeline_difference,
-    rows_of_problem,
-    small,
-    together,
-)
+from tests import parallel
 from tests.pipeline.lists import GRID, everything, folded, peaks, refuse, split
 
 TWICE = Costs(F=1, B=2)
@@ -311,17 +301,17 @@ def test_a_pair_takes_the_mean_of_its_stages_factors():
 # ---- the systems -----------------------------------------------------------------------------------------
 
 
-DEEP = Problem(config=small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
+DEEP = parallel.Problem(config=parallel.small(num_layers=2), batch_sizes=(8, 7), microbatches=4)
 
 
 @cache
 def reference():
-    return one_process(DEEP)
+    return parallel.one_process(DEEP)
 
 
 def trained_alike(schedule: Schedule) -> float:
     """How far training on two real ranks is from one process."""
-    return pipeline_difference(DEEP, dict(dp=1, pp=2), schedule, reference())
+    return parallel.pipeline_difference(DEEP, dict(dp=1, pp=2), schedule, reference())
 
 
 def test_gpipe():
@@ -334,8 +324,8 @@ def test_gpipe():
     again = recomputed(gpipe(4, 8))
     assert simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3  # an R waits for no other rank
     assert peaks(again) == [1] * 4
-    assert trained_alike(recomputed(gpipe(2, 4))) < TOLERANCE
-    assert trained_alike(gpipe(2, 4)) < TOLERANCE
+    assert trained_alike(recomputed(gpipe(2, 4))) < parallel.TOLERANCE
+    assert trained_alike(gpipe(2, 4)) < parallel.TOLERANCE
 
 
 def test_one_f_one_b():
@@ -345,7 +335,7 @@ def test_one_f_one_b():
             assert simulate(schedule, costs).makespan == simulate(gpipe(p, m), costs).makespan
         assert peaks(schedule) == [min(m, p - s) for s in range(p)]
     assert simulate(one_f_one_b(4, 8), TWICE).makespan == 33
-    assert trained_alike(one_f_one_b(2, 4)) < TOLERANCE
+    assert trained_alike(one_f_one_b(2, 4)) < parallel.TOLERANCE
 
 
 def test_dapple():
@@ -391,7 +381,7 @@ def test_interleaved():
         assert peaks(schedule) == [2 * (p - rank - 1) + (v - 1) * p + 1 for rank in range(p)]
         # between ranks: p-1 boundaries of 1F1B, and from the last rank round to the first as well
         assert messages(schedule) == 2 * m * (p * v - 1) and messages(one_f_one_b(p, m)) == 2 * m * (p - 1)
-    assert trained_alike(interleaved(2, 4, 2)) < TOLERANCE
+    assert trained_alike(interleaved(2, 4, 2)) < parallel.TOLERANCE
 
 
 def sharded_step(schedule: Schedule):
@@ -411,16 +401,16 @@ def sharded_step(schedule: Schedule):
         4 * sum(flat.numel for flat in run.sync.shards if flat.shard.requires_grad or frozen)
         for frozen in (True, False)
     )
-    batch = run.batch(rows_of_problem(SHARDED, 0), 0)
+    batch = run.batch(parallel.rows_of_problem(SHARDED, 0), 0)
     with Ledger() as ledger:
         losses = [run.total(run.step(batch, SHARDED.clip).loss).item()]
     counts = [ledger.sent_bytes("all_gather", axis="dp") / every]
     counts += [ledger.sent_bytes("reduce_scatter", axis="dp") / trained]
     held = max(whole) / largest, whole[-1]
-    return counts, held, Outcome(losses, states.full_grads(run.sync), states.full_tensors(run.sync))
+    return counts, held, parallel.Outcome(losses, states.full_grads(run.sync), states.full_tensors(run.sync))
 
 
-SHARDED = Problem(config=small(num_layers=10), batch_sizes=(11,), microbatches=4)
+SHARDED = parallel.Problem(config=parallel.small(num_layers=10), batch_sizes=(11,), microbatches=4)
 
 
 def runs(schedule: Schedule, rank: int) -> Counter:
@@ -446,14 +436,17 @@ def test_breadth_first():
     for m in 8, 64, 512:
         assert runs(interleaved(4, m, 2), 3).total() == 2 * (2 * m - 3)
 
-    schedules, reference = (breadth_first(2, 4, 2), interleaved(2, 4, 2)), one_process(SHARDED)
+    schedules, reference = (breadth_first(2, 4, 2), interleaved(2, 4, 2)), parallel.one_process(SHARDED)
     measured = launch.run(lambda: [sharded_step(schedule) for schedule in schedules], ranks=4)
     for schedule, outcomes in zip(schedules, zip(*measured)):
         m = 1 if schedule.breadth_first else 4
         for counts, (share, left), _ in outcomes:
             assert counts == [2 * m, m] and left == 0
             assert share == 1 if m == 1 else share < 1  # a stage, or two units of it
-        assert difference(together(outcome for *_, outcome in outcomes), reference) < TOLERANCE
+        assert (
+            parallel.difference(parallel.together(outcome for *_, outcome in outcomes), reference)
+            < parallel.TOLERANCE
+        )
 
 
 class Clock(nn.Module):

@@ -340,11 +340,8 @@ def test_model_states_16phi():
 def test_zero_figure_1():
     """7.5B parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB."""
     assert [round(zero_bytes(7_500_000_000, 64, stage) / 1e9, 1) for stage in range(4)] == [
-        120.0,
-        31.4,
-        16.6,
-        1.9,
-    ]
+        120.0, 31.4, 16.6, 1.9,
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="stage = 4; ZeRO has stages 1, 2 and 3"):
         zero_bytes(1, 2, 4)
 

@@ -174,19 +174,14 @@ def test_llama_as_json_for_deepspeed_and_what_its_code_says():
     text, notes, in_code = deepspeed.write(job)
     assert not notes
     assert json.loads(text) == {
-        "train_batch_size": 32,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
+        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
         "zero_optimization": {
-            "stage": 3,
-            "reduce_bucket_size": 12_500_000,
-            "offload_optimizer": {"device": "cpu"},
+            "stage": 3, "reduce_bucket_size": 12_500_000, "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "cpu"},
         },
-        "tensor_parallel": {"autotp_size": 2},
-        "bf16": {"enabled": True},
+        "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
-    }
+    }  # fmt: skip
     assert in_code.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
     assert deepspeed.read(text, in_code) == (job, {})
 
@@ -201,26 +196,17 @@ def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
     text, notes, in_code = torchtitan.write(job)
     tree = tomllib.loads(text)
     assert not notes and tree["training"] == {
-        "local_batch_size": 16,
-        "global_batch_size": 64,
-        "seq_len": 8192,
-        "mixed_precision_param": "bfloat16",
-    }
+        "local_batch_size": 16, "global_batch_size": 64, "seq_len": 8192, "mixed_precision_param": "bfloat16",
+    }  # fmt: skip
     assert tree["activation_checkpoint"] == {"mode": "full"}
     assert tree["parallelism"] == {
-        "data_parallel_replicate_degree": 2,
-        "data_parallel_shard_degree": 2,
-        "fsdp_reshard_after_forward": "always",
-        "tensor_parallel_degree": 2,
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": "Interleaved1F1B",
-        "pipeline_parallel_layers_per_stage": 8,
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
-        "pipeline_parallel_microbatch_size": 4,
-        "context_parallel_degree": 2,
+        "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2,
+        "fsdp_reshard_after_forward": "always", "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 8,
+        "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_microbatch_size": 4, "context_parallel_degree": 2,
         "context_parallel_rotate_method": "alltoall",
-    }
+    }  # fmt: skip
     assert in_code.keys() <= MODEL.keys() and torchtitan.read(text, in_code) == (job, {})
 
 
@@ -463,12 +449,9 @@ def test_the_words_of_megatron_for_models():
     )
     assert (grouped["--rotary-base"], grouped["--rotary-percent"]) == (500_000, 0.5)
     latent = {
-        "--kv-lora-rank": 16,
-        "--q-lora-rank": 24,
-        "--qk-pos-emb-head-dim": 4,
-        "--qk-head-dim": 8,
+        "--kv-lora-rank": 16, "--q-lora-rank": 24, "--qk-pos-emb-head-dim": 4, "--qk-head-dim": 8,
         "--v-head-dim": 8,
-    }
+    }  # fmt: skip
     assert latent.items() <= said("latent").items()
     mixtral, switch, deepseek = said("Mixtral"), said("Switch"), said("DeepSeek")
     assert (mixtral["--moe-aux-loss-coeff"], mixtral["--moe-z-loss-coeff"]) == ([0.01], 1e-3)
@@ -570,11 +553,8 @@ def test_the_words_of_torchtitan_and_what_it_means_by_itself():
     assert tp == {f"{p}tensor_parallel_degree": 2, f"{p}enable_async_tensor_parallel": True}
     job = torchtitan.read(SHARDED, SIZES_OF | {"max_positions": 2048})[0]
     assert (job.length, job.rows, job.strategy.zero, job.strategy.precision) == (
-        2048,
-        16,
-        3,
-        "bfloat16_main_grads",
-    )
+        2048, 16, 3, "bfloat16_main_grads",
+    )  # fmt: skip
     kept = SHARDED.replace("[activation", "fsdp_reshard_after_forward = 'never'\n[activation")
     assert torchtitan.read(kept, SIZES_OF | {"max_positions": 2048})[0].strategy.zero == 2
 

@@ -96,11 +96,8 @@ def test_strips_show_the_holes_between():
     assert len([p for p in rows[2] if colour(p) != pale]) == 10 + 2
     assert [text.get_text() for text in ax.texts][0] == "0.713 of 1.05 GB in use"
     assert [label.get_text() for label in ax.get_yticklabels()] == [
-        "segments",
-        "expandable",
-        "stitched",
-        "region",
-    ]
+        "segments", "expandable", "stitched", "region",
+    ]  # fmt: skip
 
 
 def test_too_many_blocks_are_refused():

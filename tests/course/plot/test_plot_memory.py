@@ -71,11 +71,8 @@ def drawn(ax):
 def test_lanes_have_the_seconds_of_the_run():
     ax = PICTURES["links"]().axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
-        "device 0",
-        "copies 0",
-        "device 1",
-        "copies 1",
-    ]
+        "device 0", "copies 0", "device 1", "copies 1",
+    ]  # fmt: skip
     seconds, copies = drawn(ax), [name for name in TMOF.tasks if name.startswith("out")]
     assert seconds[COLOURS["forward"], False] == pytest.approx(2 * 8 * 4)
     stalls = sum(TMOF.stall(f"device {d}") for d in (0, 1))

@@ -19,11 +19,8 @@ def test_lanes_are_in_order_and_tasks_wait_for_what_they_come_after():
         {"bus": 1},
     )
     assert [(run.start(name), run.end(name)) for name in ("F", "out", "G", "H")] == [
-        (0, 3),
-        (3, 11),
-        (3, 7),
-        (11, 12),
-    ]
+        (0, 3), (3, 11), (3, 7), (11, 12),
+    ]  # fmt: skip
     assert (run.end_s, run.stall("gpu"), run.stall("copies")) == (12, 4, 3)
     assert run.lane("gpu") == ["F", "G", "H"] and run.carried("bus") == 8
 

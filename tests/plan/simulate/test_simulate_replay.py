@@ -63,12 +63,9 @@ def test_overlap_by_hand():
     assert parts == (close(1), close(1), close(0))
     assert timeline.accounts[1].overlap_s == close(3)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
-        ("compute", 0, close(2)),
-        ("compute", 2, close(5)),
-        ("transfer", 2, close(6)),
-        ("wait", 5, close(6)),
+        ("compute", 0, close(2)), ("compute", 2, close(5)), ("transfer", 2, close(6)), ("wait", 5, close(6)),
         ("compute", 6, close(7)),
-    ]
+    ]  # fmt: skip
     assert timeline.mfu(3.5e12, "fp32") == close(0.5)
     assert "7.000 s a step" in timeline.table() and "4,000,000,000 bytes sent" in timeline.table()
 

@@ -195,16 +195,12 @@ class Heard(local.Launch):
 @pytest.mark.parametrize(
     "errors, exits, grace_s, patience_s",
     [
-        ([MINE], {}, None, local.GRACE_S),
-        ([LOST], {}, None, local.LOST_GRACE_S),
-        ([LOST, LOST], {}, None, local.LOST_GRACE_S),
-        ([LOST, MINE], {}, None, local.GRACE_S),
-        ([LOST], {2: -9}, None, local.GRACE_S),
-        ([], {2: -9}, None, local.GRACE_S),
-        ([LOST], {}, 7.0, 7.0),
+        ([MINE], {}, None, local.GRACE_S), ([LOST], {}, None, local.LOST_GRACE_S),
+        ([LOST, LOST], {}, None, local.LOST_GRACE_S), ([LOST, MINE], {}, None, local.GRACE_S),
+        ([LOST], {2: -9}, None, local.GRACE_S), ([], {2: -9}, None, local.GRACE_S), ([LOST], {}, 7.0, 7.0),
         ([MINE], {}, 0.01, 0.01),
     ],
-)
+)  # fmt: skip
 def test_who_heard_of_lost_connections_alone_is_waited_for_longer(errors, exits, grace_s, patience_s):
     one = Heard(grace_s=grace_s)
     one.exits = exits

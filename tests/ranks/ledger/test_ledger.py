@@ -568,13 +568,10 @@ def test_order_of_events():
     behind = ["Issue 3", "mul", "Wait 3", "Issue 4", "Issue 5", "Wait 4", "Wait 5"]
     assert order == blocking + behind
     assert [(issue.op, issue.axis, issue.seq, issue.members) for issue in issues.values()] == [
-        ("all_reduce", "dp", 0, (1, 5)),
-        ("all_reduce", "tp", 0, (4, 5, 6, 7)),
-        ("all_reduce", "tp", 1, (4, 5, 6, 7)),
-        ("all_gather", "tp", 2, (4, 5, 6, 7)),
-        ("send", "dp", 0, (5, 1)),
-        ("receive", "dp", 0, (1, 5)),
-    ]
+        ("all_reduce", "dp", 0, (1, 5)), ("all_reduce", "tp", 0, (4, 5, 6, 7)),
+        ("all_reduce", "tp", 1, (4, 5, 6, 7)), ("all_gather", "tp", 2, (4, 5, 6, 7)),
+        ("send", "dp", 0, (5, 1)), ("receive", "dp", 0, (1, 5)),
+    ]  # fmt: skip
     assert [issue.phase for issue in issues.values()] == ["", "", "", "gather", "", ""]
     line = one_of_each.__code__.co_firstlineno
     assert [issue.site for issue in issues.values()] == [
