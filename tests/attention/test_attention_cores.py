@@ -225,8 +225,7 @@ def test_extra_memory_is_flat(version):
 
 @pytest.mark.parametrize("version", [flash_1, flash_2])
 def test_tiles_are_blocks_that_merge(version):
-    """Halves of the keys, each by tiles: merged they are the whole, and backward needs only the whole's O and
-    lse."""
+    """Halves of the keys, by tiles: merged they are the whole; backward needs only the whole's O and lse."""
     q, k, v = (x.detach() for x in inputs(13, 4, 2))
     kernel, halves = version(48), (slice(0, 6), slice(6, 13))
     whole, whole_lse = kernel.forward(q, k, v, False)
@@ -423,8 +422,7 @@ def test_the_fused_kernel_is_given_rows_wherever_they_lie():
 
 
 def test_what_is_there_already_is_not_copied():
-    """A first result and a first gradient of all tokens, rows that lie as the kernel wants them, and what is
-    kept for backward."""
+    """A first result and gradient of all tokens, rows as the kernel wants them, and what backward needs."""
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
     by_token = q.transpose(1, 2)
     assert kernel.in_rows(by_token, q[..., ::2])[0] is by_token

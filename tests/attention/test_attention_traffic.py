@@ -1,5 +1,4 @@
-"""What attention moves between slow and fast memory: counted at each load and store, equal to the closed
-forms."""
+"""What attention moves between slow and fast memory: counted at each access, equal to the closed forms."""
 
 from itertools import product
 
@@ -133,8 +132,7 @@ def test_whole_matrices_are_attention():
 
 
 def test_swattention():
-    """Both levels move at most what one level moves, the slow one C times less where the rows fill all
-    cores."""
+    """Both levels move at most what one moves, the slow one C times less where the rows fill all cores."""
     cases = product((37, 64), (8, 16), (512, 1024), (False, True), (1, 4, 64))
     for tokens, width, fast_elements, causal, cores in cases:
         q, k, v, _ = zeros(tokens, width)

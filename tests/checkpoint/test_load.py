@@ -323,10 +323,8 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
         ((0, 0, 0), (5, 6, 7)), ((1, 2, 3), (3, 2, 4)), ((4, 0, 0), (1, 6, 7)), ((0, 5, 6), (5, 1, 1)),
     ):  # fmt: skip
         expected = whole[tuple(slice(a, a + n) for a, n in zip(start_, shape))].float()
-        for values in (
-            torch.zeros(shape, dtype=dtype),
-            torch.zeros(shape[::-1], dtype=dtype).permute(2, 1, 0),
-        ):
+        cases = (torch.zeros(shape, dtype=dtype), torch.zeros(shape[::-1], dtype=dtype).permute(2, 1, 0))
+        for values in cases:
             saved.fill(Piece("W", (5, 6, 7), start_, values))
             saved.finish()
             assert torch.equal(values.float(), expected)

@@ -1,5 +1,4 @@
-"""Every core over ranks with the layout of its tokens, and what one process finds for them with a bias and a
-mask."""
+"""Every core over ranks, its layout of tokens, and what one process finds with a bias and a mask."""
 
 from functools import partial
 

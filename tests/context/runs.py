@@ -1,5 +1,4 @@
-"""Attention over a cut sequence against attention in one process: inputs, the reference, and how far a core
-is from it."""
+"""Attention over a cut sequence against one process: inputs, reference, and how far a core is from it."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,4 @@
-"""FLOPs of attention over a cut sequence: the ledger of fused kernels against sums of tile.entries, tile by
-tile, on real ranks."""
+"""FLOPs of attention over a cut sequence: the ledger of fused kernels on real ranks against tile.entries."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""ALiBi over a cut sequence: a bias by place, equal to one process in every core and layout, with masks of
-dropout, and in a model."""
+"""ALiBi over a cut sequence: equal to one process in every core and layout, with dropout, in a model."""
 
 from functools import partial
 
@@ -32,8 +31,7 @@ def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_biases_as_one_process_does(ranks):
-    """Output and all gradients, grouped heads, without and with a mask of dropout. The reference adds a
-    matrix of numbers."""
+    """Output and all gradients, grouped heads, with and without dropout; the reference adds a matrix."""
     expected = [(mask, in_one_process(bias=BY_HAND, mask=mask)) for mask in (0.0, MASK)]
 
     def rank():
@@ -75,8 +73,7 @@ def test_a_tile_of_bfloat16_has_exact_distances():
 
 
 def test_without_it_it_does_not():
-    """Controls: no bias, places on the rank, a backward that forgets, slopes that are not cut with the
-    heads."""
+    """Controls: no bias, places on the rank, a backward that forgets, slopes not cut with the heads."""
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(bias=BY_HAND), {}

@@ -1,5 +1,4 @@
-"""The table of cores: names without torch, every name runs on its groups and equals one process, what is
-refused is one line."""
+"""The table of cores: names without torch, each on its groups equals one process, refusals are one line."""
 
 import subprocess
 import sys

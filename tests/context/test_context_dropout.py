@@ -1,5 +1,4 @@
-"""Dropout by place: every layout, core, axis and schedule drops what one process drops; the statistics of the
-mask."""
+"""Dropout by place: every layout, core, axis and schedule drops what one process drops; its statistics."""
 
 import math
 from dataclasses import replace
@@ -41,8 +40,7 @@ def test_as_many_are_kept_as_asked_for(p):
 
 
 def test_neighbours_know_nothing_of_each_other():
-    """Correlation of a mask with its neighbours in every coordinate and with those of other seeds, in
-    standard deviations."""
+    """Correlation of a mask with its neighbours in every coordinate and with other seeds', in deviations."""
     kept = grid()
 
     def apart(one, other):
@@ -93,8 +91,7 @@ def test_the_mask_is_a_function_of_the_place():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_drops_what_one_process_drops(ranks):
-    """Output and all gradients. The reference makes the whole mask and keeps it; here each tile makes its
-    own, twice."""
+    """Output and all gradients. The reference keeps the whole mask; here each tile makes its own, twice."""
     expected = in_one_process(mask=MASK)
 
     def rank():
@@ -118,8 +115,7 @@ def test_packed_sequences_drop_what_one_row_drops():
 
 
 def test_one_device_and_without_a_causal_mask():
-    """A tile of a whole sequence; the reference is written out here, with nothing of the module but
-    `keep`."""
+    """A tile of a whole sequence; the reference uses nothing of the module but `keep`."""
     q, k, v, dout = (x.requires_grad_() for x in inputs(HEADS))
     for causal in (True, False):
         kept = keep(0.3, 11, torch.arange(2, 2 + B), torch.arange(5, 13), torch.arange(T), torch.arange(T))
@@ -226,8 +222,7 @@ PROBLEM, SEED = Problem(config=small(dropout=0.2)), 3  # train_parallel's seed
 
 
 def by_place(model, step, seed, p):
-    """Dropout of a model in one process, written out: nothing of the module but `keep` and the seed of a
-    site."""
+    """Dropout of a model in one process: nothing of the module but `keep` and the seed of a site."""
     places = Places(seed)
     places.at(step, 0)
 
@@ -297,8 +292,7 @@ def test_a_model_equals_one_process(name, expected):
 
 
 def test_a_model_without_it_does_not(expected):
-    """Controls: a seed for each rank; heads, rows and tokens counted from each rank's first; the same mask in
-    every step."""
+    """Controls: a seed for each rank; heads, rows, tokens from each rank's first; one mask for every step."""
 
     def rank():
         from minitrain.attention import placed

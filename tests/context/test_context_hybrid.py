@@ -1,5 +1,4 @@
-"""Heads with rings, rings within rings, teams: equal to attention on one device, bytes and steps beside the
-formulas, clear refusals."""
+"""Heads with rings, rings in rings, teams: equal to one device, bytes and steps beside formulas, refusals."""
 
 from functools import partial
 
@@ -40,8 +39,7 @@ def traffic(core, layout, group, heads, kv_heads, length):
 
 
 def measured(core, place, group, cases, length=16):
-    """Of all cases (heads, K/V heads, layout, causal): the distance from one device, and traffic. `place`: how
-    tokens of a layout are held."""
+    """Of all cases: the distance from one device, and traffic. `place`: how tokens of a layout are held."""
     found = []
     for heads, kv_heads, layout, causal in cases:
         run, held = partial(core, layout=layout, causal=causal), place(layout)
@@ -97,8 +95,7 @@ def usp(sizes, cases, length=T):
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
 def test_usp(ulysses):
-    """Every factorization of 8 gives what one device gives, forward and gradients, and sends the sum of both
-    formulas."""
+    """Every factorization of 8 gives what one device gives, and sends the sum of both formulas."""
     ring = 8 // ulysses
     cases = [(*heads, zigzag, True) for heads in HEADS] + [(8, 1, contiguous, False), (8, 4, striped, True)]
     for found in launch.run(usp, dict(ring=ring, ulysses=ulysses), cases, ranks=8):
@@ -194,8 +191,7 @@ def in_a_dry_run(attention, **sizes):
 
 
 def test_bytes_of_long_double_rings():
-    """m - 1 steps across and m (w - 1) inside; m · w - 1 blocks in all; in backward gradients as often as
-    keys."""
+    """m - 1 steps across and m (w - 1) inside; m · w - 1 blocks; in backward gradients as often as keys."""
     block = 8 * 2 * 2 * B * 128 // 16 * K
     for m, w in ((4, 4), (2, 8)):
         run = partial(in_a_dry_run, double_ring_attention, outer=m, inner=w)

@@ -50,8 +50,7 @@ def apart(ways, **shape):
 
 
 def test_pipelines_on_pp2_cp2():
-    """Both schedules, even and uneven slices, every kind of positions, masks of dropout by place, latent
-    attention."""
+    """Both schedules, even and uneven slices, all kinds of positions, dropout by place, latent attention."""
     assert max(apart(WAYS, pp=2, cp=2)) < TOLERANCE
 
 

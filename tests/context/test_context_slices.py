@@ -1,5 +1,4 @@
-"""Slices of a sequence on ranks that share it: tiles are the mask, every core that takes slices, and
-pipelines on real ranks."""
+"""Slices of a sequence on ranks that share it: tiles are the mask, every core, pipelines on real ranks."""
 
 import math
 from functools import partial
@@ -66,8 +65,7 @@ SIZES = {name: dict.fromkeys(CORES[name].axes, 2) for name in TAKE_SLICES}
 
 
 def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_gradients=True, mesh=None):
-    """Out, dq, dk, dv of a sequence whose slices are computed one after the other, put together from all
-    ranks; bytes sent."""
+    """Out, dq, dk, dv of a sequence computed slice after slice, put together from all ranks; bytes sent."""
     mesh = mesh or Mesh(**sizes)
     group, whole = mesh.group(*sizes), data_layout(name, sizes, layout, lengths)
     groups = {axis: mesh.group(axis) for axis in sizes}
@@ -169,8 +167,7 @@ def test_without_it_it_does_not():
 
 
 def test_what_a_ring_of_slices_sends():
-    """(k+1)/2 times the keys of a whole sequence, slice after slice in proportion to what is seen; Ulysses as
-    well, of its keys."""
+    """(k+1)/2 times the keys of a whole sequence, each slice as it sees; Ulysses as well, of its keys."""
 
     def rank():
         sent = lambda name, slices: by_slices(name, SIZES[name], "striped", slices)[1]

@@ -1,5 +1,4 @@
-"""Values of another width than queries and keys, as latent attention has them: every core over ranks, and a
-whole model."""
+"""Values of another width than keys, as in latent attention: every core over ranks, and a whole model."""
 
 from functools import partial
 

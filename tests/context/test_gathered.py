@@ -1,5 +1,4 @@
-"""All keys gathered: equal to full attention in any layout, with the bytes, the tiles and the memory that its
-docstring says."""
+"""All keys gathered: equal to full attention in any layout, with the bytes, tiles and memory it says."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""Layouts: every token once, tiles are the mask and nothing else, the work of each rank and step as the
-papers' formulas."""
+"""Layouts: every token once, tiles are the mask, the work of each rank and step as in the papers."""
 
 from fractions import Fraction
 

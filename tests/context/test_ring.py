@@ -1,5 +1,4 @@
-"""The ring: equal to full attention in every layout, bytes and memory as its docstring says, hidden behind
-the products, a model through it."""
+"""The ring: equal to full attention in every layout, bytes and memory as it says, overlap, a model."""
 
 from functools import partial
 
@@ -133,8 +132,7 @@ def test_without_one_of_its_parts_it_fails():
 
 
 def test_bfloat16_is_summed_in_float32():
-    """As near to the exact result on four ranks as one rank is: sums are not rounded, but for those that
-    travel."""
+    """On four ranks as near to the exact result as one rank is: only sums that travel are rounded."""
 
     def rank():
         group = collectives.world()
@@ -180,8 +178,7 @@ def product_flops(layout, causal, tokens, ranks, rank):
 
 
 def test_megatron_cp():
-    """Zig-zag: two pairs of half blocks in every step on every rank, exactly; half of the full mask's FLOPs;
-    equal to full attention."""
+    """Zig-zag: two pairs of half blocks in every step on every rank; half of the full mask's FLOPs; equal."""
     for n in (2, 4, 8):
         c = 16
         pair = (c // 2) ** 2
@@ -199,8 +196,7 @@ def test_megatron_cp():
 
 
 def test_striped_attention():
-    """A near-triangle in every step: makespan c²n/2 but for the diagonal, where contiguous takes c²(n - 1/2);
-    equal to full attention."""
+    """A near-triangle in every step: makespan c²n/2 but for the diagonal, contiguous c²(n - 1/2); equal."""
     for n, speedup in ((2, 3 / 2), (4, 7 / 4), (8, 15 / 8)):
         c = 512
         slowest = {layout: sum(map(max, entries(layout, n, n * c))) for layout in LAYOUTS}
@@ -358,8 +354,7 @@ def test_a_model_equals_one_process(ranks):
 
 
 def layer_over(ranks, again=False, length=64):
-    """Bytes a layer keeps for backward on one of `ranks`, and FLOPs of its step, if `again` with the forward
-    pass twice."""
+    """Bytes a layer keeps on one of `ranks`, and FLOPs of its step, if `again` with the forward twice."""
     config = small(d_model=64, max_positions=length)
 
     def run():

@@ -1,5 +1,4 @@
-"""Ulysses and dynamic sequence parallelism: equal to attention on one device, bytes beside Megatron's, clear
-refusals."""
+"""Ulysses and dynamic sequence parallelism: equal to one device, bytes beside Megatron's, refusals."""
 
 from functools import partial
 
@@ -102,8 +101,7 @@ def one_layer(way):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ulysses(ranks):
-    """A layer as on one device; 4 (P-1)/P · N·h/P elements where Megatron's sequence parallelism sends 4
-    (P-1)/P · N·h: P times less."""
+    """A layer as on one device; 4(P-1)/P·N·h/P elements, P times less than Megatron's 4(P-1)/P·N·h."""
     layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()
     y = layer(x, torch.arange(T))
     y.square().sum().backward()
@@ -162,8 +160,7 @@ def layer_along(layer, positions=None):
 
 
 def video(way, group):
-    """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent in forward and in both, the result and
-    its gradients."""
+    """A spatial and a temporal layer on x[B, T/n, S, D]: what was sent, the result and its gradients."""
     x = torch.linspace(-1, 1, B * FRAMES * PATCHES * D, dtype=torch.float64).view(B, FRAMES, PATCHES, D).sin()
     x = (x if group is None else split(x, contiguous, group)).clone().requires_grad_()
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
@@ -204,8 +201,7 @@ def test_dsp(ranks):
 
 
 def test_stages_switch_only_when_they_must():
-    """Five stages over three dims: each dim is cut while nobody needs it, and the one needed last is cut
-    next."""
+    """Five stages over three dims: each dim is cut while nobody needs it, the one needed last is cut next."""
 
     def rank():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
@@ -229,8 +225,7 @@ def test_a_dim_that_nobody_needs_is_cut_where_x_came_cut():
 
 
 def test_switch_and_its_adjoint():
-    """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does the same to several tensors
-    at once."""
+    """Both ways it is the identity; <switch x, y> = <x, switch' y>; to_heads does several tensors at once."""
 
     def rank():
         group, rng = world(), torch.Generator().manual_seed(world().rank())

@@ -66,10 +66,8 @@ def test_home_is_the_folder_that_is_laid_out_here_or_above_else_the_clone(tmp_pa
 
 def test_without_a_home_one_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(home, "HOME", None)
-    with pytest.raises(
-        ValueError,
-        match="^no chapters here: `minitrain init FOLDER` lays them out, then call this in FOLDER$",
-    ):
+    said = "^no chapters here: `minitrain init FOLDER` lays them out, then call this in FOLDER$"
+    with pytest.raises(ValueError, match=said):
         home.at_home()
     monkeypatch.setattr(home, "HOME", tmp_path)
     assert home.at_home() == tmp_path

@@ -1,5 +1,4 @@
-"""The judge's side of a run without any rank: a test says what a rank would have said, and looks at what the network
-answers and how a trial ends."""
+"""The judge's side without any rank: a test says what a rank would have said; how a trial ends."""
 
 import time
 
@@ -171,11 +170,8 @@ def test_a_failure_carries_what_was_raised_and_printed():
         )
         with pytest.raises(Failure) as error:
             one.play()
-    assert (error.value.property, error.value.message, error.value.detail) == (
-        "no error",
-        "m",
-        "line 3\n\n[rank 0] hello",
-    )
+    found = (error.value.property, error.value.message, error.value.detail)
+    assert found == ("no error", "m", "line 3\n\n[rank 0] hello")
 
 
 def test_of_what_a_rank_prints_the_first_part_is_kept():

@@ -1,5 +1,4 @@
-"""What the judge believes: frames that cannot hurt, a network that counts what gloo counts, and failures
-called by their names."""
+"""What the judge believes: harmless frames, a network that counts as gloo does, failures by their names."""
 
 import inspect
 import json
@@ -117,14 +116,12 @@ def test_steps_count_what_had_to_follow_one_another():
         network.post(hop, message("send", hop + 1, op=10), bytes(8))
         network.post(hop + 1, message("receive", hop, op=20), b"")
         network.wait(hop + 1, {"op": 20, "alone": True})
-    network.post(
-        0, message("send", 2, op=11), bytes(8)
-    )  # rank 0 has received nothing: this one follows nobody
+    # rank 0 has received nothing: this one follows nobody
+    network.post(0, message("send", 2, op=11), bytes(8))
     network.post(2, message("receive", 0, op=21), b"")
     assert [m.step for m in network.messages] == [1, 2, 1]
-    network.wait(
-        2, {"op": 21, "alone": True}
-    )  # what came later and was sent earlier makes rank 2 forget nothing
+    # what came later and was sent earlier makes rank 2 forget nothing
+    network.wait(2, {"op": 21, "alone": True})
     network.post(2, message("send", 0, op=22), bytes(8))
     network.post(0, message("receive", 2, op=12), b"")
     assert network.messages[-1].step == 3
@@ -334,8 +331,7 @@ def overlapped(group):
 
 @pytest.mark.parametrize("function, order", [("at_the_end", "fff.."), ("overlapped", "f..f..f..")])
 def test_sending_while_computing_shows_in_the_order_of_events(judge, function, order):
-    """Gradients come from the judge, layer by layer. The messages of all-reduces stand between them, or all
-    come last."""
+    """Gradients come from the judge by layers. All-reduces' messages stand between them, or all come last."""
     names = ("first", "second", "third")
     secrets = [{name: torch.full((2,), 1.0 + i + rank) for i, name in enumerate(names)} for rank in range(2)]
     given = ["import torch\nfrom minitrain import collectives"]
@@ -343,10 +339,8 @@ def test_sending_while_computing_shows_in_the_order_of_events(judge, function, o
     outcome = judge.run(code, [[()], [()]], secrets=secrets)
     assert outcome.results[1][0].tolist() == [15.0, 15.0]
     signs = {"fetch": "f", "send": "."}
-    assert (
-        "".join(signs[event.kind] for event in outcome.events if event.rank == 0 and event.kind in signs)
-        == order
-    )
+    found = "".join(signs[event.kind] for event in outcome.events if event.rank == 0 and event.kind in signs)
+    assert found == order
 
 
 def test_torchs_own_collectives_say_where_to_go(judge):
@@ -397,10 +391,8 @@ def test_only_the_names_a_task_asks_for_leave_an_answer(judge):
     honest = "def f(x):\n    return double(x)"
     assert run(judge, honest, "drive", given=given, drivers=drivers) == [12, 4]
     replaces = "def double(x): return 0\ndef drive(x): return 'mine'\ndef secret(x): return 0\nglobals()['drive'] = drive\n"
-    assert run(judge, replaces + "def f(x):\n    return 2 * x", "drive", given=given, drivers=drivers) == [
-        12,
-        4,
-    ]
+    found = run(judge, replaces + "def f(x):\n    return 2 * x", "drive", given=given, drivers=drivers)
+    assert found == [12, 4]
     looks = "def f(x):\n    return sorted(set(globals()) & {'drive', 'secret', 'double'})"
     assert run(judge, looks, "f", given=given, drivers=drivers) == ["double"]
     with pytest.raises(Failure, match="the answer cell defines no f"):

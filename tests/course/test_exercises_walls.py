@@ -137,11 +137,8 @@ def test_what_a_rank_has_given_up_before_the_first_line_of_an_answer_runs():
     if ROOT:
         assert status["Uid"] == status["Gid"] == [str(UID)] * 4 and status["Groups"] == []
         only_to_read = f"{1 << 2:016x}"
-        assert [status[kind] for kind in ("CapEff", "CapPrm", "CapInh")] == [
-            [only_to_read],
-            [only_to_read],
-            ["0" * 16],
-        ]
+        found = [status[kind] for kind in ("CapEff", "CapPrm", "CapInh")]
+        assert found == [[only_to_read], [only_to_read], ["0" * 16]]
 
 
 def test_judges_that_run_side_by_side_have_ids_of_their_own(walled):

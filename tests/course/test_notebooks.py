@@ -1,5 +1,4 @@
-"""What nbval does not see: outputs that are missing, cells run out of order, numbers that differ from run to
-run."""
+"""What nbval does not see: missing outputs, cells out of order, numbers that differ from run to run."""
 
 import json
 import re

@@ -66,9 +66,8 @@ SIZES = [
 
 def test_everything_is_done_once_and_nobody_waits_for_ever():
     for schedule in SIZES:
-        assert [
-            sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)
-        ] == list(map(len, schedule.ranks))
+        found = [sum(isinstance(step, (Action, Pair)) for step in program) for program in lower(schedule)]
+        assert found == list(map(len, schedule.ranks))
 
 
 def test_chimera():
@@ -79,16 +78,13 @@ def test_chimera():
         assert simulate(schedule, DOUBLE).makespan == 3 * m + (units + 1) * (p - 2)
         if units == 1:
             assert simulate(schedule, DOUBLE).bubble == (p - 2) / (Fraction(3, 2) * m + p - 2)
-        assert stages_of(schedule) == [
-            sorted({rank, p - 1 - rank}) for rank in range(p)
-        ]  # two stages per rank: weights 2x
+        # two stages per rank: weights 2x
+        assert stages_of(schedule) == [sorted({rank, p - 1 - rank}) for rank in range(p)]
         assert peaks(schedule) == [p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)]
         assert sent(schedule) == 2 * (p - 1) * m
     for p, equal, double in ((4, Fraction(1, 5), Fraction(1, 4)), (8, Fraction(3, 11), Fraction(1, 3))):
-        assert (simulate(chimera(p, p), EQUAL).bubble, simulate(chimera(p, p), DOUBLE).bubble) == (
-            equal,
-            double,
-        )
+        found = (simulate(chimera(p, p), EQUAL).bubble, simulate(chimera(p, p), DOUBLE).bubble)
+        assert found == (equal, double)
     assert simulate(one_f_one_b(4, 4), EQUAL).bubble == Fraction(3, 7)
     assert difference(chimera(2, 8)) < TOLERANCE
 
@@ -106,20 +102,14 @@ def test_hanayo():
         if groups == 1:
             assert simulate(schedule, EQUAL).bubble == Fraction(p - 1, 2 * p * waves + p - 1)
             assert set(idle_times(schedule, DOUBLE)) == {4 * (p - 1)}
-        assert sorted(sum(stages_of(schedule), [])) == list(
-            range(2 * waves * p)
-        )  # every stage once: weights 1x
+        # every stage once: weights 1x
+        assert sorted(sum(stages_of(schedule), [])) == list(range(2 * waves * p))
         assert peaks(schedule) == [(2 * waves - 1) * p + rank + 1 for rank in range(p)]
         assert sent(schedule) == 4 * waves * (p - 1) * m
-    assert [simulate(hanayo(4, 4, waves), EQUAL).bubble for waves in (1, 2, 4)] == [
-        Fraction(3, 11),
-        Fraction(3, 19),
-        Fraction(3, 35),
-    ]
-    assert [simulate(hanayo(8, 8, waves), EQUAL).bubble for waves in (1, 2)] == [
-        Fraction(7, 23),
-        Fraction(7, 39),
-    ]
+    got = [simulate(hanayo(4, 4, waves), EQUAL).bubble for waves in (1, 2, 4)]
+    assert got == [Fraction(3, 11), Fraction(3, 19), Fraction(3, 35)]
+    found = [simulate(hanayo(8, 8, waves), EQUAL).bubble for waves in (1, 2)]
+    assert found == [Fraction(7, 23), Fraction(7, 39)]
     assert stages_of(hanayo(3, 3, 2)) == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
     assert difference(hanayo(4, 8, 1)) < TOLERANCE
 
@@ -196,9 +186,8 @@ def test_which_part_of_the_bubble_is_what(p):
     pairs = [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks]
     middle = p // 2
     assert run.idle(middle) == (p // 2 - 1) * (10 + (19 - 13) + (10 - 3)) == published(p, costs)
-    assert [run.idle(rank) for rank in range(p)] == [
-        run.idle(middle) - (10 + 13 - 19) * (pairs[middle] - pairs[rank]) for rank in range(p)
-    ]
+    found = [run.idle(rank) for rank in range(p)]
+    assert found == [run.idle(middle) - (10 + 13 - 19) * (pairs[middle] - pairs[rank]) for rank in range(p)]
     slow_input = Costs(F=10, I=12, W=3, FB=25)
     assert simulate(schedule, slow_input).idle(middle) < published(p, slow_input)
     slow_forward = Costs(F=12, I=10, W=3, FB=25)
@@ -235,8 +224,7 @@ def test_copies_of_stages_and_copies_of_data():
 
 
 def test_clipping_is_at_work():
-    """Else the equalities above would not see that a parameter that stands twice, or four times, was counted
-    once."""
+    """Else the equalities above would not see that a parameter that stands twice or more was counted once."""
     norm = torch.stack([grad.norm() for grad in reference(PROBLEM).grads.values()]).norm()
     assert abs(norm.item() - PROBLEM.clip) < 1e-5
 

@@ -219,9 +219,8 @@ def story(events, pair: Pair) -> list[str]:
     return found
 
 
-EQUAL = case(
-    dict(router="balanced"), {}
-)  # layers of experts in the two stages of rank 0: 1 and 1, of rank 1: 2 and 2
+# layers of experts in the two stages of rank 0: 1 and 1, of rank 1: 2 and 2
+EQUAL = case(dict(router="balanced"), {})
 UNEVEN = case(dict(router="balanced", dense_first=1, shared_experts=1), {})  # 0 and 1, 2 and 2
 GATHERED = replace(EQUAL, strategy=replace(EQUAL.strategy, zero=3))
 

@@ -51,8 +51,7 @@ def reference():
 
 
 def on_rank(schedule, problem=PROBLEM):
-    """(this rank's run, a batch): what parallelize makes of a model over as many ranks as the schedule
-    has."""
+    """(this rank's run, a batch): what parallelize makes of a model over the schedule's ranks."""
     strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
     run = parallelize(
         problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule
@@ -149,8 +148,7 @@ def test_control_recomputation_is_needed():
 
 
 class Dropped(nn.Module):
-    """Half of x·w, doubled: in a backward through other masks than the forward's the gradient of w is not the
-    loss."""
+    """Half of x·w, doubled: through other masks than the forward's the gradient of w is not the loss."""
 
     def __init__(self):
         super().__init__()
@@ -267,8 +265,7 @@ def held_at_most(schedule, interpreter):
 
 
 def test_activations_are_held_where_the_lists_say():
-    """Bytes of saved tensors here and on the way, in no step of a program more than the limit; and the
-    ledger's account of every tensor."""
+    """Bytes of saved tensors here and on the way, never more than the limit; the ledger's account of each."""
     cases = (one_f_one_b(4, 6), Runner), (one_f_one_b(4, 6), Balanced), (bpipe(4, 6), Balanced)
     plain, lists, balanced = zip(*launch.run(lambda: [held_at_most(*case) for case in cases], ranks=4))
     unit = [one for _, (one,), _, _ in lists]

@@ -1,5 +1,4 @@
-"""Stages and schedules of the reader's own: plain modules, lists of plain tuples, stages in which nothing is
-trained or nothing is a number."""
+"""Stages and schedules of the reader's own: plain modules, lists of tuples, stages that train nothing."""
 
 from functools import partial
 
@@ -142,8 +141,7 @@ def test_plain_modules_and_stages_without_parameters():
 
 
 def test_frozen_stages():
-    """At the start, in the middle, at the end, all; whole and split backwards; gradients are right elsewhere,
-    and None here."""
+    """At the start, in the middle, at the end, all; whole and split backwards; None here, right elsewhere."""
     frozen = (0,), (2,), (3,), (0, 1), (1, 2, 3), (0, 1, 2, 3)
     for case, difference in far([("plain modules", some, s) for some in frozen for s in SCHEDULES]):
         assert difference < TOLERANCE, case

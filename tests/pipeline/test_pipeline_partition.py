@@ -88,10 +88,8 @@ def test_of_equal_cuts_the_last_stage_is_the_shortest():
 
 
 def test_what_no_other_beats_is_kept():
-    assert undominated([((2, 1), "a"), ((1, 2), "b"), ((2, 2), "c"), ((1, 2), "d")]) == [
-        ((1, 2), "b"),
-        ((2, 1), "a"),
-    ]
+    found = undominated([((2, 1), "a"), ((1, 2), "b"), ((2, 2), "c"), ((1, 2), "d")])
+    assert found == [((1, 2), "b"), ((2, 1), "a")]
 
 
 def slowest(cut, replicas, times, weights, activations, bandwidth):
@@ -153,16 +151,13 @@ def test_planners_sum_gradients_at_the_cost_of_the_real_sum(replicas):
     sent = dryrun.run(all_reduced_bytes, rank=0, ranks=replicas)
     assert stage_time(0, 480, replicas, 1) == sent
     model = stage_cuts.Model([0], [0], [480], [0])
-    assert (
-        stage_cuts.compute_stage(model, range(1), (replicas,), stage_cuts.Cluster((replicas,), 1, 1)).sync
-        == sent
-    )
+    found = stage_cuts.compute_stage(model, range(1), (replicas,), stage_cuts.Cluster((replicas,), 1, 1)).sync
+    assert found == sent
 
 
 def test_pipedream_replicates_what_is_slow():
-    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == (
-        (range(3), 4),
-    )  # 20 / 4, nothing is sent
+    # 20 / 4, nothing is sent
+    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == ((range(3), 4))
     plan = pipedream([2, 2, 12], 4, weights=[50, 50, 0], activations=[0, 0, 1], bandwidth=1)
     assert plan == (4, ((range(2), 1), (range(2, 3), 3)))  # 3 copies of the stage that has no weights to sum
 

@@ -76,8 +76,7 @@ class Poisoned:
 
 
 def train(schedule, shape, problem, plant=lambda post: None, stop=False):
-    """(losses, norms, parameters, which steps were run again) of this rank; with `stop`, clipping by an
-    all-reduce."""
+    """(losses, norms, parameters, steps run again) of this rank; with `stop`, clipping by an all-reduce."""
     strategy = Strategy(**shape, microbatches=problem.microbatches, precision="float64")
     settings = dict(seed=3, frozen=(problem.frozen,), schedule=schedule)
     run = parallelize(problem.config, strategy, lambda params: AdamW(params, lr=1.0), **settings)
@@ -159,8 +158,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_equals_clipping_with_a_stop(name):
-    """Steps that clip, steps that do not, and one without a number; a rate that changes; the same answer on
-    all ranks."""
+    """Steps that clip, that do not, and one without a number; a rate that changes; all ranks answer alike."""
     ranks, schedule = REAL[name]
     found = launch.run(train, schedule, dict(dp=1, pp=ranks), PROBLEM, ranks=ranks)
     assert far(found) < TOLERANCE

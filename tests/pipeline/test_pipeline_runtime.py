@@ -99,8 +99,7 @@ def account(schedule, rows=8, layers=8):
 
 
 def test_pipeline_parallel():
-    """Each boundary carries b·s·h numbers per microbatch forward, as many backward; the loss is that of the
-    whole model."""
+    """Each boundary carries b·s·h numbers per microbatch each way; the loss is that of the whole model."""
     p, m, rows, length, width = 4, 4, 8, 8, 16
     sent = [sent for _, sent, _ in launch.run(account, one_f_one_b(p, m), ranks=p)]
     boundary = rows * length * width * 8  # all microbatches together, float64
@@ -109,8 +108,7 @@ def test_pipeline_parallel():
 
 
 def test_mpmd():
-    """Ranks run different programs, which send to each other; what they compute together is the unsplit
-    model."""
+    """Ranks run different programs, which send to each other; together they compute the unsplit model."""
     assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4
     assert distance("1f1b", 4) < parallel.TOLERANCE
 

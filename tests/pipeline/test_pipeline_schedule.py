@@ -1,5 +1,4 @@
-"""Schedules as lists: what is refused, that nobody waits in a circle, and the formulas of GPipe, 1F1B,
-interleaving and breadth-first."""
+"""Schedules as lists: refusals, no circular waits, formulas of GPipe, 1F1B, interleaving, breadth-first."""
 
 import random
 import re

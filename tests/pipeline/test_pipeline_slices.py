@@ -1,5 +1,4 @@
-"""Pipelines over slices of a sequence: bubbles exactly as the papers say, lengths by dynamic programming,
-equal to one process."""
+"""Pipelines over slices of a sequence: the papers' bubbles, lengths by dynamic programming, one process."""
 
 from fractions import Fraction
 from functools import cache
@@ -112,9 +111,8 @@ def test_seq1f1b():
     """The atlas's row: what a rank holds, a bubble of 1/k of 1F1B's, and gradients on real ranks."""
     for p, m, k in GRID:
         schedule, plain = check(seq1f1b(p, m, k)), one_f_one_b(p, m)
-        assert [peak(schedule, rank) for rank in range(p)] == [
-            min(p - rank + k - 1, m * k) for rank in range(p)
-        ]
+        found = [peak(schedule, rank) for rank in range(p)]
+        assert found == [min(p - rank + k - 1, m * k) for rank in range(p)]
         for F, B in ((1, 2), (4, 3)):  # of a slice; a microbatch takes k times as long
             ours, theirs = simulate(schedule, Costs(F=F, B=B)), simulate(plain, Costs(F=F * k, B=B * k))
             assert ours.bubble == Fraction(p - 1, m * k + p - 1)
@@ -129,9 +127,8 @@ def test_one_slice_is_gpipe_and_1f1b():
 def test_messages_are_k_times_as_many():
     for p, m, k in [(2, 3, 4), (4, 4, 2)]:
         ours, plain = messages(seq1f1b(p, m, k)), messages(one_f_one_b(p, m))
-        assert {link: len(sent) for link, sent in ours.items()} == {
-            link: k * len(sent) for link, sent in plain.items()
-        }
+        found = {link: len(sent) for link, sent in ours.items()}
+        assert found == {link: k * len(sent) for link, sent in plain.items()}
 
 
 @pytest.mark.parametrize("k, value_width", [(1, 4), (2, 4), (4, 4), (2, 3)])

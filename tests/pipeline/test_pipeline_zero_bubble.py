@@ -1,5 +1,4 @@
-"""Backwards in two halves: bubbles and peaks of the papers from the lists, a list scheduler, and gradients of
-real ranks."""
+"""Backwards in two halves: the papers' bubbles and peaks, a list scheduler, gradients of real ranks."""
 
 import random
 import weakref
@@ -100,8 +99,7 @@ def test_the_smallest_m_and_a_long_w():
 
 
 def test_steps_in_a_row_wait_only_for_the_bubble():
-    """Two steps with no common stop between: the second adds its work and `bubble`, so with ZB-H2 nothing but
-    its work."""
+    """Two steps with no common stop: the second adds its work and `bubble`, so with ZB-H2 only its work."""
     for p, m in [(2, 4), (4, 8), (4, 12), (8, 16)]:
         for make, wait in ((one_f_one_b, 3 * (p - 1)), (zb_h1, p - 1), (zb_h2, 0)):
             one = make(p, m)
@@ -112,8 +110,7 @@ def test_steps_in_a_row_wait_only_for_the_bubble():
 
 
 def test_interleaved_zero_bubble():
-    """ZB-H1's bubble in the times of a stage, 1/v of a rank's; 1F1B's memory, which is less than interleaved
-    1F1B's."""
+    """ZB-H1's bubble in times of a stage, 1/v of a rank's; 1F1B's memory, less than interleaved 1F1B's."""
     assert zb_interleaved(4, 8, 1).ranks == zb_h1(4, 8).ranks
     for p, m, v in [(2, 4, 3), (4, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 2)]:
         schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
@@ -122,18 +119,16 @@ def test_interleaved_zero_bubble():
         assert waiting(plain, costs) == Fraction((p - 1) * 9, v)
         assert set(peaks(schedule)) == {v * p}
         assert m == p or max(peaks(plain)) == v * p + p - 1
-        assert {link: len(sent) for link, sent in messages(schedule).items()} == {
-            link: len(sent) for link, sent in messages(plain).items()
-        }
+        found = {link: len(sent) for link, sent in messages(schedule).items()}
+        assert found == {link: len(sent) for link, sent in messages(plain).items()}
 
 
 def test_v_shape():
     """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the
     messages."""
     for p in (2, 3, 4, 5, 6, 8, 13):
-        whole = waiting(
-            one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2)
-        )  # a rank's stage takes as long as its two in a V
+        # a rank's stage takes as long as its two in a V
+        whole = waiting(one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2))
         assert whole == 6 * (p - 1)
         for m in (2 * p - 1, 3 * p) if p < 8 else (2 * p - 1,):
             smallest, half, full = v_min(p, m), v_half(p, m), zb_v(p, m)
@@ -181,9 +176,8 @@ def test_greedy_finds_known_schedules():
         assert whole.ranks == one_f_one_b(p, m).ranks  # the early backward, from priorities and memory alone
         assert simulate(greedy(folded(p), 2 * p, m, limit=2 * p)).makespan < 6 * m + 6 * (p - 1)
     both = greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 4, Costs(F=1, B=1), split=False)
-    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(
-        1, 5
-    )  # Chimera's, p = m = 4
+    # Chimera's, p = m = 4
+    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(1, 5)
     assert (
         simulate(greedy([0, 1, 1, 0], 4, 6, limit=2)).makespan
         > simulate(greedy([0, 1, 1, 0], 4, 6, limit=4)).makespan
@@ -281,8 +275,7 @@ def test_i_and_w_cost_what_b_costs():
 
 
 def test_between_i_and_w_the_operands_of_the_products_stay():
-    """deferred.py: of each linear its input and the gradient of its output, and nothing else of what the
-    forward kept."""
+    """deferred.py: of each linear its input and its output's gradient, nothing else of what forward kept."""
     stage = dict(Stages(small(num_layers=4), {1: range(2, 4)}, dtype=torch.float64).items())[1]
     ledger = Ledger()
     with ledger:
@@ -307,9 +300,8 @@ def test_between_i_and_w_the_operands_of_the_products_stay():
         after_w = ledger.live_by_kind["activations"]
     linears = [module for module in stage.modules() if isinstance(module, torch.nn.Linear)]
     assert sorted(shape for shape, _, _ in products) == sorted(linear.weight.shape for linear in linears)
-    assert all(
-        kept == 16 * shape[1] and grad == 16 * shape[0] for shape, kept, grad in products
-    )  # 2 rows of 8 tokens
+    # 2 rows of 8 tokens
+    assert all(kept == 16 * shape[1] and grad == 16 * shape[0] for shape, kept, grad in products)
     assert after_i - after_w == sum(held.values()) and after_i < after_f
     assert all(linear.weight.grad is not None for linear in linears)
 

@@ -73,8 +73,7 @@ def megatron_flops(B, s, l, h, V):
     ids=["llama", "gpt2", "mqa-parallel", "mla", "mla-without-query-latent"],
 )
 def test_flops_are_counted_exactly(config):
-    """The ledger's sum over operators is the formula's integer, forward and backward; torch's own counter
-    agrees."""
+    """The ledger's sum over operators is the formula's integer, both ways; torch's own counter agrees."""
     batch, length = 2, 48
     tokens, targets = random_tokens(0, 0, 1, batch, length, config.vocab_size, seed=1)
     model = GPT(config, attention=naive_attention)
@@ -83,9 +82,8 @@ def test_flops_are_counted_exactly(config):
             loss = cross_entropy_sum(model(tokens), targets)
         with ledger.phase("backward"):
             loss.backward()
-    forward = (
-        batch * length * forward_flops_per_token(config, length, causal="square")
-    )  # matmul makes the masked scores, too
+    # matmul makes the masked scores, too
+    forward = batch * length * forward_flops_per_token(config, length, causal="square")
     assert ledger.flops_by_phase == {"forward": forward, "backward": 2 * forward}
     assert (
         ledger.flops
@@ -198,8 +196,7 @@ def test_narayanan_table_1(row):
 
 
 def test_narayanan_flops_are_four_forwards():
-    """Equation 3 runs every block's forward twice; it is our count but for the output table, which it runs
-    once."""
+    """Equation 3 runs every block's forward twice; it is our count but for the output table, run once."""
     config = GPTConfig(
         vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, activation="gelu", tied=True
     )
@@ -274,10 +271,8 @@ def test_case_deepseek_v3():
 def test_deepspeed_moe():
     """DeepSpeed-MoE, table 4, prints 52B, 31B, 13B and 4B: 8·h² an expert, 12 layers with experts. In the
     standard model experts take the place of an MLP; beside it they would be 52.9 (1.3 + 51.5 rounded) and 13.2."""
-    for width, (few, many), wanted in (
-        (2048, (64, 128), (52.9, 52.5, 31.4)),
-        (1024, (32, 64), (13.2, 13.1, 4.1)),
-    ):
+    cases = ((2048, (64, 128), (52.9, 52.5, 31.4)), (1024, (32, 64), (13.2, 13.1, 4.1)))
+    for width, (few, many), wanted in cases:
         shape = dict(vocab_size=50_257, d_model=width, num_layers=24, num_heads=16, max_positions=2048)
         shape |= dict(norm="layer", positions="learned", activation="gelu", bias=True, tied=True)
         standard = ExpertsConfig(128, 1, "switch", expert_every=2)
@@ -347,8 +342,7 @@ def test_zero_figure_1():
 
 
 def test_ckpt_size_980gb():
-    """14 bytes per parameter on disk: 980 GB for 70B, 5.67 TB for 405B; a file of the toy model is that and
-    headers."""
+    """14 bytes per parameter on disk: 980 GB for 70B, 5.67 TB for 405B; a toy's file is that and headers."""
     assert checkpoint_bytes(70_000_000_000) == 980e9 == model_state_bytes(70_000_000_000) - 2 * 70_000_000_000
     assert checkpoint_bytes(405_000_000_000) == 5.67e12
     headers = []
@@ -408,10 +402,8 @@ def test_activations_memory(s, b, h, a, device):
         assert measured == sorted(
             term.bytes(s, b, h, a) for term in activation_terms() if term.place == place
         ), place
-    assert (sum(term.sbh for term in activation_terms()), sum(term.ass for term in activation_terms())) == (
-        34,
-        5,
-    )
+    found = (sum(term.sbh for term in activation_terms()), sum(term.ass for term in activation_terms()))
+    assert found == (34, 5)
 
 
 def test_activation_table_2():
@@ -475,8 +467,7 @@ def test_no_tp_memory():
 
 
 def test_zero3_instead_of_3d():
-    """The batch at which gathered weights and reduced activations cost the same: searched for, and solved
-    for."""
+    """The batch at which gathered weights and reduced activations cost the same: searched and solved for."""
     config, devices = presets["gpt3-175b"], 1024
     P, h, L = parameters(config), config.d_model, config.num_layers
     for t in (2, 4, 8):

@@ -442,11 +442,8 @@ def test_the_words_of_megatron_for_models():
     odd = said("RMS with biases")
     assert odd["--openai-gelu"] and odd["--position-embedding-type"] == "none" and "--swiglu" not in odd
     grouped = said("GQA")
-    assert (grouped["--num-query-groups"], grouped["--kv-channels"], grouped["--ffn-hidden-size"]) == (
-        2,
-        16,
-        96,
-    )
+    got = (grouped["--num-query-groups"], grouped["--kv-channels"], grouped["--ffn-hidden-size"])
+    assert got == (2, 16, 96)
     assert (grouped["--rotary-base"], grouped["--rotary-percent"]) == (500_000, 0.5)
     latent = {
         "--kv-lora-rank": 16, "--q-lora-rank": 24, "--qk-pos-emb-head-dim": 4, "--qk-head-dim": 8,
@@ -457,10 +454,8 @@ def test_the_words_of_megatron_for_models():
     assert (mixtral["--moe-aux-loss-coeff"], mixtral["--moe-z-loss-coeff"]) == ([0.01], 1e-3)
     assert mixtral["--moe-layer-freq"] == "[1, 1, 1, 1, 1, 1, 1, 1]" and mixtral["--moe-router-topk"] == 2
     assert switch["--moe-layer-freq"] == "[0, 1, 0, 1, 0, 1, 0, 1]" and switch["--moe-router-pre-softmax"]
-    assert (switch["--moe-expert-capacity-factor"], switch["--moe-router-load-balancing-type"]) == (
-        1.5,
-        ["none"],
-    )
+    found = (switch["--moe-expert-capacity-factor"], switch["--moe-router-load-balancing-type"])
+    assert found == (1.5, ["none"])
     assert deepseek["--moe-layer-freq"] == "[0, 0, 0, 1, 1, 1, 1, 1]"
     asked = {"num-groups": 4, "group-topk": 2, "topk-scaling-factor": 2.5, "score-function": "sigmoid"}
     asked |= {"enable-expert-bias": True, "bias-update-rate": 1e-3, "topk": 4}
@@ -510,11 +505,8 @@ def test_the_words_of_deepspeed_and_what_it_means_by_itself():
     assert said("core", "ulysses", cp=2, layout="contiguous")["sequence_parallel_size"] == 2
     read = lambda text: deepspeed.read(text, SIZES_OF | {"length": 16})[0].strategy
     half = read('{"fp16": {"enabled": true}, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}')
-    assert (half.loss_scale, half.loss_scale_window, half.dp) == (
-        0.0 if FIRST_SCALE == 2**16 else 2.0**16,
-        1000,
-        2,
-    )
+    found = (half.loss_scale, half.loss_scale_window, half.dp)
+    assert found == (0.0 if FIRST_SCALE == 2**16 else 2.0**16, 1000, 2)
     assert (half.bucket_bytes, half.zero) == (500_000_000 * 2, 0)
     steps = read('{"train_batch_size": 12, "gradient_accumulation_steps": 3}')
     assert (steps.dp, steps.microbatches) == (1, 3), "a microbatch is then what is left"

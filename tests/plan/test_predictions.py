@@ -96,9 +96,8 @@ def test_memory_is_the_ledgers(case):
     for rank, memory in zip(ends(strategy), predicted):
         real = dry(strategy, batch, rank)[1].peak_by_kind
         assert memory["parameters"] == real["parameters"]
-        assert memory["optimizer state"] == pytest.approx(
-            real["optimizer state"], abs=1000
-        )  # its counters of steps
+        # its counters of steps
+        assert memory["optimizer state"] == pytest.approx(real["optimizer state"], abs=1000)
         assert sum(memory.values()) == pytest.approx(sum(real.values()), rel=0.10)
     worst = max(sum(memory.values()) for memory in predicted)
     assert sum(predict(run, work_of, PLAIN).memory.values()) == worst

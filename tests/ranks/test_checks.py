@@ -36,11 +36,8 @@ def test_checks_accept_what_they_say_and_name_what_they_refuse(check, good, bad)
 
 
 def test_the_wrong_entry_is_counted_from_0_and_60_letters_are_shown():
-    for values, said in (
-        ((1, 2, 0), "v[2]=0"),
-        ([[1], [3, -4]], "v[1][1]=-4"),
-        ("x" * 58, f"v={'x' * 58!r}"),
-    ):
+    cases = (((1, 2, 0), "v[2]=0"), ([[1], [3, -4]], "v[1][1]=-4"), ("x" * 58, f"v={'x' * 58!r}"))
+    for values, said in cases:
         with pytest.raises(ValueError) as caught:
             checks.require_positive_ints(v=values)
         assert str(caught.value).split(":")[0] == said

@@ -1,5 +1,4 @@
-"""The mesh: the same groups as torch's DeviceMesh, any of them flattened, at any size, and one-line
-errors."""
+"""The mesh: the groups of torch's DeviceMesh, any of them flattened, at any size, and one-line errors."""
 
 import pytest
 import torch

@@ -248,9 +248,8 @@ def on_one_rank():
 
     mixed = nn.ParameterList([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)])
     zero = Zero1(mixed, world, adagrad)
-    assert [flat.shard.dtype for flat in zero.shards] == [
-        param.dtype for flat in zero.shards for param in flat.params
-    ]
+    found = [flat.shard.dtype for flat in zero.shards]
+    assert found == [param.dtype for flat in zero.shards for param in flat.params]
     assert set(zero.optimizer.state) == {flat.shard for flat in zero.shards}
 
     zero, sent = Zero2(nn.ParameterList(pair), world, adagrad, bucket_bytes=1), []
@@ -283,9 +282,8 @@ def ids_outside():
 
 
 def test_an_id_on_either_side_of_the_vocabulary_is_told():
-    assert launch.run(ids_outside, ranks=1)[0] == [
-        f"token {wrong}; the vocabulary is 8 (0..7)" for wrong in (-3, 9)
-    ]
+    found = launch.run(ids_outside, ranks=1)[0]
+    assert found == [f"token {wrong}; the vocabulary is 8 (0..7)" for wrong in (-3, 9)]
 
 
 def normed():

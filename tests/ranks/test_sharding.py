@@ -39,9 +39,8 @@ def cut_and_undo():
         assert placement(parameter).shards == tuple(Shard(dim % 2, group) for dim, group in cuts)
         assert torch.equal(full_tensor(parameter), whole) and not full_tensor(parameter).requires_grad
         if cuts:
-            assert torch.equal(
-                full_tensor(parameter * 2, parameter.placement.shards), whole * 2
-            )  # a gradient, say
+            # a gradient, say
+            assert torch.equal(full_tensor(parameter * 2, parameter.placement.shards), whole * 2)
             parameter.data.zero_()
             assert whole.sum() > 0, "a shard is a copy"
     twice = shard(shard(whole, 0, tp), 0, dp)
@@ -58,8 +57,7 @@ def test_what_is_cut_can_be_put_together_again():
 
 
 def padded():
-    """Sizes that the ranks do not divide, also such that a rank has nothing but padding; cut again along
-    either dim."""
+    """Sizes the ranks do not divide, also a rank of nothing but padding; cut again along either dim."""
     world, mesh = collectives.world(), Mesh(dp=2, tp=2)
     tp, dp, rank = mesh.group("tp"), mesh.group("dp"), dist.get_rank()
     found = []
@@ -120,10 +118,8 @@ def bytes_sent():
 
 def test_undoing_gathers_the_last_cut_first():
     size = 8 * 12 * 4
-    assert (
-        launch.run(bytes_sent, ranks=4)
-        == [[("all_gather", "dp", size // 4), ("all_gather", "tp", size // 2)]] * 4
-    )
+    found = launch.run(bytes_sent, ranks=4)
+    assert found == [[("all_gather", "dp", size // 4), ("all_gather", "tp", size // 2)]] * 4
 
 
 WRONG = [

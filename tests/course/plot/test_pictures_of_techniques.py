@@ -283,9 +283,8 @@ def test_the_table_of_cuts_ends_in_the_best_one(stages):
     (ax,) = cuts.table(COSTS, stages, title="a table").axes
     written = {tuple(map(round, text.get_position())): int(text.get_text()) for text in ax.texts}
     ends = ((0, *inner, len(COSTS)) for inner in combinations(range(1, len(COSTS)), stages - 1))
-    assert written[len(COSTS) - 1, stages - 1] == min(
-        max(sum(COSTS[a:b]) for a, b in pairwise(cut)) for cut in ends
-    )
+    found = written[len(COSTS) - 1, stages - 1]
+    assert found == min(max(sum(COSTS[a:b]) for a, b in pairwise(cut)) for cut in ends)
     for end in range(1, len(COSTS) - stages + 2):
         assert written[end - 1, 0] == sum(COSTS[:end]), "one stage holds all layers so far"
     assert sum(artist.get_facecolor() == to_rgba(SKY) for artist in ax.patches + ax.artists) == stages

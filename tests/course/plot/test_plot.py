@@ -1,5 +1,4 @@
-"""The pictures: what is drawn is what was given, everything fits, files are small and equal for equal
-data."""
+"""The pictures: what is drawn is what was given, all fits, files are small and equal for equal data."""
 
 import subprocess
 import sys
@@ -278,7 +277,6 @@ def test_one_palette():
         ["parameters", "gradients", "optimizer state", "activations", "buffers", "gathered parameters"],
         ["forward", "backward", "optimizer", "compute", "communication", "exposed communication", "wait"],
     ):
-        assert len({COLOURS[kind] for kind in kinds}) == len(
-            kinds
-        )  # in one picture no colour means two things
+        # in one picture no colour means two things
+        assert len({COLOURS[kind] for kind in kinds}) == len(kinds)
     assert ink_on("#F0E442") == "#000000" and ink_on("#0072B2") == "white"

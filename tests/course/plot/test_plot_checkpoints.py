@@ -1,5 +1,4 @@
-"""Pictures of saving: what is drawn is what was given, everything fits, files are small and equal for equal
-data."""
+"""Pictures of saving: what is drawn is what was given, all fits, files are small and reproducible."""
 
 import pytest
 from matplotlib.colors import to_rgba

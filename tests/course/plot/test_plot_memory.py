@@ -1,5 +1,4 @@
-"""Pictures of memory: what is drawn is what was given, everything fits, files are small and equal for equal
-data."""
+"""Pictures of memory: what is drawn is what was given, all fits, files are small and reproducible."""
 
 from fractions import Fraction
 

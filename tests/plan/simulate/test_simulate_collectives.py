@@ -1,5 +1,4 @@
-"""Costs of collectives: closed forms, played message by message, and what must hold for every group and
-size."""
+"""Costs of collectives: closed forms, played message by message, and what holds for every group and size."""
 
 from dataclasses import replace
 from math import ceil, inf, log2, sqrt
@@ -50,9 +49,8 @@ def test_chunks_are_the_best_number_of_chunks(n, S):
     p = place(range(n), replace(FLAT, devices_per_node=128, nics_per_node=128))
     for depth, algorithm in ((ceil(log2(n)), "tree"), (n - 1, "ring")):
         brute = min((depth - 1 + k) * (ALPHA + S / k * BETA) for k in range(1, 20_000))
-        assert seconds("broadcast", S, p, algorithm) == rel(
-            brute, rel=2e-3
-        )  # k need not be whole in the formula
+        # k need not be whole in the formula
+        assert seconds("broadcast", S, p, algorithm) == rel(brute, rel=2e-3)
         assert seconds("broadcast", S, p, algorithm) <= brute * (1 + 1e-12)
     assert seconds("all_reduce", S, p, "tree") == rel(2 * seconds("broadcast", S, p, "tree"))
 
@@ -234,6 +232,5 @@ def test_uneven_nodes_and_one_rank_a_node():
     assert single.rate == 5.0  # no link inside a node is passed
     uneven = Placement(3, 2, 1, 2, 1.0, 10.0, rate_in=inf, rate_out=inf, rate_card=inf)
     assert "halving" not in by_algorithm("all_gather", 1.0, uneven)
-    assert (
-        seconds("all_to_all", 0.0, uneven, "pairwise") == 1.0 + 2 * 10.0
-    )  # the one alone in its node sends both away
+    # the one alone in its node sends both away
+    assert seconds("all_to_all", 0.0, uneven, "pairwise") == 1.0 + 2 * 10.0

@@ -26,9 +26,8 @@ def test_cut_links_of_the_export_variants():
 def test_nvlink_against_infiniband():
     nvlink, infiniband = LINKS["NVLink 4"], LINKS["InfiniBand HDR"]
     assert infiniband.bandwidth_bytes_per_s == 200e9 / 8
-    assert (
-        total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
-    )  # as printed: both ways against one way
+    # as printed: both ways against one way
+    assert total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
     assert nvlink.bandwidth_bytes_per_s / infiniband.bandwidth_bytes_per_s == 18
 
 

@@ -500,9 +500,8 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
     for rank, account in timeline.accounts.items():
         issued = [event for event in events[rank] if isinstance(event, Issue)]
         assert sorted(s.event.id for s in timeline.transfers(rank)) == [event.id for event in issued]
-        assert sum(s.event.sent_bytes for s in timeline.transfers(rank)) == sum(
-            event.sent_bytes for event in issued
-        )
+        found = sum(s.event.sent_bytes for s in timeline.transfers(rank))
+        assert found == sum(event.sent_bytes for event in issued)
         assert account.compute_s == close(sum(compute_s(e) for e in events[rank] if isinstance(e, Compute)))
         assert account.compute_s + account.exposed_communication_s + account.idle_s == close(timeline.step_s)
         assert 0 <= account.overlap_s <= account.communication_s + 1e-12

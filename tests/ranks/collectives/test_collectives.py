@@ -230,8 +230,7 @@ def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
 
 
 def cuts(dtype):
-    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten at
-    once."""
+    """The same numbers as one tensor, in pieces, and as a scattered bucket whose buffer is overwritten."""
     group = dist.group.WORLD
     n, rank = group.size(), group.rank()
     x = torch.cat([awkward(rank, dtype)] * 8 * n)[: 1000 * 8 * n]
@@ -278,8 +277,7 @@ MAX_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.b
 
 
 def ascending(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of both signs, of which every rank has some that are the largest; in a float one rank has a
-    NaN."""
+    """Numbers of both signs, each rank's the largest somewhere; in a float one rank has a NaN."""
     x = torch.randn(1001, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 100
     if dtype.is_floating_point:
         x[3], x[500 + rank], x[9] = -math.inf, math.nan, math.inf if rank == 1 else 0

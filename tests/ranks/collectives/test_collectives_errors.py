@@ -1,5 +1,4 @@
-"""Wrong calls: refused in one line before anybody waits, or, where only comparing ranks can tell, by checked
-mode."""
+"""Wrong calls: refused in one line before anybody waits, or in checked mode where ranks must compare."""
 
 import numpy
 import pytest
@@ -222,10 +221,8 @@ def legitimate_branches():
 
 
 def test_what_belongs_together_passes():
-    assert launch.run(legitimate_branches, ranks=2, checked=True, timeout_s=20) == [
-        ([7, 7, 7], [0, 0, 1, 1, 1], [0, 2]),
-        ([7, 7, 7], [0, 0, 1, 1], [0, 2]),
-    ]
+    found = launch.run(legitimate_branches, ranks=2, checked=True, timeout_s=20)
+    assert found == [([7, 7, 7], [0, 0, 1, 1, 1], [0, 2]), ([7, 7, 7], [0, 0, 1, 1], [0, 2])]
 
 
 def headers_are_free():
@@ -329,7 +326,5 @@ def one_error_in_each_lane():
 
 
 def test_every_lane_s_error_is_told():
-    assert (
-        launch.run(one_error_in_each_lane, ranks=1)[0]
-        == ["lost; nobody waited for this asynchronous call"] * 2
-    )
+    found = launch.run(one_error_in_each_lane, ranks=1)[0]
+    assert found == ["lost; nobody waited for this asynchronous call"] * 2

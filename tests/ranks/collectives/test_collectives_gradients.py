@@ -142,8 +142,7 @@ def test_a_backward_call_is_logged_at_the_line_of_its_forward():
 
 
 def frozen():
-    """Nothing to differentiate: no graph, and a blocking all_to_all on a plain tensor is the plain
-    collective."""
+    """Nothing to differentiate: no graph, and a blocking all_to_all of a plain tensor is the collective."""
     group = dist.group.WORLD
     x = torch.ones(8, 3, device=launch.device())
     with torch.no_grad():

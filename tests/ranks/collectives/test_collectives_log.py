@@ -93,9 +93,8 @@ def test_a_dry_run_makes_the_same_calls_and_allocates_the_same_buffers(ranks):
     assert min(sent) > 0
 
 
-PACKAGE = os.path.dirname(
-    os.path.dirname(collectives.__file__)
-)  # and not whatever lies below a folder of that name
+# and not whatever lies below a folder of that name
+PACKAGE = os.path.dirname(os.path.dirname(collectives.__file__))
 
 
 def python_calls(ranks):
@@ -188,8 +187,7 @@ def test_the_site_is_the_callers_line():
 
 
 def read_by_a_neighbour(folder):
-    """Rank 0 is inside a collective that rank 1 has not joined; rank 1 reads that from rank 0's file, then
-    joins."""
+    """Rank 0 is inside a collective rank 1 has not joined; rank 1 reads that from 0's file, then joins."""
     group, rank = dist.group.WORLD, dist.get_rank()
     collectives.log_to(os.path.join(folder, str(rank)))
     x = torch.ones(5, 2)
@@ -265,8 +263,7 @@ def test_nobody_observes_after_the_with_block():
 
 
 def in_flight(async_op):
-    """Elements of scratch that six all-reduces in a row allocate, and what is alive when all have been waited
-    for."""
+    """Elements of scratch of six all-reduces in a row, and what is alive when all have been waited for."""
     group, buffers = dist.group.WORLD, []
     with collectives.observe(
         lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None
@@ -283,9 +280,8 @@ def in_flight(async_op):
 
 def test_calls_in_the_background_share_their_scratch():
     for sizes, alive in launch.run(in_flight, True, ranks=4):
-        assert (
-            sizes == [300, 300, 600] and alive == [None] * 3
-        )  # two lanes; the last call needs more than there is
+        # two lanes; the last call needs more than there is
+        assert sizes == [300, 300, 600] and alive == [None] * 3
     for sizes, alive in launch.run(in_flight, False, ranks=4):
         assert sizes == alive == [None] * 6  # a blocking call gives its own back at once
 

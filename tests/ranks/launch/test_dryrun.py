@@ -1,5 +1,4 @@
-"""A dry run equals the real run to the byte, event by event, is cheap at any size, and names the line at
-fault."""
+"""A dry run equals the real run to the byte, is cheap at any size, and names the line at fault."""
 
 import functools
 import gc

@@ -74,9 +74,8 @@ def test_a_rank_finds_what_torchrun_would_give_it(ranks, monkeypatch):
     assert [(f["rank"], f["size"]) for f in found] == [(rank, ranks) for rank in range(ranks)]
     assert {f["threads"] for f in found} == {1}
     seeded = torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
-    assert {f["seeds"] for f in found} == {
-        (seeded, random.Random(0).random(), numpy.random.RandomState(0).rand())
-    }
+    got = {f["seeds"] for f in found}
+    assert got == {(seeded, random.Random(0).random(), numpy.random.RandomState(0).rand())}
     assert all(f["folder"] == os.getcwd() and f["path"] == sys.path for f in found)
     assert all(f["pid"] == f["pgid"] != os.getpgrp() for f in found), "a rank has its own process group"
     if not torch.cuda.is_available():
@@ -341,8 +340,7 @@ def test_a_rank_cannot_launch():
 
 
 def open_things() -> dict:
-    """Once it no longer changes: the helper closes its ends of a launch just after it has said that all is
-    over."""
+    """Once it no longer changes: the helper closes its ends just after it has said that all is over."""
     last, now = None, look_around()
     while last != now:
         time.sleep(0.2)
@@ -458,8 +456,7 @@ def test_failures_leave_nothing_open():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpus():
-    """A GPU per rank: NCCL; more ranks than GPUs: gloo, GPUs shared. Had the helper touched CUDA, ranks could
-    not."""
+    """A GPU per rank: NCCL; more ranks: gloo, GPUs shared. Had the helper touched CUDA, ranks could not."""
 
     def look():
         x = torch.full((2,), float(dist.get_rank()), device=launch.device())
@@ -470,9 +467,8 @@ def test_gpus():
     total = [gpus * (gpus - 1) / 2] * 2
     assert launch.run(look, ranks=gpus) == [("nccl", f"cuda:{rank}", total) for rank in range(gpus)]
     total = [gpus * (gpus + 1) / 2] * 2
-    assert launch.run(look, ranks=gpus + 1) == [
-        ("gloo", f"cuda:{rank % gpus}", total) for rank in range(gpus + 1)
-    ]
+    found = launch.run(look, ranks=gpus + 1)
+    assert found == [("gloo", f"cuda:{rank % gpus}", total) for rank in range(gpus + 1)]
 
 
 def test_fifty_launches():

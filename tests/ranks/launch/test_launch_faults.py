@@ -115,8 +115,7 @@ def test_different_errors_are_all_named():
 
 
 def test_the_neighbours_of_a_rank_that_raises_hear_nothing(tmp_path):
-    """Its sockets stay open until the caller has decided; a lost connection would be an error of the wrong
-    rank."""
+    """Its sockets stay open until the caller decides; a lost connection would be blamed on the wrong rank."""
 
     def fail():
         dist.barrier()

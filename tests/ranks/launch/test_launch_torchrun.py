@@ -1,5 +1,4 @@
-"""The same program under torchrun: `run` starts nothing and uses the ranks that exist; here two nodes of two
-ranks."""
+"""The same program under torchrun: `run` uses the ranks that exist; here two nodes of two ranks."""
 
 import os
 import subprocess

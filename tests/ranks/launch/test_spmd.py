@@ -23,8 +23,7 @@ def loss_of_the_batch(seed_by_rank=False):
 
 
 def test_spmd():
-    """One function on 1, 2, 4 and 8 ranks: the same loss everywhere, and the rows of the batch dealt out
-    once, unevenly."""
+    """One function on 1, 2, 4 and 8 ranks: the same loss, and the batch's rows dealt out once, unevenly."""
     ((loss, batch),) = launch.run(loss_of_the_batch, ranks=1)
     for ranks in (2, 4, 8):
         results = launch.run(loss_of_the_batch, ranks=ranks)

@@ -1,5 +1,4 @@
-"""The kernel's count of bytes beside the ledger's, and the finding that made minitrain write its own
-collectives."""
+"""The kernel's count of bytes beside the ledger's: why minitrain writes its own collectives."""
 
 import pytest
 import torch

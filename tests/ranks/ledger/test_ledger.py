@@ -304,8 +304,7 @@ def test_what_overwrites_reads_nothing_and_rows_are_what_is_touched_of_a_table()
 
 
 def allocators_peak(function) -> int:
-    """The most that torch's CPU allocator had given out at once beyond what it had at the start, by its own
-    events."""
+    """The most that torch's CPU allocator had given out at once beyond its start, by its own events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     live = most = 0
@@ -387,8 +386,7 @@ def test_a_dry_run_knows_parameters_and_their_gradients():
 
 
 def test_kinds_of_what_was_there_before():
-    """A ledger opened in the middle of training knows weights, gradients, state and master copies by their
-    owners."""
+    """A ledger opened in mid-training knows weights, gradients, state and master copies by their owners."""
     model = nn.Linear(10, 10, bias=False).bfloat16()
     optimizer = AdamW(model.parameters(), master_dtype=torch.float32)
     model(torch.ones(1, 10, dtype=torch.bfloat16)).sum().backward()
@@ -574,9 +572,8 @@ def test_order_of_events():
     ]  # fmt: skip
     assert [issue.phase for issue in issues.values()] == ["", "", "", "gather", "", ""]
     line = one_of_each.__code__.co_firstlineno
-    assert [issue.site for issue in issues.values()] == [
-        f"test_ledger.py:{line + n}" for n in (5, 6, 7, 9, 13, 13)
-    ]
+    found = [issue.site for issue in issues.values()]
+    assert found == [f"test_ledger.py:{line + n}" for n in (5, 6, 7, 9, 13, 13)]
 
 
 def from_another_thread():
@@ -611,10 +608,8 @@ def inside_and_outside():
 
 
 def test_a_collective_adds_up_in_buffers_and_its_additions_are_its_own():
-    for kinds, computes in [
-        *launch.run(inside_and_outside, ranks=4),
-        dryrun.run(inside_and_outside, ranks=4),
-    ]:
+    cases = [*launch.run(inside_and_outside, ranks=4), dryrun.run(inside_and_outside, ranks=4)]
+    for kinds, computes in cases:
         assert kinds["buffers"] == 3 * 1000 and kinds["activations"] == 8000 and computes == []
 
 
