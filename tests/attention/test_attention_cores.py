@@ -1,5 +1,4 @@
-"""Attention cores of one process: each equals naive attention, forward and every gradient, and remembers no
-scores."""
+"""Attention cores of one process: equal to naive attention, forward and gradients, with no scores kept."""
 
 import math
 from functools import partial
@@ -149,8 +148,7 @@ def test_rabe_memeff():
 
 
 def test_lazy_backward_holds_the_summaries_of_one_chunk_of_queries():
-    """Four times the tokens: dk, dv and chunks of dq grow four times, summaries twice; naive holds 16 times
-    as much."""
+    """Four times the tokens: dk, dv and chunks of dq grow 4 times, summaries twice, naive's scores 16."""
     chunked = partial(lazy_attention, query_chunk=8)
     assert extra_bytes(chunked, 144, True) < 4 * extra_bytes(chunked, 36, True)
     assert extra_bytes(naive_attention, 144, True) > 16 * extra_bytes(naive_attention, 36, True)
@@ -317,8 +315,7 @@ def test_blockwise_equals_the_block(settings):
 
 
 def test_bpt():
-    """The widest kept tensor in bytes of 2: 8bsh with attention by tiles alone, 2bsh blockwise; and what the
-    peak makes of it."""
+    """The widest kept tensor in bytes of 2: 8bsh by tiles alone, 2bsh blockwise; and the peak of each."""
     batch, tokens, width = 1, 256, 32
     bsh = batch * tokens * width
     tiled = partial(flash_attention, kernel=flash_2(1024))

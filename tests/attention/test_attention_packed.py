@@ -56,8 +56,7 @@ def test_varlen_attention(core):
 
 @pytest.mark.parametrize("lengths", [[5, 2, 7], [4, 4], [1, 9, 3, 3]])
 def test_bytetransformer(lengths):
-    """A block on the packed row equals the padded batch at valid tokens; FLOPs are Σl / (B·l_max) and Σl² /
-    (B·l_max²) exactly."""
+    """Equal to the padded batch at valid tokens; FLOPs Σl / (B·l_max) and Σl² / (B·l_max²) of it, exactly."""
     longest, config = max(lengths), GPTConfig(num_layers=1, d_model=16, num_heads=2, activation="gelu")
     padding = Padding(torch.arange(longest) < torch.tensor(lengths)[:, None])
 

@@ -108,8 +108,7 @@ def test_any_size_can_be_counted_without_its_arithmetic():
 
 
 def test_what_is_held_should_be_large():
-    """Version 2 with version 1's tiles (large ones of keys) would read K and V once for every d rows, however
-    large M."""
+    """Version 2 with version 1's large tiles of keys would read K and V once for every d rows, for any M."""
     tokens, width = 1024, 16
     for fast_elements in (4096, 16384):
         outer, inner = flash.tile_sizes(fast_elements, width)

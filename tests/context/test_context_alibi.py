@@ -46,8 +46,7 @@ def test_every_core_biases_as_one_process_does(ranks):
 
 
 def test_one_device():
-    """Cores of one device take the positions that came with the tokens: also later ones, and others in each
-    row."""
+    """Cores of one device take the positions that came with the tokens: later ones, others in each row."""
     *qkv, _ = inputs(HEADS)
     expected = in_one_process(bias=BY_HAND)[0]
     for core in (causal_attention, naive_attention, flash_attention, partial(flash_attention, kernel=PLAIN)):

@@ -129,8 +129,7 @@ def test_one_device_and_without_a_causal_mask():
 
 
 def test_without_it_it_does_not():
-    """Controls: a seed for each rank, positions on the rank in the place of those in the sequence, a backward
-    that forgets the mask."""
+    """Controls: a seed for each rank, positions on the rank, not in the sequence, a backward that forgets."""
 
     def rank():
         group, expected, found = collectives.world(), in_one_process(mask=MASK), {}
@@ -156,8 +155,7 @@ def test_without_it_it_does_not():
 
 
 def test_sends_what_it_sent_and_keeps_no_mask():
-    """The same bytes, forward and backward; q, k, v, out and lse are kept, as without dropout, and p = 0
-    takes the old way to the bit."""
+    """The same bytes; q, k, v, out and lse are kept as without dropout; p = 0 is the old way to the bit."""
 
     def rank():
         group, core = collectives.world(), partial(ring_attention, group=collectives.world(), layout=zigzag)

@@ -111,16 +111,14 @@ def test_usp_on_fewer_ranks(sizes):
 
 
 def test_three_heads_on_six_ranks():
-    """The ring is free: ranks need not be a power of two, and a piece of a rank's tokens may come from both
-    of its halves."""
+    """The ring is free: any number of ranks, and a piece of a rank's tokens may be of both its halves."""
     cases = [(3, 3, zigzag, True), (6, 2, zigzag, True)]
     for found in launch.run(usp, dict(ring=2, ulysses=3), cases, 12, ranks=6):
         assert max(error for error, _ in found) < TOLERANCE
 
 
 def test_placement_decides_what_leaves_the_node():
-    """2 nodes of 2: the bytes of each axis are the same in both orders, but either the ring's or the
-    all-to-alls' cross the border."""
+    """2 nodes of 2: each axis sends the same in both orders, but the ring or the all-to-alls cross nodes."""
     case = [(8, 2, zigzag, True)]
     placements = dict(ring=2, ulysses=2), dict(ulysses=2, ring=2)
     for rank, found in enumerate(launch.run(lambda: [usp(sizes, case)[0] for sizes in placements], ranks=4)):
@@ -132,8 +130,7 @@ def test_placement_decides_what_leaves_the_node():
 
 
 def test_tokens_must_be_dealt():
-    """Zig-zag over all ranks is not what the ring gets after the all-to-all: the mask is wrong, and the
-    result."""
+    """Zig-zag over all ranks is not what the ring gets after the all-to-all: mask and result are wrong."""
 
     def rank():
         mesh = Mesh(ring=2, ulysses=2)
@@ -264,8 +261,7 @@ def teams(count, cases):
 
 
 def wallfacer_bytes(ranks, count, member, heads, kv_heads, length=T):
-    """(forward, with backward) by axis, and messages in forward, of member c of a team: what wallfacer.py
-    says."""
+    """(forward, with backward) by axis, messages in forward, of member c of a team, as wallfacer.py says."""
     u, v, per_key = (B * h * length // ranks * K for h in (heads, kv_heads, heads))
     steps, row = ranks // count**2, per_key // K
     messages = steps - 1 + (member > 0)

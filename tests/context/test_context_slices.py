@@ -90,8 +90,7 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core_that_takes_slices(ranks):
-    """Every layout, even slices, uneven ones with ALiBi and dropout, values of another width: out and all
-    gradients."""
+    """Every layout, even slices, uneven with ALiBi and dropout, values of another width; all gradients."""
     plain = in_one_process(width=3)
     biased = in_one_process(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK, width=3)
     ways = [

@@ -20,8 +20,7 @@ SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_core(ranks):
-    """Narrower values go through the kernels with zeros behind them, wider ones past them; with ALiBi and
-    dropout too."""
+    """Narrower values go through the kernels with zeros behind them, wider ones past; ALiBi, dropout too."""
     biased, expected = dict(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK), {}
     for width in (2, 7):
         expected[width, False] = in_one_process(width=width)

@@ -17,8 +17,7 @@ from tests.parallel import TOLERANCE
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_llama_3_gathers_keys(ranks):
-    """Any layout and number of heads, kept or gathered again, causal or not; (n-1) shares of K and V forward,
-    as many backward."""
+    """Any layout and heads, kept or gathered again, causal or not; (n-1) shares of K and V each way."""
 
     def rank():
         group, found = collectives.world(), []

@@ -78,8 +78,7 @@ def test_the_flat_ring_is_the_ring(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_equals_full_attention_and_sends_what_it_says(ranks):
-    """Output and all gradients; forward (n-1) · 2·B·H_kv·T/n·K elements, backward twice: fewer K/V heads,
-    fewer bytes."""
+    """Output and all gradients; forward (n-1)·2·B·H_kv·T/n·K elements, backward twice that."""
     settings = {1: ([GQA],), 8: ([GQA],), 2: ([MHA, GQA, MQA], (FUSED, PLAIN)), 4: ([MHA, GQA, MQA],)}[ranks]
     for apart, sent in launch.run(everywhere, LAYOUTS, *settings, ranks=ranks):
         assert max(apart.values()) < TOLERANCE, apart
@@ -277,8 +276,7 @@ def moving(heads, length):
 
 
 def test_blockwise_ring():
-    """Memory 6bch for blocks of c whatever T is; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements
-    forward."""
+    """Memory 6bch for blocks of c for any T; overlap from c = FLOPs/bandwidth; 2(n-1)/n·b·s·h elements."""
     for ranks in (4, 16):
         travelling = dryrun.run(moving, 8, 1024, ranks=ranks)
         if ranks == 4:

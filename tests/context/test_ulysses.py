@@ -77,8 +77,7 @@ def block(core=naive_attention, config=CONFIG):
 
 
 def one_layer(way):
-    """A layer in forward and backward: bytes sent in forward, in both, the number of calls; output, gradients
-    of x and weights."""
+    """A layer both ways: bytes sent in forward, in both, number of calls; output, gradients of x, weights."""
     group = world()
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
     positions = split(torch.arange(T), contiguous, group, 0)

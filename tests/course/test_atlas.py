@@ -1,5 +1,4 @@
-"""A row enters the atlas only with a test that exists; with --atlas the run fails unless it also ran, on what the
-row says."""
+"""A row enters the atlas only with a test that exists; with --atlas one that ran, on what the row says."""
 
 import ast
 import re

@@ -1,5 +1,4 @@
-"""Pipelines in both directions, Chimera, Hanayo, DualPipe: the published formulas exactly, from the lists;
-real ranks equal one process."""
+"""Pipelines in both directions: the published formulas from the lists; real ranks equal one process."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -179,8 +178,7 @@ def exchanged(entry):
 
 @pytest.mark.parametrize("p", [4, 8, 12])
 def test_which_part_of_the_bubble_is_what(p):
-    """Of the middle ranks each rank outside costs F + (F&B - B) + (I - W): the published term where F = I.
-    Outer ranks lack pairs."""
+    """From the middle outwards a rank costs F + (F&B - B) + (I - W), as published where F = I."""
     schedule, costs = dualpipe(p, 3 * p), Costs(F=10, I=10, W=3, FB=19)
     run = simulate(schedule, costs)
     pairs = [sum(isinstance(entry, Pair) for entry in entries) for entries in schedule.ranks]

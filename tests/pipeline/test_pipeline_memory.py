@@ -1,5 +1,4 @@
-"""Pipelines that save memory: recomputation just in time, activations kept by a partner, a loss over all
-microbatches at once."""
+"""Pipelines that save memory: recomputation in time, a partner's memory, a loss over all microbatches."""
 
 import random
 from collections import Counter
@@ -219,8 +218,7 @@ def test_a_dry_run_of_recomputation_equals_the_real_one():
 
 
 def test_bpipe():
-    """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, and the same training with
-    activations that really move."""
+    """The atlas's row: at most ceil((p+2)/2) on every rank, no slow-down, the same training as they move."""
     assert peaks(bpipe(8, 16)) == [5, 5, 5, 5, 4, 5, 5, 5]
     for p in (*range(1, 10), 16):
         for m in (1, p // 2 + 1, p, p + 1, 2 * p + 3, 32):

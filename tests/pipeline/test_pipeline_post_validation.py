@@ -1,5 +1,4 @@
-"""The step that is checked afterwards, inside the pipeline: losses, parameters and norms of clipping with a
-stop, to 1e-12, on real ranks."""
+"""The step checked afterwards: losses, parameters, norms of clipping with a stop, on real ranks."""
 
 from dataclasses import replace
 from functools import cache
@@ -60,8 +59,7 @@ CLIP = sorted(reference(1.0)[1])[STEPS // 2]  # about half of the steps are clip
 
 
 class Poisoned:
-    """The sync of a run; it leaves something that is no number in the gradient of one parameter, wherever
-    that stands."""
+    """The sync of a run; it leaves what is no number in one parameter's gradient, wherever that stands."""
 
     def __init__(self, sync):
         self.sync, self.step = sync, 0

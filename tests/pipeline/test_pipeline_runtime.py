@@ -1,5 +1,4 @@
-"""Pipelines on real ranks: loss, every gradient and the trained parameters equal one process to 1e-12,
-whatever the schedule."""
+"""Pipelines on real ranks: loss, gradients, trained parameters equal one process to 1e-12, any schedule."""
 
 from collections import defaultdict
 from functools import cache
@@ -126,8 +125,7 @@ def test_both_halves_of_a_backward_cost_what_the_whole_costs():
 
 
 def test_a_replayed_run_has_the_bubble_that_the_simulator_says():
-    """The events of four real ranks, on a machine whose links take no time, against the simulator with each
-    action's replayed time."""
+    """Events of four real ranks, replayed on links without time, against the simulator with those times."""
     schedule = one_f_one_b(4, 8)
     events = {rank: found for rank, (_, _, found) in enumerate(launch.run(account, schedule, ranks=4))}
     free = Link("free", 0.0, 1e30, "none")

@@ -121,8 +121,7 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
 
 
 def waits(schedule: Schedule) -> list:
-    """Runs the programs with no data: a send is over when its receive is posted, and `Sent` waits for that.
-    Who is left waiting."""
+    """Who is left waiting: programs without data; a send, and `Sent`, is over when its receive is posted."""
     programs = lower(schedule)
     position, sent, posted, done = [0] * len(programs), set(), set(), set()
     moved = True
@@ -413,8 +412,7 @@ SHARDED = parallel.Problem(config=parallel.small(num_layers=10), batch_sizes=(11
 
 
 def runs(schedule: Schedule, rank: int) -> Counter:
-    """How often the weights of each stage are gathered for a forward or a backward run, if only one stage's
-    are held at a time."""
+    """How often each stage's weights are gathered for a pass, if only one stage's are held at a time."""
     return Counter(stage for (_, stage), _ in groupby(schedule.ranks[rank], key=lambda action: action[:2]))
 
 

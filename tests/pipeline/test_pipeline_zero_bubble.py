@@ -124,8 +124,7 @@ def test_interleaved_zero_bubble():
 
 
 def test_v_shape():
-    """Memory of 1F1B's p microbatches: a third, a half, all; bubbles 2/3, 1/2 and 0 of 1F1B's; twice the
-    messages."""
+    """Memory of 1F1B's p microbatches: 1/3, 1/2, all; bubbles 2/3, 1/2, 0 of 1F1B's; twice the messages."""
     for p in (2, 3, 4, 5, 6, 8, 13):
         # a rank's stage takes as long as its two in a V
         whole = waiting(one_f_one_b(p, 2 * p), Costs(F=2, I=2, W=2))
@@ -335,8 +334,7 @@ def test_between_i_and_w_a_stage_without_products_keeps_nothing():
 
 
 def test_post_validation():
-    """Equal to clipping by an all-reduced norm, wherever along the ranks the limit is passed; also when the
-    norm is no number."""
+    """Equal to clipping by an all-reduced norm, wherever the limit is passed; also when it is no number."""
 
     def rank():
         group, results = collectives.world(), []

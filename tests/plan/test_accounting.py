@@ -98,8 +98,7 @@ def test_flops_are_counted_exactly(config):
     "config", [presets["tiny"], replace(presets["tiny"], num_kv_heads=1)], ids=["mha", "mqa"]
 )
 def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, scores):
-    """Forward is the formula's integer; backward has 5 products where the formula has 4: a fused kernel keeps
-    no scores."""
+    """Forward is the formula's integer; backward has 5 products for its 4: a fused kernel keeps no scores."""
     tokens = torch.zeros(2, 64, dtype=torch.long)
     with Ledger(causal=causal) as ledger:
         with ledger.phase("forward"):
@@ -357,8 +356,7 @@ def test_ckpt_size_980gb():
 
 
 def test_training_data_volume():
-    """15T tokens in 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary does not fit 2
-    bytes."""
+    """15T tokens of 2 bytes are 30 TB, not the 300 sometimes quoted; Llama 3's vocabulary needs 3 bytes."""
     for vocab, size in ((256, 1), (257, 2), (32_000, 2), (65_536, 2), (65_537, 3), (128_256, 3)):
         words = [0, 1, vocab // 2, vocab - 1]
         text = b"".join(word.to_bytes(size, "little") for word in words)  # fits, and not into a byte less

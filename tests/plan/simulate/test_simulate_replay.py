@@ -72,8 +72,7 @@ def test_overlap_by_hand():
 
 @pytest.mark.parametrize("wait_between, seconds", [(False, 1 + 2 + 2), (True, 1 + 2 + 1 + 2)])
 def test_messages_follow_each_other_on_the_wire(wait_between, seconds):
-    """A latency of 1 s and 2 s of bytes, twice: the second message's latency passes while the first is on the
-    wire."""
+    """A latency of 1 s and 2 s of bytes, twice: the second's latency passes while the first is sent."""
     ranks = {rank: Program() for rank in PAIR}
     for program, op in zip(ranks.values(), ("send", "receive")):
         first = program.issue(op, "pp", PAIR, 2 * 10**9, seq=0)

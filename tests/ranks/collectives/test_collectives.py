@@ -254,8 +254,7 @@ def cuts(dtype):
 @pytest.mark.parametrize("ranks, dtype", [(3, torch.float32), (4, torch.bfloat16)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_the_bits_of_a_sum_do_not_depend_on_how_a_tensor_is_cut(ranks, dtype):
-    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring would give them other
-    bits."""
+    """Plain, bucketed and sharded gradients are the same numbers in other cuts; a ring has other bits."""
     first, *others = launch.run(cuts, dtype, ranks=ranks)
     assert all(torch.equal(other, first) for other in others)
 
@@ -368,8 +367,7 @@ def test_nothing_is_lost_when_the_size_does_not_divide(ranks):
 
 
 def random_calls(seed, steps):
-    """Random collectives on four groups, blocking and not, waited for in random order, each against its
-    definition."""
+    """Random collectives on four groups, blocking or not, waited for in any order, each by its definition."""
     mesh = Mesh(dp=2, tp=2)
     groups = [mesh.group("tp"), mesh.group("dp"), mesh.group("dp", "tp"), dist.group.WORLD]
     plan, pending, me = random.Random(seed), [], dist.get_rank()  # the plan is the same on every rank

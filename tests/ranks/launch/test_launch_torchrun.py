@@ -50,8 +50,7 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[
 
 
 def test_two_nodes(tmp_path):
-    """Results reach all ranks in rank order; an error that all ranks come to is raised on all, and the job
-    goes on."""
+    """Results reach all ranks in rank order; an error of all is raised on all, and the job goes on."""
     done = torchrun(
         """
         import os

@@ -11,8 +11,7 @@ CONFIG = GPTConfig(vocab_size=29, d_model=16, num_layers=2, num_heads=2, max_pos
 
 
 def loss_of_the_batch(seed_by_rank=False):
-    """The whole program: this rank's rows, its share of the loss, one sum. Returns (loss, tokens this rank
-    worked on)."""
+    """The whole program: this rank's rows, its share of the loss, one sum. Returns (loss, its tokens)."""
     group = collectives.world()
     model = GPT(CONFIG, seed=group.rank() if seed_by_rank else 0, dtype=torch.float64)
     tokens, targets = random_tokens(

@@ -237,8 +237,7 @@ def test_the_mask_that_is_counted_is_the_one_that_is_applied(queries, keys):
 
 
 def test_a_mask_of_numbers_spares_nothing():
-    """A bias makes the model hand over a mask as a tensor: the kernel computes all scores, and so says the
-    ledger."""
+    """A bias makes the model give a mask as a tensor: the kernel computes all scores, says the ledger."""
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     biased = account(lambda: causal_attention(q, k, v, bias=torch.zeros(2, 16, 16)))
     assert biased.flops == 4 * 2 * 16 * 16 * 4

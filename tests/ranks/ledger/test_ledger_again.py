@@ -76,8 +76,7 @@ def test_a_remembered_operator_is_accounted_for_like_the_first(name, monkeypatch
 
 
 def many_kinds(times=3):
-    """Views, writes in place, lists, several results, rows read and added to, memory only allocated, again
-    and again."""
+    """Views, writes in place, lists, several results, rows read and added to, allocations, repeated."""
     table, older = torch.ones(6, 4, requires_grad=True), torch.ones(6, 4)
     kept = []
     for _ in range(times):
