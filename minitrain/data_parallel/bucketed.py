@@ -60,12 +60,11 @@ class GradReducer:
         return ()
 
     def finish(self) -> None:
-        """Wait until every bucket holds the sum over the group."""
-        if self._in_order.waiting:
-            places = [pair for bucket in self._in_order.waiting for pair in bucket.place.items()]
-            empty = [tuple(param.shape) for param, place in places if param.grad is not place]
-            cure = "use all on every rank, freeze them, or set enabled=True before the last backward"
-            raise ValueError(f"{len(empty)} parameters got no gradient (shapes {empty[:3]}); {cure}")
+        """Wait until every bucket holds the sum, also where only an earlier microbatch has used all of it."""
+        self.on_step_grads(self._in_order.incomplete())
+        if left := self._in_order.incomplete():
+            empty = [getattr(param, "global_name", tuple(param.shape)) for param in left]
+            raise ValueError(f"no gradient for {empty[:3]}; use all on every rank, or freeze them")
         while self._in_order.under_way:
             self._in_order.settle()
         self._in_order.reset()

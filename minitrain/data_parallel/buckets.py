@@ -131,6 +131,10 @@ class InOrder:
         while self.waiting and self.is_full(self.waiting[0]):
             self.send(self.waiting.popleft())
 
+    def incomplete(self) -> list[nn.Parameter]:
+        """What no backward has told of: with a gradient of microbatches before, or with none."""
+        return [p for bucket in self.waiting for p in bucket.params if p not in self.completed[bucket]]
+
     def is_full(self, bucket) -> bool:
         return len(self.completed[bucket]) == len(bucket.params)
 

@@ -10,16 +10,14 @@ gradient is complete when autograd's hook says so while `enabled`; a pipeline, w
 groups by name or shape mean the same whatever is cut. Checkpoints are functions of a Sync: states.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitrain.ranks import collectives
-from minitrain.ranks.sharding import local_shard, placement, whole_shape
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from minitrain.ranks.sharding import MakeOptimizer, build_optimizer, check_parts, local_shard, placement
 
 
 class BufferKey(NamedTuple):
@@ -38,6 +36,7 @@ class Sync:
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `on_microbatch_grads` and `on_step_grads` are called
+    finished = False  # gradients are sums, since the last step
     listener = None  # an optimizer of the host: on_grad_final(shard, grad) has the gradient from then on
 
     def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer | None):
@@ -46,6 +45,8 @@ class Sync:
         self.parts = parts()  # of a pipeline: stages
         self.names = {param: name for part in self.parts for param, name in part.items()}
         self.trainable = [param for param in self.names if param.requires_grad]
+        for param, name in self.names.items():
+            param.global_name = name
         self.optimizer, self._first_states, group_of = build_optimizer(make_optimizer, self.names)
         self.key_of: dict[nn.Parameter, BufferKey] = {}
         for number, part in enumerate(self.parts):
@@ -57,10 +58,14 @@ class Sync:
     def set_shards(self, shards: Iterable) -> None:
         """From now on these are updated."""
         self.shards, self.finalized = list(shards), set()
-        for one in self.shards:
-            if self.optimizer and one.shard.requires_grad:
-                group = self.optimizer.param_groups[self.key_of[one.params[0]].settings]
-                group["params"].append(one.shard)
+        updated = {one: self.key_of[one.params[0]].settings for one in self.shards if one.shard.requires_grad}
+        in_parts = [one for one in updated if one.cuts or one.params[1:] or placement(one.params[0]).cut_over]
+        for number, one in {updated[one]: one for one in in_parts if self.optimizer}.items():
+            group = self.optimizer.param_groups[number]
+            check_parts(self.optimizer, group, one.params[0], self._first_states)
+        for one, number in updated.items():
+            if self.optimizer:
+                self.optimizer.param_groups[number]["params"].append(one.shard)
                 states = [self._first_states.pop(param, {}) for param in one.params]
                 for key, value in states[0].items():
                     if key != "step" and isinstance(value, Tensor):
@@ -73,6 +78,11 @@ class Sync:
         return self.optimizer.param_groups if self.optimizer else []
 
     def zero_grad(self) -> None:
+        trained = set(self.trainable)
+        if other := [name for x, name in self.names.items() if x.requires_grad != (x in trained)]:
+            raise ValueError(
+                f"{other[0]}.requires_grad has changed since this Sync was made: build a new one"
+            )
         for one in self.shards:
             for param in (one.shard, *one.params):
                 param.grad = None
@@ -112,10 +122,14 @@ class Sync:
 
     def on_finish(self) -> None:
         self.finalized.clear()
+        self.finished = True
         if self.listener:
             self.listener.on_finish()
 
     def step(self) -> None:
+        if not self.finished:
+            raise ValueError("step() before finish(): gradients are not sums over ranks; call finish()")
+        self.finished = False
         if self.optimizer:
             if not hasattr(self.optimizer, "before_update"):  # else it says which parameter is next
                 self.before_update()
@@ -129,30 +143,6 @@ class Sync:
         """Bring the model up to date with its shards; with `frozen` those too that are not updated."""
 
     def missing_gradients(self, params: Iterable[nn.Parameter]) -> ValueError:
-        names = ", ".join([self.names[param] for param in params if param.grad is None][:3])
-        return ValueError(f"no gradient for {names}; use it on every rank, freeze it, or set enabled=True")
-
-
-def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
-    """(the optimizer, its groups emptied; states it made already; the group of each trainable parameter)."""
-    if isinstance(make_optimizer, torch.optim.Optimizer):
-        built = f"{type(make_optimizer).__name__} was built before sharding, over whole parameters"
-        raise ValueError(f"{built}; give a function that builds it: lambda params: AdamW(params, lr=...)")
-    stand_ins = {}
-    for param, name in names.items():
-        if param.requires_grad:
-            stand_in = nn.Parameter(param.new_empty(()).expand(whole_shape(param)))
-            stand_in.global_name = name
-            stand_ins[stand_in] = param
-    if make_optimizer is None or not stand_ins:
-        return None, {}, {}
-    optimizer = make_optimizer(list(stand_ins))
-    group_of = {x: number for number, group in enumerate(optimizer.param_groups) for x in group["params"]}
-    if group_of.keys() != stand_ins.keys():
-        left = ", ".join([x.global_name for x in stand_ins if x not in group_of][:3]) or "none"
-        raise ValueError(f"make_optimizer left out {left} of the tensors it was given; use just these")
-    first_states = {stand_ins[x]: state for x, state in optimizer.state.items()}
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["params"] = []
-    return optimizer, first_states, {stand_ins[x]: number for x, number in group_of.items()}
+        names = [self.names[param] for param in params if param.grad is None]
+        cure = "use all on every rank (in ZeRO-2 and 3 in each microbatch), or freeze them"
+        return ValueError(f"no gradient for {', '.join(names[:3])}; {cure}")

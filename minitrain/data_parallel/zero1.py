@@ -82,8 +82,9 @@ class Zero1(WholeParameters):
     _on_sum = Sync.finalize
 
     def finish(self) -> None:
-        if self.in_order.waiting:
-            raise self.missing_gradients(param for flat in self.in_order.waiting for param in flat.params)
+        self.on_step_grads(self.in_order.incomplete())
+        if left := self.in_order.incomplete():
+            raise self.missing_gradients(left)
         while self.in_order.under_way:
             self.in_order.settle()
         self.in_order.reset()

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.buckets import Flat, views
@@ -32,11 +33,32 @@ from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
-from minitrain.ranks.torch_private import in_backward, tree_leaves
+from minitrain.ranks.torch_private import in_backward, saved_hooks, storage_id, tree_leaves, version_of
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that is not gathered: it has a shape and a gradient, and no numbers to compute with."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        field = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property
+        reads = func.__name__ == "__get__" and field in ("data", "T", "mT")
+        if func.__name__ in ASKS_NO_NUMBERS and not reads:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        name = next(x.global_name for x in tree_leaves((args, kwargs)) if type(x) is cls)
+        cure = "call the module that owns it, name one around all uses in units=, or read it in whole()"
+        raise ValueError(f"{name} is sharded, and read outside its unit: {cure}")
+
+
+ASKS_NO_NUMBERS = (
+    *("__get__", "__set__", "__delete__", "__hash__", "size", "dim", "numel", "element_size", "nelement"),
+    *("new_empty", "new_zeros", "new_full", "is_floating_point", "is_complex", "stride", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "empty_like", "zeros_like", "untyped_storage"),
+)
 
 
 class UnitBuffer(Flat):
-    """A flat buffer that is whole between `start` and `free` only; otherwise its parameters read as NaN."""
+    """A flat buffer that is whole between `start` and `free` only; else nothing reads its parameters."""
 
     def __init__(self, params: list[nn.Parameter], *groups: ProcessGroup):
         super().__init__(params, *groups)
@@ -48,6 +70,7 @@ class UnitBuffer(Flat):
         self.sum: Tensor | None = None  # of what came back, over the microbatches
         self.num_grads = 0  # parameters whose gradient is complete in this backward
         self.keep_gathered = False  # whoever frees it (Zero3.keep_gathered)
+        self.gathered, self.kinds = False, [type(param) for param in params]
         self.free()
 
     def divide(self) -> None:
@@ -67,15 +90,20 @@ class UnitBuffer(Flat):
     def wait(self) -> None:
         """The parameters are whole."""
         self._settle()
-        for param, place in zip(self.params, self.places):
-            param.data = place
+        if not self.gathered:
+            for param, place, kind in zip(self.params, self.places, self.kinds):
+                param.data, param.__class__ = place, kind
+            self.gathered = True
 
     def free(self) -> None:
         if self.keep_gathered:
             return
         self._settle()  # gathered for nothing
-        for param in self.params:
-            param.data = param.new_full((), float("nan")).expand(param.shape)
+        for param, kind in zip(self.params, self.kinds):
+            nothing = float("nan") if param.is_floating_point() else 0
+            param.data = param.new_full((), nothing).expand(param.shape)
+            param.__class__ = ShardedParameter if kind is nn.Parameter else kind
+        self.gathered = False
         self._resize(0)
 
     def _settle(self) -> None:
@@ -93,6 +121,7 @@ class Unit:
 
     def __init__(self, module: nn.Module):
         self.module, self.flats, self.turns = module, [], None
+        self.saving: list = []  # hooks of the forwards that run
 
 
 class Turns:
@@ -155,7 +184,7 @@ def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_
 
 
 # The states of a buffer's parameters, and what moves it from one to the next:
-#   sharded      a slice on each rank; parameters read as NaN
+#   sharded      a slice on each rank; whoever reads a parameter gets an error (ShardedParameter)
 #      _before_forward, _before_backward of its unit, or of the unit before it in this pass (prefetch)
 #   gathering    all_gather under way
 #      _before_forward, _before_backward of its unit wait
@@ -184,6 +213,10 @@ class Zero3(Sync):
         self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
     ):
         require_one_of(("scatter", "keep"), accumulate=accumulate)
+        for name, module in model.named_modules():
+            if type(module).__name__ == "OptimizedModule":
+                what = f"{name or 'the model'} was compiled, which swallows the hooks in which ZeRO-3 gathers"
+                raise ValueError(f"{what}: compile functions inside of units, or take another stage")
         self.group, self.reshard, self.prefetch, self.keep = group, reshard, prefetch, accumulate == "keep"
         super().__init__(model, self.groups or (group,), make_optimizer)
         modules = list(elements(model) if units is None else units)
@@ -191,6 +224,7 @@ class Zero3(Sync):
         self.called: set[Unit] = set()  # in this step
         self.set_shards(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         self.flat_of = {param: flat for flat in self.shards for param in flat.params}
+        self.flat_at = {storage_id(flat.whole.untyped_storage()): flat for flat in self.shards}
         self._sent: tuple | None = None  # a buffer, its handle, and whether no later microbatch adds to it
         for part in self.parts:
             flats = {self.flat_of[param] for param in part}
@@ -199,8 +233,9 @@ class Zero3(Sync):
             for unit in units:
                 unit.turns = turns
         for unit in self.units:
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
-            unit.module.register_forward_hook(partial(self._after_forward, unit))
+            # before hooks of the module's own, which may read its weights (weight_norm), and after them
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
+            unit.module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
         for param in self.trainable:
             param.register_post_accumulate_grad_hook(partial(self._on_grad, self.flat_of[param]))
 
@@ -233,13 +268,19 @@ class Zero3(Sync):
                 for leaf in inputs:
                     leaf.register_hook(lambda grad: self._after_backward(unit, left))
         self._make_whole(unit)
+        unit.saving.append(saved_weights(self))
+        unit.saving[-1].__enter__()
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
+        if unit.saving:  # else gathering failed
+            unit.saving.pop().__exit__()
         if in_backward():
             return
         results = differentiable(output)
         for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
-            hook = result.register_hook if result.is_leaf else result.grad_fn.register_prehook
+            # A write in place to a view gives the view another node, and keeps that of the tensor it views.
+            made = result._base if result._is_view() else result
+            hook = made.register_hook if made.is_leaf else made.grad_fn.register_prehook
             hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:
             for flat in unit.flats:
@@ -353,10 +394,39 @@ class Zero3(Sync):
             flat.start(self.gather)
             flat.wait()
         try:
-            yield
+            with saved_weights(self):
+                yield
         finally:
             for flat in self.shards:
                 flat.free()
+
+
+def saved_weights(zero: Zero3) -> saved_tensors_hooks:
+    """While a unit runs forward, autograd saves of a gathered weight where it is, not its memory: whichever
+    operator asks for it in backward finds it gathered, though the unit's output was never used."""
+    outer = saved_hooks()
+
+    def pack(tensor: Tensor):
+        flat = zero.flat_at.get(storage_id(tensor.untyped_storage()))
+        if flat is not None and tensor.dtype == flat.whole.dtype:
+            return flat, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return None, outer[0](tensor) if outer else (tensor, version_of(tensor))
+
+    def unpack(packed) -> Tensor:
+        flat, saved = packed
+        if flat is not None:
+            if not flat.gathered:
+                flat.start(zero.gather)
+                flat.wait()
+            return flat.whole.as_strided(*saved)
+        if outer:
+            return outer[1](saved)
+        tensor, version = saved
+        if version_of(tensor) != version:  # with hooks torch does not look
+            raise ValueError(f"a tensor {list(tensor.shape)} that backward needs was written to in place")
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def differentiable(tree) -> list[Tensor]:

@@ -33,13 +33,15 @@ from minitrain.ranks.checks import MOST, require_ints
 from minitrain.ranks.torch_private import fused_adamw_, in_backward
 
 
-class HostOptimizer:
-    """Takes over `optimizer`, whose parameters become copies on the host; those it had are the device's."""
+class HostOptimizer(torch.optim.Optimizer):
+    """Takes over `optimizer`, whose parameters become copies on the host; those it had are the device's. Of
+    torch's class are the groups, so that schedulers of learning rates take it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, delayed: bool = False, warmup_steps: int = 40):
         require_ints(0, MOST, warmup_steps=warmup_steps)
         self.inner, self.delayed, self.warmup_steps = optimizer, delayed, warmup_steps
         self.param_groups = optimizer.param_groups  # settings, and parameters on the host
+        self.defaults, self.state = optimizer.defaults, optimizer.state
         self.twin_of: dict[Tensor, nn.Parameter] = {}  # parameter of the device -> the host's
         self.updates = 0  # begun so far
         self.early = False  # updates may begin before `step`: nothing of all gradients has to be known

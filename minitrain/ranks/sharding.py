@@ -16,7 +16,9 @@ ordinary tensor, so that the collectives around it are calls one can see; sums a
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.ranks import collectives
+from minitrain.ranks.torch_private import outside_modes
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +147,62 @@ def full_tensor(tensor: Tensor, shards: tuple[Shard, ...] | None = None) -> Tens
 
 
 WHOLE = Placement()
+
+
+# ---- optimizers of parts ---------------------------------------------------------------------------------
+
+
+def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Parameter, str]) -> tuple:
+    """(the optimizer, its groups emptied; states it made already; the group of each trainable parameter)."""
+    if isinstance(make_optimizer, torch.optim.Optimizer):
+        built = f"{type(make_optimizer).__name__} was built before sharding, over whole parameters"
+        raise ValueError(f"{built}; give a function that builds it: lambda params: AdamW(params, lr=...)")
+    stand_ins = {}
+    for param, name in names.items():
+        if param.requires_grad:
+            stand_in = nn.Parameter(param.new_empty(()).expand(whole_shape(param)))
+            stand_in.global_name = name
+            stand_ins[stand_in] = param
+    if make_optimizer is None or not stand_ins:
+        return None, {}, {}
+    optimizer = make_optimizer(list(stand_ins))
+    group_of = {x: number for number, group in enumerate(optimizer.param_groups) for x in group["params"]}
+    if group_of.keys() != stand_ins.keys():
+        left = ", ".join([x.global_name for x in stand_ins if x not in group_of][:3]) or "none"
+        raise ValueError(f"make_optimizer left out {left} of the tensors it was given; use just these")
+    first_states = {stand_ins[x]: state for x, state in optimizer.state.items()}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return optimizer, first_states, {stand_ins[x]: number for x, number in group_of.items()}
+
+
+def check_parts(optimizer, group: dict, param: nn.Parameter, first_states: dict) -> None:
+    """ValueError unless the parts of a matrix, each in an optimizer of its own as on another rank, end where
+    the whole does: norms of matrices and factored moments do not. Tried on copies, two steps of this group;
+    `first_states` are those that it made for parameters like this one."""
+
+    def update(part_of) -> Tensor:
+        start = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+        tried, x = copy.deepcopy(optimizer), nn.Parameter(part_of(start).clone())
+        # a warm-up begins at 0
+        tried.param_groups[:] = [copy.deepcopy(group) | dict(params=[x], lr=group.get("lr") or 0.01)]
+        for key, value in first_states.get(param, {}).items():
+            of_elements = isinstance(value, Tensor) and (value.dim() or not param.dim() and key != "step")
+            value = torch.full_like(x, value.flatten()[0]) if of_elements else copy.deepcopy(value)
+            tried.state[x][key] = value
+        for grad in (start.exp(), start.square()):
+            x.grad = part_of(grad).clone()
+            tried.step()
+        return (x.detach() - part_of(start)).flatten()
+
+    with outside_modes():
+        try:
+            whole, first = update(lambda x: x), update(lambda x: x.flatten()[:5])
+            parts = torch.cat([first, update(lambda x: x.flatten()[5:])])
+            alike = bool((whole - parts).abs().max() <= 1e-3 * whole.abs().max())
+        except (RuntimeError, ValueError, TypeError):  # it does not take a part, or wants a closure
+            alike = False
+    if not alike:
+        what = f"{type(optimizer).__name__} updates a part of {param.global_name} otherwise than the whole"
+        raise ValueError(f"{what}: use zero=0 without tp and ep, where it is whole, or an elementwise one")

@@ -206,7 +206,9 @@ def update_scaled(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -
 
 
 def values_of(param: Tensor) -> Tensor:
-    return wide(param.grad, param.grad_largest) if hasattr(param, "largest") else param.grad
+    if hasattr(param, "largest"):
+        return wide(param.grad, param.grad_largest)
+    return torch.view_as_real(param.grad) if param.grad.is_complex() else param.grad
 
 
 @torch.no_grad()
@@ -239,7 +241,7 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
     """Of the whole gradients of this rank's parameters, each counted once; in float32 or better."""
     if not params and like is None:
         raise ValueError("no parameters: there is no norm to clip")
-    dtypes = (param.dtype for param in params)
+    dtypes = (param.dtype.to_real() for param in params)
     dtype = reduce(torch.promote_types, dtypes, torch.float32 if like is None else like.dtype)
     device = (params[0] if like is None else like).device  # gradients may be on the host
     total = torch.zeros((), dtype=dtype, device=device)

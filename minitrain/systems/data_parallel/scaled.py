@@ -99,6 +99,7 @@ class Scaled(Sync):
             param.grad_dtype = FP8
             param.grad, param.grad_largest = self.grads[param]
         self.grads.clear()
+        self.on_finish()
 
     def _agree(self, params: list[nn.Parameter], group: ProcessGroup, mu: dict) -> None:
         """One scale for each tensor: its units are A / μ of who has it."""
