@@ -24,7 +24,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 
@@ -51,8 +51,9 @@ HALVES, PAIRS = "(pair i) ...", "(i pair) ..."
 
 @cache
 def rows_of(family: str, kind: str) -> list[dict[str, str]]:
-    """Of hugging_face.tsv: ours, theirs, and as JSON what is meant where a file says nothing (of "only" rows:
-    those of a file's other settings that have a counterpart here)."""
+    """Of hugging_face.tsv: ours, theirs, and as JSON what is meant where a file says nothing. Rows of a kind
+    "only" are settings of which few values have a counterpart here; "read" are read below, "known" too, or
+    they change no forward."""
     with TABLE.open() as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [row for row in rows if family in row["families"].split() and row["kind"] == kind]
@@ -66,27 +67,36 @@ def counterparts(family: str, kind: str) -> dict[str, str]:
 def config_of(settings: Mapping) -> GPTConfig:
     """The model of a config.json: sizes and the arithmetic of a forward, not how it was trained.
 
-    Refused is what would change logits in silence: rescaled RoPE (DeepSeek-V3's own file has YaRN, for
-    163,840 positions; for the 4,096 of pre-training there was none), sliding windows, biases in Llama, a
-    router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we by their
-    top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction module is left out."""
+    Refused is what would change logits in silence: settings unknown here, rescaled RoPE (DeepSeek-V3's own
+    file has YaRN, for 163,840 positions; for the 4,096 of pre-training there was none), sliding windows,
+    biases in Llama, a router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we
+    by their top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction is left out."""
     if (name := KINDS.get(settings.get("model_type"))) is None:
         raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
-    _only(settings, {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")})
+    only = {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")}
+    known = {row["theirs"] for kind in ("size", "read", "known") for row in rows_of(name, kind)} | only.keys()
+    _known(name, {key: value for key, value in settings.items() if not key.startswith("_")}, known)
+    _only(settings, only)
     optional = (row for row in rows_of(name, "size") if row["missing"])
     given = {**{row["theirs"]: json.loads(row["missing"]) for row in optional}, **settings}
+    wanted = (row["theirs"] for kind in ("size", "read") for row in rows_of(name, kind))
+    if lacks := [theirs for theirs in wanted if theirs not in given]:
+        raise ValueError(f"a config.json of {name} without {', '.join(lacks)}")
     sizes = {ours: given[theirs] for ours, theirs in counterparts(name, "size").items()}
     if name == "GPT-2":
         activation = "gelu" if settings.get("activation_function") == "gelu" else "gelu_tanh"
         return GPTConfig(**sizes, norm="layer", positions="learned", bias=True, activation=activation)
     # Older files have theta on top.
-    rope = {"rope_theta": settings.get("rope_theta", 10_000.0)} | (settings.get("rope_parameters") or {})
-    _only(rope, {"rope_type": ["default"]})
+    theta, rope = 1e6 if name == "Mixtral" else 10_000.0, settings.get("rope_parameters") or {}
+    _known(f"{name}'s rope_parameters", rope, {"rope_theta", "rope_type", "type"})
+    rope = {"rope_theta": settings.get("rope_theta", theta)} | rope
+    _only(rope, dict.fromkeys(("rope_type", "type"), ["default"]))
     experts = None
     if name == "Mixtral":
-        experts = ExpertsConfig(settings["num_local_experts"], settings["num_experts_per_tok"])
+        experts = ExpertsConfig(settings.get("num_local_experts", 8), settings.get("num_experts_per_tok", 2))
     if name == "DeepSeek-V3":
-        _only(settings, {"v_head_dim": [settings["qk_nope_head_dim"]]})
+        plain, turned = settings["qk_nope_head_dim"], settings["qk_rope_head_dim"]
+        _only(settings, {"v_head_dim": [plain], "head_dim": [turned], "qk_head_dim": [plain + turned]})
         sizes["query_latent"] = sizes["query_latent"] or 0
         experts = _deepseek_experts(settings)
     return GPTConfig(**sizes, rope_theta=rope["rope_theta"], experts=experts)
@@ -109,8 +119,8 @@ def settings_of(config: GPTConfig, family: str) -> dict:
 
 
 def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
-    top_k, nodes = settings["num_experts_per_tok"], settings.get("n_group") or 1
-    limit = settings.get("topk_group") or nodes
+    top_k, nodes = settings["num_experts_per_tok"], settings["n_group"] or 1
+    limit = settings["topk_group"] or nodes
     if limit < nodes and top_k != 2 * limit:
         given = f"num_experts_per_tok = {top_k}, topk_group = {limit}"
         raise ValueError(f"{given}: theirs takes groups by their 2 best, so only 2 of a group agree")
@@ -119,12 +129,18 @@ def _deepseek_experts(settings: Mapping) -> ExpertsConfig:
         top_k,
         "deepseek",
         expert_width=settings["moe_intermediate_size"],
-        shared_experts=settings.get("n_shared_experts") or 0,
+        shared_experts=settings["n_shared_experts"] or 0,
         dense_first=settings["first_k_dense_replace"],
         route_nodes=nodes if limit < nodes else 1,
         node_limit=limit if limit < nodes else 0,
         route_scale=settings["routed_scaling_factor"],
     )
+
+
+def _known(family: str, settings: Mapping, known: Collection[str]) -> None:
+    if more := sorted(settings.keys() - known):
+        what = f"{more[0]} = {settings[more[0]]!r}, which is no setting of {family} that is known here"
+        raise ValueError(f"{what}: leave it out of config.json if it changes no forward")
 
 
 def _only(settings: Mapping, known: Mapping[str, list]) -> None:

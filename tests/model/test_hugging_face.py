@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from minitrain.model.config import presets
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import config_of, incoming, outgoing
+from minitrain.model.hugging_face import KINDS, config_of, incoming, outgoing, rows_of
 from tests.model.hugging_face_logits import CASES, DEEPSEEK, STORED, drawn
 from tests.model.hugging_face_logits import TOKENS as THEIR_TOKENS
 from tests.parallel import TOLERANCE
@@ -194,6 +194,42 @@ def test_there_and_back(state, settings):
     assert back.keys() == expected.keys() and all(
         torch.equal(back[name], value) for name, value in expected.items()
     )
+
+
+def test_every_setting_is_read_or_refused():
+    """Another value of any key gives another model, or a line that names it, unless it changes no forward."""
+    for settings in (LLAMA, GPT2, *CASES.values()):
+        family = KINDS[settings["model_type"]]
+        unread = {row["theirs"] for row in rows_of(family, "known")} - READ
+        keys = {row["theirs"] for kind in ("size", "only", "read") for row in rows_of(family, kind)} | READ
+        one_group = {"topk_group"} if settings.get("n_group") == 1 else set()  # of which there is no choice
+        for key in (keys | settings.keys()) - unread - {"model_type"} - one_group:
+            assert any(noticed(settings, key, other) for other in others(key, settings.get(key))), (
+                family,
+                key,
+            )
+
+
+def others(key, value):
+    if key == "rope_parameters":
+        return [{"rope_theta": 7.0}]
+    return {bool: [not value], str: ["gelu"]}.get(type(value), [2 * (value or 1), 1])
+
+
+def noticed(settings, key, other):
+    try:
+        return config_of({**settings, key: other}) != config_of(settings)
+    except (ValueError, TypeError):
+        return True
+
+
+READ = {"rope_theta", "rope_parameters"}  # by code
+
+
+def test_what_a_file_of_mixtral_leaves_out_is_mixtrals():
+    essential = {key: x for key, x in CASES["mixtral"].items() if key not in ("rope_theta", "rms_norm_eps")}
+    assert (config_of(essential).rope_theta, config_of(essential).norm_eps) == (1e6, 1e-5)
+    assert config_of({key: x for key, x in LLAMA.items() if key != "rope_theta"}).rope_theta == 1e4
 
 
 # ---- mixtures ----------------------------------------------------------------------------------------------
@@ -393,6 +429,14 @@ BAD_SETTINGS = {  # what is said, and of which settings
     "activation_function = 'relu'": GPT2 | {"activation_function": "relu"},
     "num_experts_per_tok = 6, topk_group = 2: .* 2 of a group agree": DEEPSEEK | {"num_experts_per_tok": 6},
     "sliding_window = 4096; only None": CASES["mixtral"] | {"sliding_window": 4096},
+    "scale_attn_weights = False; only True": GPT2 | {"scale_attn_weights": False},
+    "hidden_size = 32, which is no setting of GPT-2 that is known": GPT2 | {"hidden_size": 32},
+    "query_scale = 2.0, which is no setting of Llama": LLAMA | {"query_scale": 2.0},
+    "factor = 8.0, which is no setting of Llama's rope_parameters": LLAMA
+    | {"rope_parameters": {"rope_theta": 1.0, "factor": 8.0}},
+    "type = 'linear'; only 'default'": LLAMA | {"rope_parameters": {"rope_theta": 1.0, "type": "linear"}},
+    "a config.json of GPT-2 without n_embd": {key: x for key, x in GPT2.items() if key != "n_embd"},
+    "head_dim = 9; only 6": DEEPSEEK | {"head_dim": 9},
 } | {
     f"{name} = {value!r}; only": DEEPSEEK | {name: value}
     for name, value in dict(
