@@ -88,6 +88,7 @@ class Draw:
     frozen: tuple[str, ...]
     optimizer: str  # adamw, sgd
     masked: str  # none, ragged: other numbers per row, rows: those of the first rank altogether
+    loss: str = "cross entropy"  # or own: one that wants whole rows of logits
 
     def rows(self, step: int) -> Rows:
         return Rows(partial(self.draw_rows, step), self.batch_sizes[step], self.length)
@@ -228,6 +229,7 @@ def attempt(chance: random.Random) -> Draw:
         if strategy.policy.narrow or strategy.loss_scale
         else chance.choice(("adamw", "adamw", "sgd")),
         chance.choice(("none", "ragged", "ragged", "rows")),
+        chance.choice(("cross entropy", "cross entropy", "own")),
     )
 
 
@@ -362,6 +364,17 @@ def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
     )
 
 
+def own_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Label smoothing, and a price on the largest logit."""
+    counts, rows = targets != MASKED, logits.to(torch.promote_types(logits.dtype, torch.float32))
+    smooth = dict(ignore_index=MASKED, reduction="sum", label_smoothing=0.1)
+    loss = torch.nn.functional.cross_entropy(rows.flatten(0, -2), targets.flatten(), **smooth)
+    return loss + 0.01 * (rows.amax(-1) * counts).sum()
+
+
+LOSSES = {"cross entropy": cross_entropy_sum, "own": own_loss}
+
+
 # ---- one process -----------------------------------------------------------------------------------------
 
 
@@ -387,10 +400,10 @@ def one_process(case: Draw) -> Outcome:
         places.at(step, 0)
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
-        loss = cross_entropy_sum(model(tokens), targets)
+        loss, valid = LOSSES[case.loss](model(tokens), targets), (targets != MASKED).sum()
         if (more := losses.collect()) is not None:
-            loss = loss + more
-        loss = loss / (targets != MASKED).sum()
+            loss = loss + more * valid.double() / targets.numel()
+        loss = loss / valid
         loss.backward()
         squares = sum(param.grad.square().sum() for param in trainable.values())
         updated = factor == 1 or bool((squares * factor * factor).isfinite())
@@ -433,7 +446,14 @@ def begin(case: Draw, lent: dict | None = None):
     """The run, the loss of its first step, and the account of building it and of that step."""
     torch.manual_seed(1000 + collectives.world().rank())  # ranks seeded apart: nothing may depend on it
     with Ledger() as ledger:
-        run = parallelize(case.config, case.strategy, case.make_optimizer, seed=SEED, frozen=case.frozen)
+        run = parallelize(
+            case.config,
+            case.strategy,
+            case.make_optimizer,
+            seed=SEED,
+            frozen=case.frozen,
+            loss_fn=LOSSES[case.loss],
+        )
         if lent:
             run.runner.lent.update(lent)
         loss = step_of(case, run, 0)
@@ -643,6 +663,7 @@ FEATURES = {
     "frozen": lambda s, c: bool(c.frozen),
     "dropout": lambda s, c: c.config.dropout > 0,
     "clipping": lambda s, c: c.clip is not None,
+    "a loss of one's own": lambda s, c: c.loss == "own",
     "ALiBi": lambda s, c: c.config.positions == "alibi",
     "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads,
     "shared experts": lambda s, c: c.config.experts is not None and c.config.experts.shared_experts > 0,

@@ -5,6 +5,7 @@ folder and takes groups; the pass here says which groups, and to which layers. W
 names of parameters. Sends nothing.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from minitrain.data_parallel.sync import MakeOptimizer, Sync
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
+from minitrain.memory.pools import is_fake
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.layers import Hooks
@@ -47,10 +49,12 @@ from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
+from minitrain.ranks.torch_private import outside_modes
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
 from minitrain.tensor_parallel.sequence import local_tokens
+from minitrain.tensor_parallel.vocabulary import whole_logits
 
 
 def parallelize(
@@ -66,7 +70,8 @@ def parallelize(
     cuts: list[range] | None = None,
     runner: type[Runner] | None = None,
 ) -> Run:
-    """This rank's part of training a GPT, or a module of your own (dp and ZeRO; alike on all ranks).
+    """This rank's part of training a GPT, or any nn.Module of your own (dp and ZeRO; alike on all ranks).
+    `loss_fn(outputs, targets)` is the sum over targets, of whole logits; a step divides by how many count.
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated.
     `seed` fills the parameters and draws dropout's masks; `frozen` are patterns of global names
     ("layers.0.*"). For a pipeline, `schedule` is one of your own in the place of the strategy's, `cuts` the
@@ -94,7 +99,7 @@ def parallelize(
     ):
         pass_(build)
     step = build.module, strategy, build.mesh, build.sync, build.forward_backward, build.loss_fn
-    return Run(*step, build.config, build.layout, build.late, build.scale)
+    return Run(*step, build.config, build.layout, build.late, build.scale, build.router_losses, build.seed)
 
 
 @dataclass
@@ -152,8 +157,30 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
         raise ValueError(f"{name} with {strategy}: {why}")
     if policy.narrow and {param.dtype for param in module.parameters()} != {wanted}:
         raise ValueError(f"precision={strategy.precision!r} is for weights in {wanted}; convert {name} first")
+    narrow = {param.dtype for param in module.parameters()} & {torch.bfloat16, torch.float16}
+    if narrow and not policy.narrow:
+        what = f"{name} has weights in {narrow.pop()}, and precision={strategy.precision!r} no master copies"
+        raise ValueError(f"{what}: small updates are rounded away; take precision='bfloat16', or convert it")
     if strategy.dp != ranks:
         raise ValueError(f"dp={strategy.dp}, but the job has {ranks} ranks; use dp={ranks}")
+
+
+def check_same_everywhere(module: nn.Module) -> None:
+    """All ranks begin with the same numbers. Sends 8 bytes a tensor, of digests, once."""
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    fake = any(is_fake(value) for value in named.values())
+    digests = [0] * len(named)
+    if not fake:
+        with outside_modes():  # no line in an account
+            numbers = [value.detach().cpu().flatten().view(torch.uint8).numpy() for value in named.values()]
+            digests = [int.from_bytes(hashlib.blake2b(x, digest_size=7).digest()) for x in numbers]
+    device = next(iter(named.values())).device
+    seen = collectives.all_gather(torch.tensor([digests], device=device), collectives.world())
+    rows = [] if fake else seen.tolist()
+    for rank, row in enumerate(rows):
+        if other := [name for name, here, there in zip(named, row, rows[0]) if here != there]:
+            cure = "seed ranks alike, or call broadcast_parameters(module, group) before"
+            raise ValueError(f"{other[0]} of rank {rank} differs from that of rank 0: {cure}")
 
 
 def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
@@ -162,6 +189,15 @@ def check_schedule(schedule: Schedule, strategy: Strategy) -> None:
     if sizes != wanted:
         what = "pp={}, microbatches={}, slices={}".format(*sizes)
         raise ValueError(f"{schedule.name} is for {what}, and the strategy has {', '.join(map(str, wanted))}")
+
+
+def check_cuts(cuts: list[range], num_layers: int, schedule: Schedule) -> None:
+    """Every layer once, in order, from the embedding (0) to the head (num_layers + 1); no stage is empty."""
+    if len(cuts) != schedule.stages:
+        raise ValueError(f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}")
+    if [layer for cut in cuts for layer in cut] != list(range(num_layers + 2)) or not all(map(len, cuts)):
+        layers = f"layers 0 (embedding) to {num_layers + 1} (head)"
+        raise ValueError(f"cuts {cuts}: give each stage some of {layers}, each layer once, in order")
 
 
 def make_groups(build: Build) -> None:
@@ -180,6 +216,7 @@ def build_layers(build: Build) -> None:
     config, schedule, cuts = build.config, build.schedule, build.cuts
     if config is None:
         build.module = build.model
+        check_same_everywhere(build.module)
         return
     settings = dict(seed=build.seed, dtype=build.dtype, device=build.device, hooks=build.model_hooks)
     settings["expert_part"] = build.experts.part if build.experts else (0, 1)
@@ -187,8 +224,7 @@ def build_layers(build: Build) -> None:
         build.module = GPT(config, **settings)
     else:
         cuts = cuts or even(config.num_layers, schedule.stages)
-        if len(cuts) != schedule.stages:
-            raise ValueError(f"{len(cuts)} cuts for the {schedule.stages} stages of {schedule.name}")
+        check_cuts(cuts, config.num_layers, schedule)
         stages = schedule.stages_of(build.mesh.rank("pp"))
         build.module = Stages(config, {stage: cuts[stage] for stage in stages}, **settings)
     mixed.widen(build.module.parameters(), build.strategy.policy)
@@ -197,6 +233,12 @@ def build_layers(build: Build) -> None:
 def freeze(build: Build) -> None:
     """A tied table has two names, on both ends; a pattern may be about layers of other ranks."""
     config, module, tied = build.config, build.module, {}
+    if not build.frozen:
+        return
+    everywhere = GPT(config, device="meta") if config else build.module
+    names = [name for name, _ in everywhere.named_parameters(remove_duplicate=False)]
+    if idle := [pattern for pattern in build.frozen if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ValueError(f"frozen={idle[0]!r} matches no parameter; there are {names[0]} to {names[-1]}")
     if config and config.tied:
         tied["layers.0.tokens"] = f"layers.{config.num_layers + 1}.out.weight"
     parts = module.parts() if isinstance(module, Stages) else [{p: n for n, p in module.named_parameters()}]
@@ -206,14 +248,49 @@ def freeze(build: Build) -> None:
             param.requires_grad_(False)
 
 
+class SumOfTerms:
+    """A loss of the reader's own; the first time it is asked whether it is a sum: of two equal rows, or of a
+    row twice as long, twice that of one. A mean is not, and would be divided again."""
+
+    def __init__(self, loss_fn: Callable):
+        self.loss_fn, self.asked = loss_fn, False
+
+    def __call__(self, outputs, targets) -> Tensor:
+        tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        if tensors and not (self.asked or is_fake(outputs)):
+            with outside_modes(), torch.enable_grad():
+                self.ask(outputs.detach()[:1], targets[:1])
+        return self.loss_fn(outputs, targets)
+
+    def ask(self, outputs: Tensor, targets: Tensor) -> None:
+        for dim in range(min(outputs.dim(), targets.dim(), 2)):
+            outputs = outputs.requires_grad_()
+            one = self.loss_fn(outputs, targets)
+            two = self.loss_fn(torch.cat((outputs, outputs), dim), torch.cat((targets, targets), dim))
+            slopes = torch.autograd.grad(one, outputs, allow_unused=True)[0] if one.requires_grad else None
+            if slopes is None or not slopes.any():  # of targets that do not count
+                return
+            if torch.allclose(two, one, rtol=1e-4):
+                what = "loss_fn is a mean: twice the targets give the same"
+                raise ValueError(f"{what}; return the sum over targets, a step divides by how many count")
+        self.asked = True
+
+
 def cut_over_tp(build: Build) -> None:
-    """And the loss of the logits that are left on this rank."""
+    """And the loss: ours of the logits left on this rank, any other of whole ones."""
     strategy, config = build.strategy, build.config
+    if build.loss_fn is not cross_entropy_sum:
+        build.loss_fn = SumOfTerms(build.loss_fn)
     if strategy.tp == 1:
         return
     layers, group, products = build.module.layers, build.mesh.group("tp"), PRODUCTS.get(strategy.products)
     how = dict(sequence_parallel=strategy.sequence_parallel, overlap=strategy.overlap, products=products)
-    build.loss_fn = cut_layers(layers, config.head_dim, config.vocab_size, group, **how)
+    loss_of_cut_logits = cut_layers(layers, config.head_dim, config.vocab_size, group, **how)
+    if build.loss_fn is cross_entropy_sum:
+        build.loss_fn = loss_of_cut_logits
+    else:
+        whole, loss_fn = partial(whole_logits, group=group, vocab_size=config.vocab_size), build.loss_fn
+        build.loss_fn = lambda logits, targets: loss_fn(whole(logits), targets)
     if strategy.sequence_parallel:
         build.sequence_sharded_params |= sequence_sharded_params(layers)
 

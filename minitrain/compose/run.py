@@ -19,7 +19,8 @@ Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs:
 import io
 import math
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ from minitrain.memory.pools import is_fake
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, rows_of
 from minitrain.model.gpt import GPT, generate
-from minitrain.model.mixture import mixtures, move_biases
+from minitrain.model.layers import Hooks
+from minitrain.model.mixture import RouterLosses, mixtures, move_biases
 from minitrain.model.training.step import Batch, StepResult, scaled_train_step, train_step, valid_tokens
 from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
@@ -49,6 +51,7 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.pieces import Piece, share_out, whole_piece
 from minitrain.ranks.random_state import random_state, set_random_state
 from minitrain.ranks.sharding import placement, whole_shape
+from minitrain.ranks.torch_private import outside_modes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -67,6 +70,8 @@ class Run:
     layout: layouts.Layout | None  # of the tokens over cp
     late: PostValidation | None
     scale: LossScale | None  # of a loss that is scaled
+    router_losses: RouterLosses | None = None
+    seed: int = 0  # of what a module of the reader's own draws
 
     def __post_init__(self):
         self.runner = self.forward_backward if isinstance(self.forward_backward, Runner) else None
@@ -78,6 +83,7 @@ class Run:
         self.stage_group = group("pp") if self.runner else None  # with other layers
         self.loss_group = group(*rows, "pp", *tokens) if self.runner else self.token_group
         self.same_params = [self.tp_group] if self.tp_group else []
+        self.steps = 0  # made so far, for batches that do not say which they are
         param = next(self.model.parameters())
         activations = getattr(torch, self.strategy.policy.activations)
         self.device, self.dtype = param.device, activations if self.config else param.dtype
@@ -91,13 +97,22 @@ class Run:
         positions = self._positions(tokens.size(1))
         tokens, targets = self._shard(tokens), self._shard(targets)
         first_row = rows_of(rank, ranks, rows.batch_size).start
-        return Batch(tokens, targets, valid_tokens(targets, self.token_group), positions, step, first_row)
+        num_valid, num_tokens = valid_tokens(targets, self.token_group), rows.batch_size * rows.length
+        return Batch(tokens, targets, num_valid, positions, step, first_row, num_tokens)
 
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
         """One step of the optimizer; the loss is this rank's term of the global batch's (`total`). With the
         strategy's `post_validation` the norm is that of the step before (0 in the first). With a scaled loss
         that overflows nothing changes but the scale, on all ranks."""
-        result = self._step(batch, clip)
+        self._check_batch(batch)
+        if self.router_losses:
+            total = batch.num_tokens
+            if total is None:
+                total = valid_tokens(torch.zeros_like(batch.targets), self.token_group)
+            self.router_losses.weight = batch.num_valid.double() / total
+        with own_draws(self, batch):
+            result = self._step(batch, clip)
+        same_buffers(self)
         experts, low_bits = self.config and self.config.experts, self.strategy.products != "plain"
         if experts or low_bits:
             self.sync.before_update()  # biases and histories change as well
@@ -106,6 +121,24 @@ class Run:
         if low_bits:
             roll_scales(self.model.layers, self.tp_group)
         return result
+
+    def _check_batch(self, batch: Batch) -> None:
+        """That it is one for this layout, if it is not from `batch`."""
+        if not self.config or is_fake(batch.tokens):
+            return
+        if batch.targets.dtype != torch.int64:
+            raise ValueError(f"targets are {batch.targets.dtype}; expected torch.int64")
+        ranks = self.context_group.size() if self.context_group else 1
+        wanted, given = self._positions(batch.tokens.size(1) * ranks), batch.positions
+        if given is None and wanted is not None:
+            what = "a batch without positions, and cp gives each rank its part of the rows"
+            raise ValueError(f"{what}: cut them as run.batch does, and say which positions these tokens have")
+        if given is not None:
+            if wanted is None:
+                wanted = torch.arange(batch.tokens.size(1), device=self.device)
+            if not torch.equal(given, wanted):
+                what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
+                raise ValueError(f"{what}, {wanted[:4].tolist()} ..: rows of several documents are not known")
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.sync.listener:
@@ -146,11 +179,16 @@ class Run:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Whole rows of tokens `[B, T]`, alike on all ranks -> logits `[B, T, V]` on all; nothing dropped."""
         length, pieces = tokens.size(1), self.strategy.pieces
+        if self.config and length > (most := self.config.max_positions):
+            raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
-        if self.config and length + padding > (most := self.config.max_positions):
-            raise ValueError(f"sequence {length}, padded to {length + padding}, > max_positions {most}")
         x = self._shard(F.pad(tokens, (0, padding)))
-        logits = self._through(x, self._positions(length + padding))
+        hooks = self.model.hooks if self.config else Hooks()
+        hooks.padding = padding
+        try:
+            logits = self._through(x, self._positions(length + padding))
+        finally:
+            hooks.padding = 0
         if self.runner:
             words = -(-self.config.vocab_size // self.strategy.tp)
             logits = x.new_zeros(*x.shape, words, dtype=self.dtype) if logits is None else logits
@@ -184,10 +222,10 @@ class Run:
             self.train(training)
 
     def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """`[B, T]` -> `[B, T + n]`, the same on every rank."""
-        pieces = self.strategy.pieces
-        window = self.config.max_positions // pieces * pieces  # no longer when it is padded to pieces
-        return generate(self, prompt, n, temperature, seed, window)
+        """`[B, T]` -> `[B, T + n]`, the same on every rank and in every layout."""
+        if not self.config:
+            raise ValueError(f"sample writes text of a GPT, and this is a {type(self.model).__name__}")
+        return generate(self, prompt, n, temperature, seed)
 
     def train(self, mode: bool = True) -> "Run":
         self.model.train(mode)
@@ -209,6 +247,7 @@ class Run:
     def plain_state(self) -> dict[str, Any]:
         self.settle()
         plain = {"numbers": states.numbers_of_states(self.sync)}
+        plain |= {"optimizer": self.optimizer_name} if self.sync.optimizer else {}
         return plain | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_pieces(self, saved) -> list[str]:
@@ -220,11 +259,19 @@ class Run:
         return agree(lambda: self._load(saved), collectives.world(), self.device)
 
     def _check(self, saved) -> None:
-        own = {name: tuple(whole_shape(param)) for param, name in self.sync.names.items()}
+        own = {name: tuple(whole_shape(p)) for p, name in self.sync.names.items() if p.numel()}
         check_names(saved.shapes("parameters"), shapes_of(self.config) if self.config else own)
+        if self.sync.optimizer and (was := saved.plain.get("optimizer")) not in (None, self.optimizer_name):
+            what = f"the states are of {was}, and this run updates by {self.optimizer_name}"
+            raise ValueError(f"{what}: take the same optimizer")
         for piece in (*states.pieces_to_load(self.sync, saved, *self.same_params), *self._more_pieces()):
             if not begins_anew(piece, saved):
                 saved.check(piece)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class that updates, also where it has been taken to the host."""
+        return type(getattr(self.sync.optimizer, "inner", self.sync.optimizer)).__name__
 
     def _load(self, saved) -> list[str]:
         if self.scale and "loss_scale" in saved.plain:
@@ -254,6 +301,11 @@ class Run:
 
     def _more_pieces(self) -> list[Piece]:
         found = []
+        if not self.config:
+            holders = (self.data_group,) if self.data_group.size() > 1 else ()
+            found = [
+                whole_piece(f"buffers/{name}", x, holders) for name, x in own_buffers(self.model).items()
+            ]
         for layer in self.model.layers if self.config else ():
             own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
             own |= {f"amax/{name}": one.history for name, one in scales_of([layer]).items()}
@@ -276,6 +328,8 @@ class Run:
             kept = saved_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
             full["amax"] = histories(self.model.layers)
+        elif buffers := own_buffers(self.model):
+            full["buffers"] = {name: buffer.clone() for name, buffer in buffers.items()}
         if group is not None:
             stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
             full = {what: dict(ChainMap(*(stage[what] for stage in stages))) for what in full}
@@ -293,6 +347,10 @@ class Run:
             load_histories(self.model.layers, state.get("amax", {}))
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
+        else:
+            for name, buffer in own_buffers(self.model).items():
+                buffer.copy_(state["buffers"][name])
+            state = {what: state[what] for what in ("parameters", "optimizer")}
         states.load_full_state_dict(self.sync, state)
 
 
@@ -350,3 +408,41 @@ def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.devi
     sent = torch.frombuffer(bytearray(data.getvalue() or size), dtype=torch.uint8).to(device)
     data = io.BytesIO(collectives.broadcast(sent, source, group).cpu().numpy().tobytes())
     return torch.load(data, map_location=device, weights_only=True)
+
+
+# ---- what a module of the reader's own has beside parameters ---------------------------------------------
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent ones, by name."""
+    names = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in names}
+
+
+def same_buffers(run: Run) -> None:
+    """Statistics of BatchNorm are the first rank's after each step: one broadcast, so that all ranks evaluate
+    alike. DDP: before the next forward. For statistics over all rows take nn.SyncBatchNorm."""
+    buffers = [] if run.config or run.data_group.size() == 1 else own_buffers(run.model).values()
+    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+        first = collectives.broadcast(torch.cat([x.flatten() for x in alike]), 0, run.data_group)
+        for buffer, part in zip(alike, first.split([x.numel() for x in alike])):
+            buffer.copy_(part.view_as(buffer))
+
+
+@contextmanager
+def own_draws(run: Run, batch: Batch) -> Iterator[None]:
+    """What a step draws follows from (seed, step, rank among those with other rows): no two ranks drop alike,
+    and a resumed run draws what it would have drawn. Afterwards torch's generators are as before."""
+    if run.config or is_fake(batch.tokens):
+        yield
+        return
+    before = random_state(run.device)
+    with outside_modes():
+        step = run.steps if batch.step is None else batch.step
+        torch.manual_seed(hash((run.seed, step, run.data_group.rank())) % 2**63)
+    try:
+        yield
+        run.steps += 1
+    finally:
+        set_random_state(before, run.device)

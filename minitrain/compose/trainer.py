@@ -56,10 +56,14 @@ class Trainer:
         save_every: int = 100,
         save_how: str = "sync_sharded",
         peak_flops: float | None = None,
+        schedule: Callable[[int], float] | None = None,
     ):
+        """`schedule(step)` is a rate in place of the hyperparameters'. Groups keep their proportion to it."""
         require_positive_ints(report_every=report_every, save_every=save_every)
+        head = f"layers.{run.config.num_layers + 1}.out.weight" if run.config and run.config.tied else ""
         for param, name in run.sync.names.items():
-            if hyper.freezes(name) == param.requires_grad:
+            names = {name, head} if name == "layers.0.tokens" else {name}  # of a tied table
+            if any(map(hyper.freezes, names)) == param.requires_grad:
                 state = "trained" if param.requires_grad else "frozen"
                 what = f"{name} is {state} in this run, and the hyperparameters have frozen={hyper.frozen}"
                 raise ValueError(f"{what}; give the same to both, parallelize(..., frozen=hyper.frozen)")
@@ -72,6 +76,9 @@ class Trainer:
         self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
+        rates = [float(group["lr"]) for group in run.sync.param_groups]
+        self.shares = [rate / max(rates) if max(rates) else 1.0 for rate in rates]
+        self.schedule = schedule or hyper.lr_at
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the last step; yields a record per report, to print, plot or stop at."""
@@ -104,8 +111,8 @@ class Trainer:
         return self.step % every == 0 or self.step == self.hyper.steps
 
     def train_one_step(self) -> StepResult:
-        for group in self.parallel.sync.param_groups:
-            group["lr"] = self.hyper.lr_at(self.step)
+        for group, share in zip(self.parallel.sync.param_groups, self.shares):
+            group["lr"] = self.schedule(self.step) * share
         batch = self.parallel.batch(self.rows, self.step)
         self.step += 1
         result = self.parallel.step(batch, self.hyper.clip)

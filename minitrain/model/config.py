@@ -77,8 +77,8 @@ class ExpertsConfig(Settings):
 
     The last is DeepSpeed's PR-MoE: residual (a shared MLP beside the one chosen) and a pyramid (more experts
     in the last layers). Capacity and the balance loss are per row (Switch Transformer: per batch of a device;
-    GShard: per group): a group that no layout of ranks cuts differently. Loss terms are sums over tokens,
-    divided by the valid tokens of the batch like the loss itself."""
+    GShard: per group): a group that no layout of ranks cuts differently. Loss terms are means over
+    all tokens of the batch, those with a masked target too: each is routed."""
 
     num_experts: int = 8  # E of a layer that has experts, shared ones not counted
     top_k: int = 2  # of these a token visits

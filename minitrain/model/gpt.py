@@ -62,10 +62,11 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if tokens.is_floating_point() or tokens.dim() != 2:
             raise ValueError(f"tokens are {tokens.dtype} {list(tokens.shape)}; expected int64 [B, T]")
-        if (length := tokens.size(1)) > (most := self.config.max_positions):
+        if (length := tokens.size(1) - self.hooks.padding) > (most := self.config.max_positions):
             raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         x = self.hooks.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
+            positions = positions.clamp(max=most - 1) if self.hooks.padding else positions
             x = x + self.hooks.position_rows(self.positions, positions, "position", "max_positions")
         return self.dropout(self.norm(x), positions)
 

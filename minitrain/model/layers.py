@@ -55,6 +55,7 @@ class Hooks:
     result: Callable = call
     token_rows: Callable = lookup  # of a table that may be cut over ranks (tensor_parallel/vocabulary.py)
     position_rows: Callable = lookup
+    padding: int = 0  # so many last tokens of a row are there to be cut evenly: nobody reads what they give
     experts: Callable = field(default_factory=AllToAll)  # x [N, D] to its experts and back (moe/dispatch.py)
     tokens: Tokens = field(default_factory=Tokens)  # those that this rank routes to experts (moe/dispatch.py)
     block: Callable | None = None  # (layer, x, positions) -> x: how blocks compute, if not as written here

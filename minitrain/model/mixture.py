@@ -178,11 +178,13 @@ class MixtureOfExperts(nn.Module):
 
 class RouterLosses:
     """Of layers by the stage that they are on: `collect(stage)` right after its forward. `tokens_over`: ranks
-    (of tp) that share out the tokens of this one, and report one loss."""
+    (of tp) that share out the tokens of this one, and report one loss. They are means over all tokens, for
+    all are routed, and the step divides by the valid ones: `weight` is what is between."""
 
     def __init__(self, layers: Mapping[int, Iterable[nn.Module]], tokens_over: ProcessGroup | None = None):
         self.routed = {stage: mixtures(layers) for stage, layers in layers.items()}
         self.tokens_over = tokens_over
+        self.weight: Tensor | float = 1.0  # set a step: valid tokens / all tokens of the global batch
 
     def collect(self, stage: int = 0) -> Tensor | None:
         losses = [layer.losses for layer in self.routed[stage] if layer.losses is not None]
@@ -190,7 +192,7 @@ class RouterLosses:
             layer.losses = None
         if not losses:
             return None
-        loss = torch.stack(losses).sum()
+        loss = torch.stack(losses).sum() * self.weight
         return loss if self.tokens_over is None else collectives.reduce_from(loss, self.tokens_over)
 
     def forget(self) -> None:

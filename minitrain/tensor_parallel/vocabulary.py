@@ -63,6 +63,12 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, voca
     return custom_vjp(forward, backward, logits)
 
 
+def whole_logits(logits: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
+    """`[B, T, V/t]` -> `[B, T, V]`, for a loss that is not ours; backward takes this rank's slice. Sends
+    (t-1)/t of the logits, which are then whole on every rank."""
+    return collectives.gather_from(logits, group, logits.dim() - 1)[..., :vocab_size]
+
+
 def cross_entropy_forward(logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int):
     """Loss; for backward softmax `[B, T, V/t]`, which targets are here, where, and which count `[B, T]`."""
     words, counts = logits.size(-1), targets != MASKED

@@ -30,14 +30,16 @@ from minitrain.ranks.checks import require_positive_ints
 
 
 class Batch(NamedTuple):
-    """This rank's rows, and the divisor of everyone's loss."""
+    """This rank's rows, and the divisor of everyone's loss. `run.batch` makes it; with cp it cuts the rows,
+    and a rank has the tokens at `positions`."""
 
-    tokens: Tensor  # int64 [B/dp, T]
-    targets: Tensor  # int64 [B/dp, T], MASKED where no loss is taken
+    tokens: Tensor  # int64 [B/dp, T/cp]
+    targets: Tensor  # int64 [B/dp, T/cp], MASKED where no loss is taken
     num_valid: Tensor  # of the global batch; `valid_tokens` counts
-    positions: Tensor | None = None  # int64 [T] of the tokens, where they are not 0 .. T-1
-    step: int = 0  # which batch of the run this is,
+    positions: Tensor | None = None  # int64 [T/cp] of the tokens in their rows; None: they are 0 .. T-1
+    step: int | None = None  # which batch of the run this is (dropout asks),
     first_row: int = 0  # and which of its rows is this rank's first: dropout is a function of these
+    num_tokens: Tensor | int | None = None  # of the global batch, masked too: routers' losses are their means
 
 
 class StepResult(NamedTuple):
