@@ -33,7 +33,7 @@ def ls(folder: Folder) -> None:
             echo(f"{path.name:24} {size:>14}   not complete")
             continue
         manifest = store.manifest(int(name))
-        by = ", ".join(f"{key}={value}" for key, value in _changed(manifest["strategy"]).items())
+        by = ", ".join(f"{key}={value}" for key, value in _changed(manifest.get("strategy", {})).items())
         echo(f"{path.name:24} {size:>14}   {len(manifest['files'])} files, by {by or 'one rank'}")
 
 

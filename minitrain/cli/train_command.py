@@ -183,7 +183,7 @@ def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
     """Every pattern means something, and something is left to train."""
     from minitrain.model.gpt import GPT
 
-    names = [name for name, _ in GPT(config, device="meta").named_parameters()]
+    names = [name for name, _ in GPT(config, device="meta").named_parameters(remove_duplicate=False)]
     for pattern in hyper.frozen:
         if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
             there = f"there are {names[0]}, {names[1]} and so on to {names[-1]}"
@@ -241,8 +241,8 @@ def train_on_rank(settings: Settings) -> None:
     where = "".join(f"; {what} in {folder}" for what, folder in named.items() if folder)
     say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
     say(f"It writes:\n{trainer.sample(n=settings.sample)}")
-    if len(trainer.not_saved) > told:
-        raise RuntimeError(trainer.not_saved[-1])  # of the last step
+    if trainer.not_saved and trainer.step not in trainer.store.steps():
+        raise RuntimeError(trainer.not_saved[-1])
 
 
 def describe(record: dict[str, Any]) -> str:

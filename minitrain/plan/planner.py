@@ -84,9 +84,11 @@ def layouts(task: Task) -> Iterator[Strategy]:
                     continue
                 sizes = dict(dp=dp, pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1)
                 sizes |= dict(core="gathered") if cp > 1 else {}
+                one = Strategy(**sizes)
                 try:
-                    Strategy(**sizes).check(model, ranks)
-                except ValueError:  # heads, hidden units, latents that tp does not divide
+                    one.check(model, ranks)
+                    one.check_batch(model, task.batch, task.length)
+                except ValueError:  # heads, hidden units, latents, tokens that tp does not divide
                     continue
                 yield from _with_settings(task, sizes)
 

@@ -232,6 +232,9 @@ class LowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, products: Products, scales: Scales):
         super().__init__()
+        if scales.steps != products.history:
+            what = f"products that scale by {products.history} steps, and Scales that keep {scales.steps}"
+            raise ValueError(f"{what}: give them Scales({products.history})")
         self.weight, self.bias, self.products, self.scales = linear.weight, linear.bias, products, scales
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from minitrain import launch
 from minitrain.checkpoint.exchange import Tensors, write_tensors
-from minitrain.checkpoint.format import Damaged
+from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.load import Saved
-from minitrain.checkpoint.store import Store
+from minitrain.checkpoint.store import Store, file_name
 from minitrain.cli import main
 from minitrain.cli.checkpoint_command import Weights, config_in
 from minitrain.compose.parallelize import parallelize
@@ -26,6 +26,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.hugging_face import config_of, family_of, incoming, settings_of
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
+from minitrain.ranks.pieces import whole_piece
 
 TRANSFORMERS = Path(__file__).parents[2] / "build" / "transformers"
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 20, "Descartes")
@@ -97,6 +98,14 @@ def test_what_is_there(saved, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             said(*words)
+
+
+def test_a_manifest_of_ones_own_need_not_name_a_strategy(tmp_path):
+    store = Store(tmp_path)
+    file = write_file(store.disk, store.begin(3) / file_name(0), [whole_piece("w", torch.ones(2))], {})
+    store.commit(3, [file], {})
+    assert said("ls", tmp_path)[1].split()[-5:] == ["1", "files,", "by", "one", "rank"]
+    assert "w " in said("show", tmp_path)[1]
 
 
 def test_a_byte_that_has_changed_is_found(saved):

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -295,6 +296,33 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
     assert (code, err.count("\n")) == (1, 1) and re.match(
         r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err
     )
+
+
+def test_a_last_save_that_fails_is_exit_code_1(tmp_path):
+    """A file system that takes files of 300 kB and no larger: said at each save, and at the end by the exit code."""
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    command = [
+        sys.executable,
+        "-m",
+        "minitrain",
+        "train",
+        *SMALL,
+        *"--text text.txt --checkpoint saved".split(),
+    ]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+    done = subprocess.run(
+        [*command, "--every", "2"], cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "File too large" in done.stderr, done.stderr
+    assert done.stdout.count("File too large") == 2, done.stderr
+    assert "4 steps of" in done.stdout
+    assert not [*(tmp_path / "saved").glob("step-*[0-9]")]
+
+
+def test_the_head_of_a_tied_model_can_be_frozen_by_its_name(minitrain):
+    words = ("train", *SMALL, "--text", "text.txt", "--tied", "--frozen", "layers.3.out.weight")
+    code, _, err = minitrain(*words)
+    assert code == 0, err
 
 
 # ---- flags -----------------------------------------------------------------------------------------------

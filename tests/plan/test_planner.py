@@ -41,6 +41,22 @@ def test_the_layouts_are_those_of_four_loops():
     assert found == expected and any(cp == 2 for _, _, cp, _ in found)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_layout_is_one_that_the_run_would_refuse(seed):
+    """Six ranks, three heads, lengths that three does not divide: such a layout is left out, not the plan."""
+    draw = random.Random(seed)
+    heads, ranks = draw.choice((3, 6, 12)), draw.choice((3, 6, 12))
+    model = replace(MODEL, d_model=heads * 16, num_heads=heads, num_kv_heads=None, head_dim=None, d_ff=96)
+    task = small(
+        model=model, ranks=ranks, batch=12, length=draw.choice((256, 300, 512)), machine=machine("a100")
+    )
+    every = list(layouts(task))
+    assert every
+    for strategy in every:
+        strategy.check(model, ranks)
+        strategy.check_batch(model, task.batch, task.length)
+
+
 def test_each_layout_is_there_once():
     every = list(layouts(small()))
     assert len(every) == len(set(every))

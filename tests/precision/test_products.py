@@ -209,6 +209,8 @@ def test_gradients_of_frozen_matrices_are_not_computed():
 def test_biases_names_and_flops_are_those_of_the_plain_layer():
     linear = Linear(24, 8, dtype=torch.float64)
     torch.nn.init.normal_(linear.weight), torch.nn.init.normal_(linear.bias)
+    with pytest.raises(ValueError, match="scale by 16 steps, and Scales that keep 0"):
+        LowLinear(linear, PRODUCTS["fp8_delayed"], Scales())
     low = LowLinear(linear, PRODUCTS["fp8_delayed"], Scales(16))
     assert dict(low.named_parameters()).keys() == dict(linear.named_parameters()).keys()
     accounts = []

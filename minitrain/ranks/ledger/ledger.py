@@ -11,9 +11,10 @@ handed to the network; where the backend moves the data itself they are charged 
 `planned` is True. A real run and a dry run of the same code give the same account, event by event.
 
 What is inside a collective is communication: its additions are no Compute events, its memory counts.
-Operators of your own threads are not seen, nor is the inside of a compiled function. A causal attention
-kernel counts the scores its mask leaves; `Ledger(causal="square")` counts all T², as the papers' do. After
-torch.utils.flop_counter and torch.distributed._tools.mem_tracker. Differs: communication and dry runs too.
+Operators of your own threads are not seen, nor is the inside of a compiled function; direct calls of
+torch.distributed are named in `uncounted`, without bytes. A causal attention kernel counts the scores its
+mask leaves; `Ledger(causal="square")` counts all T², as the papers' do. After torch.utils.flop_counter and
+torch.distributed._tools.mem_tracker. Differs: communication and dry runs too.
 """
 
 from collections import Counter
@@ -45,6 +46,7 @@ class Ledger:
         self._pending: dict[int, _Issued | Copy] = {}
         self._memory = MemoryMeter(lambda: len(self._events), limit_bytes)
         self._copies: list[Copy] = []
+        self.uncounted: Counter[str] = Counter()  # calls of torch.distributed beside the door
         self._phase = ""
         self._open, self._used = ExitStack(), False
 
@@ -166,7 +168,11 @@ class Ledger:
             copies = [(one, self.copied_bytes(one)) for one in DIRECTIONS if self.copied_bytes(one)]
             host = ("host memory", "live bytes", "peak"), ("total", self.host_bytes, self.host_peak_bytes)
             tables += ((("copies", "bytes"), *copies, ("total", self.copied_bytes())), host)
-        return _Shown("\n\n".join(map(aligned, tables)))
+        lines = list(map(aligned, tables))
+        if self.uncounted:
+            calls = ", ".join(f"{count} {name}" for name, count in self.uncounted.items())
+            lines.append(f"not counted, for torch.distributed was called directly: {calls}")
+        return _Shown("\n\n".join(lines))
 
     def _on_call(self, kind: str, subject) -> None:
         if kind == "buffer":

@@ -220,6 +220,8 @@ class Watch(DispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         operator = self._describe(func)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._ledger.uncounted[operator.name] += 1
         if operator.composite:
             with self:
                 result = func.decompose(*args, **kwargs)

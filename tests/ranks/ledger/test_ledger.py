@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.optim import optimizer as torch_optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -751,3 +753,28 @@ def test_a_product_of_fp8_codes_runs_at_their_rate():
     assert (product.name, product.dtype, product.flops) == ("_scaled_mm", "float8_e4m3fn", 2 * 16**3)
     h100 = machine("h100").device
     assert h100.peak(product.dtype) == 2 * h100.peak("bfloat16")
+
+
+def test_what_did_not_go_through_the_door_is_named():
+    def rank():
+        x, group = torch.ones(4), dist.group.WORLD
+        with Ledger() as ledger:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(torch.empty(8), x)
+            functional.all_reduce(x, "sum", group) + 0
+            collectives.all_reduce(x, collectives.world())
+        return dict(ledger.uncounted), ledger.num_calls(), str(ledger.table())
+
+    uncounted, calls, table = launch.run(rank, ranks=2)[0]
+    assert sum(uncounted.values()) >= 3 and calls == 1
+    assert {"allreduce_", "_allgather_base_", "all_reduce"} <= uncounted.keys()
+    assert "not counted, for torch.distributed was called directly: 1 allreduce_, 1 _allgather_base_" in table
+
+    def through_the_door():
+        with Ledger() as ledger:
+            collectives.all_reduce(torch.ones(4), collectives.world())
+            collectives.all_to_all(torch.ones(4), collectives.world())
+            collectives.barrier(collectives.world())
+        return dict(ledger.uncounted), "not counted" in str(ledger.table())
+
+    assert launch.run(through_the_door, ranks=2)[0] == ({}, False)
