@@ -279,7 +279,7 @@ class Zero3(Sync):
         results = differentiable(output)
         for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
             # A write in place to a view gives the view another node, and keeps that of the tensor it views.
-            made = result._base if result._is_view() else result
+            made = result._base if result._is_view() and result._base.requires_grad else result
             hook = made.register_hook if made.is_leaf else made.grad_fn.register_prehook
             hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:

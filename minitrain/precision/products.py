@@ -232,9 +232,6 @@ class LowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, products: Products, scales: Scales):
         super().__init__()
-        if scales.steps != products.history:
-            what = f"products that scale by {products.history} steps, and Scales that keep {scales.steps}"
-            raise ValueError(f"{what}: give them Scales({products.history})")
         self.weight, self.bias, self.products, self.scales = linear.weight, linear.bias, products, scales
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,6 +240,9 @@ class LowLinear(nn.Module):
 
 def multiply(x, weights, scales, products: Products, route: Route = Route()) -> tuple[Tensor, ...]:
     """x [.., K] by each of the weights [N, K], without biases; what x is scaled by, the first one says."""
+    if wrong := [one.steps for one in scales if one.steps < products.history]:
+        what = f"products that scale by {products.history} steps, and Scales that keep {wrong[0]}"
+        raise ValueError(f"{what}: give them Scales({products.history})")
     return _Multiply.apply(x, products, scales, route, *weights)
 
 

@@ -210,7 +210,7 @@ def test_biases_names_and_flops_are_those_of_the_plain_layer():
     linear = Linear(24, 8, dtype=torch.float64)
     torch.nn.init.normal_(linear.weight), torch.nn.init.normal_(linear.bias)
     with pytest.raises(ValueError, match="scale by 16 steps, and Scales that keep 0"):
-        LowLinear(linear, PRODUCTS["fp8_delayed"], Scales())
+        LowLinear(linear, PRODUCTS["fp8_delayed"], Scales())(torch.ones(2, linear.in_features))
     low = LowLinear(linear, PRODUCTS["fp8_delayed"], Scales(16))
     assert dict(low.named_parameters()).keys() == dict(linear.named_parameters()).keys()
     accounts = []

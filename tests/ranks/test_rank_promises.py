@@ -63,7 +63,7 @@ def test_of_what_is_missing_the_first_are_named():
         "no gradient for 5, 4, 3",
         "no gradient for 5, 4, 3",
         "no gradient for 3, 2, 1",
-        "7 parameters got no gradient (shapes [(7,), (6,), (5,)])",
+        "no gradient for [(7,), (6,), (5,)]",
         "parameters [0, 1, 2, 3, 4] got no gradient on this rank",
         "make_optimizer left out 1, 2, 3 of the tensors it was given",
     ]
@@ -240,7 +240,7 @@ def on_one_rank():
     pair = [nn.Parameter(torch.ones(size)) for size in (3, 5)]
     reducer = GradReducer(pair, world)
     pair[1].sum().backward()
-    with pytest.raises(ValueError, match=r"^1 parameters got no gradient \(shapes \[\(3,\)\]\)"):
+    with pytest.raises(ValueError, match=r"^no gradient for \[\(3,\)\];"):
         reducer.finish()
     reducer.close()
     for param in pair:
