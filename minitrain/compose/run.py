@@ -110,7 +110,7 @@ class Run:
             if total is None:
                 total = valid_tokens(torch.zeros_like(batch.targets), self.token_group)
             self.router_losses.weight = batch.num_valid.double() / total
-        with own_draws(self, batch):
+        with module_draws(self, batch):
             result = self._step(batch, clip)
         same_buffers(self)
         experts, low_bits = self.config and self.config.experts, self.strategy.products != "plain"
@@ -304,7 +304,7 @@ class Run:
         if not self.config:
             holders = (self.data_group,) if self.data_group.size() > 1 else ()
             found = [
-                whole_piece(f"buffers/{name}", x, holders) for name, x in own_buffers(self.model).items()
+                whole_piece(f"buffers/{name}", x, holders) for name, x in module_buffers(self.model).items()
             ]
         for layer in self.model.layers if self.config else ():
             own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
@@ -328,7 +328,7 @@ class Run:
             kept = saved_buffers(self.model.layers)
             full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
             full["amax"] = histories(self.model.layers)
-        elif buffers := own_buffers(self.model):
+        elif buffers := module_buffers(self.model):
             full["buffers"] = {name: buffer.clone() for name, buffer in buffers.items()}
         if group is not None:
             stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
@@ -348,7 +348,7 @@ class Run:
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
         else:
-            for name, buffer in own_buffers(self.model).items():
+            for name, buffer in module_buffers(self.model).items():
                 buffer.copy_(state["buffers"][name])
             state = {what: state[what] for what in ("parameters", "optimizer")}
         states.load_full_state_dict(self.sync, state)
@@ -413,7 +413,7 @@ def _broadcast(value: dict, source: int, group: ProcessGroup, device: torch.devi
 # ---- what a module of the reader's own has beside parameters ---------------------------------------------
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+def module_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The persistent ones, by name."""
     names = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
@@ -422,7 +422,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
 def same_buffers(run: Run) -> None:
     """Statistics of BatchNorm are the first rank's after each step: one broadcast, so that all ranks evaluate
     alike. DDP: before the next forward. For statistics over all rows take nn.SyncBatchNorm."""
-    buffers = [] if run.config or run.data_group.size() == 1 else own_buffers(run.model).values()
+    buffers = [] if run.config or run.data_group.size() == 1 else module_buffers(run.model).values()
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         first = collectives.broadcast(torch.cat([x.flatten() for x in alike]), 0, run.data_group)
@@ -431,7 +431,7 @@ def same_buffers(run: Run) -> None:
 
 
 @contextmanager
-def own_draws(run: Run, batch: Batch) -> Iterator[None]:
+def module_draws(run: Run, batch: Batch) -> Iterator[None]:
     """What a step draws follows from (seed, step, rank among those with other rows): no two ranks drop alike,
     and a resumed run draws what it would have drawn. Afterwards torch's generators are as before."""
     if run.config or is_fake(batch.tokens):

@@ -33,7 +33,14 @@ from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
-from minitrain.ranks.torch_private import in_backward, saved_hooks, storage_id, tree_leaves, version_of
+from minitrain.ranks.torch_private import (
+    base_of,
+    in_backward,
+    saved_hooks,
+    storage_id,
+    tree_leaves,
+    version_of,
+)
 
 
 class ShardedParameter(nn.Parameter):
@@ -279,7 +286,7 @@ class Zero3(Sync):
         results = differentiable(output)
         for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
             # A write in place to a view gives the view another node, and keeps that of the tensor it views.
-            made = result._base if result._is_view() and result._base.requires_grad else result
+            made = next(x for x in (base_of(result), result) if x is not None and x.requires_grad)
             hook = made.register_hook if made.is_leaf else made.grad_fn.register_prehook
             hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:

@@ -31,6 +31,7 @@ saved_hooks = partial(_C._autograd._top_saved_tensors_default_hooks, True)  # (p
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # will this backward's graph be used again?
 autograd_functions = _C._functions  # a module that cannot be imported, so that it is pickled by its name
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map  # the tensors in any nest of arguments
+base_of = attrgetter("_base")  # what a tensor is a view of; else None
 version_of = attrgetter("_version")  # of a tensor: how often it was written to in place
 # A tensor without memory that goes through an autograd graph in the place of one that may be dropped.
 wrapper_tensor = torch.Tensor._make_wrapper_subclass

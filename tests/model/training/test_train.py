@@ -149,7 +149,7 @@ def sampled():
 
 
 def test_a_text_may_grow_beyond_positions_that_pieces_do_not_divide():
-    """The last 16 tokens of it are looked at, four for each piece, where 18 would fit."""
+    """The last 18 tokens of it are looked at, padded to 20, five for each piece."""
     assert launch.run(sampled, ranks=2) == [(1, 20)] * 2
 
 
