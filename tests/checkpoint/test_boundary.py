@@ -85,9 +85,8 @@ def asked(saver, hold, names):
 
 
 def all_layouts(folder, layouts):
-    return {
-        name: at_the_boundary(f"{folder}/{n}", **layout) for n, (name, layout) in enumerate(layouts.items())
-    }
+    numbered = enumerate(layouts.items())
+    return {name: at_the_boundary(f"{folder}/{n}", **layout) for n, (name, layout) in numbered}
 
 
 @pytest.fixture(scope="module")

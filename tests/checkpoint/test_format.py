@@ -189,9 +189,8 @@ def test_blocks_may_come_from_elsewhere_one_at_a_time(tmp_path):
         got = torch.empty_like(values[int(entry.name[1])])
         file.read(entry, 0, entry.size, bytes_of(got))
         assert same_bits(got, values[int(entry.name[1])])
-    whole = File(
-        tmp_path / "b", write_file(Disk(), tmp_path / "b", pieces, {}, lambda x: [bytes_of(x.values)])
-    )
+    written = write_file(Disk(), tmp_path / "b", pieces, {}, lambda x: [bytes_of(x.values)])
+    whole = File(tmp_path / "b", written)
     assert [entry.hashes for entry in whole.entries] == [entry.hashes for entry in file.entries]
     with pytest.raises(AssertionError, match="x0"):
         write_file(Disk(), tmp_path / "c", pieces, {}, lambda piece: [bytes_of(piece.values)[:10]])

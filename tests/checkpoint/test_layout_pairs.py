@@ -68,10 +68,8 @@ def build(config: GPTConfig, layout: dict, seed: int, precision: str = "float64"
 
 
 def losses(run, first: int, count: int) -> list[float]:
-    return [
-        run.total(run.step(run.batch(rows(step), step), 0.5).loss).item()
-        for step in range(first, first + count)
-    ]
+    steps = (run.step(run.batch(rows(step), step), 0.5).loss for step in range(first, first + count))
+    return [run.total(loss).item() for loss in steps]
 
 
 def train_and_save(config: GPTConfig, layouts: dict, folder: Path, precision: str = "float64"):

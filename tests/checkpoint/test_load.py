@@ -37,9 +37,8 @@ ALIKE = [4, 4, 2, 2, 2]  # ranks that have the same, of most; the first cuts eve
 
 
 def modules_with_blocks() -> list:
-    found = (
-        import_module(info.name) for info in iter_modules(checkpoint_folder.__path__, "minitrain.checkpoint.")
-    )
+    modules = iter_modules(checkpoint_folder.__path__, "minitrain.checkpoint.")
+    found = (import_module(info.name) for info in modules)
     return [module for module in found if hasattr(module, "BLOCK_BYTES")]
 
 
@@ -148,9 +147,8 @@ def test_one_reads_and_the_others_are_told(loaded, saved_by):
         files = saved_by[to][0]
         saved = saved_in(files)
         assert told == sum(entry.size for entries in saved.entries.values() for entry in entries)
-        random = sum(
-            entry.size for file in saved.files for entry in file.entries if entry.name[:6] == "random"
-        )
+        entries = (entry for file in saved.files for entry in file.entries)
+        random = sum(entry.size for entry in entries if entry.name[:6] == "random")
         if layout == dict(dp=4):
             assert all_read - random == 4 * (told - random)
         if layout.get("zero") == 3:
@@ -312,9 +310,7 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
     """Of three dims, into memory that lies otherwise; and a number."""
     for module in modules_with_blocks():
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    whole = (torch.arange(5 * 6 * 7) % 2 if dtype is torch.bool else torch.arange(5 * 6 * 7) % 100).view(
-        5, 6, 7
-    )
+    whole = (torch.arange(5 * 6 * 7) % (2 if dtype is torch.bool else 100)).view(5, 6, 7)
     whole = whole.to(torch.float32).to(dtype)
     own = [whole_piece("W", whole), whole_piece("n", whole[1, 2, 3].clone())]
     written = write_file(Quick(), tmp_path / "file", own, {})
@@ -334,9 +330,8 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
 
 
 def test_what_is_wrong_is_told_at_the_end(tmp_path):
-    written = write_file(
-        Quick(), tmp_path / "file", [whole_piece("W", torch.ones(4))], {"numbers": {"W": {"step": 1}}}
-    )
+    numbers = {"numbers": {"W": {"step": 1}}}
+    written = write_file(Quick(), tmp_path / "file", [whole_piece("W", torch.ones(4))], numbers)
     saved = Saved([File(tmp_path / "file", written)])
     saved.fill(whole_piece("V", torch.ones(4)))
     values = torch.zeros(4)

@@ -67,9 +67,8 @@ def sync_on_ranks(folder):
 
 def test_sync_ckpt(tmp_path):
     """Training stands still for copy and write of all of it; shared out over dp ranks, for 1/dp."""
-    for rank, (one, one_files, all_, all_files) in enumerate(
-        launch.run(sync_on_ranks, str(tmp_path), ranks=2)
-    ):
+    results = launch.run(sync_on_ranks, str(tmp_path), ranks=2)
+    for rank, (one, one_files, all_, all_files) in enumerate(results):
         size = SHARE if rank == 0 else 0
         assert one == ([("copy", size), ("write", size)], [1], False)
         assert one_files == ([SHARE, 0], True)
@@ -102,9 +101,8 @@ def snapshot_on_ranks(folder, name):
 @pytest.mark.parametrize("name", ["snapshot", "deepfreeze"])
 def test_snapshot_stall_ckpt(tmp_path, name):
     """The stall is the copy of the share; the next snapshot waits until the last is written."""
-    for rank, (began, then, steps, first, second) in enumerate(
-        launch.run(snapshot_on_ranks, str(tmp_path), name, ranks=2)
-    ):
+    results = launch.run(snapshot_on_ranks, str(tmp_path), name, ranks=2)
+    for rank, (began, then, steps, first, second) in enumerate(results):
         size = SHARE * (rank == 0) if name == "snapshot" else SHARE // 2
         assert began == [("copy", size)]
         assert then == [("previous save", size), ("copy", size)]
@@ -237,9 +235,8 @@ def lightcheck_on_ranks(folder):
 
 def test_lightcheck(tmp_path):
     """Copies are in the order of updates, and each update waits for its own: no stall is of all of it."""
-    for first, updates, stalls, named, blocks, differs in launch.run(
-        lightcheck_on_ranks, str(tmp_path), ranks=2
-    ):
+    results = launch.run(lightcheck_on_ranks, str(tmp_path), ranks=2)
+    for first, updates, stalls, named, blocks, differs in results:
         copied, size = first
         needs = [until for _, until in updates]
         assert copied == 0 and needs == sorted(needs) and len(updates) > 3
@@ -282,9 +279,8 @@ def datastates_on_ranks(folder):
 
 def test_datastates_llm(tmp_path):
     """From memory for one chunk of two: allocated once; the update waits only for an unfinished copy."""
-    for missing, first, again, addresses, host, good in launch.run(
-        datastates_on_ranks, str(tmp_path), ranks=2
-    ):
+    results = launch.run(datastates_on_ranks, str(tmp_path), ranks=2)
+    for missing, first, again, addresses, host, good in results:
         assert missing == (CHUNK, 2 * CHUNK) and first == ("copy", CHUNK) and again == 0
         assert addresses == 1 and set(host) == {(CHUNK, CHUNK)}
         assert all(good)

@@ -299,9 +299,8 @@ def test_no_error_is_lost(tmp_path):
 def leaves(folder):
     """An exception inside of `with`, a slot being written: nobody waits for other ranks, no thread is left."""
     file_format.RUN_BYTES = 64  # so that files gather nothing
-    saver = Saver(
-        Store(folder, disk=(disk := HeldDisk(allowed=0))), policy=replace(SLOW, chunk_bytes=64, slots=1)
-    )
+    disk = HeldDisk(allowed=0)
+    saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, chunk_bytes=64, slots=1))
     snapshot = saver.snapshot
     give_up, snapshot.give_up = snapshot.give_up, lambda: (give_up(), disk.allow())
     try:

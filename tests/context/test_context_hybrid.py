@@ -159,9 +159,8 @@ def test_loongtrain():
     """Heads x context of 4x1, 2x2, 1x4 give one output; on 2 nodes of w=2 a double ring takes cp/w - 1 steps
     across, not cp - 1: a card's bytes are cut by about w, a node's from cp - 1 to cp - w blocks."""
     grids = (4, 1, 1), (2, 2, 1), (1, 2, 2)
-    runs = launch.run(
-        lambda: [*(loongtrain(*grid, EVERY) for grid in grids), single_ring(EVERY[:1])], ranks=4
-    )
+    program = lambda: [*(loongtrain(*grid, EVERY) for grid in grids), single_ring(EVERY[:1])]
+    runs = launch.run(program, ranks=4)
     for by_grid in runs:
         assert max(error for found in by_grid for error, _ in found) < TOLERANCE
 

@@ -93,10 +93,8 @@ def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven with ALiBi and dropout, values of another width; all gradients."""
     plain = in_one_process(width=3)
     biased = in_one_process(bias=Alibi(SLOPES, torch.arange(T)), mask=MASK, width=3)
-    ways = [
-        (EVEN if ranks < 8 else (16, 16), False, 0.0, plain),
-        (UNEVEN if ranks < 8 else (8, 24), True, MASK, biased),
-    ]
+    even, uneven = (EVEN, UNEVEN) if ranks < 8 else ((16, 16), (8, 24))
+    ways = [(even, False, 0.0, plain), (uneven, True, MASK, biased)]
 
     def rank():
         found = {}

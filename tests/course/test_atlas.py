@@ -29,11 +29,8 @@ def test_rows_are_complete_and_unique():
 def test_module_and_test_exist(row):
     assert (ROOT / row.module).exists(), f"{row.id} names {row.module}, which is not there"
     file, _, name = row.test.partition("::")
-    functions = {
-        node.name
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     assert name in functions, f"{row.id} names {row.test}, which is not there"
 
 

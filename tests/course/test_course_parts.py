@@ -23,9 +23,8 @@ def test_chapters_are_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / name).touch()
     found = notebook.numbered(tmp_path, ".ipynb")
     assert list(found.items()) == [("02", tmp_path / "02_second.ipynb"), ("10", tmp_path / "10_last.ipynb")]
-    listed = types.SimpleNamespace(
-        glob=lambda pattern: [tmp_path / "10_last.ipynb", tmp_path / "02_second.ipynb"]
-    )
+    paths = [tmp_path / "10_last.ipynb", tmp_path / "02_second.ipynb"]
+    listed = types.SimpleNamespace(glob=lambda pattern: paths)
     assert list(notebook.numbered(listed, ".ipynb")) == ["02", "10"], "however a disk lists them"
     for number in (2, "2", "02"):
         assert notebook.key_among(number, found, "{}") == "02"

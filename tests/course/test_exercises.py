@@ -44,9 +44,8 @@ def test_the_notebooks_are_made_from_the_source_of_today(number):
 
 def edited_by_the_reader(path):
     """git knows another version, and answers differ: the copy of somebody who works on the exercises."""
-    status = subprocess.run(
-        ["git", "status", "--porcelain", "--", path.name], cwd=path.parent, capture_output=True
-    )
+    asked = ["git", "status", "--porcelain", "--", path.name]
+    status = subprocess.run(asked, cwd=path.parent, capture_output=True)
     return bool(status.stdout) and assignment.has_answers(assignment.cells_in(path))
 
 
@@ -263,9 +262,8 @@ def test_after_a_limit_the_other_checks_of_a_task_are_not_run(monkeypatch, prope
 
 def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
     lost = json.loads(with_answers(tmp_path / "lost.ipynb", {}).read_text())
-    lost["cells"] = [
-        cell for cell in lost["cells"] if cell["metadata"].get("nbgrader", {}).get("grade_id") != "total"
-    ]
+    is_answer = lambda cell: cell["metadata"].get("nbgrader", {}).get("grade_id") == "total"
+    lost["cells"] = [cell for cell in lost["cells"] if not is_answer(cell)]
     (tmp_path / "lost.ipynb").write_text(json.dumps(lost))
     report = exercises.grade("00", tmp_path / "lost.ipynb", judge=judge)
     assert report.earned == 0 and "the answer cell is gone" in report.table()
@@ -322,9 +320,8 @@ def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
     from minitrain.course import kernels
 
     wrong = next(cell.source for cell in FIRST.wrong if cell.attributes["fails"] == "own work")
-    notebook = nbformat.read(
-        with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong}), as_version=4
-    )
+    path = with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong})
+    notebook = nbformat.read(path, as_version=4)
     way = dict(kernel_manager_class=kernels.AsyncManager, resources={"metadata": {"path": str(tmp_path)}})
     NotebookClient(notebook, timeout=120, allow_errors=True, **way).execute()
     said = {
@@ -338,7 +335,6 @@ def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
     assert "return collectives.rotate(x, group)" in said["pass_on-result"]
     # the student sees the rule, not our stack
     assert "minitrain/course/grading" not in said["pass_on-result"]
-    shown = "".join(
-        str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
-    )
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = "".join(map(str, outputs))
     assert "no deadlock: nobody can go on: rank 0 waits to send float32[1] to rank 1; rank 1 waits" in shown

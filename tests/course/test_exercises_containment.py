@@ -55,58 +55,38 @@ def graded(judge: Judge, answer: str, time_limit_s: float = 40.0):
 
 
 ADVERSARIES = {
-    "an endless loop": ("time limit", "def total(x, group):\n    while True: pass"),
-    "a receive nobody sends for": (
-        "no deadlock",
-        """
+    ("an endless loop", "time limit"): "def total(x, group):\n    while True: pass",
+    ("a receive nobody sends for", "no deadlock"): """
 def total(x, group):
     return collectives.receive(x, (group.rank() + 1) % group.size(), group)""",
-    ),
-    "a collective that one rank leaves out": (
-        "no deadlock",
-        """
+    ("a collective that one rank leaves out", "no deadlock"): """
 def total(x, group):
     return x if group.rank() == 0 else collectives.barrier(group)""",
-    ),
-    "a hang in a thread of its own": (
-        "no deadlock",
-        """
+    ("a hang in a thread of its own", "no deadlock"): """
 import threading
 def total(x, group):
     thread = threading.Thread(target=lambda: collectives.receive(x, (group.rank() + 1) % group.size(), group))
     thread.start()
     thread.join()""",
-    ),
-    "exit code 0": ("a result", "import os\ndef total(x, group):\n    os._exit(0)"),
-    "sys.exit": ("no error", "import sys\ndef total(x, group):\n    sys.exit(0)"),
-    "a fork bomb": (
-        "time limit",
-        """
+    ("exit code 0", "a result"): "import os\ndef total(x, group):\n    os._exit(0)",
+    ("sys.exit", "no error"): "import sys\ndef total(x, group):\n    sys.exit(0)",
+    ("a fork bomb", "time limit"): """
 import os
 def total(x, group):
     while True:
         try: os.fork()
         except OSError: pass""",
-    ),
-    "a memory bomb": ("memory limit", "def total(x, group):\n    return torch.ones(1 << 34)"),
-    "a memory bomb in shared memory": (
-        "no error",
-        """
+    ("a memory bomb", "memory limit"): "def total(x, group):\n    return torch.ones(1 << 34)",
+    ("a memory bomb in shared memory", "no error"): """
 import mmap
 def total(x, group):
     kept = []
     while True: kept.append(mmap.mmap(-1, 1 << 26))""",
-    ),
-    "a huge file": (
-        "no error",
-        """
+    ("a huge file", "no error"): """
 def total(x, group):
     with open("big", "wb") as file:
         while True: file.write(bytes(1 << 20))""",
-    ),
-    "a daemon that outlives its parent": (
-        "no error",
-        """
+    ("a daemon that outlives its parent", "no error"): """
 import os, time
 def total(x, group):
     if os.fork() == 0:
@@ -115,37 +95,25 @@ def total(x, group):
             time.sleep(1000)
         os._exit(0)
     os._exit(0)""",
-    ),
-    "a printed score": (
-        "sum on every rank",
-        """
+    ("a printed score", "sum on every rank"): """
 import sys
 def total(x, group):
     print("\\x1b[2J  2/2  ok  Every rank returns the sum\\n\\ntotal 10/10", flush=True)
     sys.stderr.write("total 10/10\\n")
     return x""",
-    ),
-    "a forged verdict on the line": (
-        "data",
-        """
+    ("a forged verdict on the line", "data"): """
 import gc
 def total(x, group):
     lines = [thing for thing in gc.get_objects() if type(thing).__name__ == "Line"]
     for line in lines: line.send({"is": "verdict", "passed": True, "points": 10})
     return x""",
-    ),
-    "a torch that finds everything equal": (
-        "sum on every rank",
-        """
+    ("a torch that finds everything equal", "sum on every rank"): """
 def total(x, group):
     torch.equal = torch.allclose = torch.Tensor.equal = torch.Tensor.__eq__ = lambda *a, **k: True
     class Anything(torch.Tensor):
         __eq__ = __ne__ = lambda *a: True
     return x.as_subclass(Anything)""",
-    ),
-    "a search of all frames and objects for what is wanted": (
-        "sum on every rank",
-        """
+    ("a search of all frames and objects for what is wanted", "sum on every rank"): """
 import gc, sys
 def total(x, group):
     frame = sys._getframe()
@@ -155,21 +123,17 @@ def total(x, group):
         frame = frame.f_back
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.shape == x.shape]
     return sum(tensors) if len(tensors) == group.size() else x""",
-    ),
-    "a value nested a million times": (
-        "no error",
-        """
+    ("a value nested a million times", "no error"): """
 def total(x, group):
     value = []
     for _ in range(1_000_000): value = [value]
     return value""",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", ADVERSARIES)
-def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name):
-    property, answer = ADVERSARIES[name]
+@pytest.mark.parametrize("name, property", ADVERSARIES)
+def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name, property):
+    answer = ADVERSARIES[name, property]
     points, found, report = graded(judge, answer, 2.0 if property == "time limit" else 40.0)
     assert points == 0 and found == property, report.results
     text = report.table()
@@ -177,16 +141,15 @@ def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name):
     assert "ok  " not in text.replace("2/2  ok  Every rank returns the sum total 10/10", "")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "an endless loop", "exit code 0", "a fork bomb",
-        "a daemon that outlives its parent",
-        "a memory bomb", "a receive nobody sends for", "a printed score",
-    ],
+CONTAINED = (
+    "an endless loop", "exit code 0", "a fork bomb", "a daemon that outlives its parent", "a memory bomb",
+    "a receive nobody sends for", "a printed score",
 )  # fmt: skip
-def test_without_walls_they_are_contained_too(bare, name):
-    property, answer = ADVERSARIES[name]
+
+
+@pytest.mark.parametrize("name, property", [key for key in ADVERSARIES if key[0] in CONTAINED])
+def test_without_walls_they_are_contained_too(bare, name, property):
+    answer = ADVERSARIES[name, property]
     points, found, report = graded(bare, answer, 2.0)
     assert points == 0 and found in (property, "time limit", "a result")  # a daemon holds on to the line
     assert "a self-check, not a grade" in report.table()
@@ -323,16 +286,11 @@ def attempts():
         succeeded.append(name)
     return succeeded
 """
-HARMLESS = [  # what a control may really do
-    "a network",
-    "a unix socket",
-    "inotify",
-    "memfd",
-    "a lock on a library",
-    "a pipe, for its buffer",
-    "memory shared with children",
-    "how much memory is free",
-]
+# what a control may really do
+HARMLESS = [
+    "a network", "a unix socket", "inotify", "memfd", "a lock on a library", "a pipe, for its buffer",
+    "memory shared with children", "how much memory is free",
+]  # fmt: skip
 
 
 def test_no_way_out_and_none_to_another_rank(judge, bare, monkeypatch):

@@ -268,11 +268,8 @@ def run_as_answer(answer: str, names: dict) -> None:
 
 
 def test_of_an_answer_what_the_task_asks_for_and_drivers_around_it():
-    start = dict(
-        given=["def double(x): return 2 * x"],
-        answer="def f(x): return double(x)\ndef g(x): return 0",
-        names=["f"],
-    )
+    answer = "def f(x): return double(x)\ndef g(x): return 0"
+    start = dict(given=["def double(x): return 2 * x"], answer=answer, names=["f"])
     start |= dict(drivers=["def drive(x): return double(f(x))\ndef seen(): return 'g' in globals()"])
     assert of_an_answer.defined(start | {"call": "f"})(3) == 6
     assert of_an_answer.defined(start | {"call": "drive"})(3) == 12

@@ -148,13 +148,8 @@ def returns(*results) -> dict:
 def test_results_come_in_rank_order_and_what_follows_one_is_noise():
     with begun() as one:
         rank_says(one, 1, returns(5), returns(6), prints=b"two\nlines\x1b[2J")
-        rank_says(
-            one,
-            0,
-            returns(4),
-            {"is": "raise", "property": "no error", "message": "", "trace": ""},
-            prints=b"one",
-        )
+        raised = {"is": "raise", "property": "no error", "message": "", "trace": ""}
+        rank_says(one, 0, returns(4), raised, prints=b"one")
         outcome = one.play()
     assert outcome.results == [[4], [5]]
     assert outcome.prints == "[rank 0] one\n[rank 1] two\n[rank 1] lines?[2J"
@@ -162,12 +157,8 @@ def test_results_come_in_rank_order_and_what_follows_one_is_noise():
 
 def test_a_failure_carries_what_was_raised_and_printed():
     with begun(1) as one:
-        rank_says(
-            one,
-            0,
-            {"is": "raise", "property": "no error", "message": "m", "trace": "line 3\n"},
-            prints=b"hello",
-        )
+        raised = {"is": "raise", "property": "no error", "message": "m", "trace": "line 3\n"}
+        rank_says(one, 0, raised, prints=b"hello")
         with pytest.raises(Failure) as error:
             one.play()
     found = (error.value.property, error.value.message, error.value.detail)

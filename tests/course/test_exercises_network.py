@@ -234,9 +234,8 @@ def counted_on_gloo(inputs):
 def code_of(function, *more, collectives=""):
     sources = ["import torch", "from minitrain import collectives", *map(inspect.getsource, more)]
     name = function.__name__
-    return Code(
-        given=sources, answer=inspect.getsource(function), names=[name], call=name, collectives=collectives
-    )
+    source = inspect.getsource(function)
+    return Code(given=sources, answer=source, names=[name], call=name, collectives=collectives)
 
 
 ALL = "all_reduce all_gather reduce_scatter all_to_all broadcast rotate"
@@ -313,9 +312,8 @@ def test_each_rule_is_named_with_rank_and_line(judge, property):
         judge.run(code, [[(torch.ones(3),)]] * 2, time_limit_s=limit_s)
     assert caught.value.property == property and message in caught.value.message
     if property == "time limit":
-        places = [
-            line for line in caught.value.detail.splitlines() if 'File "<your answer>", line 3, in f' in line
-        ]
+        lines = caught.value.detail.splitlines()
+        places = [line for line in lines if 'File "<your answer>", line 3, in f' in line]
         assert [line[:8] for line in places] == ["[rank 0]", "[rank 1]"], "each rank says where it is"
 
 

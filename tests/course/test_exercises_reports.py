@@ -203,9 +203,8 @@ def test_a_report_says_which_file_it_is_of_and_what_it_is_not(tmp_path, monkeypa
     assert said(ours) == (f"exercises/{of.student.name}", "") and said(str(copy))[1] == hint
     ours.write_text(stub)
     assert said() == (f"work/exercises/{of.student.name}", "")
-    copy.write_text(
-        stub.replace('"points": 2', '"points": 3', 1).replace('"checksum": "', '"checksum": "0', 99)
-    )
+    changed = stub.replace('"points": 2', '"points": 3', 1)
+    copy.write_text(changed.replace('"checksum": "', '"checksum": "0', 99))
     assert said()[1] == "  (its checks are not those of this version: graded with this version's)"
     elsewhere = tmp_path.parent / f"{tmp_path.name}.ipynb"
     elsewhere.write_text(stub)

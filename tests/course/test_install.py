@@ -241,9 +241,8 @@ def test_an_environment_that_is_there_is_kept_and_gets_pip_if_it_has_none(tmp_pa
 
 def test_it_runs_before_anything_is_installed():
     """Standard library alone, and a Python that is too old is told so, not shown a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", "import runpy; runpy.run_path(%r)" % install.__file__]
-    )
+    program = "import runpy; runpy.run_path(%r)" % install.__file__
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", program])
     assert done.returncode == 0
     text = "import sys; sys.version_info = (3, 10, 1); import install; install.main()"
     folder = Path(install.__file__).parent
@@ -260,7 +259,6 @@ def test_make_without_a_target_says_what_there_is_and_does_nothing():
 
 
 def test_clean_leaves_the_readers_work():
-    done = subprocess.run(
-        ["make", "-n", "-C", install.ROOT, "clean"], capture_output=True, text=True, check=True
-    )
+    command = ["make", "-n", "-C", install.ROOT, "clean"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "work" not in [word for line in done.stdout.splitlines() for word in line.split()[1:]]

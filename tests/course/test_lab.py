@@ -368,10 +368,8 @@ def test_opening_and_saving_every_notebook_in_jupyterlab_changes_nothing(server,
     if language["version"] == ours:
         assert git(clone, "status", "--porcelain") == ""
     changes = re.findall(r"^[-+] .*$", git(clone, "diff", "-U0"), re.M)
-    assert {change[1:].strip() for change in changes} <= {
-        f'"version": "{ours}"',
-        f'"version": "{language["version"]}"',
-    }
+    versions = {f'"version": "{ours}"', f'"version": "{language["version"]}"'}
+    assert {change[1:].strip() for change in changes} <= versions
     assert lab.prepare(clone) == [] and "work" not in git(clone, "status", "--porcelain")
 
 

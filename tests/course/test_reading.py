@@ -157,11 +157,8 @@ def imported(name: str):
 
 
 def test_no_question_is_asked_twice():
-    asked = [
-        (question, number)
-        for number in CHAPTERS
-        for question in re.findall(r"\*\*Predict\.\*\* (.+)", prose(number))
-    ]
+    found = ((re.findall(r"\*\*Predict\.\*\* (.+)", prose(number)), number) for number in CHAPTERS)
+    asked = [(question, number) for questions, number in found for question in questions]
     assert len({question for question, _ in asked}) == len(asked)
     for (one, first), (other, second) in zip(sorted(asked), sorted(asked)[1:]):
         assert difflib.SequenceMatcher(None, one, other).ratio() < 0.8, (first, one, second, other)
@@ -171,9 +168,8 @@ def texts() -> dict[str, str]:
     """Everything that a reader reads: chapters, README, exercises, docstrings and comments of the package."""
     files = [ROOT / "README.md", *ROOT.glob("exercises/*.md"), *ROOT.glob("exercises/source/*.py")]
     files += [path for path in (ROOT / "minitrain").rglob("*.py")]
-    return {number: prose(number) for number in CHAPTERS} | {
-        str(path.relative_to(ROOT)): path.read_text() for path in files
-    }
+    others = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+    return {number: prose(number) for number in CHAPTERS} | others
 
 
 def test_a_chapter_that_is_to_come_is_marked_as_planned():
@@ -200,11 +196,8 @@ def tokens(function: ast.AST) -> list[str]:
     body = function.body[1:] if ast.get_docstring(function) else function.body
     source = "\n".join(map(ast.unparse, body))
     quiet = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    return [
-        token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in quiet
-    ]
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.string for token in found if token.type not in quiet]
 
 
 def functions(source: str) -> list[ast.FunctionDef]:

@@ -34,9 +34,8 @@ def test_what_tensors_take_is_what_arithmetic_says(counted):
 
 def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp_path):
     losses = train("plain", CONFIG, str(tmp_path), *SIZES)
-    with LimitedRuns(
-        lambda: [train(way, CONFIG, str(tmp_path), *SIZES, steps=1) for way in PLACEMENTS]
-    ) as runs:
+    both = lambda: [train(way, CONFIG, str(tmp_path), *SIZES, steps=1) for way in PLACEMENTS]
+    with LimitedRuns(both) as runs:
         limits = {}
         for way in PLACEMENTS:
             most = -(-(counted[way] + ROOM) // STEP_BYTES) * STEP_BYTES

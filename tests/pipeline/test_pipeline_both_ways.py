@@ -31,9 +31,8 @@ def reference(problem: Problem):
 
 def difference(schedule: Schedule, problem: Problem = PROBLEM, **shape: int) -> float:
     shape = shape or dict(dp=1, pp=len(schedule.ranks))
-    return pipeline_difference(
-        replace(problem, microbatches=schedule.microbatches), shape, schedule, reference(problem)
-    )
+    same = replace(problem, microbatches=schedule.microbatches)
+    return pipeline_difference(same, shape, schedule, reference(problem))
 
 
 def idle_times(schedule: Schedule, costs: Costs) -> list:

@@ -122,9 +122,8 @@ def split(schedule: Schedule) -> Schedule:
 
 def of_one_stage() -> Schedule:
     """1F1B in pairs: both parts of a pair are of the rank's one stage."""
-    first, last = (
-        [Pair(F(s, m + ahead), B(s, m)) for m in range(4 - ahead)] for s, ahead in ((0, 2), (1, 1))
-    )
+    half = lambda s, ahead: [Pair(F(s, m + ahead), B(s, m)) for m in range(4 - ahead)]
+    first, last = half(0, 2), half(1, 1)
     lists = [F(0, 0), F(0, 1), *first, B(0, 2), B(0, 3)], [F(1, 0), *last, B(1, 3)]
     return check(Schedule("of one stage", lists, 2, 4))
 

@@ -52,9 +52,8 @@ def reference():
 def on_rank(schedule, problem=PROBLEM):
     """(this rank's run, a batch): what parallelize makes of a model over the schedule's ranks."""
     strategy = Strategy(pp=len(schedule.ranks), microbatches=schedule.microbatches, precision="float64")
-    run = parallelize(
-        problem.config, strategy, lambda params: AdamW(params, lr=problem.lr), seed=3, schedule=schedule
-    )
+    make_optimizer = lambda params: AdamW(params, lr=problem.lr)
+    run = parallelize(problem.config, strategy, make_optimizer, seed=3, schedule=schedule)
     return run, run.batch(rows_of_problem(problem, 0), 0)
 
 
@@ -289,9 +288,8 @@ def events_of(schedule, lent=None):
 def counted(ledger):
     account = everything(ledger)
     account["kinds of events"] = Counter(map(type, ledger.events))
-    account["by operation"] = {
-        op: (ledger.num_calls(op), ledger.sent_bytes(op)) for op in ("send", "receive")
-    }
+    ops = "send", "receive"
+    account["by operation"] = {op: (ledger.num_calls(op), ledger.sent_bytes(op)) for op in ops}
     del account["timeline"]  # a network lets a message go an event later
     return account
 
@@ -423,9 +421,8 @@ def test_only_embeddings_travel():
 
 
 def furthest(grads, module):
-    return max(
-        (grad - param.grad).abs().max() for grad, param in zip(grads, module.parameters(), strict=True)
-    )
+    pairs = zip(grads, module.parameters(), strict=True)
+    return max((grad - param.grad).abs().max() for grad, param in pairs)
 
 
 def test_distmm():
@@ -453,7 +450,6 @@ def test_distmm():
             assert peaks(contrastive.doubled(p, m)) == [min(m + p - rank - 1, 2 * m) for rank in range(p)]
             for last in (contrastive.naive(p, m).ranks[-1], contrastive.doubled(p, m).ranks[-1]):
                 for batch in range(2):  # the barrier: all forwards of a batch before its first backward
-                    forwards, backwards = (
-                        [last.index(kind(p - 1, batch * m + i)) for i in range(m)] for kind in (F, B)
-                    )
+                    places = lambda kind: [last.index(kind(p - 1, batch * m + i)) for i in range(m)]
+                    forwards, backwards = places(F), places(B)
                     assert max(forwards) < min(backwards)

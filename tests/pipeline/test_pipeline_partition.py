@@ -35,9 +35,8 @@ def numbers(draw, count, low=1, high=20):
 
 def timed(schedule: Schedule, stages) -> Measured:
     """Every stage with a forward and a backward time of its own."""
-    return Measured(
-        {action: stages[action.stage][0 if action.kind == "F" else 1] for action in schedule.place}
-    )
+    of = lambda action: stages[action.stage][0 if action.kind == "F" else 1]
+    return Measured({action: of(action) for action in schedule.place})
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------

@@ -250,9 +250,8 @@ def test_forwards_run_again_draw_again_what_they_drew():
 
     def drawn(again):
         stage, ones = Dropped(), torch.ones(4, 30, dtype=torch.float64)
-        run = Runner(
-            {0: stage}, gpipe(1, 4), collectives.world(), lambda y, targets: y.sum(), NoReducer(), width=1
-        )
+        total = lambda y, targets: y.sum()
+        run = Runner({0: stage}, gpipe(1, 4), collectives.world(), total, NoReducer(), width=1)
         run.hooks.append(Again() if again else RunnerHooks())
         torch.manual_seed(0)
         loss = run(Batch(ones, ones, torch.ones(())))

@@ -112,9 +112,8 @@ def test_a_fused_core_counts_as_the_formula_of_the_same_name(config, causal, sco
 def test_triangle_and_square():
     """The square charges T - 1 keys in 2T more; the default is what a causal mask leaves."""
     attention = 6 * 12 * 768  # a key more, for a token of GPT-2
-    triangle, square = (
-        flops_per_token(presets["gpt2"], 1024, causal=causal) for causal in ("triangle", "square")
-    )
+    flops = partial(flops_per_token, presets["gpt2"], 1024)
+    triangle, square = flops(causal="triangle"), flops(causal="square")
     assert square == 6 * matmul_parameters(presets["gpt2"]) + 2 * attention * 1024
     assert flops_per_token(presets["gpt2"], 1024) == triangle == square - attention * 1023
     assert round(square / triangle, 2) == 1.07
@@ -336,8 +335,6 @@ def test_zero_figure_1():
     assert [round(zero_bytes(7_500_000_000, 64, stage) / 1e9, 1) for stage in range(4)] == [
         120.0, 31.4, 16.6, 1.9,
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="stage = 4; ZeRO has stages 1, 2 and 3"):
-        zero_bytes(1, 2, 4)
 
 
 def test_ckpt_size_980gb():
@@ -391,15 +388,13 @@ def test_activations_memory(s, b, h, a, device):
     statistics = [item for item in saved.saved if item.shape == (b, s, 1)]  # mean and deviation of two norms
     kept = [item for item in saved.saved if item not in statistics]
     assert len(statistics) == 4
-    assert (
-        sum(item.bytes for item in kept) == 34 * s * b * h + 5 * a * s * s * b == activation_bytes(s, b, h, a)
-    )
+    assert sum(item.bytes for item in kept) == activation_bytes(s, b, h, a)
+    assert activation_bytes(s, b, h, a) == 34 * s * b * h + 5 * a * s * s * b
     assert saved.bytes == activation_bytes(s, b, h, a) + 4 * s * b * statistics[0].dtype.itemsize
     for place in {term.place for term in activation_terms()}:
         measured = sorted(item.bytes for item in kept if item.place == place)
-        assert measured == sorted(
-            term.bytes(s, b, h, a) for term in activation_terms() if term.place == place
-        ), place
+        expected = [term.bytes(s, b, h, a) for term in activation_terms() if term.place == place]
+        assert measured == sorted(expected), place
     found = (sum(term.sbh for term in activation_terms()), sum(term.ass for term in activation_terms()))
     assert found == (34, 5)
 
@@ -419,8 +414,6 @@ def test_activation_table_2():
     ] == [114, 23, 14.25, 13, 4.25, 2]
     least = gpt3(**eight, sequence_parallel=True, recompute="selective")
     assert round(96 * gpt3() / 1e9) == 275 and round(96 * least / 1e9, 1) == 10.3
-    with pytest.raises(ValueError, match="recompute = 'some'; use 'none', 'selective' or 'full'"):
-        gpt3(recompute="some")
 
 
 def attend(layer: LatentAttention, query_latent, kv_latent, positions):
@@ -444,9 +437,8 @@ def test_no_tp_memory():
             latents = checkpoint(lambda x: layer.compress(norm(x)), x, use_reentrant=False)
             out = checkpoint(partial(attend, layer), *latents, positions, use_reentrant=False)
             layer.out(out.transpose(1, 2).flatten(-2))
-        kept, kept_little = (
-            latent_attention_bytes_per_token(config, recompute=again) for again in (False, True)
-        )
+        kept = latent_attention_bytes_per_token(config, recompute=False)
+        kept_little = latent_attention_bytes_per_token(config, recompute=True)
         angles, scales = 2 * 2 * config.rope_head_dim, 3 * 4  # of two rotations, of three norms
         assert everything.bytes / length == kept + angles + scales
         assert near(everything.bytes / length, kept, 0.01)

@@ -107,9 +107,8 @@ def test_what_is_written_is_read_back(key):
         lost = {name for name in values if again[name] != values[name]}
         assert lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.noted.keys()
         assert not left
-        said.update(
-            (name, value) for name, value in values.items() if value != DEFAULTS[name] and name not in lost
-        )
+        changed = (name for name in values if values[name] != DEFAULTS[name] and name not in lost)
+        said.update((name, values[name]) for name in changed)
     assert min(written, refused) > 40, (written, refused)
     for name in ("dp", "pp", "microbatches", "rows", "zero", "precision", "recompute"):
         assert any(one == name for one, _ in said), f"{name} was never written"

@@ -25,9 +25,8 @@ W, G, O = 2, 4, 12  # bytes of weights, gradients and the optimizer's states
 
 def of(flops: float, moved: float, high: int = 0) -> Pass:
     """A product of so many FLOPs, and a pass through memory."""
-    return Pass(
-        (Operator("mm", int(flops), 0, "bfloat16"), Operator("add", 0, int(moved), "bfloat16")), (), high
-    )
+    products = Operator("mm", int(flops), 0, "bfloat16")
+    return Pass((products, Operator("add", 0, int(moved), "bfloat16")), (), high)
 
 
 WORK = Work(
@@ -260,9 +259,8 @@ def test_gradients_and_weights_travel_as_often_as_a_stage_says():
 
 
 def test_overlapped_sums_hide_behind_passes_of_layers_after_them():
-    slow = replace(
-        A100, inter=replace(A100.inter, bandwidth_bytes_per_s=1e6), devices_per_node=1, nics_per_node=1
-    )
+    link = replace(A100.inter, bandwidth_bytes_per_s=1e6)
+    slow = replace(A100, inter=link, devices_per_node=1, nics_per_node=1)
     at = place("megascale", dp=4, on=slow)
     found = update_s(WORK, layout_of(MODEL, Strategy(microbatches=1)), at, 0, (W, G, O), False, False)["dp"]
     whole = at.travel_s("all_reduce", ELEMENTS * G, (0, 1, 2, 3))

@@ -230,9 +230,8 @@ def test_what_a_block_keeps_is_table_2_of_korthikanti(recompute, sequence):
 def test_a_fused_attention_keeps_no_mask():
     """Of a block's dropout the two masks behind attention and MLP are left, a byte per element."""
     model = replace(SMALL, max_positions=1024)
-    without, dropped = (
-        work_of(replace(model, dropout=p), Strategy(precision="bfloat16"), 2, 1024).block for p in (0.0, 0.1)
-    )
+    models = (replace(model, dropout=p) for p in (0.0, 0.1))
+    without, dropped = (work_of(one, Strategy(precision="bfloat16"), 2, 1024).block for one in models)
     assert dropped.saved_bytes - without.saved_bytes == 2 * 2 * 1024 * model.d_model
     assert dropped.forward.high_bytes < 1.2 * without.forward.high_bytes
     written = work_of(replace(model, dropout=0.1), Strategy(precision="bfloat16"), 2, 1024, False).block
@@ -278,9 +277,8 @@ def test_a_step_is_the_simulation_of_its_whole_schedule(name, blocking):
 
 
 def product(m, n, k, batch=1) -> Operator:
-    return Operator(
-        "mm", 2 * batch * m * n * k, 2 * batch * (m * k + k * n + m * n), "bfloat16", (batch, m, n, k)
-    )
+    moved = 2 * batch * (m * k + k * n + m * n)
+    return Operator("mm", 2 * batch * m * n * k, moved, "bfloat16", (batch, m, n, k))
 
 
 def test_products_come_in_whole_tiles_and_whole_waves():
@@ -297,10 +295,8 @@ def test_products_come_in_whole_tiles_and_whole_waves():
 
 
 def test_chains_are_one_pass_where_a_stack_fuses_and_gradients_add_up_in_products():
-    passes = [
-        Operator(name, 0, size, "bfloat16")
-        for name, size in (("add", 6), ("gelu", 4), ("native_layer_norm", 4))
-    ]
+    sizes = {"add": 6, "gelu": 4, "native_layer_norm": 4}
+    passes = [Operator(name, 0, size, "bfloat16") for name, size in sizes.items()]
     adds = Operator("add_", 0, 100, "float32", (), True)
     time = lambda name, operators: seconds(operators, Place(A100, STACKS[name], PLAIN))["passes"] * 2.039e12
     assert time("minitrain", passes) == pytest.approx(14)
@@ -351,9 +347,8 @@ def test_the_table_is_all_there_with_its_doubts():
 
 def test_known_rows_are_within_a_tenth_and_each_term_matters():
     known = rows(*KNOWN)
-    mean = lambda how: (
-        sum(abs(predict(row.run, work_of, how).step_s / row.step_s - 1) for row in known) / len(known)
-    )
+    off = lambda row, how: abs(predict(row.run, work_of, how).step_s / row.step_s - 1)
+    mean = lambda how: sum(off(row, how) for row in known) / len(known)
     for row in known:
         assert predict(row.run, work_of).step_s == pytest.approx(row.step_s, rel=0.10), row.name
     for term in (

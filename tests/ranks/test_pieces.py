@@ -122,9 +122,8 @@ def test_what_two_rectangles_have_in_common(data):
         for kind in (numbers, st.integers(1, 4))
     )
     common = overlap(a, m, b, n)
-    inside = [
-        set(product(*(range(x, x + k) for x, k in zip(start, shape)))) for start, shape in ((a, m), (b, n))
-    ]
+    indices = lambda start, shape: set(product(*(range(x, x + k) for x, k in zip(start, shape))))
+    inside = [indices(a, m), indices(b, n)]
     expected = set.intersection(*inside)
     assert (common is None) == (not expected)
     if common:

@@ -142,10 +142,8 @@ def units_in_another_order():
             model(torch.ones(1, 4))
         with Ledger() as ledger:
             model(torch.ones(1, 4))
-        calls += [
-            ledger.num_calls("all_gather"),
-            sum(flat.whole.untyped_storage().size() > 0 for flat in zero.shards),
-        ]
+        gathered = sum(flat.whole.untyped_storage().size() > 0 for flat in zero.shards)
+        calls += [ledger.num_calls("all_gather"), gathered]
         with Ledger() as ledger:
             zero.shards[0].start(zero.gather)
             zero.shards[0].free()

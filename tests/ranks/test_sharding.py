@@ -152,10 +152,8 @@ def cut_twice():
     model.weight = nn.Parameter(shard(model.weight.detach(), 0, mesh.group("tp")))
     model.weight.placement = shard(torch.ones(4, 4), 0, mesh.group("tp")).placement
     zero = Zero1(model, mesh.group("dp"), lambda params: torch.optim.SGD(params, lr=1.0))
-    return [
-        [collectives.axis_of(group) for group in piece.holders]
-        for piece in states.pieces(zero, mesh.group("tp"))
-    ]
+    pieces = states.pieces(zero, mesh.group("tp"))
+    return [[collectives.axis_of(group) for group in piece.holders] for piece in pieces]
 
 
 def test_a_dim_is_cut_twice_and_ranks_with_another_slice_hold_no_copy():

@@ -85,10 +85,8 @@ def test_strips_show_the_holes_between():
     ax = PICTURES["strips"]().axes[0]
     rows = [[p for p in ax.patches if p.get_y() == pytest.approx(row - 0.35)] for row in range(4)]
     pale = PALE.upper()
-    widths = [
-        [sum(p.get_width() for p in row if (colour(p) == pale) == hole) for hole in (True, False)]
-        for row in rows
-    ]
+    shown = lambda row, hole: [p for p in row if (colour(p) == pale) == hole]
+    widths = [[sum(p.get_width() for p in shown(row, hole)) for hole in (True, False)] for row in rows]
     MB = MiB / 1e9
     assert widths[0] == pytest.approx([1000 * MB, 680 * MB])
     for row in widths[1:]:

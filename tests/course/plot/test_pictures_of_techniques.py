@@ -63,9 +63,8 @@ SLICES = [{"mlp.up": (0, 16 * r, 8, 16 * r + 16), "mlp.down": (16 * r, 0, 16 * r
 
 def step(overlap):
     """Two layers of a backward, whose one all-reduce is hidden by the second of them or not."""
-    layers = [
-        Compute("mm", 10**13, 10**8, phase, "bfloat16") for phase in ("forward", "backward", "backward")
-    ]
+    phases = "forward", "backward", "backward"
+    layers = [Compute("mm", 10**13, 10**8, phase, "bfloat16") for phase in phases]
     layers.insert(2 if overlap else 3, Issue(0, "all_reduce", "dp", tuple(range(64)), 10**9, 1, 0, "x.py:1"))
     return replay({0: [*layers, Wait(0)]}, machine("h100"))
 
@@ -75,9 +74,8 @@ def blocks(p):
 
 
 def adapipe():
-    layer = stage_memory.Layer(
-        forward=10, backward=20, fixed=2, units=(stage_memory.Unit(1, 5), stage_memory.Unit(3, 4))
-    )
+    units = stage_memory.Unit(1, 5), stage_memory.Unit(3, 4)
+    layer = stage_memory.Layer(forward=10, backward=20, fixed=2, units=units)
     return stage_memory.plan_adapipe(stage_memory.Model((layer,) * 4, boundary=1), 2, 4, 40)
 
 

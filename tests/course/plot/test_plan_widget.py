@@ -120,10 +120,8 @@ def test_a_move_asks_no_dry_run_until_it_is_told_to():
 
     box = explore(counts, has, batch=64)
     text, image = box.children[-2:]
-    moves = dict(pp=4, dp=2, ranks=8, ZeRO=3, machine="a100") | {
-        "rows per step": 128,
-        "rows per microbatch": 2,
-    }
+    moves = {"pp": 4, "dp": 2, "ranks": 8, "ZeRO": 3, "machine": "a100"}
+    moves |= {"rows per step": 128, "rows per microbatch": 2}
     for name, value in moves.items():
         before = text.value, bytes(image.value)
         controls(box)[name].value = value

@@ -52,10 +52,8 @@ def run_memory():
     return timeline, events
 
 
-PIPELINES = (
-    simulate(one_f_one_b(4, 8), Costs(B=2)),
-    simulate(interleaved(4, 8, 2), Costs(F=Fraction(1, 2), B=1)),
-)
+QUICK = Costs(F=Fraction(1, 2), B=1)
+PIPELINES = (simulate(one_f_one_b(4, 8), Costs(B=2)), simulate(interleaved(4, 8, 2), QUICK))
 CHUNKS = [
     [[1] * 4 for _ in range(4)],
     [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)],
@@ -201,9 +199,8 @@ def test_rank_grid_colours_groups():
     def coloured(ax):
         groups = {}
         for square, text in zip(ax.patches, ax.texts):
-            groups.setdefault(matplotlib.colors.to_hex(square.get_facecolor()).upper(), []).append(
-                int(text.get_text())
-            )
+            colour = matplotlib.colors.to_hex(square.get_facecolor()).upper()
+            groups.setdefault(colour, []).append(int(text.get_text()))
         return sorted(groups.values())
 
     dp, tp = plot.rank_grid({"dp": 2, "tp": 3}).axes
@@ -239,9 +236,8 @@ def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals
     ax = PICTURES["number_lines"]().axes[0]
     strokes = [[segment[0][0] for segment in row.get_segments()] for row in ax.collections]
     assert strokes == [[0.5, 1, 1.5, 2, 3, 4, 6], [2.0**-k for k in range(8, -1, -1)]]
-    colours = [
-        [matplotlib.colors.to_hex(colour).upper() for colour in row.get_colors()] for row in ax.collections
-    ]
+    name = lambda colour: matplotlib.colors.to_hex(colour).upper()
+    colours = [[name(colour) for colour in row.get_colors()] for row in ax.collections]
     assert colours[0] == [style.GREY.upper()] + [style.BLUE.upper()] * 6 and ax.get_xscale() == "log"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["e2m1", "an eighth"]
     with pytest.raises(ValueError, match="fp16 has 1000 positive numbers.*; draw 1 to 300"):

@@ -110,18 +110,10 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
 
 
 def test_errors_say_what_is_allowed():
-    with pytest.raises(ValueError, match="'b200'; choose from v100, .*h100.*ascend910$"):
-        machine("b200")
     with pytest.raises(ValueError, match="V100 .* bf16; choose from float64, float32, float16"):
         machine("v100").device.peak("bf16")
     with pytest.raises(ValueError, match="unnamed dtype"):
         machine("v100").device.peak("")
-    with pytest.raises(ValueError, match="compute_efficiency=1.2: use a number from 0 to 1"):
-        dataclasses.replace(machine("h100"), compute_efficiency=1.2)
-    with pytest.raises(ValueError, match="memory_efficiency=0: use a finite number above 0"):
-        dataclasses.replace(machine("h100"), memory_efficiency=0)
-    with pytest.raises(ValueError, match="nics_per_node=0"):
-        dataclasses.replace(machine("h100"), nics_per_node=0)
 
 
 def test_no_torch_is_imported():

@@ -115,10 +115,7 @@ def test_one_group_is_served_in_order_and_two_groups_share_wires():
     steps = []
     for second, sharing in (("dp", True), ("tp", True), ("tp", False)):
         program = Program()
-        ids = (
-            program.issue("all_gather", "dp", PAIR, 4 * 10**9),
-            program.issue("all_gather", second, PAIR, 4 * 10**9),
-        )
+        ids = [program.issue("all_gather", axis, PAIR, 4 * 10**9) for axis in ("dp", second)]
         program.wait(ids[1]).wait(ids[0])
         steps.append(replay({0: program.events, 1: program.events}, UNIT, sharing=sharing).step_s)
     assert steps == [close(4), close(4), close(2)]
@@ -294,9 +291,8 @@ def test_other_errors():
 # ---- every program ---------------------------------------------------------------------------------------
 # Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with
 # computation that differs by rank; a call is waited for at once or some steps later.
-GRID = Machine(
-    "grid", DEVICE, 2, Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up"), 1
-)
+INSIDE, OUTSIDE = Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up")
+GRID = Machine("grid", DEVICE, 2, INSIDE, OUTSIDE, 1)
 GROUPS = {
     "dp": lambda r: (r % 2, r % 2 + 2),
     "tp": lambda r: (r - r % 2, r - r % 2 + 1),
@@ -434,9 +430,8 @@ def as_tasks(events):
     for key, came in sorted(transfers.items(), key=lambda item: item[1][0][0].seq):
         event, stream = came[0][0], f"{came[0][0].axis} {came[0][0].members}"
         place = collectives.place(event.members, GRID)
-        latency, all_of_it = (
-            collectives.seconds(event.op, n, place, ways[event.op]) for n in (0, event.payload_bytes)
-        )
+        sizes = 0, event.payload_bytes
+        latency, all_of_it = (collectives.seconds(event.op, n, place, ways[event.op]) for n in sizes)
         message, level = event.op in ("send", "receive"), place.nodes
         wires = [f"alone {key}"]
         for away in (True, False):
@@ -513,9 +508,8 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
 @settings(max_examples=60)
 @given(programs)
 def test_overlap_never_makes_a_step_longer(program):
-    beside, in_turn = (
-        replay(written(program, blocking=blocking), GRID, sharing=False).step_s for blocking in (False, True)
-    )
+    both = (written(program, blocking=blocking) for blocking in (False, True))
+    beside, in_turn = (replay(events, GRID, sharing=False).step_s for events in both)
     assert beside <= in_turn + 1e-9
 
 

@@ -65,9 +65,8 @@ def test_the_table_line_by_line():
 def test_a_trace_has_a_process_per_rank_and_a_thread_per_stream(tmp_path):
     path = replace(TIMELINE, spans={1: TIMELINE.spans[1]}).to_chrome_trace(tmp_path / "trace.json")
     found = json.loads(path.read_text())
-    names = [
-        (one["name"], one["tid"], *one["args"].values()) for one in found["traceEvents"] if one["ph"] == "M"
-    ]
+    named = [one for one in found["traceEvents"] if one["ph"] == "M"]
+    names = [(one["name"], one["tid"], *one["args"].values()) for one in named]
     assert found["displayTimeUnit"] == "ms" and {one["pid"] for one in found["traceEvents"]} == {1}
     assert names == [
         ("process_name", 0, "rank 1"),

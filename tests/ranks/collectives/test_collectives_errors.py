@@ -277,9 +277,8 @@ def left_open(program, log):
     "program", [wrong_dtype, wrong_shape, in_the_background], ids=lambda one: one.__name__
 )
 def test_a_refused_call_is_over_in_the_log(program, tmp_path):
-    for calls, unfinished in launch.run(
-        left_open, program, str(tmp_path), ranks=4, checked=True, timeout_s=20
-    ):
+    results = launch.run(left_open, program, str(tmp_path), ranks=4, checked=True, timeout_s=20)
+    for calls, unfinished in results:
         assert calls > 0 and unfinished == []
 
 

@@ -17,9 +17,8 @@ N, COLUMNS = 8, 3  # a whole tensor is [8, 3]; a shard along dim 0 is [8/n, 3]
 def swap_uneven(x, group):
     n, rank = group.size(), group.rank()
     sends = [[0, 2, 1, 5], [3, 3, 2, 0], [1, 1, 6, 0], [0, 0, 0, 8]] if n == 4 else [[1, 7], [6, 2]]
-    return collectives.all_to_all(
-        x, group, send_sizes=sends[rank], receive_sizes=[row[rank] for row in sends]
-    )
+    receives = [row[rank] for row in sends]
+    return collectives.all_to_all(x, group, send_sizes=sends[rank], receive_sizes=receives)
 
 
 PAIRS = {  # name: (function of x and group, kind of x, x is a shard, kind of y)
@@ -126,9 +125,8 @@ def who_calls():
     y = collectives.gather_to(collectives.scatter_to(x, group), group)
     before = len(collectives.last_calls())
     y.sum().backward()
-    return [
-        (call.op, call.site.split(":")[1], call.sent_bytes) for call in collectives.last_calls()[before - 1 :]
-    ]
+    calls = collectives.last_calls()[before - 1 :]
+    return [(call.op, call.site.split(":")[1], call.sent_bytes) for call in calls]
 
 
 def test_a_backward_call_is_logged_at_the_line_of_its_forward():

@@ -342,10 +342,8 @@ def test_a_site_holds_inside_its_block_only():
 
 def peer_and_bytes():
     mesh, seen = Mesh(dp=2, tp=2), []
-    with (
-        collectives.observe(lambda kind, subject: seen.append(subject) if kind == "issue" else None),
-        Ledger() as ledger,
-    ):
+    note = lambda kind, subject: seen.append(subject) if kind == "issue" else None
+    with collectives.observe(note), Ledger() as ledger:
         collectives.send(torch.ones(4), 0, mesh.group("tp"))
         collectives.all_to_all(torch.ones(4), mesh.group("tp"), send_sizes=[1, 3], receive_sizes=[2, 3])
     return seen[0].peer, ledger.sent_bytes("all_to_all")

@@ -79,9 +79,8 @@ def unsent_bytes() -> int:
 def half_sent(folder):
     """Rank 1 stops with a receive posted, so its side of the connection fills up; then it is killed."""
     group, x = collectives.world(), torch.ones(4_000_000)
-    other = psutil.Process(
-        collectives.all_gather(torch.tensor([os.getpid()]), group)[1 - group.rank()].item()
-    )
+    pids = collectives.all_gather(torch.tensor([os.getpid()]), group)
+    other = psutil.Process(pids[1 - group.rank()].item())
     if group.rank() == 1:
         collectives.receive(x, 0, group, async_op=True)
         os.kill(os.getpid(), signal.SIGSTOP)

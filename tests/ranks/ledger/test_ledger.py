@@ -172,10 +172,8 @@ def test_grouped_products_have_as_many_rows_each_as_on_average():
     """32 rows shared out among 3 matrices, or 32 products of a column and a row among 3 sums: 11 at most on
     average; and 3 matrices of 4 rows each."""
     ends = torch.tensor([1, 12, 32], dtype=torch.int32)
-    a, b, c, d, e = (
-        torch.randn(shape, dtype=torch.bfloat16)
-        for shape in ((32, 8), (3, 8, 16), (8, 32), (32, 16), (3, 4, 8))
-    )
+    shapes = (32, 8), (3, 8, 16), (8, 32), (32, 16), (3, 4, 8)
+    a, b, c, d, e = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
     for function, shape, rows in (
         (lambda: F.grouped_mm(a, b, offs=ends), (3, 11, 16, 8), 32),
         (lambda: F.grouped_mm(c, d, offs=ends), (3, 8, 16, 11), 32),
@@ -329,9 +327,8 @@ def test_peak_is_that_of_the_allocator_and_watching_does_not_change_it():
     older = sum(p.nbytes for p in model.parameters()) * 3 + tokens.nbytes
     ledger = account(step)
     assert ledger.live_bytes == older
-    assert (
-        ledger.peak_bytes - older == allocators_peak(step) == allocators_peak(lambda: account(step)) > 500_000
-    )
+    peaks = ledger.peak_bytes - older, allocators_peak(step), allocators_peak(lambda: account(step))
+    assert peaks[0] == peaks[1] == peaks[2] > 500_000
 
 
 def test_memory_by_kind():
@@ -581,9 +578,8 @@ def from_another_thread():
     """Issued by one thread, waited for by another, while the ledger's own thread computes."""
     handles, x, group = [], torch.zeros(6), collectives.world()
     with Ledger() as ledger:
-        issuer = threading.Thread(
-            target=lambda: handles.append(collectives.all_reduce(x, group, async_op=True))
-        )
+        issue = lambda: handles.append(collectives.all_reduce(x, group, async_op=True))
+        issuer = threading.Thread(target=issue)
         issuer.start()
         issuer.join()
         x + 1
