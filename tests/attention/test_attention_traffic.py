@@ -47,9 +47,8 @@ def standard(tokens, width, **more):
 @pytest.mark.parametrize("version", [1, 2])
 def test_counts_equal_the_closed_form(version):
     for tokens, width, fast_elements, causal in product((1, 24, 37), (4, 8), (40, 100, 600), (False, True)):
-        expected = flash.flash_traffic(
-            version, tokens, width, *flash.tile_sizes(fast_elements, width), causal
-        )
+        sizes = flash.tile_sizes(fast_elements, width)
+        expected = flash.flash_traffic(version, tokens, width, *sizes, causal)
         found = counted(version, tokens, width, fast_elements, causal)
         assert found == expected, (tokens, width, fast_elements, causal)
 
@@ -69,9 +68,8 @@ def test_flash_attention():
 
     heads_of_all = 16 * 64
     naive_gb = sum(part.elements for part in standard(1024, 64)) * heads_of_all * 2 / 1e9
-    flash_gb = (
-        sum(part.elements for part in counted(1, 1024, 64, flash.A100_ELEMENTS)) * heads_of_all * 2 / 1e9
-    )
+    elements = sum(part.elements for part in counted(1, 1024, 64, flash.A100_ELEMENTS))
+    flash_gb = elements * heads_of_all * 2 / 1e9
     assert round(naive_gb, 1) == 25.2 and round(flash_gb, 1) == 4.1  # algorithm 0; paper: 4.4
     moved, work = dryrun.run(baseline, 64, 16, 1024, 64, ranks=1)
     assert round(moved / 1e9, 1) == 40.3  # the paper's: with its mask and dropout, measured by the ledger
@@ -113,9 +111,8 @@ def test_what_is_held_should_be_large():
     for fast_elements in (4096, 16384):
         outer, inner = flash.tile_sizes(fast_elements, width)
         swapped = flash.flash_traffic(2, tokens, width, inner, outer, False)[0].elements
-        assert (
-            swapped > 2 * tokens**2 > flash.flash_traffic(2, tokens, width, outer, inner, False)[0].elements
-        )
+        straight = flash.flash_traffic(2, tokens, width, outer, inner, False)[0].elements
+        assert swapped > 2 * tokens**2 > straight
 
 
 def test_whole_matrices_are_attention():

@@ -82,12 +82,8 @@ def a_clone(folder: Path) -> Path:
     names = [
         "notebooks/00_a.ipynb", "notebooks/pictures/a.svg", "exercises/source/00.py", "README.md", "LICENSE",
     ]  # fmt: skip
-    hidden = [
-        "notebooks/.ipynb_checkpoints/00_a.ipynb",
-        "exercises/__pycache__/a.pyc",
-        "notebooks/.hidden",
-        "tests/a.py",
-    ]
+    hidden = ["notebooks/.ipynb_checkpoints/00_a.ipynb", "exercises/__pycache__/a.pyc"]
+    hidden += ["notebooks/.hidden", "tests/a.py"]
     for name in (*names, *hidden):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)

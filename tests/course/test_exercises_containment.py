@@ -22,9 +22,8 @@ from minitrain.course.grading.judge import PACKAGE, Code, Judge
 from minitrain.course.grading.trial import Failure
 
 CHAPTER = book.chapter("00")
-ONE_TASK = book.Chapter(
-    "00", CHAPTER.path, [c for c in CHAPTER.cells if c.role in book.LOCKED or c.name.startswith("total")]
-)
+TOTAL = [c for c in CHAPTER.cells if c.role in book.LOCKED or c.name.startswith("total")]
+ONE_TASK = book.Chapter("00", CHAPTER.path, TOTAL)
 
 
 @pytest.fixture(scope="module")

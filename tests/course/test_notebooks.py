@@ -33,9 +33,7 @@ def text_of(output) -> str:
 class TestChapter:
     def test_was_run_from_top_to_bottom(self, path):
         counts = [cell.execution_count for cell in cells(path, "code")]
-        assert counts == list(range(1, len(counts) + 1)), (
-            f"execution counts are {counts}; run it with `minitrain run --save`"
-        )
+        assert counts == list(range(1, len(counts) + 1)), f"run it with `minitrain run --save`: {counts}"
 
     def test_has_no_error_that_is_not_meant(self, path):
         for cell in cells(path, "code"):

@@ -160,9 +160,8 @@ def test_equals_clipping_with_a_stop(name):
     ranks, schedule = REAL[name]
     found = launch.run(train, schedule, dict(dp=1, pp=ranks), PROBLEM, ranks=ranks)
     assert far(found) < TOLERANCE
-    expected = [False] + [
-        step == POISONED or norm > CLIP - 1e-6 for step, norm in enumerate(reference(CLIP)[1][:-1])
-    ]
+    norms = enumerate(reference(CLIP)[1][:-1])
+    expected = [False] + [step == POISONED or norm > CLIP - 1e-6 for step, norm in norms]
     assert all(again == expected for *_, again in found) and 2 <= sum(expected) <= STEPS - 2
 
 

@@ -69,9 +69,8 @@ def test_equals_one_process(name, ranks):
     ids=["dp", "tp", "tp with sequence parallelism", "cp"],
 )
 def test_pipelines_compose(shape, settings):
-    problem = parallel.Problem(
-        config=parallel.small(num_layers=4, vocab_size=32), batch_sizes=(8, 9), microbatches=4
-    )
+    config = parallel.small(num_layers=4, vocab_size=32)
+    problem = parallel.Problem(config=config, batch_sizes=(8, 9), microbatches=4)
     assert (
         parallel.pipeline_difference(
             problem, shape, split(one_f_one_b(2, 4), late=0), parallel.one_process(problem), **settings

@@ -440,10 +440,8 @@ def test_breadth_first():
         for counts, (share, left), _ in outcomes:
             assert counts == [2 * m, m] and left == 0
             assert share == 1 if m == 1 else share < 1  # a stage, or two units of it
-        assert (
-            parallel.difference(parallel.together(outcome for *_, outcome in outcomes), reference)
-            < parallel.TOLERANCE
-        )
+        found = parallel.together(outcome for *_, outcome in outcomes)
+        assert parallel.difference(found, reference) < parallel.TOLERANCE
 
 
 class Clock(nn.Module):

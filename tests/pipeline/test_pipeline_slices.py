@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -37,11 +37,7 @@ from tests.parallel import (
 )
 
 PROBLEM = Problem(config=small(num_layers=4), batch_sizes=(4, 3), microbatches=2)
-GRID = [(p, m, k) for p in (1, 2, 5) for m in (1, 3, 8) for k in (1, 2, 5)] + [
-    (16, 2, 3),
-    (8, 8, 4),
-    (3, 64, 2),
-]
+GRID = [*product((1, 2, 5), (1, 3, 8), (1, 2, 5)), (16, 2, 3), (8, 8, 4), (3, 64, 2)]
 
 
 @cache

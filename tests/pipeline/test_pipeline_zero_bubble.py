@@ -67,11 +67,8 @@ def test_zero_bubble():
     for p in (2, 3, 4, 8, 16):
         for m in (2 * p - 1, 4 * p) if p < 16 else (2 * p,):
             h1, h2 = zb_h1(p, m), zb_h2(p, m)
-            for costs in (
-                Costs(),
-                Costs(F=3, I=4, W=2),
-                Costs(F=Fraction(5, 3), I=Fraction(7, 4), W=Fraction(3, 2)),
-            ):
+            uneven = Costs(F=Fraction(5, 3), I=Fraction(7, 4), W=Fraction(3, 2))
+            for costs in (Costs(), Costs(F=3, I=4, W=2), uneven):
                 f, i, w = costs.F, costs.I, costs.W
                 assert waiting(one_f_one_b(p, m), costs) == (p - 1) * (f + i + w)
                 assert waiting(h1, costs) == (p - 1) * (f + i - w)
@@ -341,10 +338,8 @@ def test_post_validation():
             post, back = PostValidation(ours, 1.0, group), []
             for step in range(3):
                 for param in pairs:
-                    param.grad = (
-                        torch.cos(torch.arange(6, dtype=torch.float64) + step + group.rank())
-                        * scales[group.rank()]
-                    )
+                    numbers = torch.cos(torch.arange(6, dtype=torch.float64) + step + group.rank())
+                    param.grad = numbers * scales[group.rank()]
                 norm = clip_grad_norm([pairs[0]], 1.0, stages=group)
                 plain.step()
                 post.step()

@@ -85,11 +85,8 @@ def test_flops_are_counted_exactly(config):
     # matmul makes the masked scores, too
     forward = batch * length * forward_flops_per_token(config, length, causal="square")
     assert ledger.flops_by_phase == {"forward": forward, "backward": 2 * forward}
-    assert (
-        ledger.flops
-        == counter.get_total_flops()
-        == batch * length * flops_per_token(config, length, causal="square")
-    )
+    formula = batch * length * flops_per_token(config, length, causal="square")
+    assert ledger.flops == counter.get_total_flops() == formula
     assert flops_per_token(config, length, recompute=True) * 3 == 4 * flops_per_token(config, length)
 
 
@@ -346,9 +343,8 @@ def test_ckpt_size_980gb():
         config = replace(presets["tiny"], num_layers=layers)
         model, optimizer, _ = one_step(config)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
-        headers.append(
-            (file.tell() - checkpoint_bytes(parameters(config))) / sum(1 for _ in model.parameters())
-        )
+        over = file.tell() - checkpoint_bytes(parameters(config))
+        headers.append(over / sum(1 for _ in model.parameters()))
     assert all(0 < header < 2000 for header in headers)  # bytes per parameter tensor, however large it is
 
 

@@ -386,11 +386,8 @@ def test_the_words_of_megatron():
     }
     for precision, words in numbers.items():
         assert said("precision", precision) == words
-    moments = {
-        "--use-precision-aware-optimizer": True,
-        "--exp-avg-dtype": "bf16",
-        "--exp-avg-sq-dtype": "bf16",
-    }
+    moments = {"--use-precision-aware-optimizer": True}
+    moments |= {"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}
     assert said("precision", "bfloat16_short_moments") == numbers["bfloat16_main_grads"] | moments
     scale = {"--fp16": True, "--initial-loss-scale": 1024.0, "--loss-scale-window": 500.0}
     assert said("precision", "float16", loss_scale=1024.0, loss_scale_window=500) == scale

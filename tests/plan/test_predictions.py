@@ -220,9 +220,8 @@ def test_what_a_block_keeps_is_table_2_of_korthikanti(recompute, sequence):
     config = replace(presets["gpt3-175b"], vocab_size=51_200, dropout=0.1)
     strategy = Strategy(tp=8, sequence_parallel=sequence, recompute=recompute, precision="bfloat16")
     kept = work_of(config, strategy, 1, 2048, False).block.saved_bytes
-    paper = activation_bytes(
-        2048, 1, 12_288, 96, tensor_parallel=8, sequence_parallel=sequence, recompute=recompute
-    )
+    how = dict(sequence_parallel=sequence, recompute=recompute)
+    paper = activation_bytes(2048, 1, 12_288, 96, tensor_parallel=8, **how)
     statistics = 0 if recompute == "full" else 2 * 2 * 2 * 2048 // (8 if sequence else 1)  # of two norms
     assert kept == paper + statistics
 
@@ -235,10 +234,8 @@ def test_a_fused_attention_keeps_no_mask():
     assert dropped.saved_bytes - without.saved_bytes == 2 * 2 * 1024 * model.d_model
     assert dropped.forward.high_bytes < 1.2 * without.forward.high_bytes
     written = work_of(replace(model, dropout=0.1), Strategy(precision="bfloat16"), 2, 1024, False).block
-    assert (
-        written.saved_bytes - dropped.saved_bytes
-        > 5 * 2 * model.num_heads * 1024**2 - 1024 * model.d_model * 8
-    )
+    scores = 5 * 2 * model.num_heads * 1024**2
+    assert written.saved_bytes - dropped.saved_bytes > scores - 1024 * model.d_model * 8
 
 
 COSTS = Costs((0.1, 1, 1, 1.4, 0.2, 2, 2, 2.8, 0.1, 1.1, 1.1, 1.5, 0.1, 0.9, 0.9, 1.3, 0.1, 1, 1, 1.4), 0.11)
@@ -254,9 +251,8 @@ class Simulated:
     def of(self, entry) -> float:
         own = tuple((action.kind, action.stage, action in self.cast.sent) for action in parts([entry]))
         *passes, messages = self.cast.of(own)
-        return (
-            sum(map(mul, passes, self.costs.passes)) + messages * self.costs.message_s * self.costs.blocking
-        )
+        sent_s = messages * self.costs.message_s * self.costs.blocking
+        return sum(map(mul, passes, self.costs.passes)) + sent_s
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -54,10 +54,8 @@ def run_memory():
 
 QUICK = Costs(F=Fraction(1, 2), B=1)
 PIPELINES = (simulate(one_f_one_b(4, 8), Costs(B=2)), simulate(interleaved(4, 8, 2), QUICK))
-CHUNKS = [
-    [[1] * 4 for _ in range(4)],
-    [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)],
-]
+OWNED = [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(4)]
+CHUNKS = [[[1] * 4 for _ in range(4)], OWNED]
 LOADS = [[64, 64, 0, 0], [64, 32, 32, 0], [32, 32, 32, 32]]  # [steps][experts], two a token
 PLACED = {"before": [{0: 90, 1: 30}, {2: 30, 7: 10}], "after": [{0: 45, 1: 30}, {0: 45, 2: 30, 7: 10}]}
 CHOSEN = [[0.25, 0.0, 0.75], [1.0, 0.0, 0.0]]  # weights by token and expert
@@ -216,9 +214,8 @@ def test_loads_are_shares_of_tokens_and_placements_pile_up_to_the_rows_of_a_rank
     assert shares.T.tolist() == [[1, 1, 0, 0], [1, 0.5, 0.5, 0], [0.5] * 4]
     before, after = plot_balance.placements(PLACED, title="").axes
     for ax, rows in ((before, [120, 40]), (after, [75, 85])):
-        tops = [
-            max(bar.get_y() + bar.get_height() for bar in ax.patches if bar.get_x() == x) for x in (-0.4, 0.6)
-        ]
+        bars = lambda x: (bar for bar in ax.patches if bar.get_x() == x)
+        tops = [max(bar.get_y() + bar.get_height() for bar in bars(x)) for x in (-0.4, 0.6)]
         assert tops == rows and set(ax.lines[0].get_ydata()) == {80}
     colours = {bar.get_facecolor() for bar in before.patches}
     assert len(colours) == 4, "experts 0 and 7 differ"

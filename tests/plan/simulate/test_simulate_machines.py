@@ -82,9 +82,8 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
     assert table().splitlines() == TABLE.strip().splitlines()
     figures = {name: (d.memory_bandwidth_bytes_per_s / GB, d.multiprocessors) for name, d in DEVICES.items()}
     dtypes = ("fp64", "fp32", "tf32", "bf16", "fp8")
-    peaks = {
-        name: [m.peak_flops.get(machines._SHORT[d], 0) / 1e12 for d in dtypes] for name, m in DEVICES.items()
-    }
+    peak = lambda device, dtype: device.peak_flops.get(machines._SHORT[dtype], 0) / 1e12
+    peaks = {name: [peak(device, dtype) for dtype in dtypes] for name, device in DEVICES.items()}
     ampere, hopper = [19.5, 19.5, 156, 312, 0], [67, 67, 494.5, 989.5, 1979]
     datasheets = {
         "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]),

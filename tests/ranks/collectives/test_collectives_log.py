@@ -265,9 +265,8 @@ def test_nobody_observes_after_the_with_block():
 def in_flight(async_op):
     """Elements of scratch of six all-reduces in a row, and what is alive when all have been waited for."""
     group, buffers = dist.group.WORLD, []
-    with collectives.observe(
-        lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None
-    ):
+    note = lambda kind, what: buffers.append(weakref.ref(what)) if kind == "buffer" else None
+    with collectives.observe(note):
         handles = [
             collectives.all_reduce(torch.ones(numel), group, async_op=async_op)
             for numel in (400, 400, 400, 200, 400, 800)
