@@ -156,7 +156,7 @@ def test_planners_sum_gradients_at_the_cost_of_the_real_sum(replicas):
 
 def test_pipedream_replicates_what_is_slow():
     # 20 / 4, nothing is sent
-    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == ((range(3), 4))
+    assert pipedream([2, 2, 16], 4).time == 5 and pipedream([4, 8, 4], 4).stages == ((range(3), 4),)
     plan = pipedream([2, 2, 12], 4, weights=[50, 50, 0], activations=[0, 0, 1], bandwidth=1)
     assert plan == (4, ((range(2), 1), (range(2, 3), 3)))  # 3 copies of the stage that has no weights to sum
 
