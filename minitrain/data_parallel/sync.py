@@ -61,9 +61,7 @@ class Sync:
         updated = {one: self.key_of[one.params[0]].settings for one in self.shards if one.shard.requires_grad}
         in_parts = [one for one in updated if one.cuts or one.params[1:] or placement(one.params[0]).cut_over]
         for number, one in {updated[one]: one for one in in_parts if self.optimizer}.items():
-            check_parts(
-                self.optimizer, self.optimizer.param_groups[number], one.params[0], self._first_states
-            )
+            check_parts(self.optimizer, number, one.params[0], self._first_states)
         for one, number in updated.items():
             if self.optimizer:
                 self.optimizer.param_groups[number]["params"].append(one.shard)

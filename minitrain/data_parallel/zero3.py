@@ -31,16 +31,9 @@ from minitrain.data_parallel.buckets import Flat, views
 from minitrain.data_parallel.naive import grouped
 from minitrain.data_parallel.sync import Sync
 from minitrain.ranks import collectives
+from minitrain.ranks import torch_private as private
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives import Handle
-from minitrain.ranks.torch_private import (
-    base_of,
-    in_backward,
-    saved_hooks,
-    storage_id,
-    tree_leaves,
-    version_of,
-)
 
 
 class ShardedParameter(nn.Parameter):
@@ -52,7 +45,7 @@ class ShardedParameter(nn.Parameter):
         reads = func.__name__ == "__get__" and field in ("data", "T", "mT")
         if func.__name__ in ASKS_NO_NUMBERS and not reads:
             return super().__torch_function__(func, types, args, kwargs or {})
-        name = next(x.global_name for x in tree_leaves((args, kwargs)) if type(x) is cls)
+        name = next(x.global_name for x in private.tree_leaves((args, kwargs)) if type(x) is cls)
         cure = "call the module that owns it, name one around all uses in units=, or read it in whole()"
         raise ValueError(f"{name} is sharded, and read outside its unit: {cure}")
 
@@ -220,10 +213,9 @@ class Zero3(Sync):
         self, model, group, make_optimizer, units=None, *, reshard=True, prefetch=True, accumulate="scatter"
     ):
         require_one_of(("scatter", "keep"), accumulate=accumulate)
-        for name, module in model.named_modules():
-            if type(module).__name__ == "OptimizedModule":
-                what = f"{name or 'the model'} was compiled, which swallows the hooks in which ZeRO-3 gathers"
-                raise ValueError(f"{what}: compile functions inside of units, or take another stage")
+        if found := [n for n, one in model.named_modules() if type(one).__name__ == "OptimizedModule"]:
+            what = f"{found[0] or 'the model'} was compiled, which swallows the hooks in which ZeRO-3 gathers"
+            raise ValueError(f"{what}: compile functions inside of units, or take another stage")
         self.group, self.reshard, self.prefetch, self.keep = group, reshard, prefetch, accumulate == "keep"
         super().__init__(model, self.groups or (group,), make_optimizer)
         modules = list(elements(model) if units is None else units)
@@ -231,7 +223,7 @@ class Zero3(Sync):
         self.called: set[Unit] = set()  # in this step
         self.set_shards(dict.fromkeys(flat for unit in self.units for flat in unit.flats))
         self.flat_of = {param: flat for flat in self.shards for param in flat.params}
-        self.flat_at = {storage_id(flat.whole.untyped_storage()): flat for flat in self.shards}
+        self.flat_at = {private.storage_id(flat.whole.untyped_storage()): flat for flat in self.shards}
         self._sent: tuple | None = None  # a buffer, its handle, and whether no later microbatch adds to it
         for part in self.parts:
             flats = {self.flat_of[param] for param in part}
@@ -266,7 +258,7 @@ class Zero3(Sync):
     # ---- parameters
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple) -> None:
-        if not in_backward():  # else a recomputation: what it needs is whole
+        if not private.in_backward():  # else a recomputation: what it needs is whole
             unit.turns.forward(unit)
             self.called.add(unit)
             inputs = differentiable(args)
@@ -281,12 +273,12 @@ class Zero3(Sync):
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output) -> None:
         if unit.saving:  # else gathering failed
             unit.saving.pop().__exit__()
-        if in_backward():
+        if private.in_backward():
             return
         results = differentiable(output)
         for result in results:  # a node's hooks run after its tensor's: free one unit, then gather the next
             # A write in place to a view gives the view another node, and keeps that of the tensor it views.
-            made = next(x for x in (base_of(result), result) if x is not None and x.requires_grad)
+            made = next(x for x in (private.base_of(result), result) if x is not None and x.requires_grad)
             hook = made.register_hook if made.is_leaf else made.grad_fn.register_prehook
             hook(lambda grads: self._before_backward(unit))
         if self.reshard or not results:
@@ -304,7 +296,7 @@ class Zero3(Sync):
         for flat in unit.flats:
             flat.wait()
         order = unit.turns.order
-        position = order.index(unit) + (-1 if in_backward() else 1)
+        position = order.index(unit) + (-1 if private.in_backward() else 1)
         if self.prefetch and 0 <= position < len(order) and order[position] not in unit.turns.done:
             for flat in order[position].flats:
                 flat.start(self.gather)
@@ -411,13 +403,13 @@ class Zero3(Sync):
 def saved_weights(zero: Zero3) -> saved_tensors_hooks:
     """While a unit runs forward, autograd saves of a gathered weight where it is, not its memory: whichever
     operator asks for it in backward finds it gathered, though the unit's output was never used."""
-    outer = saved_hooks()
+    outer = private.saved_hooks()
 
     def pack(tensor: Tensor):
-        flat = zero.flat_at.get(storage_id(tensor.untyped_storage()))
+        flat = zero.flat_at.get(private.storage_id(tensor.untyped_storage()))
         if flat is not None and tensor.dtype == flat.whole.dtype:
             return flat, (tensor.shape, tensor.stride(), tensor.storage_offset())
-        return None, outer[0](tensor) if outer else (tensor, version_of(tensor))
+        return None, outer[0](tensor) if outer else (tensor, private.version_of(tensor))
 
     def unpack(packed) -> Tensor:
         flat, saved = packed
@@ -429,7 +421,7 @@ def saved_weights(zero: Zero3) -> saved_tensors_hooks:
         if outer:
             return outer[1](saved)
         tensor, version = saved
-        if version_of(tensor) != version:  # with hooks torch does not look
+        if private.version_of(tensor) != version:  # with hooks torch does not look
             raise ValueError(f"a tensor {list(tensor.shape)} that backward needs was written to in place")
         return tensor
 
@@ -438,4 +430,4 @@ def saved_weights(zero: Zero3) -> saved_tensors_hooks:
 
 def differentiable(tree) -> list[Tensor]:
     """The tensors in nested arguments or results that autograd follows."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in private.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -177,10 +177,10 @@ def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Para
     return optimizer, first_states, {stand_ins[x]: number for x, number in group_of.items()}
 
 
-def check_parts(optimizer, group: dict, param: nn.Parameter, first_states: dict) -> None:
+def check_parts(optimizer, number: int, param: nn.Parameter, first_states: dict) -> None:
     """ValueError unless the parts of a matrix, each in an optimizer of its own as on another rank, end where
-    the whole does: norms of matrices and factored moments do not. Tried on copies, two steps of this group;
-    `first_states` are those that it made for parameters like this one."""
+    """ValueError unless the parts of a matrix, each in an optimizer of its own as on another rank, end as the
+    whole does: norms of matrices and factored moments do not. Tried on copies, two steps of this group."""
 
     def update(part_of) -> Tensor:
         start = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
