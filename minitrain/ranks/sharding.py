@@ -178,9 +178,9 @@ def build_optimizer(make_optimizer: MakeOptimizer | None, names: Mapping[nn.Para
 
 
 def check_parts(optimizer, number: int, param: nn.Parameter, first_states: dict) -> None:
-    """ValueError unless the parts of a matrix, each in an optimizer of its own as on another rank, end where
     """ValueError unless the parts of a matrix, each in an optimizer of its own as on another rank, end as the
     whole does: norms of matrices and factored moments do not. Tried on copies, two steps of this group."""
+    group = optimizer.param_groups[number]
 
     def update(part_of) -> Tensor:
         start = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
