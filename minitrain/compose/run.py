@@ -134,8 +134,7 @@ class Run:
             what = "a batch without positions, and cp gives each rank its part of the rows"
             raise ValueError(f"{what}: cut them as run.batch does, and say which positions these tokens have")
         if given is not None:
-            if wanted is None:
-                wanted = torch.arange(batch.tokens.size(1), device=self.device)
+            wanted = torch.arange(given.size(-1), device=self.device) if wanted is None else wanted
             if not torch.equal(given, wanted):
                 what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
                 raise ValueError(f"{what}, {wanted[:4].tolist()} ..: rows of several documents are not known")

@@ -61,7 +61,8 @@ class GradReducer:
 
     def finish(self) -> None:
         """Wait until every bucket holds the sum, also where only an earlier microbatch has used all of it."""
-        self.on_step_grads(self._in_order.incomplete())
+        if self._in_order.waiting:
+            self.on_step_grads(self._in_order.incomplete())
         if left := self._in_order.incomplete():
             empty = [getattr(param, "global_name", tuple(param.shape)) for param in left]
             raise ValueError(f"no gradient for {empty[:3]}; use all on every rank, or freeze them")

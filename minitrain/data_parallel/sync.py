@@ -36,7 +36,7 @@ class Sync:
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `on_microbatch_grads` and `on_step_grads` are called
-    finished = False  # gradients are sums, since the last step
+    finished = False  # gradients are sums, since `zero_grad`
     listener = None  # an optimizer of the host: on_grad_final(shard, grad) has the gradient from then on
 
     def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer | None):
@@ -77,6 +77,7 @@ class Sync:
         return self.optimizer.param_groups if self.optimizer else []
 
     def zero_grad(self) -> None:
+        self.finished = False
         trained = set(self.trainable)
         if other := [name for x, name in self.names.items() if x.requires_grad != (x in trained)]:
             raise ValueError(
@@ -128,7 +129,6 @@ class Sync:
     def step(self) -> None:
         if not self.finished:
             raise ValueError("step() before finish(): gradients are not sums over ranks; call finish()")
-        self.finished = False
         if self.optimizer:
             if not hasattr(self.optimizer, "before_update"):  # else it says which parameter is next
                 self.before_update()

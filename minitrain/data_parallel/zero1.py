@@ -82,7 +82,8 @@ class Zero1(WholeParameters):
     _on_sum = Sync.finalize
 
     def finish(self) -> None:
-        self.on_step_grads(self.in_order.incomplete())
+        if self.in_order.waiting:
+            self.on_step_grads(self.in_order.incomplete())
         if left := self.in_order.incomplete():
             raise self.missing_gradients(left)
         while self.in_order.under_way:

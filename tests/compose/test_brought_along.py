@@ -137,7 +137,7 @@ def test_cuts_name_each_layer_once_in_order(cuts):
 
 def test_a_frozen_pattern_that_matches_nothing_is_refused_also_of_a_module_of_ones_own():
     for model in (CONFIG, nn.Linear(3, 3)):
-        with pytest.raises(RankError, match="frozen='layer.0.*' matches no parameter; they are named as"):
+        with pytest.raises(RankError, match="frozen='layer.0.*' matches no parameter; there are"):
             launch.run(lambda: parallelize(model, Strategy(), sgd, frozen=["layer.0.*"]), ranks=1)
 
 

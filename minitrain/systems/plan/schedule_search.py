@@ -9,18 +9,18 @@ period, must not overlap.
 
 Qi et al. 2023, arXiv:2401.10241, section 2: zero bubble with one stage per rank needs 2p-1 microbatches. Lin
 et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: dominance in place of a solver; patterns of
-one microbatch (one of several could be shorter); both ends follow the pattern, theirs are searched.
+one microbatch (one of several could be shorter).
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain, product
-from math import gcd, lcm
+from math import gcd, inf, lcm
 from operator import le
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import undominated
-from minitrain.pipeline.schedule import Action, Schedule, check
+from minitrain.pipeline.schedule import Action, Schedule, check, peak
 from minitrain.pipeline.simulate import Costs, Time
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
@@ -78,7 +78,7 @@ def shortest(place, m, costs=Costs(), limit=None, *, split=False, span=False, mo
         late = range(int(time / step)) if span else [0]  # a rank may begin later than it could
         begins = product(*([0] if rank == place[0] else [step * i for i in late] for rank in ranks))
         begun = [Partial(begin, begin, ((),) * len(kinds), ()) for begin in begins]
-        if found := ended_by(time, kinds, limits, m, begun, most):
+        if found := between(begun, (0,) * len(kinds), (m,) * len(kinds), kinds, limits, most, time):
             break
         time += step
     name = f"shortest{' span' if span else ''} for place {list(place)}, m={m}, limit {limits}"
@@ -92,28 +92,29 @@ class Partial(NamedTuple):  # a schedule that is begun
     done: tuple[int, ...]  # kinds
 
 
-def ended_by(time: Time, kinds, limits, m: int, begun: list[Partial], most: int) -> list[Partial]:
-    """Of every order of all actions those in which no rank works longer than `time`, and no other beats."""
-    front, tried = {(0,) * len(kinds): begun}, 0  # by counts of each kind
-    for _ in range(m * len(kinds)):
+def between(partial: list[Partial], counts, goal, kinds, limits, most: int, time=inf) -> list[Partial]:
+    """From some counts of each kind to others: of every order of the actions between those in which no rank
+    works longer than `time`, and that no other beats."""
+    front, tried = {tuple(counts): partial}, 0
+    for _ in range(sum(goal) - sum(counts)):
         after: dict[tuple, list[Partial]] = {}
-        for counts, some in front.items():
+        for at, some in front.items():
             for k, kind in enumerate(kinds):
-                ready = kind.before is None or counts[k] < counts[kind.before]
-                if ready and counts[k] < m and has_room(kinds, limits, k, counts):
-                    more = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
+                ready = kind.before is None or at[k] < at[kind.before]
+                if ready and at[k] < goal[k] and has_room(kinds, limits, k, at):
+                    more = (*at[:k], at[k] + 1, *at[k + 1 :])
                     after.setdefault(more, []).extend(followed(kinds, one, k) for one in some)
         front = {}
-        for counts, some in after.items():
+        for at, some in after.items():
             left = [0] * len(limits)
-            for kind, count in zip(kinds, counts):
-                left[kind.rank] += (m - count) * kind.time
+            for kind, count, wanted in zip(kinds, at, goal):
+                left[kind.rank] += (wanted - count) * kind.time
             ends = lambda one: map(lambda free, more, begun: free + more - begun, one.free, left, one.begun)
-            front[counts] = unbeaten([one for one in some if max(ends(one)) <= time])
+            front[at] = unbeaten([one for one in some if max(ends(one)) <= time])
         tried += sum(map(len, front.values()))
         if tried > most:
             raise ValueError(f"more than {most} partial orders; use fewer stages or a larger `most`")
-    return front.get((m,) * len(kinds), [])
+    return front.get(tuple(goal), [])
 
 
 def unbeaten(some: list[Partial]) -> list[Partial]:
@@ -219,3 +220,30 @@ def unroll(pattern: Repetend, m: int) -> Schedule:
         ranks[rank] += [(start + n * pattern.period, Action(letter, stage, n)) for n in range(m)]
     lists = tuple(tuple(action for _, action in sorted(entries)) for entries in ranks)
     return check(Schedule(f"pattern of period {pattern.period}, m={m}", lists, len(pattern.place), m))
+
+
+def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -> Schedule:
+    """The smallest makespan of all that repeat whole windows of the pattern, each rank within its limit, by
+    default what it holds in `unroll`."""
+    kinds, start = pattern.kinds, (0,) * (1 + max(pattern.place))
+    holds = [peak(unroll(pattern, m), rank) for rank in range(len(start))]
+    limits, found = [limit] * len(start) if isinstance(limit, int) else list(limit or holds), []
+    for cut in sorted({start % pattern.period for start in pattern.starts}):
+        laps = [(start - cut) // pattern.period for start in pattern.starts]
+        late = [lap - min(laps) for lap in laps]  # in window j kind k is at microbatch j - late[k]
+        window = sorted(range(len(late)), key=lambda k: (pattern.starts[k] - cut) % pattern.period)
+        whole = range(max(late), m)
+        counts = [whole.start - lag if whole else m for lag in late]
+        begun = [Partial(start, start, ((),) * len(kinds), ())]
+        partial = between(begun, [0] * len(late), counts, kinds, limits, most)
+        for k in window * len(whole):
+            partial = (
+                [followed(kinds, one, k) for one in partial] if has_room(kinds, limits, k, counts) else []
+            )
+            counts[k] += 1
+        found += between(unbeaten(partial), counts, [m] * len(late), kinds, limits, most)
+    if not found:
+        told = f"completed: limit={limit}, and ranks that repeat the pattern hold {holds}"
+        raise ValueError(f"{told}; search a pattern for that limit")
+    name = f"pattern of period {pattern.period}, completed for m={m}"
+    return scheduled(kinds, min(found, key=lambda one: max(one.free)), len(start), name)

@@ -3,7 +3,7 @@ with the period of the busiest rank.
 """
 
 from fractions import Fraction
-from itertools import permutations, product
+from itertools import accumulate, permutations, product
 
 import pytest
 
@@ -11,7 +11,7 @@ from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.zero_bubble import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.systems.plan.schedule_search import fits, prepared, repetend, shortest, unroll
+from minitrain.systems.plan.schedule_search import completed, fits, prepared, repetend, shortest, unroll
 from minitrain.systems.plan.schedule_search import most_activations as held
 
 WHOLE = Costs(F=1, B=2)
@@ -55,7 +55,6 @@ def all_there_are(place, m, split):
         ([0, 1], 3, False, 2, Costs(F=1, B=1, stage={1: 2})),
         ([0, 1, 0], 2, False, 4, Costs(F=Fraction(1, 2), B=1)),
         ([0, 1, 0], 2, False, 2, WHOLE),
-        ([0, 1, 0], 2, False, 2, Costs(F=1, B=1, stage={0: 3, 1: 1, 2: 1})),
     ],
 )
 def test_the_shortest_of_all(place, m, split, limit, costs):
@@ -93,13 +92,14 @@ def test_zero_bubble_needs_2p_minus_1():
 def test_tessel():
     """The period is the work of the busiest rank; a line gives 1F1B; a V repeats without waiting; m more
     microbatches take m periods more. The published Vs are among the patterns that are searched, and what is
-    found for their memory is no worse.
+    found for their memory is no worse. Warm-up and cool-down, searched, are the best of all around the windows.
     """
     for p in (1, 2, 3, 4, 6):
         pattern = repetend(range(p), WHOLE, p)
         assert pattern.period == 3
         for m in (1, 3, 8):
             assert unroll(pattern, m).ranks == one_f_one_b(p, m).ranks
+            assert p > 4 or simulate(completed(pattern, m), WHOLE).makespan == 3 * (m + p - 1)
     assert unroll(repetend(range(4), WHOLE, [4, 3, 2, 1]), 8).ranks == one_f_one_b(4, 8).ranks
     for place in [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 1, 0, 1], [0, 1, 1], [1, 0]:
         for costs, split in (WHOLE, False), (Costs(), True):
@@ -119,6 +119,9 @@ def test_tessel():
                 assert all(held(kinds, starts[:first], 6, rank) <= limit for rank in range(p))
             pattern = repetend([*range(p), *reversed(range(p))], Costs(), limit, split=True)
             assert pattern.period == 6 and max(peaks(unroll(pattern, 6 * p))) <= limit
+    v = repetend([0, 1, 1, 0], WHOLE)
+    least = shortest(v.place, 3, WHOLE, peaks(unroll(v, 3))).time
+    assert simulate(completed(v, 3), WHOLE).makespan == least < simulate(unroll(v, 3), WHOLE).makespan
 
 
 def known_v(shape, p):
@@ -154,13 +157,117 @@ def test_what_filling_by_the_pattern_costs():
             assert simulate(ours, costs).makespan - found.time == more, (place, m)
 
 
+def orders(kinds, of, counts, goal):
+    """Every order of a rank's actions that brings the kinds `of` from some counts to others."""
+    if all(counts[k] == goal[k] for k in of):
+        yield []
+    for k in of:
+        if counts[k] < goal[k]:
+            action = kinds[k].letter, kinds[k].stage, counts[k]
+            for rest in orders(kinds, of, [*counts[:k], counts[k] + 1, *counts[k + 1 :]], goal):
+                yield [action, *rest]
+
+
+def best_around(pattern, m, costs, limits):
+    """The least makespan of all lists that have the windows in a row, wherever these are cut; within the limits."""
+    kinds, least = pattern.kinds, None
+    timed = [(at + n * pattern.period, k, n) for k, at in enumerate(pattern.starts) for n in range(m)]
+    for cut in range(pattern.period):
+        windows = {}
+        for at, k, n in sorted(timed):
+            windows.setdefault((at - cut) // pattern.period, []).append((k, n))
+        whole = [entries for entries in windows.values() if len(entries) == len(kinds)]
+        before = [
+            min((n for entries in whole for k, n in entries if k == one), default=m)
+            for one in range(len(kinds))
+        ]
+        after = [count + len(whole) for count in before]
+        lists = []
+        for rank in range(1 + max(pattern.place)):
+            own = [k for k, kind in enumerate(kinds) if kind.rank == rank]
+            middle = [(kinds[k].letter, kinds[k].stage, n) for some in whole for k, n in some if k in own]
+            first = list(orders(kinds, own, [0] * len(kinds), before))
+            last = list(orders(kinds, own, after, [m] * len(kinds)))
+            every = [(*a, *middle, *b) for a in first for b in last]
+            lists.append([own for own in every if most_held(own) <= limits[rank]])
+        for ranks in product(*lists):
+            try:
+                schedule = check(Schedule("", ranks, len(pattern.place), m))
+            except ValueError:
+                continue
+            time = simulate(schedule, costs).makespan
+            least = time if least is None else min(least, time)
+    return least
+
+
+def most_held(actions):
+    frees = "W" if any(letter == "W" for letter, _, _ in actions) else "B"
+    return max(accumulate((letter == "F") - (letter == frees) for letter, _, _ in actions))
+
+
+@pytest.mark.parametrize(
+    "place, m, split, costs",
+    [
+        ([0, 1], 4, False, WHOLE),
+        ([0, 1], 3, True, Costs(F=1, I=2, W=1)),
+        ([0, 1, 1], 3, False, Costs(F=1, B=1)),
+    ],
+)
+def test_warm_up_and_cool_down_are_the_best_of_all(place, m, split, costs):
+    """By trying every order of what is outside the windows, also with less and with more memory than the pattern's."""
+    pattern = repetend(place, costs, split=split)
+    holds = peaks(unroll(pattern, m))
+    for limits in (None, [one + 1 for one in holds], [holds[0] - 1, *holds[1:]]):
+        best = best_around(pattern, m, costs, limits or holds)
+        if best is None:
+            with pytest.raises(ValueError, match=r"ranks that repeat the pattern hold \[.*\]; search"):
+                completed(pattern, m, limits)
+            continue
+        found = completed(pattern, m, limits)
+        assert simulate(found, costs).makespan == best <= simulate(unroll(pattern, m), costs).makespan
+        assert all(held <= limit for held, limit in zip(peaks(found), limits or holds))
+
+
+@pytest.mark.parametrize(
+    "place, m, F, B, stage",
+    [
+        ([0, 1, 2, 1], 2, 2, 2, {0: 2, 1: 4, 2: 3, 3: 3}),
+        ([0, 1, 2, 0], 2, 1, 1, {0: 2, 1: 1, 2: 2, 3: 3}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 4, 2: 4}),
+        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 1, 2: 1}),
+    ],
+)
+def test_unequal_stages_are_completed_as_fast_as_any_list_could(place, m, F, B, stage):
+    """Where it matters which partial orders stay (the first two) and where the window is cut (the others)."""
+    costs = Costs(F=F, B=B, stage=stage)
+    pattern = repetend(place, costs)
+    limits = [max(held, place.count(rank)) for rank, held in enumerate(peaks(unroll(pattern, m)))]
+    found = simulate(completed(pattern, m, limits), costs).makespan
+    assert found == shortest(place, m, costs, limits).time <= simulate(unroll(pattern, m), costs).makespan
+
+
+def test_completing_a_pattern_costs_the_same_for_any_number_of_microbatches():
+    """A V of whole backwards: a forward and a backward less than by the pattern's times, and one period each more.
+    Nor is there more to look at."""
+    pattern = repetend([0, 1, 1, 0], WHOLE)
+    ends = {m: simulate(completed(pattern, m), WHOLE).makespan for m in (3, 4, 8, 20)}
+    assert ends == {m: 6 * m + 4 for m in ends}
+    assert all(simulate(unroll(pattern, m), WHOLE).makespan == 6 * m + 7 for m in ends)
+    for m in (4, 20):
+        completed(pattern, m, most=60)
+        with pytest.raises(ValueError, match="more than 10 partial orders"):
+            completed(pattern, m, most=10)
+
+
 def test_the_most_may_be_reached():
     for place, limit, most in (([0, 1], 2, 5), ([0, 1, 1, 0], None, 9), ([0, 1, 2], 2, 686)):
         repetend(place, WHOLE, limit, most=most)
         with pytest.raises(ValueError, match=f"more than {most - 1} patterns"):
             repetend(place, WHOLE, limit, most=most - 1)
+    pattern = repetend([0, 1], limit=2)
+    completed(pattern, 4, most=6)
     with pytest.raises(ValueError, match="more than 5 partial orders"):
-        shortest([0, 1], 2, most=5)
+        completed(pattern, 4, most=5)
 
 
 def test_patterns_keep_to_the_limit():
