@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.data_parallel.hybrid import Chain, gather_inside
-from minitrain.data_parallel.zero3 import UnitBuffer, Zero3, in_backward
+from minitrain.data_parallel.zero3 import UnitBuffer, Zero3
 from minitrain.precision.blocks import FLOATS, Blocks, dequantize, from_bytes, quantize, to_bytes
 from minitrain.precision.formats import INT4, INT8
 from minitrain.ranks.checks import require_one_of, require_positive_ints
 from minitrain.ranks.collectives import Handle, all_gather, all_to_all
+from minitrain.ranks.torch_private import in_backward
 
 
 class ZeroPlusPlus(Zero3):
