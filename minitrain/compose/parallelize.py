@@ -139,6 +139,8 @@ class Build:
 def check(build: Build) -> None:
     require_device(device="cpu" if build.device is None else build.device)
     strategy, ranks = build.strategy, collectives.world().size()
+    if build.loss_fn is not cross_entropy_sum:
+        build.loss_fn = SumOfTerms(build.loss_fn)
     if build.config:
         strategy.check(build.config, ranks)
     else:
@@ -279,8 +281,6 @@ class SumOfTerms:
 def cut_over_tp(build: Build) -> None:
     """And the loss: ours of the logits left on this rank, any other of whole ones."""
     strategy, config = build.strategy, build.config
-    if build.loss_fn is not cross_entropy_sum:
-        build.loss_fn = SumOfTerms(build.loss_fn)
     if strategy.tp == 1:
         return
     layers, group, products = build.module.layers, build.mesh.group("tp"), PRODUCTS.get(strategy.products)
