@@ -42,6 +42,7 @@ from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import FIXED, ROUTERS, ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
@@ -89,9 +90,20 @@ class Draw:
     optimizer: str  # adamw, sgd
     masked: str  # none, ragged: other numbers per row, rows: those of the first rank altogether
     loss: str = "cross entropy"  # or own: one that wants whole rows of logits
+    packed: int = 0  # rows are packed documents, this many at most; 0: a row is one text
 
     def rows(self, step: int) -> Rows:
-        return Rows(partial(self.draw_rows, step), self.batch_sizes[step], self.length)
+        documents = partial(self.documents, step) if self.packed else None
+        return Rows(partial(self.draw_rows, step), self.batch_sizes[step], self.length, documents)
+
+    def documents(self, step: int, _: int, rank: int, ranks: int) -> list[list[int]]:
+        """The lengths of those in each row, other ones in each."""
+        lengths = []
+        for row in rows_of(rank, ranks, self.batch_sizes[step]):
+            chance = random.Random(f"{self.packed}/{step}/{row}")
+            ends = sorted(chance.sample(range(1, self.length), chance.randrange(self.packed)))
+            lengths.append([end - start for start, end in zip((0, *ends), (*ends, self.length))])
+        return lengths
 
     def draw_rows(self, step: int, _: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         size = self.batch_sizes[step]
@@ -230,6 +242,7 @@ def attempt(chance: random.Random) -> Draw:
         else chance.choice(("adamw", "adamw", "sgd")),
         chance.choice(("none", "ragged", "ragged", "rows")),
         chance.choice(("cross entropy", "cross entropy", "own")),
+        chance.choice((0, 0, 2, 5)),
     )
 
 
@@ -388,7 +401,9 @@ class Outcome:
 def one_process(case: Draw) -> Outcome:
     """Whole batches, one backward each, torch's optimizer and clipping."""
     model = GPT(case.config, seed=SEED, dtype=torch.float64)
-    places = Places(SEED)
+    places, rows = Places(SEED), PackedRows()
+    if case.packed:
+        rows.mask(model)
     drop_by_place(model.layers, places)
     multiply_in(model, Strategy(products=case.strategy.products), None)
     for name, param in model.named_parameters():
@@ -398,6 +413,7 @@ def one_process(case: Draw) -> Outcome:
     totals, losses, factor = [], RouterLosses({0: model.layers}), case.strategy.first_loss_scale or 1.0
     for step in range(STEPS):
         places.at(step, 0)
+        rows.lengths = case.documents(step, 0, 0, 1) if case.packed else None
         tokens, targets = case.draw_rows(step, 0, 0, 1)
         optimizer.zero_grad()
         loss, valid = LOSSES[case.loss](model(tokens), targets), (targets != MASKED).sum()
@@ -420,6 +436,26 @@ def one_process(case: Draw) -> Outcome:
         {name: param.grad * updated for name, param in trainable.items()},
         {name: param.detach() for name, param in model.named_parameters()} | saved_buffers(model.layers),
     )
+
+
+class PackedRows:
+    """Documents by their numbers: a mask over whole matrices of scores, and positions that begin anew."""
+
+    def mask(self, model: GPT) -> None:
+        model.hooks.in_document = lambda positions: torch.tensor(
+            [[place for length in row for place in range(length)] for row in self.lengths]
+        )
+        for layer in model.layers:
+            if hasattr(layer, "attention"):
+                layer.attention.core = self.attend
+
+    def attend(self, q, k, v, bias=None, dropout=0.0) -> Tensor:
+        numbers = torch.tensor(
+            [[number for number, length in enumerate(row) for _ in range(length)] for row in self.lengths]
+        )
+        apart = numbers[:, None, :, None] != numbers[:, None, None, :]
+        apart = q.new_zeros(apart.shape).masked_fill(apart, -math.inf)
+        return naive_attention(q, k, v, bias=apart + (bias.full(q) if bias else 0), dropout=dropout)
 
 
 def matches(name: str, case: Draw) -> bool:
@@ -664,6 +700,7 @@ FEATURES = {
     "dropout": lambda s, c: c.config.dropout > 0,
     "clipping": lambda s, c: c.clip is not None,
     "a loss of one's own": lambda s, c: c.loss == "own",
+    "packed documents": lambda s, c: c.packed > 0,
     "ALiBi": lambda s, c: c.config.positions == "alibi",
     "GQA": lambda s, c: c.config.num_kv_heads < c.config.num_heads,
     "shared experts": lambda s, c: c.config.experts is not None and c.config.experts.shared_experts > 0,

@@ -43,7 +43,7 @@ from minitrain.attention.kernel import (
     visible,
     wide,
 )
-from minitrain.attention.placed import Alibi, Placed, check_places, in_order, placed
+from minitrain.attention.placed import Placed, check_places, placed
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
 
@@ -91,12 +91,13 @@ class Traffic(SlowMemory):
 A100_ELEMENTS = 192 * 1024 // 2  # fast memory of one multiprocessor, in numbers of 2 bytes
 
 
-def flash_attention(q, k, v, *, causal=True, kernel=FUSED, bias: Alibi | None = None, dropout=0.0) -> Tensor:
-    """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`. `dropout`: a DropMask."""
-    check_places("flash_attention", q, bias, dropout)
-    kernel = placed(kernel, bias, dropout)
+def flash_attention(q, k, v, *, causal=True, kernel=FUSED, **places) -> Tensor:
+    """q `[B, H, T, K]`, k, v `[B, H_kv, T, K]` -> `[B, H, T, K]`; fewer queries than keys are the last.
+    `places`: bias, an Alibi; dropout, a DropMask; documents (placed.py)."""
+    check_places("flash_attention", q, **places)
+    kernel = placed(kernel, **places)
     if isinstance(kernel, Placed):
-        kernel = kernel.at(in_order(q.size(-2), k.size(-2)))
+        kernel = kernel.between([range(k.size(-2) - q.size(-2), k.size(-2))], [range(k.size(-2))])
     return recomputed(kernel.forward, kernel.backward, q, k, v, causal)
 
 

@@ -134,18 +134,14 @@ def plain_backward(dout, q, k, v, out, lse, causal: bool, bias=None, factors=Non
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor:
-    if causal:
-        _check_square(q, k)
-    scores = score_matrix(q, k, 0 if causal else None)
+    scores = score_matrix(q, k, diagonal(q, k, causal))
     return scores + bias(q.device) if bias else scores
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None):
     """By torch's flash kernels. They want q, k and v of one width: a narrower v is padded with zeros."""
-    if not _fits_kernel(q, v, bias):
+    if not _fits_kernel(q, k, v, causal, bias):
         return plain_forward(q, k, v, causal, bias)
-    if causal:
-        _check_square(q, k)
     width, (k, v) = v.size(-1), repeat_kv(q, k, v)
     q, k, v = in_rows(q, k, widened(v, q))
     if q.is_cuda:
@@ -157,7 +153,7 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
 
 
 def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None = None) -> tuple[Tensor, ...]:
-    if not _fits_kernel(q, v, bias):
+    if not _fits_kernel(q, k, v, causal, bias):
         return plain_backward(dout, q, k, v, out, lse, causal, bias)
     kv_heads, width, (k, v) = k.size(1), v.size(-1), repeat_kv(q, k, v)
     dout, v, out = (widened(x, q) for x in (dout, v, out))
@@ -172,10 +168,10 @@ def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None 
     return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)
 
 
-def _fits_kernel(q: Tensor, v: Tensor, bias: Callable | None) -> bool:
-    """CPU: any float, and a bias as a mask. CUDA: fp16 and bf16, without a bias."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return v.size(-1) <= q.size(-1) and not (q.is_cuda and (bias or not half))
+def _fits_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None) -> bool:
+    """CPU: any float, and a bias as a mask. CUDA: fp16 and bf16, without a bias. Their triangle is square."""
+    square, half = q.size(-2) == k.size(-2), q.dtype in (torch.float16, torch.bfloat16)
+    return v.size(-1) <= q.size(-1) and (square or not causal) and not (q.is_cuda and (bias or not half))
 
 
 def widened(x: Tensor, q: Tensor) -> Tensor:
@@ -216,11 +212,6 @@ def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def sum_kv_copies(dx: Tensor, kv_heads: int) -> Tensor:
     """The adjoint of `repeat_kv`: sums the copies' gradients `[B, H, T, K]` -> `[B, H_kv, T, K]`."""
     return dx if dx.size(1) == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
-
-
-def _check_square(q: Tensor, k: Tensor) -> None:
-    if (queries := q.size(-2)) != (keys := k.size(-2)):
-        raise ValueError(f"causal: {queries} queries and {keys} keys are no triangle; give as many of both")
 
 
 class OnlineSoftmax:

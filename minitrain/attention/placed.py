@@ -1,4 +1,4 @@
-"""What depends on the positions of a score: ALiBi's bias and the mask of dropout, also tile by tile.
+"""What depends on the positions of a score: ALiBi's bias, the mask of dropout, and documents, also by tiles.
 
     S = Q Kᵀ / sqrt(K) + A          A[b, h, i, j] = - slope_h (i - j)       slopes: a geometric sequence
     O = (P ∘ M') V                  M' = M / (1-p)         M[b, h, i, j] = keep(seed; b, h, i, j)
@@ -10,6 +10,8 @@ run's seed, the step and the layer's name. So every layout, schedule and recompu
 drops; no mask is kept or sent. The hash is splitmix64's, once for each coordinate: s = mix(s + γ (c + 1)),
 uniform over 64 bits; M = [s >= p 2^64].
 
+Rows may be packed: documents laid end to end, of which none sees another. Of each tile and row only what is
+within a document is computed, so scores that count are Σ l (l+1)/2, not T (T+1)/2.
 A core that has the whole sequence takes the positions that came with its tokens (`full`); one that computes
 tiles, over ranks or slice after slice, knows those of queries and keys of every tile (`between`).
 Sends nothing. Memory: 16 bytes per score for M, H scores of a tile for A, a tile of scores with dropout or on
@@ -20,15 +22,17 @@ come from positions; counters are places in the model, theirs in the grid of a k
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minitrain.attention.kernel import FUSED, PLAIN, Kernel
+from minitrain.attention.kernel import FUSED, PLAIN, Kernel, empty_result, merge
 from minitrain.ranks.checks import require_fractions, require_positive_ints
 
 GAMMA = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
@@ -98,23 +102,81 @@ def in_order(queries: int, keys: int) -> Positions:
     return lambda device: (torch.arange(queries, device=device), torch.arange(keys, device=device))
 
 
+class Documents(NamedTuple):
+    """The `documents` of a call of a core: the lengths of those in each row `[B]`, on all ranks together."""
+
+    lengths: Sequence[Sequence[int]]
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(row, start, end) of each."""
+        for row, lengths in enumerate(self.lengths):
+            for start, end in pairwise(accumulate(lengths, initial=0)):
+                yield row, start, end
+
+    def starts(self, positions: Tensor) -> Tensor:
+        """Positions `[T]` in the rows -> `[B, T]`: where the document of each begins."""
+        starts = [[] for _ in self.lengths]
+        for row, start, end in self.spans():
+            starts[row] += [start] * (end - start)
+        return torch.tensor(starts, device=positions.device).index_select(1, positions)
+
+    def cut(
+        self, queries: list[range], keys: list[range], causal: bool
+    ) -> Iterator[tuple[int, slice, slice]]:
+        """(row, queries, keys) by their places in a tile that holds these positions: what they see of their
+        own documents. `causal`: it is a triangle, whose last query sees the last key."""
+        last = max(queries[-1][-1], keys[-1][-1])
+        if any(sum(lengths) <= last for lengths in self.lengths):
+            raise ValueError(f"position {last} is in no document: their lengths must add up to the row's")
+        for (q_at, q), (k_at, k) in product(ascending(queries), ascending(keys)):
+            shift = sum(map(len, k)) - sum(map(len, q))
+            for row, start, end in self.spans():
+                q0, q1, k0, k1 = (before(runs, place) for runs in (q, k) for place in (start, end))
+                if causal:
+                    q0, k1 = max(q0, k0 - shift), min(k1, q1 + shift)
+                if q0 < q1 and k0 < k1:
+                    yield row, slice(q_at + q0, q_at + q1), slice(k_at + k0, k_at + k1)
+
+
+def ascending(runs: list[range]) -> list[tuple[int, list[range]]]:
+    """(place of the first, runs), as long as positions grow."""
+    parts, at = [], 0
+    for run in runs:
+        if not parts or run[0] < parts[-1][1][-1][-1]:
+            parts.append((at, []))
+        parts[-1][1].append(run)
+        at += len(run)
+    return parts
+
+
+def before(runs: list[range], position: int) -> int:
+    """How many of them stand before it."""
+    return sum(bisect_left(run, position) for run in runs)
+
+
 class Places:
-    """Step and first row of the global batch: set by who cuts a batch, read by all dropouts of a rank."""
+    """Step and first row of the global batch, and the documents in these rows: set by who cuts a batch, read
+    by all dropouts and attentions of a rank."""
 
     def __init__(self, seed: int = 0):
-        self.seed, self.step, self.first_row = seed, 0, 0
+        self.seed, self.step, self.first_row, self.documents = seed, 0, 0, None
 
-    def at(self, step: int, first_row: int) -> None:
+    def at(self, step: int | None, first_row: int, documents: Sequence[Sequence[int]] | None = None) -> None:
         self.step, self.first_row = step, first_row
+        self.documents = None if documents is None else Documents(documents)
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Of what is computed again later: inside of it(), step and rows are those of now."""
-        return partial(self.during, self.step, self.first_row)
+        """Of what is computed again later: inside of it(), all is as it is now."""
+        return partial(self.during, self.step, self.first_row, self.documents and self.documents.lengths)
+
+    def in_document(self, positions: Tensor) -> Tensor:
+        """Positions in the rows -> those in their documents, `[B, T]` (as they are, where there are none)."""
+        return positions - self.documents.starts(positions) if self.documents else positions
 
     @contextmanager
-    def during(self, step: int, first_row: int) -> Iterator[None]:
-        outside = self.step, self.first_row
-        self.at(step, first_row)
+    def during(self, step: int | None, first_row: int, documents=None) -> Iterator[None]:
+        outside = self.step, self.first_row, self.documents and self.documents.lengths
+        self.at(step, first_row, documents)
         try:
             yield
         finally:
@@ -148,9 +210,12 @@ class DropRows(nn.Module):
 
 
 def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
-    """core(q, k, v, .., dropout=p) with the mask of this site; this rank has part `part` of the heads."""
+    """core(q, k, v, .., dropout=p) with the mask of this site, and the documents of these rows, if they have
+    some; this rank has part `part` of the heads."""
 
     def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
+        if places.documents:
+            more["documents"] = places.documents
         if dropout:
             more["dropout"] = DropMask(dropout, places.seed_of(site), places.first_row, part * q.size(1))
         return core(q, *others, **more)
@@ -224,10 +289,44 @@ class Placed(NamedTuple):
     kernel: Kernel
     bias: Alibi | None
     mask: DropMask | None
+    documents: Documents | None = None
 
     def on(self, tile) -> Kernel:
-        """`tile.positions(device)` says where it is (layout.Tile)."""
-        return self.at(tile.positions)
+        """`tile.places` are the positions of its queries and of its keys (layout.Tile)."""
+        return self.between(*tile.places)
+
+    def between(self, queries: list[range], keys: list[range]) -> Kernel:
+        if self.documents:
+            return self.by_document(queries, keys)
+        return self.at(lambda device: (positions_of(queries, device), positions_of(keys, device)))
+
+    def by_document(self, queries: list[range], keys: list[range]) -> Kernel:
+        """What queries at these positions see of keys at these within their documents, each by itself."""
+
+        def pieces(causal: bool) -> Iterator[tuple[Kernel, tuple, tuple]]:
+            for row, *at in self.documents.cut(queries, keys, causal):
+                mask = self.mask and self.mask._replace(first_row=self.mask.first_row + row)
+                where = lambda device, at=at: tuple(
+                    positions_of(runs, device)[part] for runs, part in zip((queries, keys), at)
+                )
+                yield self._replace(mask=mask).at(where), *((slice(row, row + 1), slice(None), x) for x in at)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+            out, lse = empty_result(q, v.size(-1))
+            for kernel, mine, theirs in pieces(causal):
+                merge(out[mine], lse[mine], *kernel.forward(q[mine], k[theirs], v[theirs], causal))
+            return out.to(q.dtype), lse
+
+        def backward(dout, q, k, v, out, lse, causal: bool) -> tuple[Tensor, ...]:
+            exact = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+            for kernel, mine, theirs in pieces(causal):
+                saved = q[mine], k[theirs], v[theirs], out[mine], lse[mine]
+                parts = kernel.backward(dout[mine], *saved, causal)
+                for total, at, part in zip(exact, (mine, theirs, theirs), parts):
+                    total[at] += part
+            return tuple(total.to(x.dtype) for total, x in zip(exact, (q, k, v)))
+
+        return Kernel(forward, backward)
 
     def at(self, positions: Positions) -> Kernel:
         more = {}
@@ -238,19 +337,25 @@ class Placed(NamedTuple):
         return Kernel(*(partial(pass_, **more) for pass_ in (PLAIN if self.mask else self.kernel)))
 
 
-def placed(kernel: Kernel, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Kernel | Placed:
-    """The kernel itself; with ALiBi or a mask, one that adds the first and multiplies by the second."""
+def positions_of(runs: list[range], device: torch.device | None = None) -> Tensor:
+    """`[T/n]` positions of all tokens of these runs, in their order."""
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
+
+
+def placed(kernel: Kernel, bias: Alibi | None = None, dropout=0.0, documents=None) -> Kernel | Placed:
+    """The kernel itself; with ALiBi or a DropMask one that adds the first and multiplies by the second; with
+    Documents one that stays within each."""
     if isinstance(dropout, int | float):
         require_fractions(dropout=dropout)
-    if bias is None and not dropout:
+    if bias is None and not dropout and documents is None:
         return kernel
-    if kernel not in (FUSED, PLAIN):
+    if (bias or dropout) and kernel not in (FUSED, PLAIN):
         what = "dropout" if dropout else "ALiBi"
         raise ValueError(f"{what} needs a kernel that makes scores; use FUSED or PLAIN of kernel.py")
-    return Placed(kernel, bias, dropout or None)
+    return Placed(kernel, bias, dropout or None, documents)
 
 
-def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> None:
+def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout=0.0, documents=None) -> None:
     """What a core by tiles can be given; before anything is sent."""
     wrong = ""
     if bias is not None and not isinstance(bias, Alibi):
@@ -263,5 +368,7 @@ def check_places(what: str, q: Tensor, bias: Alibi | None = None, dropout: DropM
         wrong = f"dropout={dropout} is a rate without a seed; give a DropMask, as drop_scores does"
     elif dropout and not 0 <= dropout.p < 1:
         wrong = f"dropout p={dropout.p}; must be in [0, 1)"
+    elif documents and len(documents.lengths) != len(q):
+        wrong = f"documents of {len(documents.lengths)} rows for {len(q)}; give the lengths in each row"
     if wrong:
         raise ValueError(f"{what}: {wrong}")

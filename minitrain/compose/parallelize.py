@@ -89,7 +89,7 @@ def parallelize(
         deal_experts,  # over ep; rows travel to them
         multiply_in_few_bits,
         attend_over_cp,  # and over earlier slices of a sequence
-        drop_by_global_place,  # every mask a function of the place
+        mask_by_global_place,  # of dropout, and of documents in packed rows
         place_gradients,  # over whom each gradient is a sum
         share_stages,  # who else holds a tied table, or a stage that stands on two ranks
         sync_gradients,  # replicated, ZeRO 1 to 3 or hybrid sharding; the optimizer and its precision
@@ -99,7 +99,8 @@ def parallelize(
     ):
         pass_(build)
     step = build.module, strategy, build.mesh, build.sync, build.forward_backward, build.loss_fn
-    return Run(*step, build.config, build.layout, build.late, build.scale, build.router_losses, build.seed)
+    more = build.layout, build.late, build.scale, build.router_losses, build.places, build.seed
+    return Run(*step, build.config, *more)
 
 
 @dataclass
@@ -322,9 +323,10 @@ def attend_over_cp(build: Build) -> None:
                 layer.attention.core = core_for(strategy.core, groups, strategy.layout)
 
 
-def drop_by_global_place(build: Build) -> None:
-    if not (build.config and (build.config.dropout or build.experts)):
+def mask_by_global_place(build: Build) -> None:
+    if not build.config:
         return
+    build.model_hooks.in_document = build.places.in_document
     shard = {}
     if build.strategy.tp > 1:
         group = build.mesh.group("tp")
@@ -440,9 +442,9 @@ class ModelHooks(RunnerHooks):
 
     def around(self, runner: Runner, action: Action) -> AbstractContextManager:
         slices = runner.schedule.slices
-        before = runner.units[: action.microbatch // slices * slices : slices]
-        rows = runner.batch.first_row + sum(len(tokens) for tokens, *_ in before)
-        self.places.at(runner.batch.step, rows)
+        *before, here = (len(tokens) for tokens, *_ in runner.units[: action.microbatch + 1 : slices])
+        batch, row = runner.batch, sum(before)
+        self.places.at(batch.step, batch.first_row + row, batch.documents_of(row, here))
         return nullcontext()
 
     def extra_loss(self, stage: int) -> Tensor | None:

@@ -21,7 +21,7 @@ import math
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitrain.attention.placed import Places
 from minitrain.checkpoint.load import agree
 from minitrain.compose.passes import histories, load_histories, roll_scales, scales_of
 from minitrain.context import layout as layouts
@@ -71,6 +72,7 @@ class Run:
     late: PostValidation | None
     scale: LossScale | None  # of a loss that is scaled
     router_losses: RouterLosses | None = None
+    places: Places = field(default_factory=Places)
     seed: int = 0  # of what a module of the reader's own draws
 
     def __post_init__(self):
@@ -98,7 +100,8 @@ class Run:
         tokens, targets = self._shard(tokens), self._shard(targets)
         first_row = rows_of(rank, ranks, rows.batch_size).start
         num_valid, num_tokens = valid_tokens(targets, self.token_group), rows.batch_size * rows.length
-        return Batch(tokens, targets, num_valid, positions, step, first_row, num_tokens)
+        documents = rows.documents(step, rank, ranks) if rows.documents else None
+        return Batch(tokens, targets, num_valid, positions, step, first_row, num_tokens, documents)
 
     def step(self, batch: Batch, clip: float | None = None) -> StepResult:
         """One step of the optimizer; the loss is this rank's term of the global batch's (`total`). With the
@@ -129,15 +132,25 @@ class Run:
         if batch.targets.dtype != torch.int64:
             raise ValueError(f"targets are {batch.targets.dtype}; expected torch.int64")
         ranks = self.context_group.size() if self.context_group else 1
-        wanted, given = self._positions(batch.tokens.size(1) * ranks), batch.positions
+        length, given = batch.tokens.size(1) * ranks, batch.positions
+        wanted = self._positions(length)
         if given is None and wanted is not None:
             what = "a batch without positions, and cp gives each rank its part of the rows"
             raise ValueError(f"{what}: cut them as run.batch does, and say which positions these tokens have")
+        for row, lengths in enumerate(batch.documents or ()):
+            if sum(lengths) != length or min(lengths) < 1:
+                what = f"documents of {sum(lengths)} tokens in row {row}, which has {length}"
+                raise ValueError(f"{what}; give the lengths of its documents, 1 or more each")
+        if batch.documents is not None and len(batch.documents) != len(batch.tokens):
+            what = f"documents of {len(batch.documents)} rows for the {len(batch.tokens)} of this rank"
+            raise ValueError(f"{what}; give the lengths in each row")
         if given is not None:
             wanted = torch.arange(given.size(-1), device=self.device) if wanted is None else wanted
             if not torch.equal(given, wanted):
                 what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
-                raise ValueError(f"{what}, {wanted[:4].tolist()} ..: rows of several documents are not known")
+                raise ValueError(
+                    f"{what}, {wanted[:4].tolist()} ..; of packed rows give documents=, their lengths"
+                )
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.sync.listener:
@@ -168,7 +181,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        logits = self._through(batch.tokens, batch.positions)
+        logits = self._through(batch.tokens, batch.positions, batch.documents)
         loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         if logits is not None:
             loss = loss + self.loss_fn(logits, batch.targets) / batch.num_valid
@@ -207,16 +220,17 @@ class Run:
             return None
         return layouts.positions(self.layout, self.context_group, length, self.device)
 
-    def _through(self, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
+    def _through(self, tokens: Tensor, positions: Tensor | None, documents=None) -> Tensor | None:
         """What the last layer gives, on the ranks of one stage, without dropout."""
         self.settle()
         training, _ = self.training, self.train(False)
         try:
-            if self.runner is None:
-                return self.model(tokens, *(() if positions is None else (positions,)))
-            if positions is None:
-                positions = torch.arange(tokens.size(1), device=tokens.device)
-            return self.runner.through(tokens, positions)
+            with self.places.during(self.places.step, self.places.first_row, documents):
+                if self.runner is None:
+                    return self.model(tokens, *(() if positions is None else (positions,)))
+                if positions is None:
+                    positions = torch.arange(tokens.size(1), device=tokens.device)
+                return self.runner.through(tokens, positions)
         finally:
             self.train(training)
 

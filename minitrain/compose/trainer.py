@@ -131,7 +131,11 @@ class Trainer:
     def speed(self, steps: int, elapsed_s: float) -> dict[str, float]:
         said = {"tokens_per_s": steps * self.hyper.batch_size * self.hyper.length / elapsed_s}
         if self.peak_flops and self.parallel.config:
-            flops = flops_per_token(self.parallel.config, self.hyper.length)
+            lengths = [self.hyper.length]  # that tokens see: of rows, or of the documents in them
+            if self.rows.documents:
+                made = (self.rows.documents(step, 0, 1) for step in range(self.step - steps, self.step))
+                lengths = [length for rows in made for row in rows for length in row]
+            flops = sum(n * flops_per_token(self.parallel.config, n) for n in lengths) / sum(lengths)
             said["mfu"] = mfu(said["tokens_per_s"], flops, self.ranks, self.peak_flops)
         return said
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.attention.placed import positions_of
 from minitrain.context.core_names import slice_lengths
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_fractions, require_ints, require_positive_ints
@@ -65,11 +66,6 @@ def positions(layout: Layout, group: ProcessGroup, length: int, device: torch.de
     return positions_of(layout(group.rank(), group.size(), length), device)
 
 
-def positions_of(runs: list[range], device: torch.device | None = None) -> Tensor:
-    """`[T/n]` positions of all tokens of these runs, in their order."""
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
-
-
 def split(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor:
     """This rank's part along `dim` of an x that all ranks have: `[B, T, ..]` -> `[B, T/n, ..]`."""
     return x.index_select(dim, positions(layout, group, x.size(dim), x.device))
@@ -98,10 +94,11 @@ class Tile:
         q, k = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         return q * (q + 1) // 2 if self.causal else q * k
 
-    def positions(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """In the sequence, of its queries and of its keys."""
-        queries, keys = self.runs
-        return positions_of(queries, device)[self.queries], positions_of(keys, device)[self.keys]
+    @property
+    def places(self) -> tuple[list[range], ...]:
+        """Positions in the sequence, of its queries and of its keys."""
+        both = zip(self.runs, (self.queries, self.keys))
+        return tuple(part(runs, tokens.start, tokens.stop - tokens.start) for runs, tokens in both)
 
 
 def sliced(layout: Layout, slices: int | Sequence[int]) -> Layout:

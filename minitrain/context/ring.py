@@ -173,9 +173,9 @@ def last_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel = FUSED, *
     return recomputed(ring_forward, ring_backward, q, k, v, alone, placed(kernel, **places))
 
 
-def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, bias=None, dropout=0.0) -> Kernel:
-    """What a core over ranks can be given, before anything is sent -> the kernel with its bias and dropout
-    (placed.py). `fewer`: the core takes fewer queries than keys."""
+def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, **places) -> Kernel:
+    """What a core over ranks can be given, before anything is sent -> the kernel with its bias, dropout and
+    documents (placed.py). `fewer`: the core takes fewer queries than keys."""
     alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
     if q.dim() != 4 or not alike or q.size(2) > k.size(2):
         what = f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -187,8 +187,8 @@ def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, bias=
         raise ValueError(f"{what}: {q.size(1)} query heads are not a multiple of {k.size(1)} K/V heads")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{what}: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must be of one dtype")
-    check_places(what, q, bias, dropout)
-    return placed(kernel, bias, dropout)
+    check_places(what, q, **places)
+    return placed(kernel, **places)
 
 
 # ---- rings within rings ------------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ from minitrain.ranks.checks import require_ints
 
 def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=contiguous, **places) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`; core(q, k, v) on
-    `[B, H/n, T, K]`. `places`: bias and dropout (placed.py); the core is given those of this rank's heads."""
+    `[B, H/n, T, K]`. `places`: bias, dropout, documents (placed.py); the core is given those of its heads."""
     rank, ranks, heads = group.rank(), group.size(), q.size(1)
     check_core("ulysses_attention", q, k, v, fewer=True, **places)
-    bias, dropout = places.get("bias"), places.get("dropout")
+    bias, dropout, documents = (places.get(name) for name in ("bias", "dropout", "documents"))
     if heads % ranks:
         fits = " or ".join(str(n) for n in range(1, min(heads, ranks) + 1) if heads % n == 0)
         what = f"Ulysses: {heads} heads cannot be dealt to the {ranks} ranks of {collectives.axis_of(group)}"
@@ -60,6 +60,8 @@ def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=co
     if bias:
         places = torch.arange(k.size(2) * ranks, device=q.device)
         core = partial(core, bias=Alibi(bias.slopes.chunk(ranks)[rank], places))
+    if documents:
+        core = partial(core, documents=documents)
     if dropout:
         core = partial(core, dropout=dropout._replace(first_head=dropout.first_head + heads // ranks * rank))
     q, k, v = to_heads((q, copied(k, group), copied(v, group)), group)

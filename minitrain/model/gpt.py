@@ -66,8 +66,8 @@ class Embedding(nn.Module):
             raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         x = self.hooks.token_rows(self.tokens, tokens, "token", "vocab_size")
         if self.config.positions == "learned":
-            positions = positions.clamp(max=most - 1) if self.hooks.padding else positions
-            x = x + self.hooks.position_rows(self.positions, positions, "position", "max_positions")
+            ids = self.hooks.in_document(positions.clamp(max=most - 1) if self.hooks.padding else positions)
+            x = x + self.hooks.position_rows(self.positions, ids, "position", "max_positions")
         return self.dropout(self.norm(x), positions)
 
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
@@ -55,6 +56,7 @@ class Hooks:
     result: Callable = call
     token_rows: Callable = lookup  # of a table that may be cut over ranks (tensor_parallel/vocabulary.py)
     position_rows: Callable = lookup
+    in_document: Callable = lambda positions: positions  # from positions in a row to those in its documents
     padding: int = 0  # so many last tokens of a row are there to be cut evenly: nobody reads what they give
     experts: Callable = field(default_factory=AllToAll)  # x [N, D] to its experts and back (moe/dispatch.py)
     tokens: Tokens = field(default_factory=Tokens)  # those that this rank routes to experts (moe/dispatch.py)
@@ -151,7 +153,9 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0):
+def causal_attention(
+    q, k, v, *, bias: Tensor | Alibi | None = None, dropout: float | Callable = 0.0, documents=None
+):
     """torch's fused attention: q `[B, H, T, K]`, k and v `[B, H_kv, T, K]` -> `[B, H, T, K]`. A bias is added
     to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens.
 
@@ -160,6 +164,8 @@ def causal_attention(q, k, v, *, bias: Tensor | Alibi | None = None, dropout: fl
     3K + 2W."""
     if (queries := q.size(-2)) != (keys := k.size(-2)):
         raise ValueError(f"causal_attention: {queries} queries, {keys} keys; it is for as many of both")
+    if documents:
+        return flash_attention(q, k, v, bias=bias, dropout=dropout, documents=documents)
     if callable(dropout):  # the fused one takes no mask that it has not drawn
         return naive_attention(q, k, v, bias=bias, dropout=dropout)
     if v.size(-1) < q.size(-1) and bias is None and not dropout and q.device.type == "cpu":

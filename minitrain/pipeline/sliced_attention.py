@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import widened
 from minitrain.attention.placed import Alibi, DropMask, check_places
 from minitrain.pipeline.runtime import Runner, RunnerHooks
@@ -29,8 +30,12 @@ from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.ranks.torch_private import in_backward
 
 
-def attend(q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0) -> Tensor:
+def attend(
+    q, k, v, lengths=None, *, bias: Alibi | None = None, dropout: DropMask | float = 0.0, documents=None
+) -> Tensor:
     """Queries `[B, H, t, K]` of the last t of T tokens: query i sees the keys up to T - t + i."""
+    if documents:
+        return flash_attention(q, k, v, bias=bias, dropout=dropout, documents=documents)
     check_places("sliced attention", q, bias)
     before, length, by_place = k.size(-2) - q.size(-2), k.size(-2), isinstance(dropout, DropMask)
     places = torch.arange(before, length, device=q.device), torch.arange(length, device=q.device)

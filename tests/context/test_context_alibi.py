@@ -80,10 +80,10 @@ def test_without_it_it_does_not():
         ulysses = partial(ulysses_attention, group=group, core=causal_attention)
         found["right"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         found["none"] = furthest(over(ring, group, zigzag, HEADS)[0], expected)
-        there, at = Tile.positions, Placed.at
-        Tile.positions = lambda tile, device=None: (torch.arange(T)[tile.queries], torch.arange(T)[tile.keys])
+        there, at = Tile.places, Placed.at
+        Tile.places = property(lambda tile: ([range(T)[tile.queries]], [range(T)[tile.keys]]))
         found["places on the rank"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
-        Tile.positions = there
+        Tile.places = there
         Placed.at = lambda self, positions: at(self, positions)._replace(backward=fused_backward)
         found["no bias in backward"] = furthest(over_ranks(ring, group, zigzag)[0], expected)
         Placed.at = at

@@ -16,7 +16,7 @@ tokens. Sends nothing; holds N bytes of text. The shuffle computes any one index
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,11 +34,13 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py")
 
 @dataclass(frozen=True)
 class Rows:
-    """Global batches by number: `draw(step, rank, ranks)` gives tokens and targets of `rows_of`."""
+    """Global batches by number: `draw(step, rank, ranks)` gives tokens and targets of `rows_of`. Where rows
+    are packed, `documents(step, rank, ranks)` gives for each the lengths of its documents, T in all."""
 
     draw: Callable[[int, int, int], tuple[Tensor, Tensor]]
     batch_size: int
     length: int
+    documents: Callable[[int, int, int], Sequence[Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)

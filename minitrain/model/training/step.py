@@ -14,7 +14,7 @@ one rank. A mean of means is the loss above only if all counts are equal.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,6 +40,11 @@ class Batch(NamedTuple):
     step: int | None = None  # which batch of the run this is (dropout asks),
     first_row: int = 0  # and which of its rows is this rank's first: dropout is a function of these
     num_tokens: Tensor | int | None = None  # of the global batch, masked too: routers' losses are their means
+    # of packed rows: the lengths of the documents in each of this rank's whole rows, T in all
+    documents: Sequence[Sequence[int]] | None = None
+
+    def documents_of(self, first: int, rows: int) -> Sequence[Sequence[int]] | None:
+        return None if self.documents is None else self.documents[first : first + rows]
 
 
 class StepResult(NamedTuple):
@@ -124,13 +129,13 @@ def accumulate(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     num_microbatches: int,
     reducer: Reducer,
-    at: Callable[[int, int], None] = lambda step, first_row: None,
+    at: Callable = lambda step, first_row, documents: None,
     router_loss: Callable[[], Tensor | None] = lambda: None,
 ) -> Callable[[Batch], Tensor]:
     """A `forward_backward` that runs this rank's rows in microbatches, one after the other: gradients add up
     locally and travel once, in the last backward. `loss_fn(logits, targets)` is a sum over tokens.
-    `at(step, first_row)` is told which rows of the global batch come next (placed.Places); `router_loss()`
-    is asked after each forward for terms that layers have found themselves."""
+    `at(step, first_row, documents)` is told which rows of the global batch come next (placed.Places);
+    `router_loss()` is asked after each forward for terms that layers have found themselves."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: use at least 1")
 
@@ -140,11 +145,11 @@ def accumulate(
             raise ValueError(f"num_microbatches={num_microbatches}, but this rank has {rows} rows")
         microbatches = zip(*(x.tensor_split(num_microbatches) for x in (batch.tokens, batch.targets)))
         places = () if batch.positions is None else (batch.positions,)
-        total, first_row = torch.zeros((), device=batch.tokens.device), batch.first_row
+        total, row = torch.zeros((), device=batch.tokens.device), 0
         for number, (tokens, targets) in enumerate(microbatches, start=1):
             reducer.enabled = number == num_microbatches
-            at(batch.step, first_row)
-            first_row += len(tokens)
+            at(batch.step, batch.first_row + row, batch.documents_of(row, len(tokens)))
+            row += len(tokens)
             loss = loss_fn(model(tokens, *places), targets)
             if (more := router_loss()) is not None:
                 loss = loss + more

@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.kernel import repeat_kv, sum_kv_copies
-from minitrain.attention.placed import Alibi, DropMask
+from minitrain.attention.placed import Alibi, Documents, DropMask
 from minitrain.context.layout import Layout, contiguous, positions_of
 from minitrain.context.ring import Tensors, check_core, ring_pass
 from minitrain.ranks.autograd import custom_vjp
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. `places`: bias, dropout."""
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. `places`: bias, dropout,
+    documents."""
     check_core("ring_self_attention", q, k, v, fewer=True, **places)
     rows = Rows(group, layout, causal, **places)
 
@@ -50,6 +51,7 @@ class Rows(NamedTuple):
     causal: bool = True
     bias: Alibi | None = None
     dropout: DropMask | float = 0.0
+    documents: Documents | None = None
 
     def columns(self, rows: Tensor, step: int) -> Tensor:
         """`[B, H, T/n, T/n]`, those of the keys that are here in that step."""
@@ -86,6 +88,9 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, T
         scores.add_(rows.bias.between(queries, keys))
     if rows.causal:
         scores.masked_fill_(queries.unsqueeze(-1) < keys, -math.inf)
+    if rows.documents:
+        of_queries, of_keys = (rows.documents.starts(at)[:, None] for at in (queries, keys))
+        scores.masked_fill_(of_queries.unsqueeze(-1) != of_keys.unsqueeze(-2), -math.inf)
     p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
     weights = rows.dropped(p)
     ring_pass((v,), rows.group, average)
