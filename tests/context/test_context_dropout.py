@@ -303,10 +303,10 @@ def test_a_model_without_it_does_not(expected):
         Places.seed_of = lambda self, site: seed_of(self, site) + number
         found["seeds apart"] = train_parallel(PROBLEM, shapes["cp"])
         Places.seed_of = seed_of
-        Places.at = lambda self, step, first_row: at(self, step, 0)
+        Places.at = lambda self, step, first_row, _=None: at(self, step, 0)
         found["first rows"] = train_parallel(PROBLEM, shapes["dp"])
         found["first rows of microbatches"] = train_parallel(replace(PROBLEM, microbatches=2), shapes["cp"])
-        Places.at = lambda self, step, first_row: at(self, 0, first_row)
+        Places.at = lambda self, step, first_row, _=None: at(self, 0, first_row)
         found["one step's masks"] = train_parallel(PROBLEM, shapes["tp"])
         Places.at = at
         module.drop_by_place = lambda layers, places, part=0: drop(layers, places)

@@ -31,8 +31,7 @@ from minitrain.ranks.autograd import custom_vjp
 
 
 def ring_self_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **places) -> Tensor:
-    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. `places`: bias, dropout,
-    documents."""
+    """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]` -> `[B, H, T/n, K]`. `places` as in placed.py."""
     check_core("ring_self_attention", q, k, v, fewer=True, **places)
     rows = Rows(group, layout, causal, **places)
 
@@ -89,8 +88,8 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, T
     if rows.causal:
         scores.masked_fill_(queries.unsqueeze(-1) < keys, -math.inf)
     if rows.documents:
-        of_queries, of_keys = (rows.documents.starts(at)[:, None] for at in (queries, keys))
-        scores.masked_fill_(of_queries.unsqueeze(-1) != of_keys.unsqueeze(-2), -math.inf)
+        first = rows.documents.starts
+        scores.masked_fill_((first(queries)[..., None] != first(keys)[:, None])[:, None], -math.inf)
     p = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_().to(q.dtype)
     weights = rows.dropped(p)
     ring_pass((v,), rows.group, average)
