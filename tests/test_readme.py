@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from minitrain.cli import main
 from minitrain.course import house, notebook
 from minitrain.model.config import presets
+from minitrain.model.data.token_files import write_pair
 from minitrain.plan.emit.training_job import Job, write
 from minitrain.plan.strategy import Strategy
 from tests import layouts
@@ -43,6 +44,8 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     """Every `minitrain train` line, also behind torchrun: its flags exist and its layout can be."""
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(write(Job(Strategy(dp=2), presets["small"], 8, 256)))
+    Path("data").mkdir()
+    write_pair(Path("data/wiki.bin"), [range(256)] * 2, 256)
     lines = [
         shlex.split(line, comments=True)
         for line in re.findall(r"^(?:torchrun .*-m minitrain|minitrain) (train .*)$", TEXT, re.M)

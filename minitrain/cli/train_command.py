@@ -1,4 +1,4 @@
-"""`minitrain train`: train a GPT on bytes of text in any layout, on local ranks or those of torchrun.
+"""`minitrain train`: train a GPT on text or files of tokens in any layout, here or under torchrun.
 
 Flags are the fields of Strategy, Hyperparameters and GPTConfig. As many ranks are started as the strategy
 has; bad input, a checkpoint of another run included, is refused before that. torch is imported when training
@@ -28,7 +28,6 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.process import in_a_job
 
 WEEK_S = 7 * 86_400
-BYTES = 256  # tokens are bytes: model/data/batches.py
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
 
@@ -36,7 +35,7 @@ MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_
 @options(
     flags(Hyperparameters, short=dict(batch_size="--batch")),
     flags(Strategy),
-    flags(GPTConfig, unset=True, leave_out=("vocab_size", "experts"), short=MODEL),
+    flags(GPTConfig, unset=True, leave_out=("experts",), short=MODEL),
     flags(ExpertsConfig, unset=True),
 )
 def train(
@@ -44,6 +43,9 @@ def train(
         str, Option(help=f"{', '.join(presets)}; every field is a flag too", autocompletion=among(presets))
     ] = "tiny",
     text: Annotated[Path | None, Option(help="file or folder; else Python's own documentation")] = None,
+    data: Annotated[Path | None, Option(help="folder of tokens, such as minitrain tokenize makes")] = None,
+    packed: Annotated[bool, Option(help="attention and loss of --data end where documents do")] = True,
+    end: Annotated[str, Option(help="token or id that ends documents of a .npy in --data")] = "",
     out: Annotated[Path | None, Option(help="folder for the log")] = None,
     report_every: Annotated[int, Option(help="steps from one report to the next")] = 25,
     checkpoint: Annotated[Path | None, Option(help="folder for checkpoints")] = None,
@@ -52,15 +54,16 @@ def train(
     async_save: Annotated[bool, Option("--async", help="save beside the next steps")] = False,
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
-    sample: Annotated[int, Option(help="bytes to write at the end")] = 200,
+    sample: Annotated[int, Option(help="tokens to write at the end")] = 200,
     **values,
 ) -> None:
-    """Train a GPT on bytes of text in any layout of ranks, and show what it learned.
+    """Train a GPT on text, or on files of tokens, in any layout of ranks, and show what it learned.
 
     \b
     minitrain train --dp 2 --tp 2 --zero 1 --steps 50
     minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved --every 50 --async
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
+    minitrain train --dp 2 --data FOLDER                                  made by minitrain tokenize
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
     require_positive_ints(report_every=report_every, every=every, keep=keep)
@@ -72,8 +75,9 @@ def train(
         hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
     how = "asynchronous" if async_save else "sync_sharded"
     trainer = dict(report_every=report_every, save_every=every, save_how=how, out=out)
-    settings = Settings(config, strategy, hyper, text, out, sample, checkpoint, keep, resume, trainer)
-    check(settings)
+    given = dict(text=text, data=data, packed=packed, end=end, vocab_size=values["vocab_size"])
+    settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, trainer)
+    settings = check(settings)
     from minitrain.ranks import launch
 
     try:
@@ -89,7 +93,7 @@ class Settings:  # what every rank is told
     config: GPTConfig
     strategy: Strategy
     hyper: Hyperparameters
-    text: Path | None
+    data: dict[str, Any]  # of open_data
     out: Path | None
     sample: int
     folder: Path | None  # of checkpoints
@@ -107,7 +111,7 @@ class Settings:  # what every rank is told
 
 
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
-    """The preset for bytes of text, with what was given; as many positions as the length needs."""
+    """The preset, with what was given; as many positions as the length needs."""
     base = known(presets, preset=preset)
     changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
     if experts and base.experts is None and "num_experts" not in experts:
@@ -116,11 +120,11 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     if experts:
         changes["experts"] = replace(base.experts, **experts) if base.experts else ExpertsConfig(**experts)
     changes.setdefault("max_positions", max(values["length"], base.max_positions))
-    return replace(base, vocab_size=BYTES, **changes)
+    return replace(base, **changes)
 
 
 def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig, Strategy, Hyperparameters]:
-    """What a plan says, for bytes of text; flags may say the rest, and nothing that the plan says."""
+    """What a plan says; flags may say the rest, and nothing that the plan says."""
     if not path.is_file():
         raise ValueError(f"plan={path}: no such file; minitrain plan --emit minitrain --out {path} makes one")
     job, hyper = read(path.read_text(errors="replace")), Hyperparameters(**chosen(Hyperparameters, values))
@@ -130,26 +134,30 @@ def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig,
     if said := [*said, *chosen(GPTConfig, values), *chosen(ExpertsConfig, values)]:
         raise ValueError(f"{said[0]} beside --plan: {path} says it; leave it out, or change it there")
     hyper = replace(hyper, batch_size=job.rows, length=job.length)
-    return replace(job.model, vocab_size=BYTES), job.strategy, hyper
+    return job.model, job.strategy, hyper
 
 
-def check(settings: Settings) -> None:
+def check(settings: Settings) -> Settings:
+    """Settings with the vocabulary of the data."""
     config, strategy, hyper = settings.config, settings.strategy, settings.hyper
     strategy.check(config, int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     if hyper.frozen:
         check_frozen(config, hyper)
-    train_text, _ = open_text(settings.text, hyper.length)
+    data, _ = open_data(hyper.length, **settings.data)
+    config = replace(config, vocab_size=data.vocab_size)
+    settings = replace(settings, config=config)
     check_memory(config, strategy)
     if settings.out:
         settings.out.mkdir(parents=True, exist_ok=True)
     if settings.folder:
-        check_checkpoints(settings, train_text)
+        check_checkpoints(settings, data)
     elif settings.resume:
         raise ValueError("--resume without a folder: add --checkpoint FOLDER")
+    return settings
 
 
-def check_checkpoints(settings: Settings, text) -> None:
+def check_checkpoints(settings: Settings, data) -> None:
     """The folder is new, or the run that made its checkpoints goes on."""
     from minitrain.checkpoint.format import Damaged
     from minitrain.compose.trainer import check_identity, identity
@@ -167,16 +175,27 @@ def check_checkpoints(settings: Settings, text) -> None:
             manifest = store.manifest(step)
         except Damaged:  # the ranks say so
             continue
-        return check_identity(store.path(step), manifest, wanted, text, settings.hyper)
+        return check_identity(store.path(step), manifest, wanted, data, settings.hyper)
 
 
-def open_text(path: Path | None, length: int) -> tuple:
+def open_data(length: int, text: Path | None = None, data: Path | None = None, **more) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
     from minitrain.model.data.batches import Text
+    from minitrain.model.data.corpus import open_folder
 
-    train_text, held_out = (Text.open(path) if path else Text.builtin()).split()
-    train_text.num_windows(length)
-    return train_text, held_out if len(held_out) > length else None
+    if text and data:
+        raise ValueError(f"text={text} and data={data}: train on one of them")
+    for name, value in more.items() if not data else ():
+        if value not in (None, True, ""):
+            raise ValueError(f"{name}={value} is of files of tokens: add --data FOLDER")
+    text = None if data else Text.open(text) if text else Text.builtin()
+    train, held_out = text.split() if text else open_folder(data, **more)
+    train.num_windows(length)
+    try:
+        held_out.num_windows(length)
+    except ValueError:
+        held_out = None
+    return train, held_out
 
 
 def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
@@ -215,16 +234,16 @@ def train_on_rank(settings: Settings) -> None:
     from minitrain.ranks import launch
 
     strategy, hyper = settings.strategy, settings.hyper
-    text, held_out = open_text(settings.text, hyper.length)
+    data, held_out = open_data(hyper.length, **settings.data)
     more = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
     run = parallelize(settings.config, strategy, hyper.make_optimizer, **more)
     peak_flops = measure_peak_flops(run.dtype, run.device)
     more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store())
-    trainer = Trainer(run, text, hyper, **more)
+    trainer = Trainer(run, data, hyper, **more)
     say = print if trainer.rank == 0 else lambda *_: None
     there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {peak_flops / 1e9:.0f}"
-    data = f"{len(text):,} tokens of {text.name}"
-    say(f"{parameters(settings.config):,} parameters, {strategy}, {there} GFLOP/s; {data}")
+    tokens = f"{len(data):,} tokens of {data.name}"
+    say(f"{parameters(settings.config):,} parameters, {strategy}, {there} GFLOP/s; {tokens}")
     if line := emulation(run.model.layers, strategy):
         say(line)
     if settings.resume:
@@ -240,7 +259,8 @@ def train_on_rank(settings: Settings) -> None:
     named = dict(log=settings.out, checkpoints=settings.folder)
     where = "".join(f"; {what} in {folder}" for what, folder in named.items() if folder)
     say(f"{trainer.step} steps of {hyper.batch_size * hyper.length:,} tokens{where}")
-    say(f"It writes:\n{trainer.sample(n=settings.sample)}")
+    if data.tokenizer:
+        say(f"It writes:\n{trainer.sample(n=settings.sample)}")
     if trainer.not_saved and trainer.step not in trainer.store.steps():
         raise RuntimeError(trainer.not_saved[-1])
 

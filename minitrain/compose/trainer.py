@@ -31,7 +31,7 @@ from minitrain.checkpoint.saver import NotSaved, Saver
 from minitrain.checkpoint.store import MANIFEST, Store
 from minitrain.compose.run import Run
 from minitrain.model.config import GPTConfig
-from minitrain.model.data.batches import Text
+from minitrain.model.data.batches import Data
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.step import StepResult
 from minitrain.plan.accounting import flops_per_token, mfu
@@ -46,10 +46,10 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        text: Text,
+        data: Data,
         hyper: Hyperparameters,
         *,
-        held_out: Text | None = None,
+        held_out: Data | None = None,
         out: Path | None = None,
         report_every: int = 25,
         store: Store | None = None,
@@ -67,13 +67,13 @@ class Trainer:
                 state = "trained" if param.requires_grad else "frozen"
                 what = f"{name} is {state} in this run, and the hyperparameters have frozen={hyper.frozen}"
                 raise ValueError(f"{what}; give the same to both, parallelize(..., frozen=hyper.frozen)")
-        self.parallel, self.text, self.held_out, self.hyper, self.out = run, text, held_out, hyper, out
+        self.parallel, self.data, self.held_out, self.hyper, self.out = run, data, held_out, hyper, out
         self.report_every, self.save_every, self.peak_flops = report_every, save_every, peak_flops
         self.store, self.not_saved = store, []
         self.saver = Saver(store, run.device, save_how) if store else None
         if self.saver:
             run.attach(self.saver)
-        self.rows = text.rows(hyper.batch_size, hyper.length, hyper.seed)
+        self.rows = data.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
         rates = [float(group["lr"]) for group in run.sync.param_groups]
@@ -148,9 +148,12 @@ class Trainer:
         return sum(losses) / batches
 
     def sample(self, prompt: str = "The ", n: int = 200, temperature: float = 0.7, seed: int = 0) -> str:
-        """What the model makes of a prompt, n bytes more; every rank must ask, and gets the same."""
-        tokens = torch.tensor([list(prompt.encode())], device=self.parallel.device)
-        return bytes(self.parallel.sample(tokens, n, temperature, seed)[0].tolist()).decode(errors="replace")
+        """What the model makes of a prompt, n tokens more; every rank must ask, and gets the same."""
+        tokenizer = self.data.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.data.name} has no tokenizer.json, so its tokens are no text")
+        tokens = torch.tensor(tokenizer.encode([prompt]), device=self.parallel.device)
+        return tokenizer.decode(self.parallel.sample(tokens, n, temperature, seed)[0].tolist())
 
     def log(self) -> None:
         """All records so far: going on from an older checkpoint writes the later ones again."""
@@ -165,7 +168,7 @@ class Trainer:
         manifest = dict(
             identity=self.identity(),
             strategy=asdict(run.strategy),
-            position=self.text.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
+            position=self.data.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
             records=self.records,
             ranks=self.ranks,
             versions=dict(python=platform.python_version(), torch=torch.__version__),
@@ -194,7 +197,7 @@ class Trainer:
         for step in reversed(steps):
             try:
                 manifest, files = self.store.open(step)
-                check_identity(self.store.path(step), manifest, self.identity(), self.text, self.hyper)
+                check_identity(self.store.path(step), manifest, self.identity(), self.data, self.hyper)
                 saved = Saved(files, broadcast)
                 lost = self.parallel.load_pieces(saved)
             except Damaged as error:
@@ -236,10 +239,10 @@ def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, pro
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
-def check_identity(path: Path, manifest: dict, wanted: dict, text: Text, hyper: Hyperparameters) -> None:
+def check_identity(path: Path, manifest: dict, wanted: dict, data: Data, hyper: Hyperparameters) -> None:
     was = manifest["identity"]
     for name, now in wanted.items():
         if was.get(name) != now:
             what = f"made with {name}={was.get(name)}, this run has {name}={now}"
             raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
-    text.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
+    data.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)

@@ -1,1 +1,4 @@
-"""Text as batches of tokens, a pure function of (step, rank, size), and its near duplicates: batches."""
+"""Tokens, and batches of them that are a pure function of (step, rank, size).
+
+batches  corpus  token_files  tokenizer
+"""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.model.data.tokenizer import Tokenizer
 from minitrain.ranks.checks import require_ints, require_positive_ints
 
 VOCAB = 256
@@ -43,12 +44,34 @@ class Rows:
     documents: Callable[[int, int, int], Sequence[Sequence[int]]] | None = None
 
 
+class Data:
+    """What a Trainer asks of its tokens: the rows of a batch, and the place of a run in them. A Text, or a
+    Mixture of files (corpus.py). Each has a name, a vocab_size, a tokenizer or None, a length, an `identity`
+    of plain values that tells it from other data, `num_windows(length)`, and `batch`: this rank's tokens and
+    targets (each the next token), int64 [rows, T]."""
+
+    def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
+        return Rows(partial(self.batch, batch_size=batch_size, length=length, seed=seed), batch_size, length)
+
+    def position(self, step: int, batch_size: int, length: int, seed: int = 0) -> dict:
+        """All there is to save: plain numbers, and what tells these data from others."""
+        return {"step": step, "batch_size": batch_size, "length": length, "seed": seed, **self.identity}
+
+    def resume(self, position: dict, batch_size: int, length: int, seed: int = 0) -> int:
+        """The step to go on with, on any number of ranks; a position in other data or batches is refused."""
+        for name, now in self.position(0, batch_size, length, seed).items():
+            if name != "step" and position.get(name) != now:
+                raise ValueError(f"the saved position has {name}={position.get(name)}, this run {name}={now}")
+        return position["step"]
+
+
 @dataclass(frozen=True)
-class Text:
+class Text(Data):
     """A text in memory, one token per byte, and the batches that can be cut from it."""
 
     data: bytes = field(repr=False)
     name: str = "text"
+    vocab_size, tokenizer = VOCAB, Tokenizer()
 
     def __post_init__(self):
         if not isinstance(self.data, bytes):
@@ -92,6 +115,10 @@ class Text:
     def digest(self) -> str:
         return hashlib.sha256(self.data).hexdigest()[:16]
 
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"text": self.digest}
+
     def split(self) -> tuple["Text", "Text"]:
         """The text to train on and, its last tenth, the text to test on: they share no byte."""
         cut = len(self) - round(len(self) / 10)
@@ -113,25 +140,10 @@ class Text:
         return permute(index, self.num_windows(length), f"{seed}/{epoch}")
 
     def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed: int = 0) -> tuple:
-        """This rank's rows of the global batch: tokens and targets (each the next token), int64 [rows, T]."""
         rows = rows_of(rank, size, batch_size)
         starts = np.array([self.window(step * batch_size + row, length, seed) * length for row in rows])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
         return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # copies; work under fake tensors
-
-    def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
-        return Rows(partial(self.batch, batch_size=batch_size, length=length, seed=seed), batch_size, length)
-
-    def position(self, step: int, batch_size: int, length: int, seed: int = 0) -> dict:
-        """All there is to save: plain numbers, and the digest that tells one text from another."""
-        return {"step": step, "batch_size": batch_size, "length": length, "seed": seed, "text": self.digest}
-
-    def resume(self, position: dict, batch_size: int, length: int, seed: int = 0) -> int:
-        """The step to go on with, on any number of ranks; a position of another text or batch is refused."""
-        for name, now in self.position(0, batch_size, length, seed).items():
-            if name != "step" and position.get(name) != now:
-                raise ValueError(f"the saved position has {name}={position.get(name)}, this run {name}={now}")
-        return position["step"]
 
 
 def rows_of(rank: int, size: int, batch_size: int) -> range:
