@@ -8,7 +8,7 @@ parameters, dropout), a strategy of 1 to 8 ranks and two steps (uneven batches, 
 rank's rows masked altogether, clipping, an optimizer with weight decay by group). One process trains it with
 torch's optimizer and clipping and nothing of minitrain's but the model and the places of its dropout.
 Compared are every loss, each gradient and each parameter after two steps, to 1e-12 (in bfloat16 and float16
-the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. After the two steps the run is saved, each element by one rank, and loaded by another strategy for the same model (`other_strategy`), whose whole state must have the same bits. A new technique
+the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. After the two steps a text is written from a cache of keys and values, each of its logits as without, and the run is saved, each element by one rank, and loaded by another strategy for the same model (`other_strategy`), whose whole state must have the same bits. A new technique
 adds its column here: a field to draw, a word in FEATURES.
 """
 
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from minitrain import collectives, launch
 from minitrain.attention.placed import Places, drop_by_place
+from minitrain.compose.cached_run import cached
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import multiply_in, roll_scales
 from minitrain.compose.run import Run, saved_buffers
@@ -41,7 +42,7 @@ from minitrain.data_parallel import states
 from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import FIXED, ROUTERS, ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
-from minitrain.model.gpt import GPT, cross_entropy_sum
+from minitrain.model.gpt import GPT, cross_entropy_sum, generate
 from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
@@ -533,7 +534,26 @@ def on_rank_saved(case: Draw, folder: Path) -> tuple:
     run.settle()
     grads, state = states.full_grads(run.sync), run.state_dict()
     outcome = Outcome([loss.item() for loss in losses], grads, state["parameters"])
-    return outcome, account, save(run, folder), check_layout(run), state_of(run)
+    far = cache_distance(run, case)
+    return outcome, account, far, save(run, folder), check_layout(run), state_of(run)
+
+
+def cache_distance(run: Run, case: Draw) -> float:
+    """How far the logits of a text from a cache are from those without. Products in few bits and narrow ones are
+    rounded otherwise."""
+    if case.strategy.policy.narrow or case.strategy.products != "plain":
+        return 0.0
+    length = random.Random(f"text of {case!r}").choice((1, 2, 5, 9))
+    prompt = random_tokens(0, 0, 1, 2, length, case.config.vocab_size, seed=8)[0]
+
+    def written(logits) -> Tensor:
+        seen = []
+        generate(run, prompt, 4, temperature=0, logits=lambda tokens: seen.append(logits(tokens)) or seen[-1])
+        return torch.cat([logits[:, -1] for logits in seen])
+
+    with cached(run, 3) as logits:
+        found = written(logits)
+    return (found - written(run)).abs().max().item()
 
 
 def loaded_on_rank(case: Draw, other: Strategy, checkpoint: Checkpoint, state: dict[str, Tensor]) -> str:
@@ -601,9 +621,11 @@ def verdict(case: Draw, every_rank: bool = False) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saved = launch.run(on_rank_saved, case, folder, ranks=case.strategy.ranks, timeout_s=120)
-        *results, written, told, states = zip(*saved)
+        *results, far, written, told, states = zip(*saved)
         if wrong := compared(case, list(zip(*results)), every_rank):
             return wrong
+        if not max(far) < TOLERANCE:
+            return f"a text from a cache is {max(far):.1e} from one without"
         return wrong_checkpoint(case, folder, written, told, states[0])
 
 

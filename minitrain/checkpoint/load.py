@@ -31,18 +31,23 @@ from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.pieces import Piece, overlap, part_of
 
+CONVERTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # not codes, which have scales
+
 
 class Saved:
-    """All pieces of a checkpoint, by name, whoever wrote them."""
+    """All pieces of a checkpoint, by name, whoever wrote them. `weights`: no states of the optimizer and no
+    random ones, and numbers in any of the dtypes of CONVERTED."""
 
-    def __init__(self, files: Iterable[File], broadcast: bool = False):
-        self.files, self.broadcast, self._error = list(files), broadcast, None
+    def __init__(self, files: Iterable[File], broadcast: bool = False, weights: bool = False):
+        self.files, self.broadcast, self.weights, self._error = list(files), broadcast, weights, None
         self.entries: dict[str, list[Entry]] = {}
         self.plain: dict[str, Any] = {}
         for file in self.files:
             for entry in file.entries:
+                if weights and entry.name.startswith(("optimizer/", "random/")):
+                    continue
                 self.entries.setdefault(entry.name, []).append(entry)
-            for key, value in file.plain.items():
+            for key, value in () if weights else file.plain.items():
                 if isinstance(value, dict):
                     self.plain.setdefault(key, {}).update(value)
                 else:
@@ -78,7 +83,8 @@ class Saved:
         found, wanted = 0, piece.values.numel()
         for entry in self.entries.get(piece.name, ()):
             was, now = (entry.whole, entry.dtype), (piece.whole, piece.values.dtype)
-            if was != now:
+            alike = was[1] == now[1] or self.weights and {was[1], now[1]} <= CONVERTED
+            if was[0] != now[0] or not alike:
                 both = f"{list(was[0])} {was[1]} in the checkpoint, {list(now[0])} {now[1]} in this run"
                 raise ValueError(f"{piece.name} is {both}: use the model and the precision it was saved in")
             common = overlap(entry.start, entry.shape, piece.start, piece.shape)
@@ -145,7 +151,8 @@ def read(entry: Entry, start: tuple[int, ...], shape: tuple[int, ...], out: Tens
     last = corner + sum((n - 1) * stride for n, stride in zip(shape, strides)) * item + item
     blocks = runs(corner, shape, [stride * item for stride in strides], item, entry.size)
     begin, end = blocks[0][0], blocks[-1][1]
-    if (begin, end) == (corner, last) and last - corner == out.nbytes and out.is_contiguous() and out.is_cpu:
+    alike = out.dtype == entry.dtype and out.is_contiguous() and out.is_cpu
+    if (begin, end) == (corner, last) and last - corner == out.nbytes and alike:
         return entry.file.read(entry, begin, end, bytes_of(out))
     data = np.empty(end - begin, np.uint8)
     for first, until in blocks:

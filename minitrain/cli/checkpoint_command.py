@@ -25,7 +25,7 @@ Step = Annotated[int | None, Option(help="of the checkpoint; else the newest")]
 @app.command()
 def ls(folder: Folder) -> None:
     """A line per checkpoint: step, size, who saved it; and what is left of saves that never ended."""
-    store = _store(folder)
+    store = store_of(folder)
     for path in sorted(folder.glob("step-*")):
         name = path.name.removeprefix("step-")
         size = f"{sum(file.stat().st_size for file in path.iterdir()) / 1e6:,.1f} MB"
@@ -42,8 +42,8 @@ def verify(folder: Folder, step: Step = None) -> None:
     """Read every byte of a checkpoint, or of all, and compare it with its hash."""
     from minitrain.checkpoint.format import Damaged
 
-    store, bad = _store(folder), 0
-    for number in [_step(store, step)] if step is not None else store.steps():
+    store, bad = store_of(folder), 0
+    for number in [step_of(store, step)] if step is not None else store.steps():
         try:
             store.verify(number)
             said = "whole"
@@ -56,10 +56,10 @@ def verify(folder: Folder, step: Step = None) -> None:
 @app.command()
 def show(folder: Folder, step: Step = None) -> None:
     """Tensors of a checkpoint, with shape, dtype and in how many pieces they lie; position and versions."""
-    store = _store(folder)
+    store = store_of(folder)
     from minitrain.checkpoint.load import Saved
 
-    manifest, files = store.open(_step(store, step))
+    manifest, files = store.open(step_of(store, step))
     for name, pieces in sorted(Saved(files).entries.items()):
         dtype, whole = str(pieces[0].dtype).removeprefix("torch."), str(list(pieces[0].whole))
         lies = f"in {len(pieces)} pieces" if len(pieces) > 1 else ""
@@ -83,8 +83,8 @@ def convert(
         size = import_weights(source, target)
         echo(f"{size:,} bytes in {target}, as checkpoint of step 0")
     else:
-        store = _store(source)
-        size = export_weights(store, _step(store, step), target)
+        store = store_of(source)
+        size = export_weights(store, step_of(store, step), target)
         echo(f"{size:,} bytes in {target / 'model.safetensors'}")
 
 
@@ -113,6 +113,7 @@ def import_weights(folder: Path, target: Path) -> int:
     from minitrain.checkpoint.exchange import Tensors
     from minitrain.checkpoint.format import write_file
     from minitrain.checkpoint.store import Store, file_name
+    from minitrain.model.config import plain_values
     from minitrain.model.hugging_face import config_of, incoming
     from minitrain.ranks.pieces import whole_piece
 
@@ -122,9 +123,8 @@ def import_weights(folder: Path, target: Path) -> int:
     pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
     store = Store(target)
     written = write_file(store.disk, store.begin(0) / file_name(0), pieces, {"numbers": {}})
-    identity = asdict(config)
-    identity |= identity.pop("experts") or {}
-    store.commit(0, [written], dict(identity=identity, strategy={}, position={"step": 0}, records=[]))
+    plain = dict(identity=plain_values(config), strategy={}, position={"step": 0}, records=[])
+    store.commit(0, [written], plain)
     store.unlock()
     return written.size
 
@@ -165,7 +165,7 @@ def config_in(manifest: dict):
     return GPTConfig(**of(GPTConfig), experts=ExpertsConfig(**experts) if experts else None)
 
 
-def _store(folder: Path):
+def store_of(folder: Path):
     if not any(folder.glob("step-*")):
         raise ValueError(f"{folder} has no checkpoints: give the folder of --checkpoint")
     from minitrain.checkpoint.store import Store
@@ -173,7 +173,7 @@ def _store(folder: Path):
     return Store(folder)
 
 
-def _step(store, step: int | None) -> int:
+def step_of(store, step: int | None) -> int:
     steps = store.steps()
     if not steps or step not in (None, *steps):
         there = f"there are {', '.join(map(str, steps))}" if steps else "none is complete"

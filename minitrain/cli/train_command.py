@@ -17,8 +17,9 @@ import psutil
 import typer
 from typer import Option
 
+from minitrain.cli.checkpoint_command import config_in, step_of, store_of
 from minitrain.cli.replay_command import among, known
-from minitrain.model.config import ExpertsConfig, GPTConfig, presets
+from minitrain.model.config import ExpertsConfig, GPTConfig, plain_values, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting import parameters
@@ -28,6 +29,7 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.process import in_a_job
 
 WEEK_S = 7 * 86_400
+OF_TRAINING = ("dropout", "capacity_factor", "balance_alpha", "z_alpha", "bias_speed")  # not of its weights
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
 
@@ -53,6 +55,7 @@ def train(
     keep: Annotated[int, Option(help="how many checkpoints are kept")] = 2,
     async_save: Annotated[bool, Option("--async", help="save beside the next steps")] = False,
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
+    start: Annotated[Path | None, Option(help="folder of checkpoints: its newest weights, and model")] = None,
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
     sample: Annotated[int, Option(help="tokens to write at the end")] = 200,
     **values,
@@ -64,19 +67,26 @@ def train(
     minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved --every 50 --async
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     minitrain train --dp 2 --data FOLDER                                  made by minitrain tokenize
+    minitrain train --start imported --lr 1e-4 --tp 2                     from weights alone
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
     require_positive_ints(report_every=report_every, every=every, keep=keep)
     require_ints(sample=sample)
+    if start and (plan or preset != "tiny"):
+        other = "plan" if plan else "preset"
+        raise ValueError(f"--start beside --{other}: each says which model; leave one out")
     if plan:
         config, strategy, hyper = planned(plan, preset, values)
     else:
-        strategy = Strategy(**chosen(Strategy, values))
-        hyper, config = Hyperparameters(**chosen(Hyperparameters, values)), configure(preset, values)
+        strategy, hyper = (
+            Strategy(**chosen(Strategy, values)),
+            Hyperparameters(**chosen(Hyperparameters, values)),
+        )
+        config = started(start, values) if start else configure(preset, values)
     how = "asynchronous" if async_save else "sync_sharded"
     trainer = dict(report_every=report_every, save_every=every, save_how=how, out=out)
     given = dict(text=text, data=data, packed=packed, end=end, vocab_size=values["vocab_size"])
-    settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, trainer)
+    settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, start, trainer)
     settings = check(settings)
     from minitrain.ranks import launch
 
@@ -99,6 +109,7 @@ class Settings:  # what every rank is told
     folder: Path | None  # of checkpoints
     keep: int
     resume: bool
+    start: Path | None  # whose weights are the first
     trainer: dict[str, Any]
 
     def store(self):
@@ -113,14 +124,32 @@ class Settings:  # what every rank is told
 def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     """The preset, with what was given; as many positions as the length needs."""
     base = known(presets, preset=preset)
+    if values["max_positions"] is None:
+        values = values | {"max_positions": max(values["length"], base.max_positions)}
+    return changed(base, f"preset {preset!r}", values)
+
+
+def changed(base: GPTConfig, name: str, values: dict[str, Any]) -> GPTConfig:
     changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
     if experts and base.experts is None and "num_experts" not in experts:
         said = ", ".join(f"{name}={value}" for name, value in experts.items())
-        raise ValueError(f"{said}, but preset {preset!r} has no experts; add num_experts, or use another")
+        raise ValueError(f"{said}, but {name} has no experts; add num_experts, or use another")
     if experts:
         changes["experts"] = replace(base.experts, **experts) if base.experts else ExpertsConfig(**experts)
-    changes.setdefault("max_positions", max(values["length"], base.max_positions))
     return replace(base, **changes)
+
+
+def started(folder: Path, values: dict[str, Any]) -> GPTConfig:
+    """The model of a folder's newest checkpoint; flags may say the same, or what training alone asks."""
+    store = store_of(folder)
+    base = config_in(store.manifest(step_of(store, None)))
+    config = changed(base, str(folder), values)
+    was, now = plain_values(base), plain_values(config)
+    for name in now:
+        if now[name] != was.get(name) and name not in OF_TRAINING:
+            there = f"{folder} has {name}={was.get(name)}"
+            raise ValueError(f"{name}={now[name]} beside --start: {there}; leave it out")
+    return config
 
 
 def planned(path: Path, preset: str, values: dict[str, Any]) -> tuple[GPTConfig, Strategy, Hyperparameters]:
@@ -145,7 +174,11 @@ def check(settings: Settings) -> Settings:
     if hyper.frozen:
         check_frozen(config, hyper)
     data, _ = open_data(hyper.length, **settings.data)
-    config = replace(config, vocab_size=data.vocab_size)
+    if settings.start and data.vocab_size > config.vocab_size:
+        what = f"the model of {settings.start} has {config.vocab_size} tokens"
+        raise ValueError(f"{what}, {data.name} {data.vocab_size}: use the tokenizer that it was made with")
+    if not settings.start:
+        config = replace(config, vocab_size=data.vocab_size)
     settings = replace(settings, config=config)
     check_memory(config, strategy)
     if settings.out:
@@ -175,7 +208,7 @@ def check_checkpoints(settings: Settings, data) -> None:
             manifest = store.manifest(step)
         except Damaged:  # the ranks say so
             continue
-        return check_identity(store.path(step), manifest, wanted, data, settings.hyper)
+        return check_identity(store.path(step), manifest, wanted, data)
 
 
 def open_data(length: int, text: Path | None = None, data: Path | None = None, **more) -> tuple:
@@ -227,6 +260,7 @@ def check_memory(config: GPTConfig, strategy: Strategy) -> None:
 def train_on_rank(settings: Settings) -> None:
     from tqdm import tqdm
 
+    from minitrain.checkpoint.load import Saved
     from minitrain.compose.parallelize import parallelize
     from minitrain.compose.passes import emulation
     from minitrain.compose.trainer import Trainer
@@ -246,8 +280,13 @@ def train_on_rank(settings: Settings) -> None:
     say(f"{parameters(settings.config):,} parameters, {strategy}, {there} GFLOP/s; {tokens}")
     if line := emulation(run.model.layers, strategy):
         say(line)
+    resumed = trainer.resume() if settings.resume else ""
     if settings.resume:
-        say(trainer.resume() or f"no checkpoint in {settings.folder}: begins at step 0")
+        say(resumed or f"no checkpoint in {settings.folder}: begins at step 0")
+    if settings.start and not resumed:
+        store = store_of(settings.start)
+        run.load_pieces(Saved(store.open(step := step_of(store, None))[1], weights=True))
+        say(f"weights of {store.path(step)}")
     first, started, told = trainer.step, time.perf_counter(), 0
     for record in trainer.run():
         elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)

@@ -8,6 +8,7 @@
         parameters/layers.1.attention.q.weight, optimizer/layers.1.attention.q.weight/exp_avg,
         amax/layers.1.attention.q (of products in few bits), random/rank-3/cpu
     run.state_dict()                            or whole, by name, on every rank
+    run.sample(tokens, n)                       text, a token at a time (cached_run.py)
 
 Every rank calls the same methods in the same order. Sends what the technique sends, and 8 bytes a batch for
 the number of valid targets; `run(tokens)` gathers logits over tp and cp and sends them to all stages;
@@ -22,6 +23,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.attention.placed import Places
 from minitrain.checkpoint.load import agree
+from minitrain.compose.cached_run import cached
 from minitrain.compose.passes import histories, load_histories, roll_scales, scales_of
 from minitrain.context import layout as layouts
 from minitrain.data_parallel import states
@@ -187,29 +190,34 @@ class Run:
             loss = loss + self.loss_fn(logits, batch.targets) / batch.num_valid
         return self.total(loss)
 
-    @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Whole rows of tokens `[B, T]`, alike on all ranks -> logits `[B, T, V]` on all; nothing dropped."""
         length, pieces = tokens.size(1), self.strategy.pieces
         if self.config and length > (most := self.config.max_positions):
             raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
-        x = self._shard(F.pad(tokens, (0, padding)))
+        x, positions = self._shard(F.pad(tokens, (0, padding))), self._positions(length + padding)
+        logits = self.logits(x, positions, padding)
+        if self.layout:
+            logits = layouts.join(logits, self.layout, self.context_group)
+        return logits[:, :length]
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, positions: Tensor | None, padding: int = 0) -> Tensor:
+        """`[B, T/cp, V]` of this rank's tokens, the last `padding` of which nobody reads; on every stage."""
         hooks = self.model.hooks if self.config else Hooks()
         hooks.padding = padding
         try:
-            logits = self._through(x, self._positions(length + padding))
+            logits = self._through(tokens, positions)
         finally:
             hooks.padding = 0
         if self.runner:
             words = -(-self.config.vocab_size // self.strategy.tp)
-            logits = x.new_zeros(*x.shape, words, dtype=self.dtype) if logits is None else logits
+            logits = tokens.new_zeros(*tokens.shape, words, dtype=self.dtype) if logits is None else logits
             logits = collectives.broadcast(logits, self.runner.homes[-1], self.stage_group)
         if self.tp_group:
             logits = collectives.all_gather(logits, self.tp_group, -1)[..., : self.config.vocab_size]
-        if self.layout:
-            logits = layouts.join(logits, self.layout, self.context_group)
-        return logits[:, :length]
+        return logits
 
     def _shard(self, x: Tensor) -> Tensor:
         return layouts.split(x, self.layout, self.context_group) if self.layout else x
@@ -234,11 +242,13 @@ class Run:
         finally:
             self.train(training)
 
-    def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """`[B, T]` -> `[B, T + n]`, the same on every rank and in every layout."""
+    def sample(self, prompt: Tensor, n: int, temperature: float = 1.0, seed: int = 0, top_k=0) -> Tensor:
+        """`[B, T]` -> `[B, T + n]`, the same on every rank and in every layout (cached_run.py)."""
         if not self.config:
             raise ValueError(f"sample writes text of a GPT, and this is a {type(self.model).__name__}")
-        return generate(self, prompt, n, temperature, seed)
+        same = partial(collectives.broadcast, source=0, group=collectives.world())
+        with cached(self, most=n - 1) as logits:
+            return generate(self, prompt, n, temperature, seed, top_k=top_k, logits=logits, same=same)
 
     def train(self, mode: bool = True) -> "Run":
         self.model.train(mode)
@@ -274,12 +284,15 @@ class Run:
     def _check(self, saved) -> None:
         own = {name: tuple(whole_shape(p)) for p, name in self.sync.names.items() if p.numel()}
         check_names(saved.shapes("parameters"), shapes_of(self.config) if self.config else own)
-        if self.sync.optimizer and (was := saved.plain.get("optimizer")) not in (None, self.optimizer_name):
-            what = f"the states are of {was}, and this run updates by {self.optimizer_name}"
-            raise ValueError(f"{what}: take the same optimizer")
+        self._check_optimizer(saved.plain.get("optimizer"))
         for piece in (*states.pieces_to_load(self.sync, saved, *self.same_params), *self._more_pieces()):
             if not begins_anew(piece, saved):
                 saved.check(piece)
+
+    def _check_optimizer(self, was: str | None) -> None:
+        if self.sync.optimizer and was not in (None, self.optimizer_name):
+            what = f"the states are of {was}, and this run updates by {self.optimizer_name}"
+            raise ValueError(f"{what}: take the same optimizer")
 
     @property
     def optimizer_name(self) -> str:
@@ -334,7 +347,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """{"parameters": {name: whole}, "optimizer": {name: {..}}}, the same on every rank; "loss_scale",
-        and "amax", the histories of delayed scaling."""
+        "optimizer_name", and "amax", the histories of delayed scaling."""
         self.settle()
         full, group = states.full_state_dict(self.sync), self.stage_group
         if self.config:
@@ -346,10 +359,12 @@ class Run:
         if group is not None:
             stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
             full = {what: dict(ChainMap(*(stage[what] for stage in stages))) for what in full}
+        full |= {"optimizer_name": self.optimizer_name} if self.sync.optimizer else {}
         return full | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.settle()
+        self._check_optimizer(state.get("optimizer_name"))
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
         if self.config:

@@ -2,7 +2,8 @@
 
 Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
 checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's, in
-the same layout bit for bit as if it had never stopped, in another up to rounding.
+the same layout bit for bit as if it had never stopped, in another up to rounding. It may go on longer, with
+other rates or batches (`MAY_CHANGE`): samples are counted, so none comes twice and none is left out.
 
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
     OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
@@ -30,8 +31,8 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import NotSaved, Saver
 from minitrain.checkpoint.store import MANIFEST, Store
 from minitrain.compose.run import Run
-from minitrain.model.config import GPTConfig
-from minitrain.model.data.batches import Data
+from minitrain.model.config import GPTConfig, plain_values
+from minitrain.model.data.batches import Data, counted_from
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.step import StepResult
 from minitrain.plan.accounting import flops_per_token, mfu
@@ -76,6 +77,7 @@ class Trainer:
         self.rows = data.rows(hyper.batch_size, hyper.length, hyper.seed)
         self.rank, self.ranks = collectives.world().rank(), collectives.world().size()
         self.step, self.records = 0, []
+        self.first = 0  # sample of step 0, if all batches before had been as large as those to come
         rates = [float(group["lr"]) for group in run.sync.param_groups]
         self.shares = [rate / max(rates) if max(rates) else 1.0 for rate in rates]
         self.schedule = schedule or hyper.lr_at
@@ -168,7 +170,8 @@ class Trainer:
         manifest = dict(
             identity=self.identity(),
             strategy=asdict(run.strategy),
-            position=self.data.position(self.step, hyper.batch_size, hyper.length, hyper.seed),
+            position=self.data.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
+            | {"samples": self.first + self.step * hyper.batch_size},
             records=self.records,
             ranks=self.ranks,
             versions=dict(python=platform.python_version(), torch=torch.__version__),
@@ -197,7 +200,7 @@ class Trainer:
         for step in reversed(steps):
             try:
                 manifest, files = self.store.open(step)
-                check_identity(self.store.path(step), manifest, self.identity(), self.data, self.hyper)
+                changed = check_identity(self.store.path(step), manifest, self.identity(), self.data)
                 saved = Saved(files, broadcast)
                 lost = self.parallel.load_pieces(saved)
             except Damaged as error:
@@ -205,15 +208,25 @@ class Trainer:
                 if self.rank == 0:
                     self.store.set_aside(step)
                 continue
-            self.step, self.records = manifest["position"]["step"], manifest["records"]
+            self.records = manifest["records"]
+            self.go_on(**manifest["position"])
             if self.rank == 0:
                 self.store.count_as_good(step)
             before = Strategy(**manifest["strategy"])
             other = [f"it was saved by {before}"] if before != self.parallel.strategy else []
-            return "; ".join([f"{said}resumed at step {self.step}", *other, *lost])
+            told = [", ".join(changed)] if changed else []
+            return "; ".join([f"{said}resumed at step {self.step}", *told, *other, *lost])
         if steps:
             raise ValueError(f"{said}No checkpoint in {self.store.folder} is whole: start anew elsewhere")
         return ""
+
+    def go_on(self, step: int, batch_size: int, samples: int | None = None, **_) -> None:
+        """With the first sample that has not been seen, whatever the size of the batches before."""
+        hyper, samples = self.hyper, step * batch_size if samples is None else samples
+        self.step, self.first = step, samples - step * hyper.batch_size
+        if self.first:
+            one = self.data.rows(1, hyper.length, hyper.seed)
+            self.rows = counted_from(self.first, one, hyper.batch_size)
 
     def agree(self, steps: list[int]) -> list[int]:
         """All ranks see the same checkpoints: they compare the newest and what it holds."""
@@ -234,15 +247,41 @@ class Trainer:
 
 def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:
     """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
-    model = {"model": model} if isinstance(model, str) else asdict(model)
-    model |= model.pop("experts", None) or {}  # by their own names
+    model = {"model": model} if isinstance(model, str) else plain_values(model)
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
-def check_identity(path: Path, manifest: dict, wanted: dict, data: Data, hyper: Hyperparameters) -> None:
-    was = manifest["identity"]
+# What may change in a run that goes on, and what then happens.
+MAY_CHANGE = {
+    **dict.fromkeys(("steps", "lr", "warmup", "min_lr"), "the rates to come are those of the new schedule"),
+    **dict.fromkeys(("weight_decay", "clip"), "of the updates to come"),
+    "batch_size": "the next batch begins with the first sample that has not been seen",
+}
+# What may not, for it would be another run, and nobody would see it; what is not named here is the model.
+MUST_STAY = {
+    "length": "samples are windows of this length, and it is known by number which have been seen",
+    "seed": "it orders the samples and draws what dropout drops",
+    "frozen": "the optimizer has states of what was trained, and no others",
+    "precision": "weights and states are saved in its numbers",
+    "products": "what their scales remember is saved",
+}
+
+
+def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list[str]:
+    """What has changed of what may change: ["lr 0.003 -> 0.001"]."""
+    was, position, changed = manifest["identity"], manifest["position"], []
+    if "batch_size" not in position:
+        raise ValueError(f"{path} has weights alone, of no run: begin with them, --start {path.parent}")
     for name, now in wanted.items():
-        if was.get(name) != now:
-            what = f"made with {name}={was.get(name)}, this run has {name}={now}"
-            raise ValueError(f"{path} was {what}: resume with the same settings, or write to another folder")
-    data.resume(manifest["position"], hyper.batch_size, hyper.length, hyper.seed)
+        if (before := was.get(name)) == now:
+            continue
+        if name not in MAY_CHANGE:
+            what = f"{path} was made with {name}={before}, this run has {name}={now}"
+            why = MUST_STAY.get(name, "it is another model")
+            raise ValueError(f"{what}: {why}; resume with the same, or write to another folder")
+        changed.append(f"{name} {before} -> {now}")
+    if wanted["steps"] < position["step"]:
+        what = f"{path} has {position['step']} steps behind it, and steps={wanted['steps']}"
+        raise ValueError(f"{what}: ask for more, or write to another folder")
+    data.resume(position, position["batch_size"], wanted["length"], wanted["seed"])
+    return changed

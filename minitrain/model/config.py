@@ -15,7 +15,7 @@ positions.
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from minitrain.ranks.checks import require_positive_ints
 
@@ -223,6 +223,12 @@ class GPTConfig(Settings):
     def rotated_dim(self) -> int:
         """Width of the part of a head that RoPE turns."""
         return self.rope_head_dim if self.kv_latent else int(self.head_dim * self.rope_fraction)
+
+
+def plain_values(config: GPTConfig) -> dict[str, object]:
+    """All fields, those of the experts by their own names."""
+    values = asdict(config)
+    return values | (values.pop("experts") or {})
 
 
 class Derived(int):

@@ -287,9 +287,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, window=None) -> Tensor:
-    """`[B, T]` tokens -> `[B, T + n]`, one at a time, without a cache; temperature 0 takes the likeliest."""
-    require_ints(n=n, seed=seed)
+def generate(
+    model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, top_k=0, logits=None, same=None
+) -> Tensor:
+    """`[B, T]` tokens -> `[B, T + n]`, one at a time: the likeliest at temperature 0, else drawn, from the
+    top_k likeliest or (0) all. `logits`, or the model, is given as many tokens as it has positions, the last
+    ones, each time; `same(token)` is what all ranks go on with."""
+    require_ints(n=n, seed=seed, top_k=top_k)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature}; use 0 (the likeliest token) or more")
     generator = torch.Generator(prompt.device).manual_seed(seed)
@@ -297,11 +301,14 @@ def generate(model: Callable, prompt: Tensor, n: int, temperature=1.0, seed=0, w
     model.train(False)
     try:
         for _ in range(n):
-            logits = model(tokens[:, -(window or model.config.max_positions) :])[:, -1].float()
+            scores = (logits or model)(tokens[:, -model.config.max_positions :])[:, -1].float()
             if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
+                token = scores.argmax(-1, keepdim=True)
             else:
-                token = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+                if 0 < top_k < scores.size(-1):
+                    scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -math.inf)
+                token = torch.multinomial(F.softmax(scores / temperature, -1), 1, generator=generator)
+            token = same(token) if same else token
             tokens = torch.cat((tokens, token), dim=1)
     finally:
         model.train(training)

@@ -60,6 +60,7 @@ class Hooks:
     padding: int = 0  # so many last tokens of a row are there to be cut evenly: nobody reads what they give
     experts: Callable = field(default_factory=AllToAll)  # x [N, D] to its experts and back (moe/dispatch.py)
     tokens: Tokens = field(default_factory=Tokens)  # those that this rank routes to experts (moe/dispatch.py)
+    absorb: bool = False  # latent attention computes as it is served: of keys a cache needs the latents alone
     block: Callable | None = None  # (layer, x, positions) -> x: how blocks compute, if not as written here
 
 
@@ -265,6 +266,8 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """As it is trained: keys and values of every head are written out, then attention as always."""
+        if self.hooks.absorb:
+            return self.absorbed(x, positions)
         latents = self.hooks.result("latents", self.compress, x)
         q, k, v = self.hooks.result("qkv", partial(self.expand, positions=positions), *latents)
         return self.attend(q, k, v, positions)

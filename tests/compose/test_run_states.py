@@ -182,7 +182,26 @@ def test_what_a_run_gives_away_or_takes_shares_no_memory_with_it():
     """Weights, also frozen ones, moments, biases of routers, histories of scales."""
     for found in launch.run(lambda: [given_away(zero) for zero in (0, 1, 3)], ranks=2):
         for excess, alike, kinds, not_zero in found:
-            assert not excess and alike and kinds == {"parameters", "optimizer", "amax"} and not_zero > 40
+            assert (
+                not excess
+                and alike
+                and kinds == {"parameters", "optimizer", "optimizer_name", "amax"}
+                and not_zero > 40
+            )
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    """With as many states, of the same shapes."""
+    config = GPTConfig(vocab_size=29, d_model=16, num_layers=1, num_heads=4, max_positions=8)
+
+    def rank():
+        kinds = AdamW, torch.optim.Adam, AdamW
+        runs = [parallelize(config, Strategy(), lambda params, kind=kind: kind(params)) for kind in kinds]
+        runs[2].load_state_dict(runs[0].state_dict())
+        with pytest.raises(ValueError, match="are of AdamW, and this run updates by Adam: take the same"):
+            runs[1].load_state_dict(runs[0].state_dict())
+
+    launch.run(rank, ranks=1)
 
 
 # ---- names -----------------------------------------------------------------------------------------------

@@ -642,13 +642,13 @@ def test_sampling_sees_the_last_tokens_of_a_long_text():
     class Next(nn.Module):
         """The likeliest token is the last one, plus one."""
 
+        config = replace(SMALL, max_positions=2)
+
         def forward(self, tokens):
             seen.append(tokens.tolist()[0])
             return nn.functional.one_hot(tokens + 1, 20).double()
 
-    assert generate(Next(), torch.tensor([[3, 4, 5]]), 3, temperature=0, window=2).tolist() == [
-        [3, 4, 5, 6, 7, 8]
-    ]
+    assert generate(Next(), torch.tensor([[3, 4, 5]]), 3, temperature=0).tolist() == [[3, 4, 5, 6, 7, 8]]
     assert seen == [[4, 5], [5, 6], [6, 7]]
 
 

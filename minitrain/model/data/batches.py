@@ -146,6 +146,17 @@ class Text(Data):
         return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # copies; work under fake tensors
 
 
+def counted_from(first: int, one: Rows, batch_size: int) -> Rows:
+    """Batches of such rows, given one by one: step s has the samples first + s·B to first + s·B + B - 1."""
+
+    def drawn(draw: Callable, step: int, rank: int, ranks: int) -> list:
+        return [draw(first + step * batch_size + row, 0, 1) for row in rows_of(rank, ranks, batch_size)]
+
+    documents = one.documents and (lambda *at: sum(map(list, drawn(one.documents, *at)), []))
+    draw = lambda *at: tuple(map(torch.cat, zip(*drawn(one.draw, *at))))
+    return Rows(draw, batch_size, one.length, documents)
+
+
 def rows_of(rank: int, size: int, batch_size: int) -> range:
     """The rows of a global batch that rank `rank` of `size` holds. Parts differ by one row at most."""
     if not 0 <= rank < size:

@@ -402,6 +402,48 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
     assert max(largest(weights, whole), curves(others, records)) < TOLERANCE
 
 
+def test_a_run_goes_on_longer_with_other_rates_and_batches(tmp_path):
+    """Two batches of 7, two of 4, two of 9: the samples 0 to 39, each once, by the rates of the hyperparameters of
+    the day. Twice the sizes change on ranks; beside it a loop draws samples by number."""
+    plans = [replace(HYPER, steps=2), replace(HYPER, steps=4, batch_size=4, lr=0.02, warmup=0)]
+    plans += [replace(HYPER, steps=6, batch_size=9, lr=0.001, warmup=0, weight_decay=0.5, clip=0.1)]
+
+    def on_ranks():
+        said = []
+        for hyper in plans:
+            here, line = start(CONFIG, Strategy(dp=2, zero=1), hyper, tmp_path)
+            said.append(line)
+            assert len(list(here.run())) == 1
+        return said, here.parallel.state_dict()["parameters"]
+
+    def alone():
+        state, text, first, numbers = None, TEXT.split()[0], 0, []
+        for number, hyper in enumerate(plans):
+            run = parallelize(CONFIG, Strategy(precision="float64"), hyper.make_optimizer, seed=hyper.seed)
+            if state:
+                run.load_state_dict(state)
+            for step in (2 * number, 2 * number + 1):
+                for group in run.sync.param_groups:
+                    group["lr"] = hyper.lr_at(step)
+                samples, first = range(first, first + hyper.batch_size), first + hyper.batch_size
+                numbers += samples
+                at = [text.window(sample, 16, hyper.seed) * 16 for sample in samples]
+                rows = torch.tensor([list(text.data[start : start + 17]) for start in at])
+                batch = Rows(lambda *_: (rows[:, :-1], rows[:, 1:].clone()), len(rows), 16)
+                run.step(run.batch(batch, step), hyper.clip)
+            state = run.state_dict()
+        return numbers, state["parameters"]
+
+    (said, weights), _ = launch.run(on_ranks, ranks=2)
+    ((numbers, wanted),) = launch.run(alone, ranks=1)
+    assert numbers == list(range(40)) and largest(weights, wanted) < TOLERANCE
+    assert said == [
+        "",
+        "resumed at step 2; steps 2 -> 4, batch_size 7 -> 4, lr 0.01 -> 0.02, warmup 2 -> 0",
+        "resumed at step 4; steps 4 -> 6, batch_size 4 -> 9, lr 0.02 -> 0.001, weight_decay 0.1 -> 0.5, clip 1.0 -> 0.1",
+    ]
+
+
 class Lossy(Saved):
     """A checkpoint that lacks something."""
 
@@ -549,7 +591,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             said_by(lambda: train(config, Strategy(), hyper, tmp_path, text=text, precision=precision))
             for config, hyper, text, precision in (
                 (replace(CONFIG, num_layers=3), HYPER, TEXT, "float64"),
-                (CONFIG, replace(HYPER, lr=0.02), TEXT, "float64"),
+                (CONFIG, replace(HYPER, seed=1), TEXT, "float64"),
+                (CONFIG, replace(HYPER, length=8), TEXT, "float64"),
+                (CONFIG, replace(HYPER, steps=1, warmup=1), TEXT, "float64"),
                 (CONFIG, replace(HYPER, frozen=("layers.1.*",)), TEXT, "float64"),
                 (CONFIG, HYPER, TEXT, "float32"),
                 (CONFIG, HYPER, other_text, "float64"),
@@ -568,7 +612,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         said,
         (
             "num_layers=2, this run has num_layers=3",
-            "lr=0.01, this run has lr=0.02",
+            "seed=0, this run has seed=1: it orders the samples",
+            "length=16, this run has length=8: samples are windows",
+            "has 2 steps behind it, and steps=1: ask for more",
             "frozen=[], this run has frozen=['layers.1.*']",
             "precision=float64, this run has precision=float32",
             "the saved position has text=",

@@ -1,0 +1,150 @@
+"""`minitrain sample` and `train --start`: weights alone of a checkpoint, in any layout, refused in one line."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitrain import launch
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.store import Store
+from minitrain.cli import main
+from minitrain.cli.checkpoint_command import Weights, config_in
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.data.batches import Text
+from minitrain.model.gpt import GPT, cross_entropy_sum, generate
+from minitrain.plan.strategy import Strategy
+
+TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
+SMALL = "--width 16 --heads 4 --kv-heads 2 --layers 2 --length 16 --max-positions 24 --batch 4".split()
+TRAIN = ["train", *SMALL, *"--lr 0.02 --steps 8 --every 4 --report-every 4 --sample 3".split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sample")
+
+
+@pytest.fixture
+def minitrain(monkeypatch, folder, capfd):
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(folder)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["minitrain", *map(str, words)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    if not Path("saved").exists():
+        Path("text.txt").write_bytes(TEXT)
+        more = "--text text.txt --precision float64 --tp 2 --zero 1 --dp 2 --checkpoint saved".split()
+        code, _, err = run(*TRAIN, *more)
+        assert code == 0, err
+    return run
+
+
+def model_of(name: str, step: int) -> GPT:
+    manifest, files = Store(name).open(step)
+    weights = Weights(Saved(files), config_in(manifest))
+    model = GPT(config_in(manifest), dtype=torch.float64)
+    model.load_state_dict({name: weights[name] for name in weights.entries})
+    return model
+
+
+def test_any_layout_writes_the_text_of_the_weights(minitrain):
+    """Past the end of the model's 24 positions, too."""
+    prompt = torch.tensor([list(b"It is not")])
+    texts = {}
+    for step in (4, 8):
+        tokens = generate(model_of("saved", step), prompt, 20, temperature=0.5, seed=3)
+        texts[step] = bytes(tokens[0].tolist()).decode(errors="replace") + "\n"
+    words = ["sample", "saved", "--prompt", "It is not", *"--tokens 20 --temperature 0.5 --seed 3".split()]
+    for layout in ("", "--tp 2 --sequence-parallel", "--pp 2 --microbatches 2", "--cp 2", "--dp 2 --zero 3"):
+        assert minitrain(*words, *layout.split()) == (0, texts[8], ""), layout
+    assert minitrain(*words, "--step", 4) == (0, texts[4], "") and texts[4] != texts[8]
+    likeliest = minitrain(*words, "--temperature", 0)[1]
+    assert minitrain(*words, "--top-k", 1)[1] == likeliest != texts[8]
+    assert minitrain(*words, "--top-k", 256)[1] == texts[8]
+    assert minitrain(*words, "--precision", "float32")[0] == 0  # converted
+
+
+def test_nothing_of_the_optimizer_is_read(minitrain):
+    """On two ranks half of the weights each, but for what tp does not cut."""
+
+    def rank():
+        manifest, files = Store("saved").open(8)
+        run = parallelize(config_in(manifest), Strategy(tp=2, precision="float64"))
+        saved = Saved(files, weights=True)
+        run.load_pieces(saved)
+        return saved.read_bytes, sum(param.nbytes for param in run.model.parameters())
+
+    for read, needed in launch.run(rank, ranks=2):
+        assert needed == read
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("nowhere", "nowhere has no checkpoints: give the folder of --checkpoint"),
+        ("saved --step 5", "no checkpoint of step 5 in saved; there are 4, 8"),
+        ("saved --tokens -1", "tokens=-1"),
+        ("saved --top-k -1", "top_k=-1"),
+        ("saved --temperature -1", "temperature=-1.0"),
+        ("saved --temperature nan", "temperature=nan"),
+        ("saved --tp 3", "tp=3 does not divide num_heads=4"),
+        ("saved --core nope", "core='nope'"),
+        (f"saved --prompt {'x' * 25}", "a prompt of 25 tokens; this model reads 1 to 24 (max_positions)"),
+        ("saved --prompt=", "a prompt of 0 tokens"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, minitrain, monkeypatch):
+    monkeypatch.setattr("minitrain.ranks.launch.run", lambda *_, **__: pytest.fail("a rank was started"))
+    code, out, err = minitrain("sample", *words.split())
+    assert code == 2 and said in err and err.count("\n") == 1 and not out, err
+
+
+# ---- weights to begin with -------------------------------------------------------------------------------
+
+
+def test_training_starts_from_converted_weights(minitrain):
+    """With a rate of zero the held-out loss is that of the converted model, in any layout, and in others of its
+    numbers nearly so. The optimizer is new; once there are checkpoints, --resume goes on from these."""
+    for words in ("saved model", "model imported"):
+        assert minitrain("checkpoint", "convert", *words.split())[0] == 0
+    model, (_, held_out) = model_of("imported", 0), Text(TEXT).split()
+    batches = [held_out.batch(step, 0, 1, 4, 16) for step in range(2)]
+    with torch.no_grad():
+        losses = [cross_entropy_sum(model(tokens), targets) / targets.numel() for tokens, targets in batches]
+    wanted = sum(losses).item() / 2
+    base = (
+        "train --text text.txt --start imported --length 16 --batch 4 --steps 2 --report-every 2 --sample 3"
+    )
+    kinds = [
+        ("", "float32"),
+        ("--dp 2 --tp 2 --zero 3 --offload optimizer", "float64"),
+        ("--pp 2", "float64"),
+    ]
+    for number, (layout, precision) in enumerate(kinds):
+        words = f"{base} --lr 0 --out out{number} --precision {precision} {layout}"
+        code, out, err = minitrain(*words.split())
+        assert code == 0 and " weights of imported/step-00000000\n" in out, err
+        (record,) = map(json.loads, Path(f"out{number}/log.jsonl").read_text().splitlines())
+        assert abs(record["held_out"] - wanted) < (1e-12 if precision == "float64" else 1e-4)
+    words = f"{base} --checkpoint goes_on --dropout 0.1".split()
+    assert minitrain(*words)[0] == 0
+    code, out, err = minitrain(*words, "--steps", 4, "--resume")
+    assert code == 0 and " resumed at step 2; steps 2 -> 4\n" in out and "weights of" not in out, err
+    for more, said in (
+        ("--layers 3", "num_layers=3 beside --start: imported has num_layers=2; leave it out"),
+        ("--preset small", "--start beside --preset: each says which model; leave one out"),
+        ("--top-k 2", "top_k=2, but imported has no experts"),
+        ("--length 32", "sequence 32 > max_positions 24"),
+    ):
+        code, out, err = minitrain(*base.split(), *more.split())
+        assert code == 2 and said in err and err.count("\n") == 1 and not out, err
+    code, _, err = minitrain(*base.split(), "--checkpoint", "imported", "--resume")
+    assert code == 2 and "imported/step-00000000 has weights alone, of no run: begin with them" in err
