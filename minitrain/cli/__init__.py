@@ -1,5 +1,5 @@
 """The command line, one command a file.
 
 main                the `minitrain` command
-train_command  tokenize_command  plan_command  replay_command  checkpoint_command
+train_command  sample_command  tokenize_command  plan_command  replay_command  checkpoint_command
 """

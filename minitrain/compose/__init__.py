@@ -4,6 +4,7 @@ First  parallelize         a model, a Strategy and an optimizer become a Run: a 
 then   passes              what it does to layers: experts, few bits, recomputation, the host
        attention_cores     the core of attention that a Strategy names
        run                 what a loop sees: batch, step, evaluate, sample; its state
+       cached_run          text from a run, a token at a time
        trainer             the loop
 beside dry_runs            of one layer, for predictions, and of one step, for replays
 """
