@@ -112,7 +112,7 @@ def test_bad_input_is_one_line(words, said, minitrain, monkeypatch):
 
 def test_training_starts_from_converted_weights(minitrain):
     """With a rate of zero the held-out loss is that of the converted model, in any layout, and in others of its
-    numbers nearly so. The optimizer is new; once there are checkpoints, --resume goes on from these."""
+    numbers nearly so. The optimizer is new, that of a trained checkpoint stays there; once there are checkpoints, --resume goes on from these."""
     for words in ("saved model", "model imported"):
         assert minitrain("checkpoint", "convert", *words.split())[0] == 0
     model, (_, held_out) = model_of("imported", 0), Text(TEXT).split()
@@ -134,8 +134,10 @@ def test_training_starts_from_converted_weights(minitrain):
         assert code == 0 and " weights of imported/step-00000000\n" in out, err
         (record,) = map(json.loads, Path(f"out{number}/log.jsonl").read_text().splitlines())
         assert abs(record["held_out"] - wanted) < (1e-12 if precision == "float64" else 1e-4)
-    words = f"{base} --checkpoint goes_on --dropout 0.1".split()
+    words = f"{base} --start saved --checkpoint goes_on --dropout 0.1".split()
     assert minitrain(*words)[0] == 0
+    _, (file,) = Store("goes_on").open(2)
+    assert {numbers["step"] for numbers in file.plain["numbers"].values()} == {2}, "the moments are new"
     code, out, err = minitrain(*words, "--steps", 4, "--resume")
     assert code == 0 and " resumed at step 2; steps 2 -> 4\n" in out and "weights of" not in out, err
     for more, said in (
