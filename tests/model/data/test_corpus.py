@@ -1,8 +1,10 @@
 """Files of tokens: Megatron-LM's, read and written by hand here; epochs, packing and mixtures as properties; from texts
 to a run that goes on."""
 
+import io
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from minitrain import launch
 from minitrain.cli import main
 from minitrain.compose.parallelize import parallelize
-from minitrain.model.config import presets
+from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED
 from minitrain.model.data.corpus import BLOCK, Mixture, Source, open_folder
 from minitrain.model.data.token_files import read_tokens, write_pair
@@ -25,27 +27,15 @@ from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 
 DOCUMENTS = [[3, 1, 4], [1], [5, 9, 2, 6], [], [5, 3, 5]]
-HEAD = b"MMIDIDX\x00\x00"
+HEAD, LETTERS = b"MMIDIDX\x00\x00", {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 7: "f", 8: "H"}
 
 
-def by_hand(
-    path,
-    sequences=DOCUMENTS,
-    marks=None,
-    code=8,
-    letter="H",
-    head=HEAD,
-    version=1,
-    shift=0,
-    cut=None,
-    more=(),
-    lost=0,
-):
+def by_hand(path, sequences=DOCUMENTS, marks=None, code=8, head=HEAD, version=1, shift=0, cut=None, ids=None):
     """The format of the docstring, byte by byte."""
-    marks, size = range(len(sequences) + 1) if marks is None else marks, struct.calcsize(letter)
-    ids = [*(one for sequence in sequences for one in sequence), *more]
+    marks, size = range(len(sequences) + 1) if marks is None else marks, struct.calcsize(LETTERS[code])
+    ids = sum(sequences, []) if ids is None else ids
     offsets = [shift + size * sum(map(len, sequences[:n])) for n in range(len(sequences))]
-    path.with_suffix(".bin").write_bytes(struct.pack(f"<{len(ids) - lost}{letter}", *ids[: len(ids) - lost]))
+    path.with_suffix(".bin").write_bytes(struct.pack(f"<{len(ids)}{LETTERS[code]}", *ids))
     index = head + struct.pack("<QBQQ", version, code, len(sequences), len(marks))
     index += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
     index += b"".join(struct.pack("<q", number) for number in [*offsets, *marks])
@@ -62,28 +52,33 @@ def source(*lengths, first=0):
 # ---- files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code, letter", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_a_pair_of_megatron_is_read(tmp_path, code, letter):
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+def test_a_pair_of_megatron_is_read(tmp_path, code):
     """Documents of one sequence, of none and of two; an empty one is no document."""
-    tokens, lengths = read_tokens(by_hand(tmp_path / "a", marks=[0, 1, 3, 3, 5], code=code, letter=letter))
+    tokens, lengths = read_tokens(by_hand(tmp_path / "a", marks=[0, 1, 3, 3, 5], code=code))
     assert tokens.tolist() == sum(DOCUMENTS, []) and lengths.tolist() == [3, 5, 3]
     assert isinstance(tokens, np.memmap)
 
 
-@pytest.mark.parametrize("vocab_size, code, letter", [(10, 8, "H"), (65_499, 8, "H"), (65_500, 4, "i")])
-def test_a_pair_is_written_to_the_byte(tmp_path, vocab_size, code, letter):
+@pytest.mark.parametrize("vocab_size, code", [(10, 8), (65_499, 8), (65_500, 4)])
+def test_a_pair_is_written_to_the_byte(tmp_path, vocab_size, code):
     assert write_pair(tmp_path / "ours.bin", iter(DOCUMENTS), vocab_size) == (5, 11)
-    by_hand(tmp_path / "theirs", code=code, letter=letter)
+    by_hand(tmp_path / "theirs", code=code)
     for kind in (".bin", ".idx"):
         assert (tmp_path / f"ours{kind}").read_bytes() == (tmp_path / f"theirs{kind}").read_bytes()
 
 
+def array(values) -> bytes:
+    np.save(file := io.BytesIO(), values)
+    return file.getvalue()
+
+
 def test_documents_of_an_array_end_with_a_token(tmp_path):
-    np.save(path := tmp_path / "a.npy", np.array([1, 2, 0, 0, 3], np.uint32))
+    (path := tmp_path / "a.npy").write_bytes(array(np.array([1, 2, 0, 0, 3], np.uint32)))
     assert [read_tokens(path, end)[1].tolist() for end in (None, 0, 3)] == [[5], [3, 1, 1], [5]]
 
 
-BAD = [
+WRONG = [
     ("begins with b'MMIDIDY", dict(head=b"MMIDIDY\0\0")),
     ("begins with b'MM ", dict(cut=2)),
     ("version 2", dict(version=2)),
@@ -91,41 +86,29 @@ BAD = [
     ("documents that do not go from sequence 0 to 5", dict(marks=[0, 4])),
     ("documents that do not go", dict(marks=[0, 3, 2, 5])),
     ("documents that do not go", dict(marks=[])),
-    ("a.bin has 22 bytes, and its index says 24: it is truncated", dict(sequences=[*DOCUMENTS, [1]], lost=1)),
-    ("a.bin has 24 bytes, and its index says 22: it is of other", dict(more=[1])),
+    ("a.bin has 20 bytes, and its index says 22: it is truncated", dict(ids=[1] * 10)),
+    ("a.bin has 24 bytes, and its index says 22: it is of other", dict(ids=[1] * 12)),
     ("a.idx has 141 bytes, and its index says 142: it is truncated", dict(cut=-1)),
     ("do not lie end to end", dict(shift=2)),
     ("is empty: it has no token", dict(sequences=[[]])),
     ("has id 256, the vocabulary is 256", dict(sequences=[[1] * 99 + [256]])),
-    ("has id -1, the vocabulary is 256", dict(sequences=[[1] * 99 + [-1]], code=3, letter="h")),
+    ("has id -1, the vocabulary is 256", dict(sequences=[[1] * 99 + [-1]], code=3)),
+    ("b.npy is no whole array", {"b.npy": b"\x93NUMPY"}),
+    ("b.npy is no whole array", {"b.npy": array(np.ones(9, int))[:-1]}),
+    ("b.npy is float64 [2]; tokens are integers", {"b.npy": array(np.ones(2))}),
+    ("b.npy is int64 [2, 2]; tokens", {"b.npy": array(np.ones((2, 2), int))}),
+    ("weights.json must give a weight to each of a, and no others", {"weights.json": b'{"b": 1}'}),
+    ("weights[0]=0: use a finite number above 0", {"weights.json": b'{"a": 0}'}),
+    ("tokenizer.json is no tokenizer", {"tokenizer.json": b"{}"}),
 ]
 
 
-@pytest.mark.parametrize("said, wrong", BAD)
-def test_a_wrong_pair_is_one_line(tmp_path, said, wrong):
-    by_hand(tmp_path / "a", **wrong)
-    with pytest.raises(ValueError) as error:
-        open_folder(tmp_path)
-    assert said in str(error.value) and "\n" not in str(error.value) and str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "name, content, said",
-    [
-        ("b.npy", b"\x93NUMPY", "b.npy is no whole array"),
-        ("b.npy", np.ones(2), "b.npy is float64 [2]; tokens are integers"),
-        ("b.npy", np.ones((2, 2), int), "b.npy is int64 [2, 2]; tokens"),
-        ("weights.json", b'{"b": 1}', "weights.json must give a weight to each of a, and no others"),
-        ("weights.json", b'{"a": 0}', "weights[0]=0: use a finite number above 0"),
-        ("tokenizer.json", b"{}", "tokenizer.json is no tokenizer"),
-    ],
-)
-def test_a_wrong_file_beside_it_is_one_line(tmp_path, name, content, said):
-    by_hand(tmp_path / "a")
-    if isinstance(content, bytes):
+@pytest.mark.parametrize("said, wrong", WRONG)
+def test_a_wrong_file_is_one_line(tmp_path, said, wrong):
+    files = {name: content for name, content in wrong.items() if "." in name}
+    by_hand(tmp_path / "a", **{} if files else wrong)
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    else:
-        np.save(tmp_path / name, content)
     with pytest.raises(ValueError) as error:
         open_folder(tmp_path)
     assert said in str(error.value) and "\n" not in str(error.value)
@@ -168,28 +151,24 @@ def test_each_epoch_has_its_order_and_windows_are_shuffled():
     assert len(data.orders) == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_rows_are_packed_and_do_not_depend_on_the_ranks(ranks):
+def test_rows_are_packed_and_do_not_depend_on_the_ranks():
     data = Mixture([source(3, 7, 1, 1, 30, 5), source(50, 2, first=100)], [1, 2], vocab_size=200)
+    ends = {2, 9, 10, 11, 41, 46, 149, 151}  # the last tokens of documents
+    rows, plain = data.rows(6, 8, seed=4), replace(data, packed=False).rows(6, 8, seed=4)
     for step in range(6):
-        parts = [data.rows(6, 8, seed=4) for _ in range(ranks)]
-        tokens, targets = (
-            torch.cat(x) for x in zip(*(rows.draw(step, r, ranks) for r, rows in enumerate(parts)))
-        )
-        documents = sum((rows.documents(step, r, ranks) for r, rows in enumerate(parts)), [])
-        whole = data.rows(6, 8, seed=4)
-        assert torch.equal(tokens, whole.draw(step, 0, 1)[0]) and documents == whole.documents(step, 0, 1)
-        assert tokens.shape == targets.shape == (6, 8) and tokens.dtype == targets.dtype == torch.int64
-        ends = {2, 9, 10, 11, 41, 46, 149, 151}  # the last tokens of documents
-        for row, goal, lengths in zip(tokens.tolist(), targets.tolist(), documents):
-            assert [i for i, token in enumerate(row) if token in ends][: len(lengths) - 1] == [
-                sum(lengths[: n + 1]) - 1 for n in range(len(lengths) - 1)
-            ]
-            assert sum(lengths) == 8 and min(lengths) > 0
+        tokens, targets = rows.draw(step, 0, 1)
+        documents = rows.documents(step, 0, 1)
+        for ranks in (2, 3):
+            parts = [rows.draw(step, rank, ranks)[0] for rank in range(ranks)]
+            assert torch.equal(torch.cat(parts), tokens) and tokens.dtype == targets.dtype == torch.int64
+            assert sum((rows.documents(step, rank, ranks) for rank in range(ranks)), []) == documents
+        for row, goal, lengths in zip(tokens.tolist(), targets.tolist(), documents, strict=True):
             assert goal == [MASKED if token in ends else token + 1 for token in row]
-    plain = Mixture(data.sources, [1, 2], 200, packed=False).rows(6, 8, seed=4)
-    assert plain.documents is None and MASKED not in plain.draw(0, 0, 1)[1]
-    assert torch.equal(plain.draw(0, 0, 1)[0][:, 1:], plain.draw(0, 0, 1)[1][:, :-1])
+            last = [at for at, token in enumerate(row) if token in ends or at == 7]
+            assert np.cumsum(lengths).tolist() == [at + 1 for at in last]
+        assert torch.equal(plain.draw(step, 0, 1)[0], tokens)
+        assert torch.equal(plain.draw(step, 0, 1)[1][:, :-1], tokens[:, 1:])
+    assert plain.documents is None
 
 
 @settings(max_examples=20, deadline=None)
@@ -231,14 +210,14 @@ def test_an_id_between_those_looked_at_is_refused_when_it_is_drawn():
 # ---- from texts to a run that goes on --------------------------------------------------------------------
 
 
-def command(*words):
-    done = CliRunner().invoke(main.app, [str(word) for word in words])
+def command(words):
+    done = CliRunner().invoke(main.app, words.split())
     return str(done.exception) if isinstance(done.exception, ValueError) else done.output
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Of two sources by a tokenizer of words that is made here, and the line of JSON that a document is."""
+    """Two sources, by a tokenizer of words that is made here: 90 documents, and all of them as one."""
     monkeypatch.chdir(tmp_path)
     words = "the cat sat on a mat and saw the dog run".split()
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
@@ -250,19 +229,8 @@ def folder(tmp_path, monkeypatch):
     Path("a.jsonl").write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in [*texts, ""]))
     Path("b.txt").write_text(" ".join(texts))
     for name in ("a.jsonl", "b.txt"):
-        said = command(
-            "tokenize",
-            name,
-            "--tokenizer",
-            "tokenizer.json",
-            "--end",
-            "<end>",
-            "--name",
-            name[0],
-            "--out",
-            "data",
-        )
-        assert "documents, " in said, said
+        more = "--tokenizer tokenizer.json --end <end> --out data --name"
+        assert "documents, " in command(f"tokenize {name} {more} {name[0]}")
     return model
 
 
@@ -273,49 +241,52 @@ def test_texts_become_tokens_that_end(folder):
     assert folder.decode(ids, skip_special_tokens=False) == "cat sat on a mat and saw the dog run <end>"
     assert Tokenizer("tokenizer.json").decode(ids[:2]) == "cat sat" and Tokenizer().decode([104, 105]) == "hi"
     Path("latin.txt").write_bytes(b"caf\xe9")
-    for words, said in {
-        "a.jsonl --name a": "a.idx is there: give another",
-        "a.jsonl": "data has tokens of another tokenizer",
-        "a.jsonl --tokenizer nowhere.json": "nowhere.json does not exist",
-        "b.txt --tokenizer tokenizer.json --end </s>": "'</s>' is no token of this tokenizer; it has <unk>, <end>",
-        "nowhere.txt": "nowhere.txt is no file",
-        "latin.txt --out new": "latin.txt is no text: UnicodeDecodeError",
-    }.items():
-        assert said in command("tokenize", "--out", "data", *words.split())
     Path("c.jsonl").write_text('{"text": "one"}\n{"txt": "two"}\n')
-    assert "c.jsonl, line 2, is no text: KeyError, 'text'" in command("tokenize", "c.jsonl", "--out", "new")
+    for words, said in {
+        "a.jsonl --out data --name a": "a.idx is there: give another",
+        "a.jsonl --out data": "data has tokens of another tokenizer",
+        "a.jsonl --out new --tokenizer nowhere.json": "nowhere.json does not exist",
+        "b.txt --out new --tokenizer tokenizer.json --end </s>": "'</s>' is no token of this tokenizer; it has <unk>, <end>",
+        "nowhere.txt --out new": "nowhere.txt is no file",
+        "latin.txt --out new": "latin.txt is no text: UnicodeDecodeError",
+        "c.jsonl --out new": "c.jsonl, line 2, is no text: KeyError, 'text'",
+    }.items():
+        assert said in command(f"tokenize {words}")
 
 
-def losses(strategy):
-    """Of a few steps of packed rows from the folder."""
-    data = open_folder("data")[0]
-    config = presets["tiny"].__class__(d_model=16, num_layers=2, num_heads=2, vocab_size=data.vocab_size)
+def losses(strategy, packed):
+    """Of a few steps on the folder."""
+    data, _ = open_folder("data", packed=packed)
+    config = GPTConfig(d_model=16, num_layers=2, num_heads=2, vocab_size=data.vocab_size)
     run, rows = parallelize(config, strategy, AdamW), data.rows(4, 16)
     return [run.total(run.step(run.batch(rows, step)).loss).item() for step in range(3)]
 
 
 def test_every_layout_trains_on_the_same_packed_rows(folder):
-    one, *more = (Strategy(precision="float64", **axes) for axes in ({}, {"dp": 2}, {"cp": 2}))
-    ((expected),) = launch.run(losses, one, ranks=1)
-    for strategy in more:
-        for found in launch.run(losses, strategy, ranks=2):
-            assert max(abs(a - b) for a, b in zip(found, expected)) < 1e-12
+    def far(packed, ranks=1, **axes):
+        found = launch.run(losses, Strategy(precision="float64", **axes), packed, ranks=ranks)
+        return max(abs(a - b) for each in found for a, b in zip(each, expected))
+
+    (expected,) = launch.run(losses, Strategy(precision="float64"), True, ranks=1)
+    assert far(True, 2, dp=2) < 1e-12 and far(True, 2, cp=2) < 1e-12 < 1e-3 < far(False)
 
 
 def test_a_run_on_a_folder_goes_on_and_no_other_data_pass(folder):
-    small = "--width 16 --heads 2 --layers 2 --length 16 --batch 4 --report-every 2 --sample 4".split()
-    words = ("train", *small, "--checkpoint", "saved", "--steps", 2, "--data", "data")
-    said = command(*words)
+    small = (
+        "train --width 16 --heads 2 --layers 2 --length 16 --batch 4 --report-every 2 --sample 4 --steps 2"
+    )
+    words = f"{small} --checkpoint saved --data data"
+    said = command(words)
     assert "It writes:\n" in said and "1,384 tokens of data" in said, said
     assert len(said.split("It writes:\n")[1].split()) >= 4
-    assert "resumed at step 2" in command(*words, "--resume")
-    assert "packed=True, this run packed=False" in command(*words, "--resume", "--no-packed")
+    assert "resumed at step 2" in command(f"{words} --resume")
+    assert "packed=True, this run packed=False" in command(f"{words} --resume --no-packed")
     Path("data/weights.json").write_text('{"a": 1, "b": 3}')
-    assert "the saved position has data=" in command(*words, "--resume")
-    for more, told in {
-        "--text b.txt": "train on one of them",
-        "--vocab-size 5": "vocab_size=5: use a whole number from 12",
-        "--end x": "'x' is no token of this tokenizer",
+    for line, told in {
+        f"{words} --resume": "the saved position has data=",
+        f"{words} --text b.txt": "train on one of them",
+        f"{words} --vocab-size 5": "vocab_size=5: use a whole number from 12",
+        f"{words} --end x": "'x' is no token of this tokenizer",
+        f"{small} --vocab-size 5": "vocab_size=5 is of files of tokens: add --data FOLDER",
     }.items():
-        assert told in command(*words, *more.split())
-    assert "vocab_size=5 is of files of tokens" in command("train", *small, "--vocab-size", 5)
+        assert told in command(line)
