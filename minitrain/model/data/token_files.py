@@ -62,7 +62,7 @@ def read_pair(path: Path) -> tuple[np.ndarray, np.ndarray]:
     )
     marks = np.frombuffer(raw, "<i8", marked, middle + 8 * sequences)
     edges = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    in_order = (lengths >= 0).all() and (offsets == edges[:-1] * dtype.itemsize).all()
+    in_order = (offsets == edges[:-1] * dtype.itemsize).all()
     require(in_order, index, "has sequences that do not lie end to end: write them anew")
     whole = marked and marks[0] == 0 and marks[-1] == sequences and (np.diff(marks) >= 0).all()
     require(whole, index, f"has documents that do not go from sequence 0 to {sequences}")
