@@ -28,8 +28,8 @@ def tokenize(
     from minitrain.model.data.token_files import require, write_pair
     from minitrain.model.data.tokenizer import Tokenizer
 
-    by, copy = Tokenizer(tokenizer), out / "tokenizer.json"
-    ending = [] if end is None else [by.id_of(end)]
+    encoder, copy = Tokenizer(tokenizer), out / "tokenizer.json"
+    ending = [] if end is None else [encoder.id_of(end)]
     for path in files:
         require(path.is_file(), path, "is no file: give texts, or .jsonl with a text a line")
     require(not (out / f"{name}.idx").exists(), out / f"{name}.idx", "is there: give another --name or --out")
@@ -43,9 +43,9 @@ def tokenize(
     def documents() -> Iterator[list[int]]:
         texts = (text for path in files for text in texts_of(path) if text)
         while some := list(islice(texts, 1000)):  # the library shares them out over the cores
-            yield from ([*ids, *ending] for ids in by.encode(some))
+            yield from ([*ids, *ending] for ids in encoder.encode(some))
 
-    count, tokens = write_pair(out / f"{name}.bin", documents(), by.vocab_size)
+    count, tokens = write_pair(out / f"{name}.bin", documents(), encoder.vocab_size)
     echo(f"{count:,} documents, {tokens:,} tokens in {out}/{name}.bin; minitrain train --data {out}")
 
 

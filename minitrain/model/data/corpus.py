@@ -8,7 +8,7 @@ BLOCK samples of a mixture each source has its share, weight · BLOCK to one sam
 each goes through its own epochs. So a batch is a function of (seed, step), for any number of ranks. `packed`:
 a row says the lengths of its documents, and the last token of a document has no target.
 
-A sample costs a search among documents and T + 1 tokens. Holds 40 bytes a document, 16 of them for each of
+A sample costs a search among documents and T + 1 tokens. Holds 48 bytes a document, 16 of them for each of
 two epochs, made by a sort. Sends nothing. Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and
 blended_dataset.py. Differs: no order in files, and each epoch has its own.
 """

@@ -56,10 +56,8 @@ def read_pair(path: Path) -> tuple[np.ndarray, np.ndarray]:
     dtype, middle = np.dtype(TYPES[code]), HEADER.size + 4 * sequences
     require_size(index, middle + 8 * sequences + 8 * marked)
     raw = np.memmap(index, mode="r")
-    lengths, offsets = (
-        np.frombuffer(raw, "<i4", sequences, HEADER.size),
-        np.frombuffer(raw, "<i8", sequences, middle),
-    )
+    lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    offsets = np.frombuffer(raw, "<i8", sequences, middle)
     marks = np.frombuffer(raw, "<i8", marked, middle + 8 * sequences)
     edges = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     in_order = (offsets == edges[:-1] * dtype.itemsize).all()
