@@ -110,7 +110,7 @@ MOST_BYTES = 8 << 30
 INSIDE = {  # doors that are not called here, and who has looked at their arguments
     "sizes, names and a device that parallelize or a GPTConfig has looked at": (
         "model.gpt.Block model.gpt.GPT model.layers.MLP model.layers.causal_attention model.layers.drop "
-        "model.layers.naive_attention model.mixture.MixtureOfExperts attention.kernel.empty_result memory.segment.Segment tensor_parallel.model.SharedHead "
+        "model.layers.naive_attention model.mixture.MixtureOfExperts attention.kernel.empty_result memory.recompute.Segment tensor_parallel.model.SharedHead "
         "data_parallel.zero1.WholeParameters model.config.meant"
     ),
     "two ranks or more, where its own tests give it wrong sizes": (

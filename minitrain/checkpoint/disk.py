@@ -41,32 +41,22 @@ def refused(what: str, path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The real one."""
-
     def __init__(self) -> None:
         self._paths: dict[int, Path] = {}  # of the files that are open, to name them
 
     def create(self, path: Path) -> int:
-        """A new, empty file, open for writing."""
         with refused("create", path):
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._paths[file] = path
         return file
 
     def write(self, file: int, offset: int, data) -> None:
-        """All of `data`, at a place of the file."""
         left = memoryview(data).cast("B")
         with refused("write", self._paths[file]):
             while left:
                 if not (done := os.pwrite(file, left, offset)):
                     raise OSError(errno.EIO, "nothing was written")
                 left, offset = left[done:], offset + done
-
-    def start(self, file: int, offset: int, size: int) -> None:
-        """The disk may begin with what was written there, beside what comes next: `sync` waits for less."""
-        if hasattr(os, "posix_fadvise"):
-            with refused("write", self._paths[file]):
-                os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)  # Linux starts to write it
 
     def sync(self, file: int) -> None:
         """After an error the file must be given up: a second sync may say that all is well, and it is not."""
@@ -79,7 +69,6 @@ class Disk:
             os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """One that is not there yet."""
         with refused("make the folder", path):
             os.mkdir(path)
 

@@ -25,8 +25,6 @@ from minitrain.checkpoint.format import DTYPE_OF, DTYPES, MOST_HEADER_BYTES, Dam
 
 
 class Tensors(Mapping):
-    """The tensors of a folder, or a file, by name."""
-
     def __init__(self, path: Path):
         index, names = path / "model.safetensors.index.json", {"model.safetensors"}
         if index.exists():

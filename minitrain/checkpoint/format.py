@@ -43,27 +43,12 @@ MOST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
 HASH_DIGITS = 16
 RUN_BYTES = 1 << 19  # as much small is gathered; half of it is large
-START_BYTES = 8 << 20  # the disk begins while the next are hashed
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}  # nobody can read it any more
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+NAMES = dict(float64="F64", float32="F32", bfloat16="BF16", float16="F16", complex64="C64", bool="BOOL")
+NAMES |= dict(float8_e4m3fn="F8_E4M3", float8_e5m2="F8_E5M2", float8_e8m0fnu="F8_E8M0")
+NAMES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
+NAMES |= {f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)}
+DTYPES = {getattr(torch, name): theirs for name, theirs in NAMES.items()}
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -84,9 +69,7 @@ class Entry:
     first_byte: int
     hashes: str
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    size = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -209,7 +192,6 @@ class _Gathered:
     def __init__(self, disk: Disk, file: int):
         self.disk, self.file, self.offset = disk, file, 0
         self._held, self._used = np.empty(RUN_BYTES, np.uint8), 0
-        self._waiting = 0  # bytes that the disk was not told to begin with
 
     def write(self, offset: int, data: np.ndarray) -> None:
         if offset != self.offset + self._used or self._used + len(data) > RUN_BYTES:
@@ -217,22 +199,15 @@ class _Gathered:
             self.offset = offset
         if len(data) >= RUN_BYTES // 2:
             self.flush()
-            self._write(offset, data)
+            self.disk.write(self.file, offset, data)
         else:
             self._held[self._used : self._used + len(data)] = data
             self._used += len(data)
 
     def flush(self) -> None:
         if self._used:
-            self._write(self.offset, self._held[: self._used])
+            self.disk.write(self.file, self.offset, self._held[: self._used])
             self._used = 0
-
-    def _write(self, offset: int, data: np.ndarray) -> None:
-        self.disk.write(self.file, offset, data)
-        self._waiting += len(data)
-        if self._waiting >= START_BYTES:
-            self.disk.start(self.file, offset + len(data) - self._waiting, self._waiting)
-            self._waiting = 0
 
 
 # ---- reading

@@ -53,9 +53,7 @@ class Saved:
                 else:
                     self.plain[key] = value
 
-    @property
-    def read_bytes(self) -> int:
-        return sum(file.read_bytes for file in self.files)
+    read_bytes = property(lambda self: sum(file.read_bytes for file in self.files))
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

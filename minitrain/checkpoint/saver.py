@@ -41,13 +41,6 @@ MB = 1_000_000
 class SavePolicy:
     """How a Saver saves: when it copies and writes, from how much memory, and who writes.
 
-        sync             training stands still for copy and write; in sync_sharded equal ranks share it
-        snapshot         for the copy; the write is behind
-        asynchronous     for what is not copied when the update begins: copied beside forward and backward
-        torchsnapshot    as snapshot, and the write begins with the first chunk copied
-        lightcheck       as asynchronous, and each update waits for what it changes alone
-        fastpersist      as asynchronous, from two buffers, filled and written by turns
-
         step      | forward backward | update | forward backward | update |
         copy      [##########]                                                 hidden
         write               [######################]                           the next save waits for its end
@@ -76,17 +69,19 @@ class SavePolicy:
 
 
 SAVE_POLICIES = {
-    # DeepSpeed; Varuna: Athlur et al. 2022, EuroSys. One of the ranks that hold the same writes.
+    # Training stands still for copy and write. DeepSpeed; Varuna: Athlur et al. 2022, EuroSys. One of the ranks
+    # that hold the same writes.
     "sync": SavePolicy("DeepSpeed, Varuna", write="now", writers=1),
     # The same, shared out: in 1/k of the time where the disk is not what limits it.
     "sync_sharded": SavePolicy("DeepSpeed with sharded writing", write="now"),
-    # Jiang et al. 2024 (MegaScale), arXiv:2402.15627; Cai et al. 2024 (InternLM2, InternEvo),
+    # For the copy; the write is behind. Jiang et al. 2024 (MegaScale), arXiv:2402.15627; Cai et al. 2024 (InternLM2, InternEvo),
     # arXiv:2403.17297; Eisenman et al. 2022 (Check-N-Run), NSDI.
     "snapshot": SavePolicy("MegaScale, InternEvo, Check-N-Run", writers=1),
     # Nicolae et al. 2020, CCGRID: light work in the foreground, and replicas share out the heavy.
     "deepfreeze": SavePolicy("DeepFreeze"),
     # Chunks copied and written in a pipeline; what is replicated is divided among the ranks.
     "torchsnapshot": SavePolicy("TorchSnapshot", chunk_bytes=16 * MB),
+    # For what is not copied beside forward and backward when the update begins.
     "asynchronous": SavePolicy("asynchronous", copy="overlapped"),
     # Mohan et al. 2021, FAST: with frequency.py, which keeps a budget.
     "checkfreq": SavePolicy("CheckFreq", copy="overlapped"),
@@ -121,8 +116,6 @@ class Wait(NamedTuple):
 
 
 class Save:
-    """One under way, on this rank."""
-
     def __init__(self, step: int, plain: dict, manifest: dict, snapshot: Snapshot):
         self.step, self.plain, self.manifest, self.snapshot = step, plain, manifest, snapshot
         self.state, self.error, self.written = UNDER_WAY, "", Written("", 0, "0" * 16)
@@ -203,7 +196,6 @@ class Saver:
             self._advance()
 
     def finish(self) -> None:
-        """What was asked for is saved."""
         if self.under_way:
             self._wait("write", self.snapshot.unwritten_bytes, self._end)
 
@@ -309,7 +301,6 @@ class Saver:
 
 
 def told(error: BaseException) -> str:
-    """In one line."""
     said = getattr(error, "strerror", None) or str(error) or type(error).__name__
     path = getattr(error, "filename", None)
     return " ".join(f"{path}: {said}".split() if path else said.split())

@@ -115,17 +115,9 @@ class Snapshot:
 
     direction = "to_host"  # for an account of copies
 
-    @property
-    def bytes(self) -> int:
-        return sum(block.bytes for block in self.blocks)
-
-    @property
-    def unwritten_bytes(self) -> int:
-        return sum(block.bytes for block in self.blocks[self.written :])
-
-    @property
-    def over(self) -> bool:
-        return self.copied == len(self.blocks) or self.given_up or self.error is not None
+    bytes = property(lambda self: sum(block.bytes for block in self.blocks))
+    unwritten_bytes = property(lambda self: sum(block.bytes for block in self.blocks[self.written :]))
+    over = property(lambda self: self.copied == len(self.blocks) or self.given_up or self.error is not None)
 
     def until(self, names: Iterable[str] | None) -> int:
         """How many blocks have to be copied before these parameters may change; None: all of them."""
@@ -147,7 +139,6 @@ class Snapshot:
             collectives.announce("copied", self)
 
     def give_up(self) -> None:
-        """Whoever copies or takes blocks stops."""
         with self.changed:
             self.given_up = True
             self.changed.notify_all()

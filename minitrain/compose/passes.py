@@ -33,9 +33,8 @@ from minitrain.data_parallel.zero3 import UnitBuffer, elements
 from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host
-from minitrain.memory.recompute import dropping, recompute
+from minitrain.memory.recompute import Hold, Results, dropping, recompute
 from minitrain.memory.recompute_policies import Policy, parse, segments
-from minitrain.memory.segment import Hold, Results
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.model.gpt import GPT, Stages, one_by_one
 from minitrain.model.layers import Hooks

@@ -49,7 +49,6 @@ def pack(params: Iterable[nn.Parameter], bucket_bytes: int, key=kind) -> list[li
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """A new flat buffer with copies of the tensors, one after the other."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -142,6 +141,5 @@ class InOrder:
         self.under_way.append((bucket, self.start(bucket)))
 
     def settle(self) -> None:
-        """Wait for the first bucket under way."""
         bucket, handle = self.under_way.popleft()
         self.on_sum(bucket, handle.wait())

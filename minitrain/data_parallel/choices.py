@@ -32,8 +32,6 @@ WIRE_BYTES = 2  # a parameter or a gradient, bf16
 
 @dataclass(frozen=True)
 class Cluster:
-    """W ranks on nodes of k."""
-
     ranks: int
     per_node: int
 
@@ -64,9 +62,7 @@ class Choice:
             kinds = "parameters, gradients and optimizer state"
             raise ValueError(f"factors {p}, {g}, {o} of {kinds}: each must divide the next")
 
-    @property
-    def factors(self) -> tuple[int, int, int]:
-        return self.parameters, self.gradients, self.optimizer
+    factors = property(lambda self: (self.parameters, self.gradients, self.optimizer))
 
 
 @dataclass(frozen=True)
@@ -76,15 +72,11 @@ class Traffic:
     intra_bytes: float
     inter_bytes: float
 
-    @property
-    def total_bytes(self) -> float:
-        return self.intra_bytes + self.inter_bytes
+    total_bytes = property(lambda self: self.intra_bytes + self.inter_bytes)
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """A choice and its price."""
-
     choice: Choice
     memory_bytes: float
     traffic: Traffic
@@ -105,7 +97,6 @@ def paro_choices(cluster: Cluster) -> dict[str, Choice]:
 
 
 def amsp_choices(cluster: Cluster) -> list[Choice]:
-    """All triples of factors that obey the rule."""
     triples = combinations_with_replacement(cluster.factors(), 3)
     return [Choice(p, g, o) for p, g, o in triples if g % p == 0 and o % g == 0]
 
@@ -121,7 +112,6 @@ def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
 
 
 def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1) -> Traffic:
-    """Bytes one rank sends in a step of `microbatches`."""
     return Traffic(*map(float, _sent(choice, parameters, cluster, microbatches)))
 
 

@@ -72,9 +72,7 @@ class Sync:
                         value = one.local_shard(flat, slice(len(one.cuts))).view_as(one.shard).clone()
                     self.optimizer.state[one.shard][key] = value
 
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.optimizer.param_groups if self.optimizer else []
+    param_groups = property(lambda self: self.optimizer.param_groups if self.optimizer else [])
 
     def zero_grad(self) -> None:
         self.finished = False

@@ -116,9 +116,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if not delays:
             self.settle()
 
-    @property
-    def _delays(self) -> bool:
-        return self.delayed and self.updates >= self.warmup_steps
+    _delays = property(lambda self: self.delayed and self.updates >= self.warmup_steps)
 
     def _begin(self, param: Tensor) -> None:
         if self.before_update:

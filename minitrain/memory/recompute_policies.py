@@ -39,9 +39,7 @@ class Policy:
     blocks: int = 1  # in a segment; 0: sqrt
     slots: int = 0  # of revolve
 
-    @property
-    def drops(self) -> bool:
-        return self.again or bool(self.drop or self.inside)
+    drops = property(lambda self: self.again or bool(self.drop or self.inside))
 
 
 NONE, FULL = Policy(), Policy(again=True)

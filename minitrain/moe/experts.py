@@ -223,7 +223,6 @@ def of(which: int | slice, tensors: Sequence[Given]) -> list[Given]:
 
 
 def slices(sizes: list[int]) -> list[slice]:
-    """Where the rows of each expert are."""
     ends = list(accumulate(sizes))
     return [slice(end - size, end) for end, size in zip(ends, sizes)]
 

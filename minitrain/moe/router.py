@@ -39,9 +39,7 @@ class Routing:
     sizes: tuple[int, ...] | None = None  # `counts` in a dry run, where tensors have no numbers
     visits: Callable[[int], list[int]] | None = None  # and there, how many tokens visit each of so many nodes
 
-    @property
-    def counts(self) -> Tensor:
-        return counts_of(self.experts.flatten(), self.probs.shape[1])
+    counts = property(lambda self: counts_of(self.experts.flatten(), self.probs.shape[1]))
 
     def within(self, capacity: int, places: Tensor | None = None) -> "Routing":
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.

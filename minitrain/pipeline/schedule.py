@@ -69,14 +69,11 @@ class Schedule:
         entries = lambda rank, own: tuple(_entry(entry, self.name, rank, at) for at, entry in enumerate(own))
         object.__setattr__(self, "ranks", tuple(entries(rank, own) for rank, own in enumerate(self.ranks)))
 
-    @cached_property
-    def place(self) -> dict[Action, int]:
-        return {action: rank for rank, entries in enumerate(self.ranks) for action in parts(entries)}
-
-    @cached_property
-    def position(self) -> dict[Action, int]:
-        return {action: i for own in self.ranks for i, entry in enumerate(own) for action in parts([entry])}
-
+    # of each action: its rank, and its entry's number there
+    place = cached_property(lambda s: {one: rank for rank, own in enumerate(s.ranks) for one in parts(own)})
+    position = cached_property(
+        lambda s: {one: i for own in s.ranks for i, entry in enumerate(own) for one in parts([entry])}
+    )
     kinds = cached_property(lambda self: {action.kind for action in self.place})
     recomputes = property(lambda self: "R" in self.kinds)
     evicts = property(lambda self: "E" in self.kinds)

@@ -27,8 +27,6 @@ Time = int | float | Fraction
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each kind of action, and of a message between two ranks."""
-
     F: Time = 1
     B: Time | None = None
     I: Time = 1
@@ -84,9 +82,7 @@ class Simulation:
     costs: Costs | Measured
     spans: tuple[tuple[Span, ...], ...]
 
-    @property
-    def makespan(self) -> Time:
-        return max((spans[-1].end for spans in self.spans if spans), default=0)
+    makespan = property(lambda self: max((spans[-1].end for spans in self.spans if spans), default=0))
 
     def busy(self, rank: int) -> Time:
         return sum(span.end - span.start for span in self.spans[rank])

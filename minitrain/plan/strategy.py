@@ -34,14 +34,8 @@ AXES = ("dp", "pp", "cp", "tp")
 MOST_CELLS = 1 << 21  # of a schedule, which is made before any rank starts
 SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses loss_scale_window".split()
 OFFLOADS = ("optimizer", "parameters", "activations")
-CHOICES = {
-    "schedule": NAMES,
-    "ep_travel": ("tokens", "experts", "cheaper"),
-    "precision": tuple(POLICIES),
-    "products": tuple(PRODUCTS),
-    "core": tuple(cores.CORES),
-    "layout": tuple(cores.LAYOUTS),
-}
+CHOICES = dict(schedule=NAMES, ep_travel=("tokens", "experts", "cheaper"), precision=tuple(POLICIES))
+CHOICES |= dict(products=tuple(PRODUCTS), core=tuple(cores.CORES), layout=tuple(cores.LAYOUTS))
 
 
 @dataclass(frozen=True)
@@ -261,7 +255,6 @@ def conflicts(s: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def check_alone(s: Strategy) -> None:
-    """A Strategy by itself."""
     sizes = {name: getattr(s, name) for name in (*AXES, *SIZES)}
     if several := [name for name, size in sizes.items() if isinstance(size, list | tuple)]:
         raise ValueError(f"{several[0]}={sizes[several[0]]}: use one whole number")

@@ -61,10 +61,8 @@ class Blocks:
         numbers = math.prod(self.tile) if self.tile else 0
         return self.format.bits + (Fraction(SCALES[self.scale], numbers) if numbers else 0)
 
-    @property
-    def largest(self) -> float:
-        """The value whose code stands for the scale itself: with an amax as scale, the format's largest."""
-        return self.format.max if self.scale == "float32" else 1.0
+    # the value whose code stands for the scale itself: with an amax as scale, the format's largest
+    largest = property(lambda self: self.format.max if self.scale == "float32" else 1.0)
 
 
 RECIPES = {

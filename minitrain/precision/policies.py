@@ -35,24 +35,15 @@ class Policy:
     scaled: bool = False  # whether tensors have a scale each, and weights and moments are codes (fp8_lm.py)
     copies: str | None = None  # what forward and backward read, if it is made just in time, and activations
 
-    @property
-    def activations(self) -> str:
-        return self.copies or self.weights
-
-    @property
-    def narrow(self) -> bool:
-        """Whether forward and backward compute in 16 bits."""
-        return BYTES[self.activations] < 4
+    activations = property(lambda self: self.copies or self.weights)
+    narrow = property(lambda self: BYTES[self.activations] < 4)  # forward and backward compute in 16 bits
+    bytes_per_parameter = property(lambda self: sum(self.state_bytes))
 
     @property
     def state_bytes(self) -> tuple[int, int, int]:
         """Per parameter: of weights, of gradients, of what the optimizer keeps."""
         kept = (*self.moments, *((self.master,) if self.master else ()))
         return BYTES[self.weights], BYTES[self.gradients], sum(BYTES[dtype] for dtype in kept)
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        return sum(self.state_bytes)
 
 
 _STOCHASTIC = Policy("bfloat16", "bfloat16", by_chance=True)

@@ -49,7 +49,6 @@ class Piece:
 
 
 def whole_piece(name: str, values: Tensor, holders: tuple[ProcessGroup, ...] = ()) -> Piece:
-    """Of a tensor that nobody cuts."""
     return Piece(name, tuple(values.shape), (0,) * values.dim(), values.detach(), holders)
 
 

@@ -59,7 +59,6 @@ class ColumnLinear(nn.Module):
 
     def together(self, x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """Several matrices of one input, which is copied or gathered once."""
-        check_width(x, self.weight, "the whole width, the layer cuts its output")
         return self.column(x, linears, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +76,6 @@ class RowLinear(nn.Module):
         self.group, self.row = group, row
 
     def forward(self, x: Tensor) -> Tensor:
-        check_width(x, self.weight, "the slice that a column layer leaves")
         return self.row(x, self, self.group)
 
 
@@ -98,12 +96,6 @@ def check_divides(what: str, size: int, group: ProcessGroup) -> None:
 
 def divisors(size: int, below: int) -> str:
     return " or ".join(str(n) for n in range(1, below) if size % n == 0)
-
-
-def check_width(x: Tensor, weight: Tensor, give: str) -> None:
-    if x.size(-1) != weight.size(1):
-        wide = f"x {list(x.shape)} is {x.size(-1)} wide, this matrix takes {weight.size(1)}"
-        raise ValueError(f"{wide}: give {give}")
 
 
 # ---- passes that are written by hand ---------------------------------------------------------------------

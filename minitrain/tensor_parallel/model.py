@@ -78,14 +78,12 @@ class SharedHead(nn.Module):
 
 # ---- a whole model -----------------------------------------------------------------------------------------
 
-# (sequence_parallel, overlap) -> how activations travel. On the ring, dW in one product is faster.
+# (sequence_parallel, overlap) -> how activations travel
 COLUMN_AND_ROW = {
     (False, False): (linear.column, linear.row),
     (True, False): (sequence.column, sequence.row),
     (False, True): (chunked.column, chunked.row),
-    (True, True): tuple(
-        partial(product, dw_by_slice=False) for product in (ring_overlap.column, ring_overlap.row)
-    ),
+    (True, True): (ring_overlap.column, ring_overlap.row),
 }
 
 

@@ -25,8 +25,6 @@ REMEMBERED = 65_536  # calls; more than a step makes between a forward and its r
 
 
 class RandomStates:
-    """The two streams of this rank."""
-
     def __init__(self, seed: int, group: ProcessGroup, device: torch.device | str = "cpu"):
         require_device(device=device)
         require_ints(seed=seed)

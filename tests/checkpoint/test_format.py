@@ -153,22 +153,6 @@ def test_small_pieces_are_gathered_up_to_a_run(tmp_path):
     file.verify()
 
 
-def test_the_disk_begins_before_the_sync(tmp_path, monkeypatch):
-    """With all but the last bytes, and no byte twice: with what was written since the last time."""
-    monkeypatch.setattr(format, "START_BYTES", 2 * BLOCK_BYTES)
-    started = []
-
-    class Watched(Counting):
-        def start(self, file, offset, size):
-            started.append((offset, size))
-            super().start(file, offset, size)
-
-    disk, x = Watched(), random_bytes((5 * BLOCK_BYTES + 10,), torch.uint8)
-    write_file(disk, tmp_path / "a", [whole_piece("x", x)], {})
-    begin = disk.writes[0][0]
-    assert started == [(begin, 2 * BLOCK_BYTES), (begin + 2 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
-
-
 def test_blocks_may_come_from_elsewhere_one_at_a_time(tmp_path):
     """As a snapshot gives them: in the order of the pieces, each valid until the next is asked for."""
     values = [random_bytes((BLOCK_BYTES // 4 * 3 + 7,), dtype, 3) for dtype in (torch.int32, torch.float64)]

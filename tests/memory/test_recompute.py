@@ -20,10 +20,9 @@ from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.attention.placed import Places, drop_by_place
 from minitrain.compose.passes import recompute_in
 from minitrain.course.saved_tensors import SavedTensors
-from minitrain.memory import segment
-from minitrain.memory.recompute import dropping, recompute
+from minitrain.memory import recompute as segment
+from minitrain.memory.recompute import Results, dropping, recompute
 from minitrain.memory.recompute_policies import NAMES, of_block, parse, segments
-from minitrain.memory.segment import Results
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.layers import naive_attention

@@ -22,11 +22,11 @@ from minitrain.tensor_parallel.model import SharedHead, cut_attention, cut_mlp
 from tests.parallel import TOLERANCE
 
 B, T, D, F = 2, 8, 8, 16
-WHOLE_DW = partial(ring_overlap.column, dw_by_slice=False), partial(ring_overlap.row, dw_by_slice=False)
+BY_SLICE = partial(ring_overlap.column, dw_by_slice=True), partial(ring_overlap.row, dw_by_slice=True)
 PAIRS = {  # column and row; those that hide nothing
     "plain": ((overlap.column, overlap.row), (linear.column, linear.row)),
-    "sequence": ((ring_overlap.column, ring_overlap.row), (sequence.column, sequence.row)),
-    "sequence, whole dW": (WHOLE_DW, (sequence.column, sequence.row)),
+    "sequence": (BY_SLICE, (sequence.column, sequence.row)),
+    "sequence, whole dW": ((ring_overlap.column, ring_overlap.row), (sequence.column, sequence.row)),
 }
 
 
@@ -89,7 +89,8 @@ def test_numbers_and_bytes_are_those_of_the_plain_way(kind, ranks):
 def test_bytes_equal_the_formulas():
     def rank():
         return [
-            passes(way.column, way.row, way is ring_overlap, bias=False)[1] for way in (ring_overlap, overlap)
+            passes(*BY_SLICE, True, bias=False)[1],
+            passes(overlap.column, overlap.row, False, bias=False)[1],
         ]
 
     once = B * T * D * 8 * 3 // 4  # (t-1)/t · B·T·D elements
@@ -125,7 +126,7 @@ def test_any_number_of_chunks_and_of_tokens():
 
 def test_a_ring_of_one_sends_nothing():
     def rank():
-        ours, theirs = (passes(way.column, way.row, True) for way in (ring_overlap, sequence))
+        ours, theirs = (passes(*way, True) for way in (BY_SLICE, (sequence.column, sequence.row)))
         return furthest(ours[0], theirs[0]), ours[1]
 
     assert launch.run(rank, ranks=1) == [(pytest.approx(0, abs=TOLERANCE), (0, 0))]
@@ -272,8 +273,8 @@ def test_less_is_exposed_in_a_layer_of_gpt3():
         "linear": (linear.column, linear.row, 1),
         "overlap": (overlap.column, overlap.row, 1),
         "sequence": (sequence.column, sequence.row, 8),
-        "ring": (ring_overlap.column, ring_overlap.row, 8),
-        "ring, whole dW": (*WHOLE_DW, 8),
+        "ring": (*BY_SLICE, 8),
+        "ring, whole dW": (ring_overlap.column, ring_overlap.row, 8),
     }
     for sequences in (1, 4):
         step, exposed, account, peak = {}, {}, {}, {}

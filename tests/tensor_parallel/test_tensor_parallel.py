@@ -521,8 +521,6 @@ REFUSED = {
     "T=7 tokens are not a multiple of tp=2; pad the sequence": lambda: of_ids(LONG, strategy=SLICED),
     "weight [16, 8] is cut already, along dim 0": lambda: column(column(nn.Linear(8, 32))),
     "bias [16] is cut already": bias_cut_twice,
-    "is 4 wide, this matrix takes 8: give the whole": lambda: column(nn.Linear(8, 32))(torch.ones(1, 4)),
-    "is 8 wide, this matrix takes 4: give the slice": lambda: row(nn.Linear(8, 32))(torch.ones(1, 8)),
     "token 64; vocab_size is 64 (0..63)": lambda: of_ids(torch.full((1, 4), 64)),
     "token 63; vocab_size is 63": lambda: of_ids(torch.full((1, 4), 63), vocab_size=63),  # a row of padding
     "target 64; the vocabulary is 64 (0..63)": lambda: vocabulary.cross_entropy_sum(

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitrain.precision.chance import keep_by_chance
 from minitrain.precision.fp8_lm import narrow, wide
+from minitrain.precision.rounding import keep_by_chance
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import (
     require_fractions,
@@ -58,7 +58,7 @@ class AdamW(torch.optim.Optimizer):
     time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are
     kept in `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
     `by_chance`: what is kept in bfloat16, weights without a master and moments, is rounded so, by the numbers
-    of `param.chance` (precision/chance.py, which `parallelize` gives every parameter). A parameter with an
+    of `param.chance` (precision/rounding.py, which `parallelize` gives every parameter). A parameter with an
     `largest` is codes with a scale, and so are its gradient and moments (precision/fp8_lm.py): without tiles.
     """
 

@@ -64,16 +64,9 @@ def _attention(values: Values) -> Values:
     if not values["kv_latent"]:
         grouped = heads != values["num_heads"]
         return {"kv_channels": width, "grouped": grouped, "query_groups": heads if grouped else None}
-    return {
-        "latent": True,
-        "latent_norms": True,
-        "rope_type": "rope",
-        "q_rank": values["query_latent"] or None,
-        "kv_rank": values["kv_latent"],
-        "key_dim": width,
-        "value_dim": width,
-        "rope_dim": values["rope_head_dim"],
-    }
+    widths = dict(key_dim=width, value_dim=width, rope_dim=values["rope_head_dim"])
+    ranks = dict(q_rank=values["query_latent"] or None, kv_rank=values["kv_latent"])
+    return widths | ranks | dict(latent=True, latent_norms=True, rope_type="rope")
 
 
 def _experts(values: Values) -> Values:

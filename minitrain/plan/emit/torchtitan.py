@@ -27,15 +27,9 @@ IN_CODE = dict.fromkeys((*MODEL, *EXPERTS), "model.flavor")
 def derive(values: Values) -> Values:
     dp, pp, tp, zero, node = (values[name] for name in ("dp", "pp", "tp", "zero", "node"))
     microbatch = equal_parts(values, "rows", dp, values["microbatches"])
-    numbers = {
-        "replicas": dp,
-        "shards": 1,
-        "tensor_degree": tp if values["sequence_parallel"] == (tp > 1) else 1,
-        "core": values["core"] if values["cp"] > 1 and values["core"] in ("gathered", "ring") else None,
-        "microbatch": None,
-        "local_rows": microbatch,
-        "global_rows": values["rows"],
-    }
+    numbers = dict(replicas=dp, shards=1, microbatch=None, local_rows=microbatch, global_rows=values["rows"])
+    numbers["tensor_degree"] = tp if values["sequence_parallel"] == (tp > 1) else 1
+    numbers["core"] = values["core"] if values["cp"] > 1 and values["core"] in ("gathered", "ring") else None
     if zero in (2, 3):
         numbers |= {"replicas": 1, "shards": dp, "reshard": "never" if zero == 2 else "always"}
     elif zero == "III" and values["nodes"] == 1 < node < dp:
@@ -45,14 +39,10 @@ def derive(values: Values) -> Values:
     if pp > 1:
         schedule = values["schedule"]
         chunks = 2 if schedule in TWO_STAGES else values["chunks"]
-        numbers |= {
-            "schedule_name": SCHEDULES.get(schedule, "1F1B"),
-            "layers_per_stage": equal_parts(values, "num_layers", pp, chunks),
-            "first_less": 0,
-            "last_less": 0,
-            "microbatch": microbatch,
-            "local_rows": microbatch * values["microbatches"],
-        }
+        stages = equal_parts(values, "num_layers", pp, chunks)
+        numbers |= dict(layers_per_stage=stages, first_less=0, last_less=0)
+        numbers |= dict(microbatch=microbatch, local_rows=microbatch * values["microbatches"])
+        numbers["schedule_name"] = SCHEDULES.get(schedule, "1F1B")
     return numbers
 
 

@@ -116,13 +116,11 @@ def makespan(layout: Layout, costs: Costs) -> float:
 
 @cache
 def splits(schedule: str) -> bool:
-    """Whether a schedule of that name has an action W."""
     return named(schedule, 2, 4).splits_backward
 
 
 @lru_cache(maxsize=1 << 14)
 def longest(layout: Layout, costs: Costs) -> Counts:
-    """How many passes of each kind and messages are on the longest path."""
     return in_steady_state(layout, lambda some: _path(some, costs))
 
 

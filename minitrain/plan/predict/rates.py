@@ -57,8 +57,6 @@ AXES = ("tp", "cp", "ep")
 
 
 class Place(NamedTuple):
-    """Where ranks sit, and how fast they are there."""
-
     machine: Machine
     stack: Stack
     rates: Rates
@@ -93,7 +91,6 @@ class Place(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _travel_s(op: str, payload_bytes: float, members: tuple[int, ...], machine: Machine, rates: Rates):
-    """A collective or a message between these ranks."""
     at = collectives.place(members, machine)
     rate_out, rate_card = at.rate_out * rates.network, at.rate_card * rates.network
     at = replace(at, rate_in=at.rate_in * rates.nvlink, rate_out=rate_out, rate_card=rate_card)

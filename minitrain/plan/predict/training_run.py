@@ -81,10 +81,8 @@ class TrainingRun:
         self.strategy.check(self.model, self.strategy.ranks)
         self.strategy.check_batch(self.model, self.batch, self.length)
 
-    @property
-    def microbatch(self) -> int:
-        """Rows that a rank runs at once."""
-        return self.batch // (self.strategy.dp * self.strategy.microbatches)
+    # rows that a rank runs at once
+    microbatch = property(lambda self: self.batch // (self.strategy.dp * self.strategy.microbatches))
 
 
 @dataclass(frozen=True)

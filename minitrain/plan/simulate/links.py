@@ -11,10 +11,10 @@ With whole numbers or Fractions every time is exact. Not modelled: latencies, wh
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
-Number = int | float | Fraction
+from minitrain.pipeline.simulate import Time as Number
+from minitrain.pipeline.simulate import divided
 
 
 class Task(NamedTuple):
@@ -118,11 +118,6 @@ def shared(copies: Mapping[str, Sequence[str]], bytes_per_s: Mapping[str, Number
             for link in copies[name]:
                 room[link] -= share
     return rates
-
-
-def divided(a: Number, b: Number) -> Number:
-    """a / b, exact where both are."""
-    return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a) / b
 
 
 def _checked(tasks: Sequence[Task], bytes_per_s: Mapping[str, Number]) -> dict[str, Task]:

@@ -78,14 +78,11 @@ class Machine:
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
-    # What a device reaches inside its node, and what one network card reaches, per direction.
+    # Per direction, what a device reaches inside its node, what a network card reaches, and a device's share
+    # of its node's cards: in SPMD all devices of a node send at once.
     intra_bytes_per_s = property(lambda self: self.intra.bandwidth_bytes_per_s * self.network_efficiency)
     nic_bytes_per_s = property(lambda self: self.inter.bandwidth_bytes_per_s * self.network_efficiency)
-
-    @property
-    def inter_bytes_per_s(self) -> float:
-        """A device's share of its node's network cards: in SPMD all devices of a node send at once."""
-        return self.nic_bytes_per_s * self.nics_per_node / self.devices_per_node
+    inter_bytes_per_s = property(lambda at: at.nic_bytes_per_s * at.nics_per_node / at.devices_per_node)
 
 
 def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
@@ -115,7 +112,6 @@ LINKS, DEVICES, MACHINES = _read()
 
 
 def machine(name: str) -> Machine:
-    """The described machine of that name, for instance "h100"."""
     if name not in MACHINES:
         raise ValueError(f"no machine is called {name!r}; choose from {', '.join(MACHINES)}")
     return MACHINES[name]

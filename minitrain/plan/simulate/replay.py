@@ -33,17 +33,12 @@ from minitrain.ranks.events import Compute, Copy, Event, Issue
 
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
+Events = Mapping[int, Iterable[Event]]
 Wire = tuple[int, str, str]  # (rank, "in" or "out" of the node, "from" or "to" the rank)
 
 
 def replay(
-    events_by_rank: Mapping[int, Iterable[Event]],
-    machine,
-    *,
-    dtype=None,
-    algorithms=None,
-    launch_s=0.0,
-    sharing=True,
+    events_by_rank: Events, machine, *, dtype=None, algorithms=None, launch_s=0.0, sharing=True
 ) -> Timeline:
     """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
 

@@ -41,10 +41,7 @@ class Span(NamedTuple):
     issued_s: float  # of a transfer: when this rank asked for it; else start_s
 
     duration_s = property(lambda self: self.end_s - self.start_s)
-
-    @property
-    def name(self) -> str:
-        return self.event.name if isinstance(self.event, Compute) else self.event.op
+    name = property(lambda self: self.event.name if isinstance(self.event, Compute) else self.event.op)
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,6 @@ def place(call: Call) -> str:
 
 
 def compare_message(call: Call, header: torch.Tensor) -> None:
-    """Raise CollectiveMismatch if the message announced by `header` is not what `call` expects."""
     (what, _, site), expected = unpack(header), signature(call.shape, call.dtype)
     if what != expected:
         both = f"it sends {what} at {site}, this rank expects {expected} at {call.site}"

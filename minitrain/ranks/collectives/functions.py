@@ -69,7 +69,6 @@ def channel_of(group: ProcessGroup) -> Channel:
 
 
 def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
-    """The channel for a call that hands over x, if it can."""
     ch = channel_of(group)
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: x is a {type(x).__name__}; pass a tensor, torch.tensor(x)")
@@ -227,7 +226,6 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
 
 
 def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> Handle | None:
-    """Give x to rank `to` of the group."""
     ch = open_channel(group, "send", x)
     channel.check_rank(ch, "send to", to, other=True)
     return _transfer(ch, [(x, to)], [], lambda received: None, async_op)

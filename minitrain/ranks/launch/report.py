@@ -131,7 +131,6 @@ def stack_text(dump: str, cells: dict[str, str]) -> str:
 
 
 def readable(text: str, cells: dict[str, str]) -> str:
-    """A traceback with notebook cells called as the notebook calls them."""
     for file, cell in cells.items():
         text = text.replace(f'File "{file}"', cell)
     return text

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives.call_log import Call
-from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Event, Issue, Wait
+from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Issue, Wait
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ranks.ledger.operators import Watch
 from minitrain.ranks.tables import aligned
@@ -89,14 +89,6 @@ class Ledger:
         calls = (issued.call for issued in self._calls)
         return [call for call in calls if op in (None, call.op) and axis in (None, call.axis)]
 
-    @property
-    def sent_by_dtype(self) -> dict[str, int]:
-        """Bytes handed to the network as numbers of each dtype; codes are uint8."""
-        total: Counter[str] = Counter()
-        for call in self._matching():
-            total[str(call.dtype).removeprefix("torch.")] += call.sent_bytes
-        return dict(total)
-
     # Some volume was charged from the plan, not counted (NCCL, dry run).
     planned = property(lambda self: any(call.planned for call in self._matching()))
 
@@ -147,9 +139,7 @@ class Ledger:
         `gathered`, "gathered parameters" (ZeRO-3) stand apart from the other buffers."""
         return list(self._memory.timeline(gathered))
 
-    @property
-    def events(self) -> list[Event]:
-        return [event.event() if type(event) is _Issued else event for event in self._events]
+    events = property(lambda self: [one.event() if type(one) is _Issued else one for one in self._events])
 
     def table(self) -> str:
         """Calls per operation and axis, FLOPs per operator, memory per kind; copies, if there are any."""

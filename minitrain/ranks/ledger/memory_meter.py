@@ -193,7 +193,6 @@ class MemoryMeter:
         return list(self._kinds)
 
     def trace(self) -> Iterator[tuple[str, int, int]]:
-        """("alloc" or "free", block number, bytes) of the device's blocks; older ones come first."""
         sizes: Counter[int] = Counter()
         for number, change in (*self._older, *zip(self._changes[1::3], self._changes[2::3])):
             if number in self._host or not change:
@@ -205,7 +204,6 @@ class MemoryMeter:
                 yield "alloc", number, sizes[number]
 
     def check_limit(self) -> None:
-        """MemoryError where more is alive than the device is said to have."""
         if self.limit_bytes is not None and (live := self.live_bytes()) > self.limit_bytes:
             what = ", ".join(f"{kind} {size:,}" for kind, size in self.by_kind().items() if size)
             raise MemoryError(f"{live:,} bytes on the device, which has {self.limit_bytes:,}: {what}")

@@ -610,17 +610,6 @@ def test_a_collective_adds_up_in_buffers_and_its_additions_are_its_own():
         assert kinds["buffers"] == 3 * 1000 and kinds["activations"] == 8000 and computes == []
 
 
-def summed():
-    with Ledger() as ledger:
-        collectives.all_reduce(torch.ones(8), collectives.world())
-        collectives.all_gather(torch.ones(8, dtype=torch.bfloat16), collectives.world())
-    return ledger.sent_by_dtype
-
-
-def test_bytes_by_dtype_are_those_that_were_sent():
-    assert dryrun.run(summed, rank=0, ranks=4) == {"float32": 2 * 3 * 8, "bfloat16": 3 * 16}
-
-
 def test_gathered_parameters_that_were_there_before_stand_apart():
     x = torch.ones(100)
     with Ledger() as ledger:
