@@ -4,8 +4,7 @@
     write_tensors(path, {"model.norm.weight": x, ..})                one at a time
 
 A folder as on the hub: model.safetensors, or several files and model.safetensors.index.json. Tensors come one
-by one, so that memory holds one of them. Raises Damaged for a file that is none. Differs from format.py: no
-hashes, no cuts.
+by one: memory holds one. Raises Damaged for a file that is none. Differs from format.py: no hashes, no cuts.
 """
 
 from __future__ import annotations

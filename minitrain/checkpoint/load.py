@@ -10,8 +10,7 @@ names, shapes and dtypes alone: call it for all pieces before the first `fill`. 
 load, on one rank and not on others, so `agree` ends both: on every rank the same error.
 Sends 8 bytes per agreement, with `broadcast` S bytes for a piece of S bytes to each of the k - 1 others.
 Memory beside the pieces: what of one saved piece lies between the first and the last byte that is needed.
-Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader of HDFS per data-parallel group).
-Differs: any cut to any cut, a hash per block.
+Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader per group). Differs: any cut to any.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ SAVE_POLICIES = {
 
 
 def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int:
-    """The number of writers for which `write_s(writers)`, measured or modelled, is least; of equals the
-    smallest."""
+    """For which `write_s(writers)`, measured or modelled, is least; of equals the smallest number."""
     require_positive_ints(choices=(choices := list(choices)))
     return min(sorted(choices), key=write_s)
 

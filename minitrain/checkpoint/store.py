@@ -234,8 +234,7 @@ def read_manifest(path: Path, step: int) -> dict[str, Any]:
 
 
 def copy_step(step: int, store: Store, to: Store) -> None:
-    """A checkpoint from one store to another, verified. All files are opened first: the store may remove the
-    step meanwhile."""
+    """From one store to another, verified. All files are opened first: the store may remove it meanwhile."""
     manifest = store.manifest(step)
     files = [Written(**entry) for entry in manifest["files"]]
     plain = {key: value for key, value in manifest.items() if key not in RESERVED}

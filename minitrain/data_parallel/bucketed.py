@@ -15,8 +15,7 @@ As a Sync (`Replicated`) parameters of one sum, and of one stage of a pipeline, 
                                         step, which sends another 2(h-1)/h
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, sections 3.2.2 and 3.2.3; Narayanan et al. 2021,
-arXiv:2104.04473 (embedding group). Differs: an explicit finish(), no callback at the end of backward; SUM, no
-mean; no search for unused parameters.
+arXiv:2104.04473 (embedding group). Differs: finish(), no callback; SUM; no search for unused parameters.
 """
 
 from collections.abc import Callable, Iterable
@@ -85,8 +84,6 @@ class GradReducer:
 
 
 class Replicated(Sync):
-    """Reducer and optimizer of a training step: train_step(forward_backward, batch, sync, sync)."""
-
     stage = 0
 
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer=None, bucket_bytes=25_000_000):

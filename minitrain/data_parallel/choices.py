@@ -25,7 +25,6 @@ from minitrain.ranks.checks import require_nonempty, require_positive, require_p
 
 # Letters of parameters, gradients and optimizer state, none cut finer than the next.
 PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
-NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
 STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # bf16; fp32 master, Adam's two
 WIRE_BYTES = 2  # a parameter or a gradient, bf16
 
@@ -41,8 +40,7 @@ class Cluster:
             raise ValueError(f"{self.ranks} ranks do not fill nodes of {self.per_node}; use a multiple")
 
     def factors(self) -> list[int]:
-        """Into how many pieces a state can be cut, ascending: groups of so many neighbours lie inside nodes,
-        or are made of whole ones."""
+        """Into how many pieces a state can be cut: so many neighbours lie in a node, or fill whole ones."""
         W, k = self.ranks, self.per_node
         return [f for f in range(1, W + 1) if W % f == 0 and (k % f == 0 or f % k == 0)]
 

@@ -126,8 +126,7 @@ def pieces(sync: Sync, *same: ProcessGroup) -> Iterator[Piece]:
 
 
 def pieces_to_load(sync: Sync, saved, *same: ProcessGroup) -> Iterator[Piece]:
-    """As `load_pieces` will fill them, but without memory for states. ValueError: numbers differ for what
-    is updated together."""
+    """As `load_pieces` fills them, without memory. ValueError: numbers of what is updated together differ."""
     for one in all_shards(sync):
         yield from parameter_pieces(sync, one, same)
         yield from state_pieces(sync, one, new_state(sync, one, saved, "meta"), same)

@@ -32,7 +32,8 @@ class BufferKey(NamedTuple):
 
 
 class Sync:
-    """A stage of sharding adds how gradients and parameters travel: `finish`, `publish`, and its hooks."""
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, sync, sync). A stage of
+    sharding adds how gradients and parameters travel: `finish`, `publish`, and its hooks."""
 
     enabled = True  # hooks count: this backward is the last of the step
     driven = False  # hooks do not count: `on_microbatch_grads` and `on_step_grads` are called
@@ -78,9 +79,7 @@ class Sync:
         self.finished = False
         trained = set(self.trainable)
         if other := [name for x, name in self.names.items() if x.requires_grad != (x in trained)]:
-            raise ValueError(
-                f"{other[0]}.requires_grad has changed since this Sync was made: build a new one"
-            )
+            raise ValueError(f"{other[0]}.requires_grad has changed since this Sync was made: make another")
         for one in self.shards:
             for param in (one.shard, *one.params):
                 param.grad = None

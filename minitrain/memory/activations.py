@@ -60,8 +60,6 @@ class _Layer:
 
 
 class AwayActivations:
-    """Sees what is saved in the forwards of the modules it watches."""
-
     def __init__(self, resident: Callable[[], Iterable[Tensor]]):
         self.resident = resident
         self._hooks: list[saved_tensors_hooks] = []

@@ -90,15 +90,13 @@ def grouped(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=Non
 def scattered(x, tokens, weights, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
     """x [N, D] -> [N, D]. Row r of the experts is token tokens[r], and counts weights[r] in its sum.
 
-    Neither the rows nor their results [R, D] ever exist at once, nor are they kept: the gradient of a weight
-    comes from the hidden layer."""
+    Neither rows nor results [R, D] ever exist at once: a weight's gradient comes from the hidden layer."""
     sizes = numbers(counts, sizes, len(tokens))
     return in_turns(x, tokens, weights, up, down, gate, act, sizes)
 
 
 class LowBits(nn.Module):
-    """Product after product in few bits, used as the functions of this file. `inwards` scales what up and
-    gate multiply, `outwards` what down does."""
+    """Product after product in few bits; `inwards` scales what up and gate multiply, `outwards` down."""
 
     def __init__(self, products: Products, inwards: Scales, outwards: Scales):
         super().__init__()
@@ -144,8 +142,7 @@ IMPLEMENTATIONS = {"loop": loop, "padded": padded, "blocked": blocked, "grouped"
 
 
 def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, sizes: list[int]) -> Tensor:
-    """The rows of the experts, sizes[e] of each, are x itself; or row r is x[tokens[r]], and weights[r] times
-    its result is added to y[tokens[r]].
+    """Rows of the experts, sizes[e] each, are x; or row r is x[tokens[r]], and y[tokens[r]] += weights[r]·it.
 
         rows · up_e, rows · gate_e -> z      d up_e = rowsᵀ · dz;  d rows = dz · up_eᵀ
         hidden(z) · down_e -> y              d hidden = dy · down_eᵀ;  d down_e = hiddenᵀ · dy

@@ -36,8 +36,6 @@ class Half:
 
 
 class Halves(RunnerHooks):
-    """The pair that this rank is running; one at a time."""
-
     def __init__(self):
         self.going: list[Half] = []  # those not done yet; the first has the baton
         self.error: BaseException | None = None
@@ -50,8 +48,7 @@ class Halves(RunnerHooks):
         return True
 
     def run_in_turns(self, run: Callable, turn: Callable, *actions: object) -> None:
-        """Runs run(action) of two actions to the end, or raises the error of the one that failed.
-        `turn(action)` is entered around each turn."""
+        """Runs run(action) of both to the end, or raises what failed; turn(action) is around each turn."""
         first, second = (Half(partial(run, action), partial(turn, action)) for action in actions)
         self.going, self.error = [first, second], None
         modes, gpu = dispatch_modes(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -76,8 +73,7 @@ class Halves(RunnerHooks):
             raise self.error
 
     def yield_turn(self) -> None:
-        """Called while a transfer of one half is under way: the other half, if there is one, has its turn
-        until it gives way or is done."""
+        """Called while a transfer of one half is under way: the other has its turn, until it gives way."""
         if len(self.going) == 2:
             this, other = self.going
             self.going = [other, this]

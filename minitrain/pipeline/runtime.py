@@ -11,8 +11,7 @@
 Every rank is given the same rows. What the ranks return adds up to the loss, a sum over tokens /
 `batch.num_valid`. Sends, per microbatch and boundary between ranks, rows · T · D elements forward and as many
 backward. Memory: x and what autograd saved, not y, of each microbatch in flight; two tensors received ahead.
-Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473. Differs: Megatron-LM has
-a function for each schedule.
+Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473 (a function a schedule).
 """
 
 import inspect
@@ -97,9 +96,7 @@ class WholeStages(RunnerHooks):
 
 
 @dataclass(slots=True)
-class InFlight:
-    """What a forward leaves for its backward."""
-
+class InFlight:  # what a forward leaves for its backward
     x: Tensor
     output: object = None  # where the graph of the output begins
     extra_loss: Tensor | None = None  # of the stage itself, as of a router

@@ -123,8 +123,7 @@ def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
 def search(
     task: Task, work_of: WorkOf, rates: Rates = RATES, progress: Callable[[Iterable], Iterable] = iter
 ) -> list[Prediction]:
-    """All that fit, the fastest first, of equally fast ones the smallest. ValueError if no layout divides, or
-    none fits: by how much."""
+    """All that fit, the fastest and smallest first. ValueError if none divides, or none fits: by how much."""
     every = [predict(task.run(strategy), work_of, rates) for strategy in progress(list(layouts(task)))]
     if not every:
         below = task.batch // task.ranks * task.ranks

@@ -107,7 +107,6 @@ class Strategy:
         return self
 
     def check_batch(self, config: GPTConfig, rows: int, length: int) -> None:
-        """Rows of the global batch and tokens of a row."""
         if rows < (least := self.dp * self.microbatches):
             batch = f"a batch of {rows} rows for {said(self, ('dp', 'microbatches'), ' x ')}"
             raise ValueError(f"{batch}; use at least {least} rows, or fewer of these")

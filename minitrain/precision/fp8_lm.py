@@ -28,8 +28,7 @@ OVERFLOWS, DOUBLES_IN = 1e-5, 1000  # share of a tensor, steps
 
 
 def narrow(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x -> a tensor of E4M3 or FP16 numbers, and the value that its largest number stands for: that of x, or
-    one from elsewhere, beyond which x is cut off."""
+    """x -> E4M3 or FP16 numbers, and what the largest stands for: max |x|, or `amax`, which cuts x off."""
     q = quantize(x, BLOCKS[dtype], amax=amax)
     return q.codes.view(dtype), q.scales
 

@@ -8,8 +8,7 @@ instead of 16, for a cast in forward and one in backward. The numbers are those 
 Inside a layer's forward its modules have the copies as attributes, in front of the parameters; what autograd
 would save of a copy is exchanged for the parameter it was made of. Sends nothing. ZeRO cuts and gathers
 float32 weights, twice a copy's bytes; with stages 1 and 2, which keep weights whole, 4 + 2 + 8/n may be more
-than 2 + 2 + 12/n. Ibrahim et al. 2024 (JIT-Q), MLSys. Differs: the processor makes the copies, a layer at a
-time, not memory that computes.
+than 2 + 2 + 12/n. Ibrahim et al. 2024 (JIT-Q), MLSys, in which memory that computes makes the copies.
 """
 
 from collections import defaultdict

@@ -82,8 +82,7 @@ def round_by_place(shards: Iterable, names: Mapping, numbers: Callable, policy: 
 
 
 def bytes_by_kind(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What a rank keeps for these parameters when a step is done: together the policy's `state_bytes`, and
-    scales, 4 bytes each."""
+    """What a rank keeps when a step is done: together the policy's `state_bytes`, and scales of 4 bytes."""
     found = dict.fromkeys(("weights", "gradients", "master", "moments", "scales"), 0)
     for param in params:
         state = optimizer.state[param]

@@ -85,8 +85,7 @@ class Products:
 
 
 class Scales(nn.Module):
-    """Of the operands of one matrix. `cut`: which of its widths N, K, and of the tokens M, the ranks of
-    `group` share out."""
+    """Of a matrix's operands. `cut`: which of its widths N, K and the tokens M ranks of `group` share."""
 
     def __init__(self, history=0, group: ProcessGroup | None = None, cut="", device=None) -> None:
         super().__init__()
@@ -192,8 +191,7 @@ def emulated(products: Any, weight: Tensor) -> bool:
 
 
 def fused(products: Products, **options) -> Products:
-    """Its casts go through torch.compile: on a GPU a pass or two over an operand in the place of ten, without
-    which FP8 products gain nothing."""
+    """Its casts by torch.compile: on a GPU a pass or two in the place of ten, else FP8 gains nothing."""
     return replace(products, cast=torch.compile(quantize, dynamic=False, **options))
 
 

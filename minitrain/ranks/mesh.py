@@ -6,8 +6,7 @@ Put the axis that talks most last: tp inside a node, dp outside. `mesh.group("dp
 several axes at once (gradients are summed over both). A group is made once and by its members only, so that
 one rank of 131,072 makes a handful and not all of them. Sends nothing.
 
-torch's DeviceMesh is the model. Differs: a mesh of one axis gets a group of its own, not the default one, so
-that every group knows its axis.
+torch's DeviceMesh is the model. Differs: a mesh of one axis has its own group, so that all know their axis.
 """
 
 import itertools
@@ -63,8 +62,7 @@ class Mesh:
         self, *axes: str, size: int, names: tuple[str, str], of: int | None = None
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Two groups for an axis inside others: `group(*axes)`, or of it each row of `of` ranks, in blocks of
-        `size` ranks: this one's block, and the ranks at its place in every block. The ledger calls them by
-        `names`. All ranks must ask."""
+        `size` ranks: this one's block, and the ranks at its place in all, by `names`. All must ask."""
         axes = self._in_mesh_order("blocks", axes)
         ranks = of or self.size(*axes)
         if self.size(*axes) % ranks or ranks % size:

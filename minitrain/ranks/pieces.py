@@ -55,8 +55,7 @@ def whole_piece(name: str, values: Tensor, holders: tuple[ProcessGroup, ...] = (
 def pieces_of(
     name: str, values: Tensor, like: Tensor, first: int, last: int, holders: tuple[ProcessGroup, ...] = ()
 ) -> Iterator[Piece]:
-    """`values` are the elements first .. last, flat, or all in their shape, of what this rank has of a tensor
-    that is cut as `like` is."""
+    """`values`: elements first .. last, flat, or all in their shape, of this rank's part, cut as `like`."""
     (corner, limit), used = region_of(like), 0
     for start, shape in rectangles(tuple(like.shape), first, last):
         size = math.prod(shape)

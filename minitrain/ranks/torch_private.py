@@ -1,7 +1,6 @@
 """What minitrain uses of torch behind its public API: the place to look at when torch has a new version.
 
-Written for torch 2.11 to 2.13 and tested with 2.13; the bound in pyproject.toml follows. No other names these
-(tests/test_architecture.py).
+For torch 2.11 to 2.13, tested with 2.13 (pyproject.toml). No other names these (tests/test_architecture.py).
 """
 
 from functools import partial

@@ -10,8 +10,7 @@ are those of one process; but of a K/V head that ranks share each casts its own 
 end where a rank's part ends. Sums travel in the dtype of the activations.
 Sends, with E4M3 codes, (t-1)/t · B·T·D bytes per gather in the place of as many elements (and the scales),
 and 4 bytes for each scale that is agreed on, 4 per row of 0-tiles.
-NVIDIA Transformer Engine (amax over the tensor-parallel group, FP8 all-gather). Differs: recipes in 2-D tiles
-gather what they were made from.
+NVIDIA Transformer Engine (amax over tp, FP8 all-gather). Differs: 2-D tiles gather what they are made from.
 """
 
 from collections.abc import Iterable

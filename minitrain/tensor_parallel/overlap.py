@@ -28,13 +28,11 @@ from minitrain.tensor_parallel.linear import columns_vjp, tokens
 
 
 def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, chunks=4) -> tuple[Tensor, ...]:
-    """x `[.., D]`, the same on all ranks -> for each matrix this rank's slice of the output, `[.., F/t]`."""
     require_positive_ints(chunks=chunks)
     return columns_vjp(x, linears, column_forward, partial(column_backward, group=group, chunks=chunks))
 
 
 def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, chunks: int = 4) -> Tensor:
-    """x `[.., F/t]`, this rank's slice -> the product `[.., D]`, the same on all ranks; the bias once."""
     require_positive_ints(chunks=chunks)
     y = vjp_of_inputs(partial(row_forward, group=group, chunks=chunks), row_backward, x, linear.weight)
     return y if linear.bias is None else y.add_(linear.bias)

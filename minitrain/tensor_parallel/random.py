@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks.checks import require_device, require_ints
+from minitrain.ranks.random_state import drawing_from, random_state
 from minitrain.ranks.torch_private import outside_modes
 
 REMEMBERED = 65_536  # calls; more than a step makes between a forward and its recomputation
@@ -46,14 +47,11 @@ class RandomStates:
         def run(*args, **kwargs):
             with outside_modes():  # a real number in a dry run too, and no line in an account
                 number = self._number_of(torch.randint(2**62, ()).item())
+            seed = hashlib.blake2b(f"{self.seeds[stream]} call {number}".encode(), digest_size=7).digest()
             generator = self._generator()
-            outside = generator.get_state()
-            try:
-                seed = hashlib.blake2b(f"{self.seeds[stream]} call {number}".encode(), digest_size=7).digest()
+            with drawing_from(random_state(generator), generator):
                 generator.manual_seed(int.from_bytes(seed))
                 return fn(*args, **kwargs)
-            finally:
-                generator.set_state(outside)
 
         return run
 

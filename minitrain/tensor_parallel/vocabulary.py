@@ -9,8 +9,7 @@ tied table is cut once. Where t does not divide V, each rank has ceil(V/t) rows,
 no token looks up and whose logits are -inf in the loss. Sends, per rank, 2(t-1)/t · B·T·D elements in
 `lookup` and 2(t-1)/t · 3·B·T in the loss, both in forward only. Memory: logits and softmax (kept in at least
 float32) are [B, T, V/t]. Ids outside the vocabulary raise ValueError on every rank alike (on a CPU).
-Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: Megatron-LM's padded words take part in the
-softmax, so that another t is another loss.
+Shoeybi et al. 2019, arXiv:1909.08053, section 3 (end). Differs: theirs has padded words in the softmax.
 """
 
 import math

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.data_parallel.choices import (
-    NAMED,
     Choice,
     Cluster,
     amsp_choices,
@@ -30,6 +29,8 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.communication.algorithms import ring_all_reduce
 from tests.parallel import TOLERANCE
+
+NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
 
 PSI = 7_500_000_000
 

@@ -22,16 +22,7 @@ from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy, urgency
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
-from minitrain.pipeline.schedules.zero_bubble import (
-    bubble,
-    rank_of,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_interleaved,
-    zb_v,
-)
+from minitrain.pipeline.schedules.zero_bubble import bubble, v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -55,7 +46,7 @@ def waiting(schedule: Schedule, costs: Costs = Costs()):
 
 
 def folded(p: int) -> list[int]:
-    return [rank_of(stage, p) for stage in range(2 * p)]
+    return [min(stage, 2 * p - 1 - stage) for stage in range(2 * p)]
 
 
 # ---- ZB-H1 and ZB-H2 -------------------------------------------------------------------------------------

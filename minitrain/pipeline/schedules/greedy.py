@@ -80,8 +80,6 @@ def greedy(
 
 
 class Memory:
-    """What one rank holds, and which of its ready actions it may start."""
-
     def __init__(self, name: str, rank: int, limit: Amount | None, sizes: Sequence[Amount], stages: Counter):
         self.limit, self.sizes, self.largest, self.stages = limit, sizes, max(sizes), stages
         self.used = self.oldest = 0

@@ -41,9 +41,8 @@ def one_f_one_b(p: int, m: int, extra: int = 0) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int, room: int = 2) -> Schedule:
-    """Interleaved 1F1B: rank r has the stages r, r+p, ..., and goes through them depth-first.
-    A rank is `room` forwards further ahead than the next one: 2 leave time for messages, 1 is enough if
-    they take none."""
+    """Interleaved 1F1B: rank r has the stages r, r+p, .. and goes through them depth-first. It is `room`
+    forwards further ahead than the next one: 2 leave time for messages, 1 is enough if they take none."""
     order = depth_first("interleaved", p, m, v)
     ahead = [room * (p - r - 1) + (v - 1) * p for r in range(p)]
     ranks = [alternate(*on_rank(r, p, v, order, B), ahead[r]) for r in range(p)]

@@ -87,8 +87,7 @@ def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
 
 
 def _effects(work: Work, numbers: tuple[int, ...], again: bool) -> dict[str, tuple[int, int]]:
-    """By kind of action, of a stage with so many of LAYERS: the most alive during it beyond what was, and how
-    much more is kept after it."""
+    """By kind of action, of a stage: the most alive during it beyond what was, and how much it leaves."""
     embedding, routed, dense, head = ([l] * n for l, n in zip(work.layers, numbers))
     layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
     every, below, forward, backward = sum(layer.saved_bytes for layer in layers), 0, 0, 0

@@ -186,7 +186,6 @@ class _Cast:
         self.last = [number for number in newest if number >= 0]
 
     def of(self, actions: tuple) -> Counts:
-        """How many passes of KINDS x LAYERS, and how many messages that leave the rank."""
         counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
         for kind, stage, sent in actions:
             if kind not in MOVES:

@@ -123,8 +123,7 @@ def _message_s(boundary_bytes: int, at: Place, sequence_parallel: bool) -> float
 def update_s(
     work: Work, layout: Layout, at: Place, zero: int, state: tuple[int, int, int], tied: bool, again: bool
 ) -> dict[str, float]:
-    """Gradients added up and weights gathered, tied tables, the optimizer; `state`: bytes of a parameter's
-    weight, gradient and what the optimizer keeps."""
+    """Gradients and weights on their way, tied tables, the optimizer; `state` is a policy's `state_bytes`."""
     if isinstance(zero, str):
         raise ValueError(f"zero={zero!r}: predictions know replicas and ZeRO; use 0, 1, 2 or 3")
     weight, gradient, optimizer = state
@@ -146,8 +145,7 @@ def update_s(
 
 
 def _sums_s(sums, at: Place, zero: int, layout: Layout, times: tuple[Times, ...], state) -> float:
-    """What is waited for while `sums` (parameters, their ranks, of each of LAYERS) are added up and weights
-    gathered."""
+    """What is waited for while `sums` (parameters, their ranks, by LAYERS) and weights travel."""
 
     def waited(op: str, bytes_each: int, before: bool) -> float:
         transfers = [(at.travel_s(op, n * bytes_each, members), own) for n, members, own in sums]
@@ -177,8 +175,7 @@ def beyond(
     """How much longer than the passes beside them transfers take, of the rank that ends last (interleaved,
     its later stages are done long before its first), a layer after the other: gradients travel when the last
     microbatch has left a layer, weights (`before`) until the first comes. In the worst case all that is left
-    from some layer on is in nobody's shadow. A transfer is its seconds, and the parameters of each of LAYERS
-    of which they are."""
+    from some layer on is in nobody's shadow. A transfer is its seconds, and its parameters by LAYERS."""
     edge, kind = edges(layout.short, before), 0 if before else 1
     held = [sum(numbers) for numbers in zip(*(numbers for numbers, *_ in edge))]
     each = [0.0] * len(LAYERS)

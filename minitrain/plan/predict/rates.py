@@ -164,8 +164,7 @@ def _pass(one_pass: Pass, at: Place) -> dict[str, float]:
 
 
 def exposed(one_pass: Pass, at: Place) -> dict[str, float]:
-    """What a pass waits for, by AXES (the parts of cp have names of their own): a transfer beside operators
-    only for what they leave of it."""
+    """What a pass waits for, by AXES (cp has parts): of a transfer beside operators what they leave."""
     found = dict.fromkeys(AXES, 0.0)
     for one in one_pass.collectives:
         if one.op == "send":

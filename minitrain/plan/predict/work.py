@@ -19,8 +19,7 @@ LAYERS = ("embedding", "block", "dense", "head")
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator as the ledger saw it. `shape` is (batch, m, n, k) of a product, (B·H, Tq, Tk, head dim) of
-    an attention kernel, () of anything else."""
+    """As the ledger saw it; `shape`: (batch, m, n, k) of a product, (B·H, Tq, Tk, K) of attention or ()."""
 
     name: str
     flops: int

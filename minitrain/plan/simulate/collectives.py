@@ -116,10 +116,6 @@ def _pairwise(S: float, p: Placement) -> float:
     return stays * p.alpha_in + leaves * p.alpha_out + wires
 
 
-def _bruck(S: float, p: Placement) -> float:
-    return _ceil_log2(p.n) * _direct(S / 2, p)
-
-
 def _direct(S: float, p: Placement) -> float:
     """Between the two ranks that are furthest apart."""
     return p.alpha_in + S / p.rate_in if p.nodes == 1 else p.alpha_out + S / p.rate_out
@@ -141,7 +137,7 @@ ALGORITHMS: dict[str, dict[str, Callable]] = {
     "all_gather": _SHARDED,
     "reduce_scatter": _SHARDED,
     "broadcast": {"tree": _tree, "ring": _chain},
-    "all_to_all": {"pairwise": _pairwise, "bruck": _bruck},
+    "all_to_all": {"pairwise": _pairwise, "bruck": lambda S, p: _ceil_log2(p.n) * _direct(S / 2, p)},
     "send": {"direct": _direct},
     "receive": {"direct": _direct},
     "barrier": {"dissemination": lambda S, p: _ceil_log2(p.n) * _direct(0, p)},
@@ -160,8 +156,7 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
 
 
 def chosen(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> str:
-    """The algorithm that is taken: the one asked for, which the placement must allow; "auto" is the cheapest,
-    as in NCCL."""
+    """The one asked for, which the placement must allow; "auto" is the cheapest, as in NCCL."""
     costs = by_algorithm(op, payload_bytes, placement)
     if algorithm == "auto":
         return min(costs, key=costs.get)

@@ -1,7 +1,6 @@
 """When everything of a step happened, where the time went, and a file for a browser.
 
-Each rank has a stream of computation and one for each group it talks to (for messages: each peer and
-direction).
+Each rank has a stream of computation, and one for each group (for messages: peer and direction).
 
     step = compute + exposed communication + idle      on every rank
 
@@ -45,9 +44,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
-    """Where one rank's step went, in seconds."""
-
+class Account:  # where one rank's step went
     compute_s: float  # operators at work
     communication_s: float  # at least one transfer of this rank on the wire
     exposed_communication_s: float  # the part of it during which nothing computes
@@ -85,8 +82,7 @@ class Timeline:
         return Account(*(sum(part) / len(each) for part in zip(*map(astuple, each))))
 
     def mfu(self, model_flops: float, dtype: str = "bfloat16") -> float:
-        """The share of a device's peak that a rank's `model_flops` of a step, nothing recomputed, need
-        (Chowdhery et al. 2022, PaLM, appendix B)."""
+        """Of a device's peak, by a rank's `model_flops` of a step, nothing recomputed (PaLM, appendix B)."""
         return model_flops / (self.step_s * self.machine.device.peak(dtype))
 
     def transfers(self, rank: int, axis: str | None = None) -> list[Span]:
@@ -98,7 +94,6 @@ class Timeline:
         return outside(_intervals(self.transfers(rank, axis)), join(_intervals(self.spans[rank], "compute")))
 
     def table(self) -> str:
-        """A line per rank, then a line per axis of the first rank."""
         titles = "".join(f"  {title:>15}" for title in ("compute", "exposed comm.", "idle", "hidden comm."))
         lines = [f"{_duration(self.step_s)} a step on {self.machine.name}", f"{'rank':>6}{titles}"]
         for rank, account in self.accounts.items():

@@ -164,8 +164,7 @@ def announce(kind: str, subject):
 
 
 def announce_host(tensor: torch.Tensor, kind: str = "activations") -> torch.Tensor:
-    """Mark the block of `tensor` as memory of the host, not of the device: without an accelerator both are
-    the same memory. An account calls it `kind`."""
+    """Mark the block of `tensor` as the host's, which on a CPU is the same memory; an account's `kind`."""
     tensor.untyped_storage().on_host = kind
     return announce("host", tensor)
 

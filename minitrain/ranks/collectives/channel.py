@@ -3,8 +3,7 @@
 gloo moves data by itself, on an event loop, but something must add up what has arrived and send the sum on.
 So a group has two lanes, each a worker thread that starts with its first asynchronous collective; odd and
 even calls are driven in the order of issue, which is the same on all members. torch lets go of the
-interpreter lock in every send, wait and addition: the caller computes meanwhile, and while one lane waits,
-the other moves.
+interpreter lock in every send, wait and addition: the caller computes, and one lane moves while one waits.
 """
 
 import time

@@ -1,5 +1,4 @@
-"""N ranks: fresh processes of this machine, the ranks of torchrun, or one of thousands without numbers (a dry
-run).
+"""N ranks: fresh processes of this machine, the ranks of torchrun, or one of thousands in a dry run.
 
 First  start               launch.run(fn, ranks=4): the reader's function on N ranks
        dryrun              dryrun.run(fn, rank=0, ranks=4096): the same as one rank, shapes without numbers

@@ -145,7 +145,6 @@ class Launch:
         return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
 
     def busy(self) -> list[int]:
-        """Ranks that have not come to an end."""
         failed = self.failed()
         return [rank for rank, state in self.states.items() if state != "done" and rank not in failed]
 
@@ -230,8 +229,7 @@ class Launch:
         return report.hang(timeout_s, where, dumps, self.cells)
 
     def show(self, ended: bool) -> None:
-        """Print the lines that rank 0 has completed since the last time; what all have said, once they have
-        `ended`."""
+        """Print what rank 0 has completed since the last time; what all have said, once they have `ended`."""
         streams = {"stdout": sys.stdout} | ({"stderr": sys.stderr} if ended else {})
         for kind, stream in streams.items() if self.echo else ():
             for rank in self.states if ended else [0]:
@@ -288,8 +286,7 @@ class Helper:
         return all(changed_at(file) == time for file, time in self.files.items())
 
     def modules(self) -> list[str]:
-        """What it should import before it forks ranks: heavy ones, which the caller has or ranks had to
-        import; and those of minitrain in use here."""
+        """To import before it forks: heavy ones, which the caller has or ranks had to; ours in use here."""
         heavy = [name for name in launch_ranks.HEAVY if name in sys.modules or name in self.heavy]
         ours = [name for name in sys.modules.copy() if name.startswith("minitrain.")]
         ours = [name for name in ours if not name.startswith(NOT_FOR_RANKS)]

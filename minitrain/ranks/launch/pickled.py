@@ -2,8 +2,7 @@
 
 A function travels by value, and with it all that stands in the reader's own files of one module: a test or a
 helper beside a notebook, as they are loaded here. Plain pickle does not read back what torch writes of a
-tensor in 8-bit floats or unsigned 16-bit integers (its storage has no class of its own): these go as bytes
-and a dtype.
+tensor in 8-bit floats or unsigned 16-bit integers (its storage has no class): they go as bytes and a dtype.
 """
 
 import copyreg

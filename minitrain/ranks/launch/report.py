@@ -59,8 +59,7 @@ class LaunchTimeout(RankError):
 
 
 def record(error: BaseException) -> dict:
-    """What a rank tells about the exception that ended its fn, without the launcher's own frame. `frames` are
-    (file, line, function), innermost first."""
+    """Of the exception that ended a rank's fn; `frames` are (file, line, function), innermost first."""
     told = TracebackException(type(error), error, error.__traceback__.tb_next or error.__traceback__)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(told.stack)]
     text = shortened("".join(told.format()), TRACEBACK_LETTERS)

@@ -1,15 +1,14 @@
 """Ranks that share cores with each other and with the threads of gloo: what Linux's scheduler is asked.
 
-On a laptop four ranks run on two cores, each with an event loop of gloo for every group: a message for one
-takes the core from another in the middle of a matrix product. Two requests, which need no privilege:
+On a laptop four ranks run on two cores, each with an event loop of gloo for every group, and a message for
+one takes the core from another in the middle of a product. Two requests, which need no privilege:
 
     event loops   are "batch" threads: they run when a core is free or their turn has come, no sooner
     ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's turn is 1.4 to 2.8 ms
 
 Medians, 4 ranks on 2 cores: the first takes an all-reduce of 16 KB from 1 ms of processor time to 0.15, for a
 loop that finds the lock of a connection taken tries again without pause. The second makes a pipeline's step 5
-to 10 % shorter; it needs the first. Linux only; turns of a length of one's own since 6.12. Nothing is asked
-of ranks on NCCL.
+to 10 % shorter; it needs the first. Linux only; turns of such a length since 6.12. On NCCL nothing is asked.
 """
 
 import ctypes

@@ -10,12 +10,10 @@ Ranks find each other through a file in a private directory, and gloo is bound t
 listens on every interface, needs a free port, and stalled 5 s in one start of five.)
 
 The first rank that fails ends the launch within a second with a `RankError` that names it, too long a time
-with a `LaunchTimeout` that says where each rank was. Either way, and after an interrupt, every process is
-killed before `run` returns.
+with a `LaunchTimeout` that says where each rank was. In any case all are killed before `run` returns.
 
-Under torchrun `run` starts nothing: the ranks there are, on however many nodes, run fn, and all results reach
-all of them. A rank cannot stop its neighbours there: if one fails while others wait, or time is up, the
-process ends, and torchrun ends the job.
+Under torchrun `run` starts nothing: the ranks there are, on however many nodes, run fn, and all get all
+results. If one fails while others wait, or time is up, its process ends, and torchrun ends the job.
 """
 
 import atexit
@@ -72,9 +70,7 @@ def run(
         cure = "call run from the outside, or use dist.new_group for fewer ranks than there are"
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")
     if not callable(fn):
-        raise ValueError(
-            f"fn={fn!r} is not a function; write run(fn) with the function itself, not run(fn())"
-        )
+        raise ValueError(f"fn={fn!r} is not a function; write run(fn) with the function, not run(fn())")
     times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
     require_positive_ints(ranks=ranks)
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})

@@ -34,8 +34,7 @@ from minitrain.ranks.tables import aligned
 class Ledger:
     """One run's account, to be read while it is open or after. Bytes are bytes of this rank.
 
-    With `limit_bytes` the operator, buffer or copy that lets more be alive on the device raises MemoryError:
-    what does not fit fails on a CPU too."""
+    With `limit_bytes` whatever lets more be alive on the device raises MemoryError, on a CPU too."""
 
     def __init__(self, *, causal: str = "triangle", limit_bytes: int | None = None) -> None:
         require_one_of(("triangle", "square"), causal=causal)

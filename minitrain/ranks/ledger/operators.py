@@ -236,7 +236,6 @@ class Watch(DispatchMode):
         return result
 
     def _account(self, operator: Operator, args: tuple, kwargs: dict, result) -> Compute | None:
-        """Notes blocks that are read and born; what there is to write down."""
         memory = self._memory
         inputs = [] if operator.allocates else operator.inputs(args, kwargs)
         read = [min(tensor.nbytes, memory.read(tensor)) for tensor in inputs]
