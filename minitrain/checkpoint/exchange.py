@@ -7,8 +7,6 @@ A folder as on the hub: model.safetensors, or several files and model.safetensor
 by one: memory holds one. Raises Damaged for a file that is none. Differs from format.py: no hashes, no cuts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

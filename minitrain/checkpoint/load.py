@@ -13,8 +13,6 @@ Memory beside the pieces: what of one saved piece lies between the first and the
 Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader per group). Differs: any cut to any.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property

@@ -13,8 +13,6 @@ pinned for a GPU. A later save of the same shapes allocates nothing. Sends nothi
 stream of their own, behind all that was computed when they were asked for.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterable, Iterator

@@ -15,8 +15,6 @@ block: no byte can change unseen. Newer means a greater step. Retention counts w
 process, or read and verified by it. One job writes to a folder: rank 0's lock ends with its process.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -5,8 +5,6 @@ one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one, f
 `--compare` reads such a file and predicts it beside the best (plan/emit).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

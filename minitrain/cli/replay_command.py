@@ -1,7 +1,5 @@
 """`minitrain replay`: a training step of a published model in any layout, dry, on a described machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -17,8 +17,6 @@ Chen et al. 2016, arXiv:1604.06174, section 4 (sqrt); Korthikanti et al. 2022, a
 (LoongTrain, Selective Checkpoint++), arXiv:2406.18485, section 4.4 (keep:core).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ device's memory: the rest is for what no account of tensors sees (a CUDA context
 are predicted; the searches of systems/plan/search look at less, of spaces too large for this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product

@@ -14,8 +14,6 @@ a format of its own. Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820
 parameter, put together after training; here nothing has to be put together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

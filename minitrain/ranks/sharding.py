@@ -14,8 +14,6 @@ torch's DTensor keeps the same facts inside the tensor, as placements. Differs: 
 ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded too.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

@@ -23,8 +23,6 @@ optimizer and Megatron-FSDP. Experts are in the blocks that --moe-layer-freq lis
 losses carry over as numbers, how they are averaged was not compared. No torch.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex

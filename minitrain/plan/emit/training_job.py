@@ -11,8 +11,6 @@ num_experts 0. In `values` what has no effect, the layout of a sequence on one r
 which do the same have the same values. minitrain's own plan, a JSON, leaves defaults out. No torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

@@ -17,8 +17,6 @@ times. Not counted: the batch, what the first rank of a pipeline has sent ahead 
 messages), an allocator's rounding and holes, workspaces of kernels and networks.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import parts

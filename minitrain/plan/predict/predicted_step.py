@@ -18,8 +18,6 @@ remembered by structure: after the first of its kind a prediction takes some 50 
 input, a network under load, kernels slowed by transfers beside them, dynamic expert loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache

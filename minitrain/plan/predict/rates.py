@@ -13,8 +13,6 @@
 Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -41,7 +39,7 @@ class Rates:
     k0: int = 0  # steps of k that filling and emptying a tile's pipeline takes
 
     def __post_init__(self) -> None:
-        shares = {share.name: getattr(self, share.name) for share in fields(self) if share.type == "float"}
+        shares = {share.name: getattr(self, share.name) for share in fields(self) if share.type is float}
         require_fractions(**shares)
         require_positive(**shares)
         require_positive_ints(tile=self.tile)

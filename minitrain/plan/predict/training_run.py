@@ -7,8 +7,6 @@ Strategy says how work is dealt out, `Stack` how well a software overlaps and fu
 of the published rows; "minitrain" is this code. A row partly from memory says which fields (`unsure`).
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, replace
 from functools import cache
