@@ -46,7 +46,7 @@ def recompute(
     """run(*inputs), of which only the inputs and the results called `keep` are kept for backward.
 
     `hold` says what is kept of a floating-point input (a part), and how it becomes whole again. Each of
-    `replay` is called now and gives what makes a context for the second pass. Without gradients it runs."""
+    `replay` is called now and makes a context for the second pass. Without gradients it is run(*inputs)."""
     if not torch.is_grad_enabled():
         return run(*inputs)
     results = results or Results()
