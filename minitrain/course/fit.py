@@ -20,7 +20,7 @@ from minitrain.plan.predict.training_run import Published
 from minitrain.plan.predict.work import WorkOf
 from minitrain.ranks.checks import require_nonnegative, require_positive
 
-SHARES = tuple(field.name for field in fields(Rates) if field.type == "float")
+SHARES = tuple(field.name for field in fields(Rates) if field.type is float)
 LEAST = 0.05
 
 
