@@ -1,7 +1,7 @@
 """`minitrain plan`: the fastest layouts of a model on a machine, predicted, and why the others are slower.
 
 Names are looked up and sizes checked before torch is loaded; then every layout is predicted, from dry runs of
-one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one, for Megatron-LM say, and
+one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one for another system, and
 `--compare` reads such a file and predicts it beside the best (plan/emit).
 """
 
@@ -12,8 +12,8 @@ from typer import Option, echo
 
 from minitrain.cli.replay_command import among, known, writable
 from minitrain.model.config import presets
-from minitrain.plan.emit import megatron, training_job
-from minitrain.plan.emit.training_job import Job
+from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
+from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
 from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
@@ -21,7 +21,7 @@ from minitrain.plan.simulate.machines import MACHINES
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
 
-EMIT = dict(megatron=megatron, minitrain=training_job)
+EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
 
@@ -39,7 +39,7 @@ def plan(
     explain: Annotated[bool, Option("--explain", help="where each loses its time, and the front")] = False,
     emit: Annotated[str | None, Option(help=f"write the best for {', '.join(EMIT)}")] = None,
     out: Annotated[Path | None, Option(help="file for --emit; else it is printed")] = None,
-    compare: Annotated[Path | None, Option(help="a plan.json, or a command of Megatron-LM")] = None,
+    compare: Annotated[Path | None, Option(help="a plan.json, a configuration or command of these")] = None,
 ) -> None:
     """The fastest ways to train a model on so many devices: time, MFU and memory, predicted.
 
@@ -86,7 +86,7 @@ def plan(
 
 
 def write(best: list[Prediction], writer, out: Path | None) -> None:
-    """The best that the system can express, and what it has no word for."""
+    """The best that the system can express, with what it leaves to code; and what it has no word for."""
     refused = ""
     for number, one in enumerate(best, start=1):
         job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
@@ -98,10 +98,11 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
             refused = refused or f"1: {error}"
     else:
         raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
-    text, notes = (written, []) if writer is training_job else written
+    text, notes, in_code = (written, [], {}) if writer is training_job else written
     if refused:
         echo(f"{refused}\nwritten is {number}, {one.step_s / best[0].step_s - 1:.1%} slower than 1", err=True)
-    for note in notes:
+    places = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
+    for note in (*notes, *(f"the rest is said in {place}" for place in places)):
         echo(note, err=True)
     if out:
         out.write_text(text)
@@ -110,11 +111,20 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
 
 
 def read(path: Path, task: Task) -> Job:
-    """What such a file says, of the task's model: its kind is known by its text."""
+    """What another system's file says, of the task's model: its kind is known by its text."""
     if not path.is_file():
-        raise ValueError(f"compare={path}: no such file; give a plan.json or a command of Megatron-LM")
+        raise ValueError(f"compare={path}: no such file; give a plan.json, a configuration or a command")
     text, model = path.read_text(errors="replace"), task.model
-    job = training_job.read(text) if text.lstrip().startswith("{") else megatron.read(text)[0]
+    sizes = {name: getattr(model, name) for name in MODEL}
+    sizes |= {name: getattr(model.experts, name) for name in EXPERTS} if model.experts else {}
+    if path.suffix == ".toml":
+        job, _ = torchtitan.read(text, sizes)
+    elif not text.lstrip().startswith("{"):
+        job, _ = megatron.read(text)
+    elif '"format"' in text:
+        job = training_job.read(text)
+    else:
+        job, _ = deepspeed.read(text, sizes | {"length": task.length})
     said = "{1} ranks, {2} rows of {3} tokens, {0.num_layers} x {0.d_model}, {0.num_heads} heads"
     found = said.format(job.model, job.strategy.ranks, job.rows, job.length)
     if found != (wanted := said.format(model, task.ranks, task.batch, task.length)):

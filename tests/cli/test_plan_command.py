@@ -1,4 +1,4 @@
-"""`minitrain plan`: a table, reasons and memory; written and read back; trained from its file."""
+"""`minitrain plan`: a table, reasons and memory; written for other systems and read back; trained from its file."""
 
 import json
 import re
@@ -11,13 +11,16 @@ from typer.testing import CliRunner
 from minitrain.cli import main, plan_command
 from minitrain.compose.dry_runs import work_of
 from minitrain.model.config import presets
-from minitrain.plan.emit import megatron, training_job
+from minitrain.plan.emit import megatron, torchtitan, training_job
 from minitrain.plan.planner import RECOMPUTE, Task
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
 
 TASK = "--model small --machine a100 --ranks 2 --batch 4 --length 64".split()
+
+MODELS = dict.fromkeys(("megatron", "deepspeed", "torchtitan", "minitrain"), "small")
+PRECISION = dict(deepspeed="bfloat16")
 
 
 def invoke(*words):
@@ -43,14 +46,15 @@ def test_it_says_what_is_best_why_and_with_how_much_memory():
     assert sum(map(float, shares)) == pytest.approx(100, abs=0.5)
 
 
-@pytest.mark.parametrize("system", ["megatron", "minitrain"])
+@pytest.mark.parametrize("system", ["megatron", "deepspeed", "torchtitan", "minitrain"])
 def test_the_best_that_can_be_said_is_written_and_read_back(system, tmp_path):
     """Whose time is then that of the one that was written: no other of the table is between."""
-    file = tmp_path / "plan.txt"
-    said = plan("--emit", system, "--out", file)
+    file = tmp_path / ("plan.toml" if system == "torchtitan" else "plan.txt")
+    words = ("--model", MODELS[system], "--precision", PRECISION.get(system, "bfloat16_main_grads"))
+    said = plan(*words, "--emit", system, "--out", file)
     assert f"written to {file}" in said
     slower = re.search(r"written is \d+, (\S+)% slower than 1", said)
-    compared = re.search(r"^\+(\S+)% of 1: ", plan("--compare", file), re.M)
+    compared = re.search(r"^\+(\S+)% of 1: ", plan(*words, "--compare", file), re.M)
     assert compared[1] == (slower[1] if slower else "0.0")
 
 
@@ -175,23 +179,22 @@ def test_reasons_come_largest_first():
 
 
 def test_the_first_that_can_be_written_is_and_it_is_said_how_much_slower_it_is(monkeypatch, capsys, tmp_path):
-    def write(job, node):
+    def write(job):
         if job.strategy.dp < 3:
             raise ValueError(f"dp={job.strategy.dp} cannot be said")
-        return "text\n", ["a note"]
+        return "text\n", ["a note"], {}
 
-    monkeypatch.setattr(megatron, "write", write)
+    monkeypatch.setattr(torchtitan, "write", write)
     best = [told(s, Strategy(dp=dp)) for s, dp in ((2.0, 1), (2.1, 2), (2.5, 3), (2.6, 4))]
     for one in best:
         one.run.model, one.run.batch, one.run.length = presets["tiny"], 12, 8
-        one.run.machine = machine("a100")
-    plan_command.write(best, megatron, tmp_path / "file")
+    plan_command.write(best, torchtitan, tmp_path / "file")
     said = capsys.readouterr()
     notes = ["1: dp=1 cannot be said", "written is 3, 25.0% slower than 1", "a note"]
     assert said.err.splitlines() == notes and said.out == f"written to {tmp_path / 'file'}\n"
     assert (tmp_path / "file").read_text() == "text\n"
-    plan_command.write(best[2:], megatron, None)
+    plan_command.write(best[2:], torchtitan, None)
     said = capsys.readouterr()
     assert (said.err, said.out) == ("a note\n", "text\n")
     with pytest.raises(ValueError, match="^none of the 2 fastest can be written. 1: dp=1 cannot be said$"):
-        plan_command.write(best[:2], megatron, None)
+        plan_command.write(best[:2], torchtitan, None)

@@ -1,8 +1,9 @@
-"""Plans as commands of Megatron-LM, and back: what comes back is the plan, what cannot be said is refused or noted, and
-every option that is written is one that it has."""
+"""Plans as configuration of Megatron-LM, DeepSpeed and torchtitan, and back: what comes back is the plan, what cannot be
+said is refused or noted, and every option that is written is one that the system has."""
 
 import json
 import random
+import tomllib
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -10,12 +11,18 @@ from functools import cache
 import pytest
 
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
-from minitrain.plan.emit import megatron, training_job
+from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
+from minitrain.plan.emit.table import flat, nested
 from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE, PRODUCTS
 
+SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
 LLAMA = presets["llama3-8b"]
+
+
+def read(system, written):
+    return system.read(written.text) if system is megatron else system.read(written.text, written.in_code)
 
 
 # ---- any plan
@@ -80,23 +87,25 @@ def drawn() -> list[Job]:
     return [draw(random_) for _ in range(600)]
 
 
-def test_what_is_written_is_read_back():
+@pytest.mark.parametrize("key", SYSTEMS)
+def test_what_is_written_is_read_back(key):
     """Of 600 drawn plans: written ones come back but for what is noted, with options that the system has, and nothing is
     left over; refused ones name a value."""
+    system = SYSTEMS[key]
     written, refused, said = 0, 0, Counter()
     for job in drawn():
         try:
-            found = megatron.write(job)
+            found = system.write(job)
         except ValueError as error:
             refused += 1
             names = {part.split("=")[0].split()[-1] for part in str(error).split(", ") if "=" in part}
             assert names & DEFAULTS.keys() and "\n" not in str(error)
             continue
         written += 1
-        back, left = megatron.read(found.text)
+        back, left = read(system, found)
         values, again = job.values(), back.values()
         lost = {name for name in values if again[name] != values[name]}
-        assert lost == {note.split("=")[0] for note in found.notes} and lost <= megatron.NOTED.keys()
+        assert lost == {note.split("=")[0] for note in found.notes} and lost <= system.SYSTEM.noted.keys()
         assert not left
         changed = (name for name in values if values[name] != DEFAULTS[name] and name not in lost)
         said.update((name, values[name]) for name in changed)
@@ -105,14 +114,16 @@ def test_what_is_written_is_read_back():
         assert any(one == name for one, _ in said), f"{name} was never written"
 
 
-def test_every_choice_is_of_the_kind_of_its_option():
-    assert len(megatron.OPTIONS) > 100
-    for one in megatron.OPTIONS.values():
+@pytest.mark.parametrize("key", SYSTEMS)
+def test_a_table_says_its_version_and_every_choice_is_of_the_kind_of_its_option(key):
+    system = SYSTEMS[key].SYSTEM
+    assert system.version and system.date.startswith("2026") and len(system.options) > 100
+    for one in system.options.values():
         for theirs in (one.choices or {}).values():
-            megatron.check(one.name, theirs)
-    derived = megatron.derive(Job(Strategy(), MODELS["plain"], 8, 64).values())
-    assert derived.keys() <= DEFAULTS.keys() | megatron.SAYING.keys()
-    assert megatron.NOTED.keys() | megatron.REFUSED.keys() <= DEFAULTS.keys()
+            system.check(one.name, theirs)
+    derived = system.derive(Job(Strategy(), MODELS["plain"], 8, 64).values())
+    assert derived.keys() <= DEFAULTS.keys() | system.by_value.keys()
+    assert system.noted.keys() | system.refused.keys() | system.in_code.keys() <= DEFAULTS.keys()
 
 
 # ---- one plan, in full
@@ -127,16 +138,16 @@ JOB = Job(
 
 
 def test_llama_as_a_command_of_megatron():
-    text, notes = megatron.write(JOB)
-    assert not notes
+    text, notes, in_code = megatron.write(JOB)
+    assert not notes and not in_code
     lines = text.replace(" \\\n", "\n").split("\n")
     assert lines[0] == "torchrun --nproc-per-node 16 pretrain_gpt.py"
     for node, launcher in {8: "--nnodes 2 --nproc-per-node 8", 6: "--nnodes 4 --nproc-per-node 4"}.items():
-        on_nodes, (note,) = megatron.write(JOB, node)
+        on_nodes, (note,), _ = megatron.write(JOB, node)
         assert on_nodes == text.replace("--nproc-per-node 16", launcher)
         assert f"each of {16 // int(launcher[-1])} " in note
         assert megatron.read(on_nodes)[0] == megatron.read(text)[0]
-    assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes)
+    assert megatron.write(JOB, 16) == megatron.write(JOB, 32) == (text, notes, in_code)
     with pytest.raises(ValueError, match="node"):
         megatron.write(JOB, -8)
     said = {line.strip() for line in lines[1:]}
@@ -148,6 +159,54 @@ def test_llama_as_a_command_of_megatron():
     assert said >= {option.strip() for option in wanted.split(",")}
     job, left = megatron.read(text)
     assert job == JOB and not left
+
+
+def test_llama_as_json_for_deepspeed_and_what_its_code_says():
+    job = replace(
+        JOB,
+        strategy=Strategy(
+            dp=8, tp=2, zero=3, microbatches=2, precision="bfloat16", recompute="full",
+            offload="optimizer+parameters",
+        ),
+        rows=32,
+    )  # fmt: skip
+    text, notes, in_code = deepspeed.write(job)
+    assert not notes
+    assert json.loads(text) == {
+        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 12_500_000, "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+    }  # fmt: skip
+    assert in_code.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
+    assert deepspeed.read(text, in_code) == (job, {})
+
+
+def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
+    job = replace(
+        JOB,
+        strategy=replace(
+            JOB.strategy, zero="III", dp=4, node=2, schedule="interleaved", chunks=2, order="pp-dp-cp-tp"
+        ),
+    )
+    text, notes, in_code = torchtitan.write(job)
+    tree = tomllib.loads(text)
+    assert not notes and tree["training"] == {
+        "local_batch_size": 16, "global_batch_size": 64, "seq_len": 8192, "mixed_precision_param": "bfloat16",
+    }  # fmt: skip
+    assert tree["activation_checkpoint"] == {"mode": "full"}
+    assert tree["parallelism"] == {
+        "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2,
+        "fsdp_reshard_after_forward": "always", "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 8,
+        "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0,
+        "pipeline_parallel_microbatch_size": 4, "context_parallel_degree": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }  # fmt: skip
+    assert in_code.keys() <= MODEL.keys() and torchtitan.read(text, in_code) == (job, {})
 
 
 @pytest.mark.parametrize("name", [*MODELS, "llama3-70b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b"])
@@ -185,10 +244,25 @@ def test_a_command_that_somebody_else_wrote():
     assert megatron.read(" ".join(text.split("pretrain_gpt.py")[1].split()))[0].strategy.dp == 1
 
 
+def test_a_json_and_a_toml_that_somebody_else_wrote():
+    model = {"d_model": 64, "num_layers": 2, "num_heads": 4, "length": 16}
+    text = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "steps_per_print": 5, "bf16": {"enabled": true}}'
+    job, left = deepspeed.read(text, model)
+    assert job.strategy == Strategy(dp=4, zero=2, precision="bfloat16", bucket_bytes=10**9)
+    assert left == {"steps_per_print": 5}
+    toml = '[training]\nlocal_batch_size = 2\nseq_len = 16\n[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = "full"\n[optimizer]\nlr = 0.1\n'
+    job, left = torchtitan.read(toml, {"d_model": 64})
+    assert job.strategy == Strategy(dp=4, zero=3, precision="bfloat16_main_grads", recompute="full")
+    assert job.rows == 8
+    assert left == {"optimizer.lr": 0.1}
+
+
 COMMAND = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 1 --vocab-size 256"
 )
+SIZES_OF = {"d_model": 64, "num_layers": 2, "num_heads": 4}
+SHARDED = "[parallelism]\ndata_parallel_shard_degree = 2\n[activation_checkpoint]\nmode = 'none'\n"
 BAD_COMMANDS = {  # after `COMMAND`; what is said
     "--tensor-parallel-size 2": "has no option '--tensor-parallel-size'; did you mean '--tensor-model-parallel-size'?",
     "--tensor-model-parallel-size two": "argument --tensor-model-parallel-size: invalid int value: 'two'",
@@ -215,11 +289,35 @@ BAD_LAUNCHES = {  # whole commands
     f"torchrun --nproc-per-node gpu x.py {COMMAND}": "--nproc-per-node gpu: say how many, dp follows",
     f"torchrun --nproc-per-node 2 x.py {COMMAND} --global-batch-size 3": "3 and --micro-batch-size 1 on dp=2 ranks",
 }
+BAD_JSON = {
+    '{"zero_optimization": {"stagee": 2}}': "no option 'zero_optimization.stagee'; did you mean 'zero_optimization.stage'?",
+    '{"zero_optimization": {"stage": "2"}}': "zero_optimization.stage = '2'; it is int",
+    '{"zero_optimization": {"stage": true}}': "zero_optimization.stage = True; it is int",
+    "{": "DeepSpeed: no JSON",
+    "[]": "use an object of names and values",
+    '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}': "the first is a multiple of the others",
+    '{"zero_optimization": {"zero_hpz_partition_size": 8}}': "zero_optimization.zero_hpz_partition_size = 8, and",
+    '{"fp16": {"enabled": true, "loss_scale": 128.0}}': "it does not change; minitrain's does",
+}
+BAD_TOML = {
+    "[parallelism]\ntensor_parallel_degre = 2": "has no option 'parallelism.tensor_parallel_degre'; did you mean",
+    "[": "torchtitan: no TOML",
+    "[activation_checkpoint]\nmode = 'none'": "the rest of the ranks, whose number the TOML does not say",
+    SHARDED.replace("[activation", "pipeline_parallel_degree = 2\n[activation"): "schedules are 1F1B, GPipe",
+    SHARDED.replace("'none'", "'selective'"): "activation_checkpoint.mode=selective: no recompute is this",
+}
 
 
 @pytest.mark.parametrize(
     "read, cases",
-    [(lambda more: megatron.read(f"{COMMAND} {more}"), BAD_COMMANDS), (megatron.read, BAD_LAUNCHES)],
+    [
+        (lambda more: megatron.read(f"{COMMAND} {more}"), BAD_COMMANDS),
+        (megatron.read, BAD_LAUNCHES),
+        (lambda text: deepspeed.read(text, SIZES_OF), BAD_JSON),
+        (lambda text: torchtitan.read(text, SIZES_OF), BAD_TOML),
+        (lambda _: deepspeed.read("{}", {"tp": 2}), {"tp": "in_code: 'tp' is not said in code"}),
+        (lambda _: torchtitan.read("", {"length": 2}), {"length": "in_code: 'length' is not said in code"}),
+    ],
 )
 def test_what_cannot_be_read_is_one_line(read, cases):
     for text, said in cases.items():
@@ -230,22 +328,32 @@ def test_what_cannot_be_read_is_one_line(read, cases):
 
 BURST = "Megatron-LM cannot say core='burst', inner=2; use another"
 ZB_H1 = "cannot say schedule='zb_h1' (it has 1f1b and interleaved); use another value"
+STAGES = "(stages 0 to 3, and with a pipeline 0 and 1)"
 
 
 @pytest.mark.parametrize(
-    "strategy, words",
+    "key, strategy, words",
     [
-        (dict(cp=2, core="burst", inner=2), BURST),
-        (dict(pp=2, microbatches=2, schedule="zb_h1"), ZB_H1),
-        (dict(dp=2, zero="NIG"), "zero='NIG'"),
-        (dict(cp=2, layout="contiguous"), "layout='contiguous'"),
-        (dict(products="fp8_rows"), "products='fp8_rows'"),
+        ("megatron", dict(cp=2, core="burst", inner=2), BURST),
+        ("megatron", dict(pp=2, microbatches=2, schedule="zb_h1"), ZB_H1),
+        ("megatron", dict(dp=2, zero="NIG"), "zero='NIG'"),
+        ("deepspeed", dict(dp=2, zero="III", node=2), f"zero='III' {STAGES}"),
+        ("deepspeed", dict(dp=2, pp=2, zero=2, microbatches=2), f"zero=2 {STAGES}"),
+        ("torchtitan", dict(dp=2, zero=1), "zero=1 (it has 0, 2, 3 and III)"),
+        ("torchtitan", dict(recompute="selective"), "recompute='selective'"),
+        ("torchtitan", dict(precision="float16"), "precision='float16'"),
+        ("torchtitan", dict(cp=2, core="ulysses"), "core='ulysses'"),
+        ("deepspeed", dict(cp=2), "cp=2 (sequence_parallel_size is Ulysses, contiguous)"),
+        ("deepspeed", dict(products="fp8_tensor"), "products='fp8_tensor'"),
+        ("megatron", dict(cp=2, layout="contiguous"), "layout='contiguous'"),
+        ("megatron", dict(products="fp8_rows"), "products='fp8_rows'"),
+        ("torchtitan", dict(tp=2), "tp=2 (its tp cuts the sequence as well)"),
     ],
 )
-def test_what_it_cannot_say_is_one_line(strategy, words):
+def test_what_a_system_cannot_say_is_one_line(key, strategy, words):
     job = Job(Strategy(**{"precision": "bfloat16_main_grads"} | strategy), MODELS["plain"], 4, 64)
     with pytest.raises(ValueError) as error:
-        megatron.write(job)
+        SYSTEMS[key].write(job)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -263,15 +371,15 @@ def test_what_changes_no_number_is_noted():
 # ---- word by word: a mistake that writer and reader share comes back as the plan
 
 
-def options_of(strategy: dict, model="plain") -> dict:
+def options_of(system, strategy: dict, model="plain") -> dict:
     """What is said more, or otherwise, than of one rank in float32."""
-    say = lambda **fields: megatron.options_of(Job(Strategy(**fields), MODELS[model], 8, 64))[0]
+    say = lambda **fields: system.SYSTEM.write(Job(Strategy(**fields), MODELS[model], 8, 64))[0]
     plain, found = say(), say(**strategy)
     return {name: value for name, value in found.items() if plain.get(name) != value}
 
 
 def test_the_words_of_megatron():
-    said = lambda name, value, **more: options_of({name: value, **more})
+    said = lambda name, value, **more: options_of(megatron, {name: value, **more})
     numbers = {
         "bfloat16": {"--bf16": True, "--grad-reduce-in-bf16": True},
         "bfloat16_main_grads": {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True},
@@ -315,13 +423,13 @@ def test_the_words_of_megatron():
     chunks = said("schedule", "interleaved", pp=2, chunks=2, microbatches=2)
     assert chunks["--num-virtual-stages-per-pipeline-rank"] == 2
     assert said("order", "pp-dp-cp-tp", dp=2, pp=2).get("--use-tp-pp-dp-mapping") is None
-    plain = megatron.options_of(Job(Strategy(), MODELS["plain"], 8, 64))[0]
+    plain = megatron.SYSTEM.write(Job(Strategy(), MODELS["plain"], 8, 64))[0]
     assert plain["--use-tp-pp-dp-mapping"] is True and plain["--make-vocab-size-divisible-by"] == 1
 
 
 def test_the_words_of_megatron_for_models():
     def said(model):
-        return megatron.options_of(Job(Strategy(), MODELS[model], 8, 64))[0]
+        return megatron.SYSTEM.write(Job(Strategy(), MODELS[model], 8, 64))[0]
 
     gpt2 = said("GPT-2")
     assert (gpt2["--normalization"], gpt2["--position-embedding-type"]) == ("LayerNorm", "learned_absolute")
@@ -380,6 +488,65 @@ def test_what_megatron_means_where_a_command_says_nothing():
     assert (job.strategy.dp, job.rows, job.strategy.microbatches) == (4, 12, 1)
 
 
+def test_the_words_of_deepspeed_and_what_it_means_by_itself():
+    said = lambda name, value, **more: options_of(deepspeed, {name: value, **more})
+    sixteen = {"bf16.enabled": True, "data_types.grad_accum_dtype": "bf16"}
+    assert said("precision", "bfloat16") == sixteen
+    assert said("precision", "bfloat16_main_grads") == sixteen | {"data_types.grad_accum_dtype": "fp32"}
+    half = {"fp16.enabled": True, "fp16.initial_scale_power": 10, "fp16.loss_scale_window": 500}
+    assert said("precision", "float16", loss_scale=1024.0, loss_scale_window=500) == half
+    cpu = lambda *what: {f"zero_optimization.offload_{one}.device": "cpu" for one in what}
+    assert cpu("optimizer").items() <= said("offload", "optimizer", dp=2, zero=2).items()
+    assert cpu("optimizer", "param").items() <= said("offload", "optimizer+parameters", dp=2, zero=3).items()
+    assert said("core", "ulysses", cp=2, layout="contiguous")["sequence_parallel_size"] == 2
+    read = lambda text: deepspeed.read(text, SIZES_OF | {"length": 16})[0].strategy
+    half = read('{"fp16": {"enabled": true}, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}')
+    found = (half.loss_scale, half.loss_scale_window, half.dp)
+    assert found == (0.0 if FIRST_SCALE == 2**16 else 2.0**16, 1000, 2)
+    assert (half.bucket_bytes, half.zero) == (500_000_000 * 2, 0)
+    steps = read('{"train_batch_size": 12, "gradient_accumulation_steps": 3}')
+    assert (steps.dp, steps.microbatches) == (1, 3), "a microbatch is then what is left"
+
+
+def test_the_words_of_torchtitan_and_what_it_means_by_itself():
+    said = lambda name, value, **more: options_of(torchtitan, {"precision": "float32", name: value, **more})
+    fp8, mx = "quantize.linear.float8", "quantize.linear.mx"
+    recipes = {"fp8_tensor": (fp8, "tensorwise"), "fp8_rows": (fp8, "rowwise"), "mxfp8": (mx, "mxfp8_cublas")}
+    for products, (converter, recipe) in recipes.items():
+        words = {"model.converters": [converter], f"{converter}.recipe_name": recipe}
+        assert said("products", products) == words
+    assert said("offload", "optimizer+parameters", dp=2, zero=3)["training.enable_cpu_offload"] is True
+    p = "parallelism."
+    degrees = lambda zero, **more: [
+        said("zero", zero, dp=4, **more).get(f"{p}{name}")
+        for name in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "fsdp_reshard_after_forward",
+        )
+    ]
+    assert degrees(0)[:1] == [4] and degrees(2) == [None, 4, "never"] and degrees(3) == [None, 4, "always"]
+    assert degrees("III", node=2) == [2, 2, "always"]
+    schedules = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"}
+    schedules |= {"interleaved": "Interleaved1F1B", "zb_interleaved": "InterleavedZeroBubble"}
+    for schedule, name in schedules.items():
+        more = dict(chunks=2) if "interleaved" in schedule else {}
+        found = said("schedule", schedule, pp=2, microbatches=4, **more)
+        size = 4 if schedule in ("1f1b", "gpipe") else 2
+        asked = {f"{p}pipeline_parallel_schedule": name, f"{p}pipeline_parallel_layers_per_stage": size}
+        assert asked.items() <= found.items() and found[f"{p}pipeline_parallel_microbatch_size"] == 2
+    for core, word in (("gathered", "allgather"), ("ring", "alltoall")):
+        assert said("core", core, cp=2)[f"{p}context_parallel_rotate_method"] == word
+    tp = said("overlap", True, tp=2, sequence_parallel=True)
+    assert tp == {f"{p}tensor_parallel_degree": 2, f"{p}enable_async_tensor_parallel": True}
+    job = torchtitan.read(SHARDED, SIZES_OF | {"max_positions": 2048})[0]
+    assert (job.length, job.rows, job.strategy.zero, job.strategy.precision) == (
+        2048, 16, 3, "bfloat16_main_grads",
+    )  # fmt: skip
+    kept = SHARDED.replace("[activation", "fsdp_reshard_after_forward = 'never'\n[activation")
+    assert torchtitan.read(kept, SIZES_OF | {"max_positions": 2048})[0].strategy.zero == 2
+
+
 def test_any_plan_is_a_plan_file_and_back():
     for job in drawn():
         assert training_job.read(training_job.write(job)) == job
@@ -428,3 +595,8 @@ def test_names_are_flat_and_what_has_no_effect_is_the_default():
     assert from_values({}).strategy == Strategy() and asdict(from_values({}).model) == asdict(GPTConfig())
     with pytest.raises(ValueError, match="a plan has no 'zeroo'; did you mean 'zero'?"):
         from_values({"zeroo": 1})
+
+
+def test_options_nest_and_flatten():
+    options = {"a": 1, "b.c": 2, "b.d.e": [3]}
+    assert nested(options) == {"a": 1, "b": {"c": 2, "d": {"e": [3]}}} and flat(nested(options)) == options

@@ -1,5 +1,8 @@
-"""A plan as configuration of Megatron-LM, and back: what it can say, and what it cannot. No torch.
+"""A plan as configuration of other systems, and back: what each can say of it, and what it cannot. No torch.
 
 First  training_job        a strategy, a model, rows and length, as flat values by name; minitrain's plan.json
-then   megatron            command-line arguments of Megatron-LM, by its table in both directions
+       table               one table per system (megatron.tsv, ..), read in both directions
+then   megatron            command-line arguments of Megatron-LM
+       deepspeed           DeepSpeed's JSON, and what its JSON does not say
+       torchtitan          torchtitan's TOML, and the sizes that its TOML calls by a name
 """

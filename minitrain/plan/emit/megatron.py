@@ -3,166 +3,28 @@
     written = write(job, node=8)    torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --bf16 ..
     job, rest = read(text)          rest: options that say nothing of a plan (--lr, --save, ..)
 
-    option                kind   ours         choices                       default    a row of megatron.tsv
-    --hidden-size         int    d_model      =                             required   the same number
-    --bf16                flag   precision    bfloat16=true ..                         ours=theirs, for each
-    --accumulate-all..    flag   precision    bfloat16_main_grads=true?                ?: it need not say so
-
-The table, which has the version, is read in both directions. Several options may say one value of ours; it is
-read as the first with which all of them agree. `ours` is a field of a job, or a number that `derive` makes of
-fields and `solve` turns back into them; `default` is what Megatron-LM does without the option (dropout 0.1,
-LayerNorm, learned positions, GELU, a tied head). All options of the version are there: one that says
-`nothing` changes numbers and has no counterpart here, so it is refused; the rest is handed back.
-
-`write` reads its own result back. What does not come back it cannot say: that is noted where it changes only
-how fast something is done, and refused anywhere else. So read(write(job)) is the job if nothing is noted.
-
 Data parallelism is what is left of the ranks, so the launcher's number of ranks is part of the plan. Of
 schedules there are 1F1B and interleaved 1F1B, of layouts of a sequence the zigzag, of ZeRO its distributed
-optimizer and Megatron-FSDP. Experts are in the blocks that --moe-layer-freq lists; the weights of their
-losses carry over as numbers, how they are averaged was not compared. No torch.
+optimizer and Megatron-FSDP. A command that names none of them is read as its defaults: 0.1 of dropout,
+LayerNorm, learned positions, GELU and a tied head. Experts are in the blocks that --moe-layer-freq lists; the
+weights of their losses carry over as numbers, how they are averaged was not compared. megatron.tsv has the
+version. No torch.
 """
 
 import ast
-import json
 import shlex
 from argparse import SUPPRESS, ArgumentParser
-from pathlib import Path
-from typing import NamedTuple
 
-from minitrain.model.config import divisors, meant
-from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values, from_values, settled
+from minitrain.model.config import divisors
+from minitrain.plan.emit.table import Options, System, Written, equal_parts
+from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values
 from minitrain.precision.policies import FIRST_SCALE
 from minitrain.ranks.checks import require_positive_ints, require_text
 
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher
 LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}  # of torchrun, whose product it is
 TYPES = {"int": int, "float": float, "str": str}
-KINDS = {"int": int, "float": (int, float), "str": str, "flag": bool, "list": list}
 OPTIONAL = ("route_nodes", "node_limit", "route_scale", "z_alpha", "capacity_factor")  # said if not default
-Options = dict[str, object]
-
-
-# ---- the table -------------------------------------------------------------------------------------------
-
-
-class Option(NamedTuple):
-    name: str
-    kind: str
-    ours: str
-    choices: dict[object, object] | None  # ours -> theirs; None: the same number
-    optional: set  # of ours, those that they need not say
-    default: object
-    required: bool
-
-    def theirs(self, value: object) -> object:
-        """None where it says nothing."""
-        if self.choices is not None:
-            return self.choices.get(value)
-        return float(value) if self.kind == "float" and value is not None else value
-
-    def says(self, value: object, given: object) -> bool:
-        if self.choices is None:
-            return given == value
-        optional = given == self.default and value in self.optional
-        return optional or given == self.choices.get(value, self.default)
-
-
-def _option(name: str, kind: str, ours: str = "", choices: str = "", default: str = "") -> Option:
-    missing = False if kind == "flag" else _value(default) if default else None
-    if choices in ("", "="):
-        return Option(name, kind, ours, None, set(), missing, default == "required")
-    pairs = [pair.rstrip("?").split("=", 1) for pair in choices.split()]
-    optional = {_value(pair.split("=")[0]) for pair in choices.split() if pair.endswith("?")}
-    ours_to_theirs = {_value(value): _value(theirs) for value, theirs in pairs}
-    return Option(name, kind, ours, ours_to_theirs, optional, missing, False)
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _table() -> tuple[dict[str, Option], dict[str, str], dict[str, str]]:
-    """Options; our fields that only change how fast something is done, and others: what it has instead."""
-    rows = [line.split("\t") for line in Path(__file__).with_name("megatron.tsv").read_text().splitlines()]
-    comments = [row for row in rows if row[0].startswith("# ")]
-    noted, refused = (
-        {row[1]: row[2] for row in comments if row[0] == f"# {k}"} for k in ("noted", "refused")
-    )
-    return {row[0]: _option(*row) for row in rows[1 + len(comments) :]}, noted, refused
-
-
-OPTIONS, NOTED, REFUSED = _table()
-OURS = dict.fromkeys(one.ours for one in OPTIONS.values() if one.ours not in ("", "nothing"))
-SAYING = {ours: [one for one in OPTIONS.values() if one.ours == ours] for ours in OURS}
-
-
-def options_of(job: Job) -> tuple[Options, list[str]]:
-    """And a line for each value that they do not say and that is noted."""
-    values = job.values()
-    numbers, options = values | derive(values), {}
-    for one in OPTIONS.values():
-        theirs = one.theirs(_writable(one.ours, numbers)) if one.ours in SAYING else None
-        if theirs is not None and theirs is not False:
-            options[one.name] = theirs
-    back = values_of(options)
-    lost = [name for name in DEFAULTS if values[name] != back[name]]
-    if refused := [name for name in lost if name not in NOTED]:
-        why = {name: f" ({reason})" for name, reason in REFUSED.items()}
-        said = ", ".join(f"{name}={values[name]!r}{why.get(name, '')}" for name in refused)
-        raise ValueError(f"Megatron-LM cannot say {said}; use another value")
-    return options, [f"{name}={values[name]!r}: {NOTED[name]}" for name in lost]
-
-
-def values_of(options: Options) -> Values:
-    found = DEFAULTS | {ours: _read(ours, rows, options) for ours, rows in SAYING.items()}
-    found |= solve(found)
-    return settled({name: found[name] for name in DEFAULTS})
-
-
-def check(name: str, value: object) -> None:
-    if name not in OPTIONS:
-        raise ValueError(f"Megatron-LM has no option {name!r}; {meant(name, OPTIONS)[:200]}")
-    kind = OPTIONS[name].kind
-    if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind in ("int", "float")):
-        raise ValueError(f"Megatron-LM: {name} = {value!r}; it is {kind}")
-
-
-def _candidates(ours: str) -> list:
-    listed = [value for one in SAYING[ours] for value in one.choices or ()]
-    return list(dict.fromkeys([DEFAULTS[ours], *listed]))
-
-
-def _writable(ours: str, numbers: Values) -> object:
-    """The value, or the default of ours where no choice is this."""
-    value = numbers.get(ours)
-    if value is None or SAYING[ours][0].choices is None or value in _candidates(ours):
-        return value
-    return DEFAULTS[ours]
-
-
-def _read(ours: str, rows: list[Option], options: Options) -> object:
-    for one in rows:
-        if one.required and one.name not in options:
-            raise ValueError(f"{one.name} is missing, and Megatron-LM has no default for it")
-    given = {one.name: options.get(one.name, one.default) for one in rows}
-    for value in _candidates(ours) if rows[0].choices is not None else [given[rows[0].name]]:
-        if all(one.says(value, given[one.name]) for one in rows):
-            return value
-    said = [f"{name}={theirs}" for name, theirs in given.items() if theirs or name in options]
-    raise ValueError(f"{', '.join(said) or rows[0].name}: no {ours} is this")
-
-
-def equal_parts(values: Values, name: str, ranks: int, each: int) -> int:
-    """Of rows or layers, over ranks and parts of each: no option of theirs says that these differ."""
-    size, rest = divmod(values[name], ranks * each)
-    if rest:
-        said = f"{name}={values[name]} in {ranks} x {each} parts"
-        raise ValueError(f"{said}: only ours may differ; use a multiple")
-    return size
 
 
 # ---- a job's values in their numbers ---------------------------------------------------------------------
@@ -326,19 +188,15 @@ def _blocks(text: str, layers: int) -> Values:
     return {"expert_every": every, "dense_first": blocks[0] - every}
 
 
+SYSTEM = System("megatron", derive, solve)
+
+
 # ---- the command -----------------------------------------------------------------------------------------
-
-
-class Written(NamedTuple):
-    """`notes`: what changes no number and is not said."""
-
-    text: str
-    notes: list[str]
 
 
 def write(job: Job, node: int | None = None) -> Written:
     """For nodes of at most so many devices, or for one node of as many as there are ranks."""
-    options, notes = options_of(job)
+    options, in_code, notes = SYSTEM.write(job)
     ranks = options.pop(RANKS)
     node = ranks if node is None else node
     require_positive_ints(node=node)
@@ -351,7 +209,7 @@ def write(job: Job, node: int | None = None) -> Written:
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
         lines.append(" ".join((name, *(shlex.quote(str(one)) for one in values))))
-    return Written(" \\\n  ".join(lines) + "\n", notes)
+    return Written(" \\\n  ".join(lines) + "\n", notes, in_code)
 
 
 def read(text: str) -> tuple[Job, Options]:
@@ -365,19 +223,15 @@ def read(text: str) -> tuple[Job, Options]:
             raise ValueError(f"{word} {after}: say how many, dp follows from it")
         ranks *= int(after) if word in LAUNCHER else 1
     given, unknown = _Parser().parse_known_args(words[script + 1 :])
-    options = vars(given) | ({RANKS: ranks} if script > 0 else {})
-    for name, value in (*((name, True) for name in unknown[:1]), *options.items()):
-        check(name, value)
-        if OPTIONS[name].ours == "nothing" and value:
-            raise ValueError(f"Megatron-LM: {name} = {value!r}, and minitrain has nothing like it")
-    rest = {name: value for name, value in options.items() if not OPTIONS[name].ours}
-    return from_values(values_of(options)), rest
+    if unknown:
+        SYSTEM.check(unknown[0], True)
+    return SYSTEM.read(vars(given) | ({RANKS: ranks} if script > 0 else {}), {})
 
 
 class _Parser(ArgumentParser):
     def __init__(self) -> None:
         super().__init__(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
-        for name, option in OPTIONS.items():
+        for name, option in SYSTEM.options.items():
             if option.kind == "flag":
                 self.add_argument(name, dest=name, action="store_true")
             elif name != RANKS:

@@ -12,7 +12,7 @@ which do the same have the same values. minitrain's own plan, a JSON, leaves def
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from minitrain.model.config import Derived, ExpertsConfig, GPTConfig, meant
@@ -96,14 +96,22 @@ def write(job: Job) -> str:
     return json.dumps(tree | {"rows": job.rows, "length": job.length}, indent=2) + "\n"
 
 
-def read(text: str) -> Job:
-    """ValueError, in one line, for what is no plan."""
+def parsed(text: str, loads: Callable[[str], object], what: str) -> dict:
+    """The object that a text is; `what` it is if it is none."""
     require_text(text=text)
     try:
-        tree = json.loads(text)
+        tree = loads(text)
     except ValueError as error:
-        raise ValueError(f"plan: no JSON: {error}") from None
-    if not isinstance(tree, dict) or tree.keys() != set(KEYS):
+        raise ValueError(f"{what}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{what}: {text[:40]!r}; use an object of names and values")
+    return tree
+
+
+def read(text: str) -> Job:
+    """ValueError, in one line, for what is no plan."""
+    tree = parsed(text, json.loads, "plan: no JSON")
+    if tree.keys() != set(KEYS):
         raise ValueError(f"plan: {text[:40]!r}; use an object of {', '.join(KEYS)}")
     if tree["format"] != FORMAT:
         raise ValueError(f"plan: format {tree['format']!r}; this version reads {FORMAT}")
