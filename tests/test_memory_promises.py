@@ -9,8 +9,9 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.data_parallel import states
-from minitrain.data_parallel.bucketed import GradReducer, Replicated
+from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
+from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3

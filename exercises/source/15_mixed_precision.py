@@ -40,7 +40,7 @@ from minitrain.course.grading.answer_checks import (
     expect_equal,
     run_on_ranks,
 )
-from minitrain.data_parallel.bucketed import Replicated
+from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3

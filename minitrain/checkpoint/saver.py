@@ -69,19 +69,18 @@ class SavePolicy:
 
 
 SAVE_POLICIES = {
-    # Training stands still for copy and write. DeepSpeed; Varuna: Athlur et al. 2022, EuroSys. One of the ranks
-    # that hold the same writes.
+    # Training stands still; one of the ranks that hold the same writes. Varuna: Athlur et al. 2022, EuroSys.
     "sync": SavePolicy("DeepSpeed, Varuna", write="now", writers=1),
     # The same, shared out: in 1/k of the time where the disk is not what limits it.
     "sync_sharded": SavePolicy("DeepSpeed with sharded writing", write="now"),
-    # For the copy; the write is behind. Jiang et al. 2024 (MegaScale), arXiv:2402.15627; Cai et al. 2024 (InternLM2, InternEvo),
-    # arXiv:2403.17297; Eisenman et al. 2022 (Check-N-Run), NSDI.
+    # It stands still for the copy. Jiang et al. 2024 (MegaScale), arXiv:2402.15627; Cai et al. 2024
+    # (InternLM2, InternEvo), arXiv:2403.17297; Eisenman et al. 2022 (Check-N-Run), NSDI.
     "snapshot": SavePolicy("MegaScale, InternEvo, Check-N-Run", writers=1),
     # Nicolae et al. 2020, CCGRID: light work in the foreground, and replicas share out the heavy.
     "deepfreeze": SavePolicy("DeepFreeze"),
     # Chunks copied and written in a pipeline; what is replicated is divided among the ranks.
     "torchsnapshot": SavePolicy("TorchSnapshot", chunk_bytes=16 * MB),
-    # For what is not copied beside forward and backward when the update begins.
+    # For what is not yet copied, beside forward and backward, when the update begins.
     "asynchronous": SavePolicy("asynchronous", copy="overlapped"),
     # Mohan et al. 2021, FAST: with frequency.py, which keeps a budget.
     "checkfreq": SavePolicy("CheckFreq", copy="overlapped"),

@@ -21,8 +21,8 @@ from minitrain.compose.attention_cores import core_for, core_of_slices, data_lay
 from minitrain.compose.passes import PRODUCTS, ExpertGroups, multiply_in, offload, recompute_in
 from minitrain.compose.run import Run
 from minitrain.context.layout import Layout
-from minitrain.data_parallel.bucketed import Replicated
 from minitrain.data_parallel.hybrid import Hybrid
+from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.states import elements_of
 from minitrain.data_parallel.sync import MakeOptimizer, Sync
 from minitrain.data_parallel.zero1 import Zero1

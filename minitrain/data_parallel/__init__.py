@@ -1,8 +1,8 @@
 """Data parallelism: each rank has its own rows of the batch. A Sync sums gradients and owns the optimizer.
 
-First  naive, buckets, bucketed  gradients summed after backward, or hidden behind it, in flat buffers; a Sync
+First  naive, buckets, bucketed  gradients summed after backward, or hidden behind it, in flat buffers
 then   sync                      what all stages share: when gradients are complete, who owns the optimizer
-       zero1, zero2              optimizer states in shards; gradients, too
+       replicated, zero1, zero2  all whole; optimizer states in shards; gradients, too
        zero3                     parameters too, whole only while a layer needs them
        hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
        states                    functions of a Sync: whole parameters, checkpoints in pieces

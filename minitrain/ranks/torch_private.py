@@ -34,7 +34,10 @@ base_of = attrgetter("_base")  # what a tensor is a view of; else None
 version_of = attrgetter("_version")  # of a tensor: how often it was written to in place
 # A tensor without memory that goes through an autograd graph in the place of one that may be dropped.
 wrapper_tensor = torch.Tensor._make_wrapper_subclass
-DEVICE_OF = torch.ops.prim.device.default  # an operator: which device a tensor is on
+# What a result of shapes depends on, and an operator that those who see every one must know.
+default_device = _C._get_default_device
+dispatch_keys = _C._dispatch_keys  # of a tensor: a number that says what it is to the dispatcher
+DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
 plain_torch_functions = _C._disabled_torch_function_impl
 
 # Attention kernels that also return the log of the denominator.

@@ -10,7 +10,7 @@ In place of sequence.py's gather and scatter rank 0 of 4 does (X_j: the tokens t
 
 Sends what sequence.py sends: t-1 messages of B·T/t·D elements per round, two rounds in column's backward (one
 if all weights are frozen). Memory: pass_round holds two slices, sum_round three. Products are t times
-smaller, and dA, dB read and written t times; unless `dw_by_slice` one product makes them, which holds X and dY
+smaller, and with `dw_by_slice` dA, dB read and written t times; else one product each, which holds X and dY
 in backward. GPT-3's layer, t = 8, replayed on an H100 (B=1, B=4): 3.9 and 15.9 ms in sequence.py, 5.2 and
 13.3 by slice, 3.7 and 13.8 whole. Sums are rounded at each hop.
 Wang et al. 2023, ASPLOS. Differs: the ring turns one way.
