@@ -78,10 +78,8 @@ def train(
     if plan:
         config, strategy, hyper = planned(plan, preset, values)
     else:
-        strategy, hyper = (
-            Strategy(**chosen(Strategy, values)),
-            Hyperparameters(**chosen(Hyperparameters, values)),
-        )
+        strategy = Strategy(**chosen(Strategy, values))
+        hyper = Hyperparameters(**chosen(Hyperparameters, values))
         config = started(start, values) if start else configure(preset, values)
     how = "asynchronous" if async_save else "sync_sharded"
     trainer = dict(report_every=report_every, save_every=every, save_how=how, out=out)

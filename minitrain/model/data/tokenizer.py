@@ -12,8 +12,6 @@ class Tokenizer:
         self.inner, self.vocab_size = None, 256
         if path is None:
             return
-        if not Path(path).is_file():
-            raise ValueError(f"{path} does not exist: give the tokenizer.json of a model")
         try:
             import tokenizers
 
@@ -21,7 +19,7 @@ class Tokenizer:
         except ImportError:
             raise ValueError(f"{path} needs a library: pip install 'minitrain[tokenizer]'") from None
         except Exception as error:  # it raises nothing narrower
-            raise ValueError(f"{path} is no tokenizer: {error}") from None
+            raise ValueError(f"{path} is no tokenizer.json: {error}") from None
         self.vocab_size = 1 + max(self.inner.get_vocab().values(), default=0)  # ids may have holes
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

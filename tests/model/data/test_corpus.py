@@ -99,7 +99,7 @@ WRONG = [
     ("b.npy is int64 [2, 2]; tokens", {"b.npy": array(np.ones((2, 2), int))}),
     ("weights.json must give a weight to each of a, and no others", {"weights.json": b'{"b": 1}'}),
     ("weights[0]=0: use a finite number above 0", {"weights.json": b'{"a": 0}'}),
-    ("tokenizer.json is no tokenizer", {"tokenizer.json": b"{}"}),
+    ("tokenizer.json is no tokenizer.json", {"tokenizer.json": b"{}"}),
 ]
 
 
@@ -247,7 +247,7 @@ def test_texts_become_tokens_that_end(folder):
     for words, said in {
         "a.jsonl --out data --name a": "a.idx is there: give another",
         "a.jsonl --out data": "data has tokens of another tokenizer",
-        "a.jsonl --out new --tokenizer nowhere.json": "nowhere.json does not exist",
+        "a.jsonl --out new --tokenizer nowhere.json": "nowhere.json is no tokenizer.json: No such file",
         "b.txt --out new --tokenizer tokenizer.json --end </s>": "'</s>' is no token of this tokenizer; it has <unk>, <end>",
         "nowhere.txt --out new": "nowhere.txt is no file",
         "latin.txt --out new": "latin.txt is no text: UnicodeDecodeError",
