@@ -53,6 +53,14 @@ def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     return lengths
 
 
+def document_lengths(segments: Tensor) -> list[list[int]]:
+    """Of packed rows `[B, T]`, from the number of each token's document -> the lengths of those in each row,
+    as a Batch has them. Of positions that begin anew: segments = (positions == 0).cumsum(-1)."""
+    if segments.dim() != 2:
+        raise ValueError(f"segments are {list(segments.shape)}; number the document of each token, [B, T]")
+    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in segments]
+
+
 def positions(cu_seqlens: Sequence[int], device: torch.device | None = None) -> Tensor:
     """`[N]` positions: 0, 1, .. from the start of each sequence."""
     require_nonempty(cu_seqlens=cu_seqlens)

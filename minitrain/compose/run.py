@@ -151,9 +151,8 @@ class Run:
             wanted = torch.arange(given.size(-1), device=self.device) if wanted is None else wanted
             if not torch.equal(given, wanted):
                 what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
-                raise ValueError(
-                    f"{what}, {wanted[:4].tolist()} ..; of packed rows give documents=, their lengths"
-                )
+                cure = "of packed rows give documents=document_lengths(segments)"
+                raise ValueError(f"{what}, {wanted[:4].tolist()} ..; {cure}")
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.sync.listener:

@@ -9,6 +9,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.flash import flash_1, flash_2, flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN
+from minitrain.attention.packed import document_lengths
 from minitrain.attention.placed import Documents, Placed
 from minitrain.compose.parallelize import parallelize
 from minitrain.context.layout import Tile, zigzag
@@ -157,6 +158,8 @@ def test_wrong_documents_are_refused():
         return says
 
     few, long, empty, right = launch.run(rank, ranks=1)[0]
+    segments = (torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]]) == 0).cumsum(-1)
+    assert document_lengths(segments) == [[3, 1], [1, 3]]
     assert few == "documents of 1 rows for the 2 of this rank; give the lengths in each row"
     assert long.startswith("documents of 9 tokens in row 1, which has 8; give the lengths")
     assert "1 or more each" in empty and right == ""
