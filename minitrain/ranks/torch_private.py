@@ -38,6 +38,10 @@ wrapper_tensor = torch.Tensor._make_wrapper_subclass
 default_device = _C._get_default_device
 dispatch_keys = _C._dispatch_keys  # of a tensor: a number that says what it is to the dispatcher
 DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not call one
+make_subclass = torch.Tensor._make_subclass
+throw_on_data_ptr = _C._set_throw_on_mutable_data_ptr
+no_dispatch = _C._DisableTorchDispatch  # while one of these lives no mode and no subclass sees an operator
 plain_torch_functions = _C._disabled_torch_function_impl
 
 # Attention kernels that also return the log of the denominator.
