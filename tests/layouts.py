@@ -141,9 +141,7 @@ class Draw:
         )
 
     def make_optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Matrices decay, vectors do not; eps is large enough that rounding of gradients near 0 is not
-        magnified.
-        """
+        """Matrices decay, vectors do not; eps is so large that rounding near 0 is not magnified."""
         groups = [
             {"params": [p for p in params if (p.dim() >= 2) == decays], "weight_decay": 0.1 * decays}
             for decays in (True, False)

@@ -62,8 +62,7 @@ class Problem:
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
         """This rank's rows of the step's batch; row i has its last i % 5 targets masked, so ranks differ in
-        valid tokens.
-        """
+        valid tokens."""
         count = self.batch_sizes[step]
         tokens, targets = random_tokens(step, 0, 1, count, self.length, self.config.vocab_size, seed=5)
         targets = targets.clone()
@@ -75,9 +74,7 @@ class Problem:
 
 @dataclass
 class Outcome:
-    """What is compared: the loss of every step, the clipped gradients of the last, the parameters after
-    it.
-    """
+    """What is compared: the loss of every step, clipped gradients of the last, parameters after it."""
 
     losses: list[float]
     grads: dict[str, Tensor]
@@ -122,9 +119,7 @@ def train_on_rank(problem: Problem, make_reducer: Callable) -> Outcome:
 
 
 def train_sharded(problem: Problem, make_sharded: Callable) -> Outcome:
-    """The same for a technique that holds the optimizer too: `make_sharded(model, group, make_optimizer)`, as
-    in ZeRO.
-    """
+    """For a technique that holds the optimizer too: `make_sharded(model, group, make_optimizer)`."""
     group = collectives.world()
     torch.manual_seed(1000 + group.rank())
     model = problem.model()
@@ -176,9 +171,7 @@ def train_pipeline(
     cuts: Sequence[range] | None = None,
     **settings,
 ) -> Outcome:
-    """The same as a pipeline by a schedule of one's own; what is compared is this rank's part of the
-    model.
-    """
+    """As a pipeline by a schedule of one's own; what is compared is this rank's part of the model."""
     problem = replace(problem, microbatches=schedule.microbatches // schedule.slices)
     if schedule.slices > 1:
         settings |= dict(
@@ -198,9 +191,7 @@ def pipeline_difference(
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
-    """The stages' outcomes as that of a whole model; a parameter that stands twice must be the same on
-    both.
-    """
+    """The stages' outcomes as a whole model's; a parameter that stands twice must be the same on both."""
     losses, grads, params = [], {}, {}
     for outcome in outcomes:
         losses = losses or outcome.losses
@@ -235,8 +226,7 @@ def on_ranks(problem: Problem, make_reducer: Callable, ranks: int) -> list[Outco
 
 def difference(outcome: Outcome, reference: Outcome, part: bool = False) -> float:
     """The largest absolute difference in losses, gradients and parameters; names must be the same, or a part
-    of them (a stage).
-    """
+    of them (a stage)."""
     for ours, theirs in ((outcome.grads, reference.grads), (outcome.params, reference.params)):
         assert ours.keys() <= theirs.keys() if part else ours.keys() == theirs.keys()
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]

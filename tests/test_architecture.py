@@ -149,8 +149,7 @@ def test_no_circle():
 
 def loads(name: str) -> set[str]:
     """What is outside of minitrain and loaded with a module: its own imports, those of what it imports, and
-    of the folders they are in.
-    """
+    of the folders they are in."""
     seen, outside, waiting = set(), set(), [name]
     while waiting:
         module = waiting.pop()
@@ -227,8 +226,7 @@ PRIVATE = re.compile(r"\btorch(\.\w+)*\._|distributed_c10d")
 
 def private_names(source: str, ours: set[str]) -> set[str]:
     """What a module names of torch's private API: imports, attributes with an underscore, words outside
-    docstrings.
-    """
+    docstrings."""
     tree, found, documented = ast.parse(source), set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
     texts = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
     docs = {id(node.body[0].value) for node in texts}
@@ -422,8 +420,7 @@ def test_a_forbidden_arrow_is_seen(tmp_path):
 
 def test_the_core_needs_few_packages():
     """All but pictures, notebooks and exercises runs with what `pip install minitrain` brings; what is
-    imported inside a function may be an extra.
-    """
+    imported inside a function may be an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = (
         {line.split(">")[0] for line in project["dependencies"]}

@@ -1,6 +1,4 @@
-"""Bad arguments of every command, for every parameter: never a traceback, one line at most, which says what was
-given.
-"""
+"""Bad arguments of every command, for every parameter: no traceback, one line that says what was given."""
 
 import inspect
 import os

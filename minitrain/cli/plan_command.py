@@ -46,8 +46,7 @@ def plan(
     \b
     minitrain plan --model llama3-70b --machine h100 --ranks 512 --batch 1024 --length 8192
     minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --batch 1536 --length 2048 --explain
-    minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json
-    """
+    minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json"""
     require_positive_ints(top=top)
     writer = None if emit is None else known(EMIT, system=emit)
     writable(out=out)

@@ -57,8 +57,7 @@ def replay(
     \b
     minitrain replay llama3-8b
     minitrain replay llama3-70b --ranks 64 --tp 8 --pp 4 --sequence-parallel
-    minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200
-    """
+    minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200"""
     config = known(presets, preset=model)
     shares = dict(compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency)
     target = replace(known(MACHINES, machine=machine), **shares, network_efficiency=network_efficiency)

@@ -37,8 +37,7 @@ def sample(
 
     \b
     minitrain sample saved --prompt "It is"
-    minitrain sample saved --prompt "It is" --step 800 --tp 2 --temperature 0
-    """
+    minitrain sample saved --prompt "It is" --step 800 --tp 2 --temperature 0"""
     require_ints(tokens=tokens, top_k=top_k, seed=seed)
     require_nonnegative(temperature=temperature)
     store = store_of(folder)

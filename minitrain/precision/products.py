@@ -207,8 +207,7 @@ class Route:
     """What stands between a rank's operands and whole ones; alone nothing does.
 
     x -> enter -> codes, saved -> x -> forward with each W -> y -> sum
-    dy -> enter -> dy -> backward with the codes (x again) and each W -> dW, dx -> sum
-    """
+    dy -> enter -> dy -> backward with the codes (x again) and each W -> dW, dx -> sum"""
 
     x: Callable = as_it_is  # what enters -> of all tokens; called again in backward
     y: Callable = as_it_is  # terms of the result -> their sum

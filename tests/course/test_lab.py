@@ -306,8 +306,7 @@ def as_jupyterlab_saves(content: dict, spec: dict, language: dict) -> dict:
 
     It writes the kernel's name and language, says that outputs are folded in two places, joins prints that
     follow each other, and lets a carriage return or a backspace act. Seen with JupyterLab 4.6 in a browser,
-    which saved each of our notebooks as it was.
-    """
+    which saved each of our notebooks as it was."""
     content = copy.deepcopy(content)
     content["metadata"]["kernelspec"] = spec
     content["metadata"]["language_info"] = language

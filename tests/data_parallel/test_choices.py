@@ -1,6 +1,4 @@
-"""What a choice of sharding costs: real ranks and dry ones send the formulas' bytes, and the search is
-exhaustive.
-"""
+"""What a choice of sharding costs: real and dry ranks send the formulas' bytes; the search is exhaustive."""
 
 import itertools
 import math
@@ -102,8 +100,7 @@ def train(choice, mesh, data, start, microbatches=1, second_hop=True):
     """Momentum SGD on a vector, its states cut as chosen; every axis of the mesh is 2, the innermost one cuts
     first.
 
-    The loss of a microbatch is the sum of scale · w²/2 + shift · w, so its gradient is scale · w + shift.
-    """
+    The loss of a microbatch is the sum of scale · w²/2 + shift · w, so its gradient is scale · w + shift."""
     axes = [mesh.group(axis) for axis in reversed(mesh.shape)]  # the innermost first: inside the node
 
     def between(coarse, fine):
@@ -176,9 +173,7 @@ def test_every_choice_trains_like_one_process_and_sends_the_formula():
 
 
 def expected_bytes(choice, size, cluster, microbatches, element_bytes, steps=1):
-    """The formula's bytes for elements of another size, and the gather with which `train` shows its
-    result.
-    """
+    """The formula's bytes for elements of another size, and the gather by which `train` shows its result."""
     sent = traffic(choice, size, cluster, microbatches)
     alike = Choice(choice.parameters, choice.parameters, choice.parameters)
     two, one = (traffic(alike, size, cluster, microbatches) for microbatches in (2, 1))  # three gathers apart

@@ -1,6 +1,4 @@
-"""Data parallelism in all its forms equals one process; each loses the equality when its collective is taken
-away.
-"""
+"""Data parallelism in all its forms equals one process; without its collective each does not."""
 
 import math
 
@@ -90,8 +88,7 @@ def gradients_of(model, tokens, targets, count):
 
 def test_pytorch_ddp():
     """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun
-    during backward.
-    """
+    during backward."""
 
     def linears(width):
         layers = (torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8))
@@ -125,8 +122,7 @@ def test_pytorch_ddp():
 
 def test_horovod():
     """Ranks whose gradients become ready in different orders still issue one sequence of collectives; the
-    result is DDP's, and gradients travel while backward goes on.
-    """
+    result is DDP's, and gradients travel while backward goes on."""
 
     def rank():
         group = collectives.world()
@@ -217,8 +213,7 @@ def test_grad_accum_zero():
 def test_temporary_buffers():
     """What summing needs beside the gradients: a fused fp32 buffer of a model of 1.5 billion parameters is a
     second copy of 6 GB, packs are copies of one pack, and buckets that are the gradients need one incoming
-    gradient. Dry, one rank of 64; receive buffers apart.
-    """
+    gradient. Dry, one rank of 64; receive buffers apart."""
     bucket = 50_000_000
 
     def rank(way):
@@ -297,8 +292,7 @@ def server_run(servers, staleness, steps=5, lr=0.05):
 
 def test_parameter_server():
     """Synchronous, it is all-reduce SGD; n workers put nS into one server and take nS out, where a ring rank
-    sends 2(n-1)/n S.
-    """
+    sends 2(n-1)/n S."""
     steps, size = 5, 7 * 8
     for ranks in (2, 4):
         results = launch.run(server_run, 1, 0, ranks=ranks)

@@ -80,8 +80,7 @@ def test_without_the_second_hop_nodes_train_apart(references):
 
 def account(make, microbatches=1, config=EVEN, mesh=None):
     """One step in bf16: (Ψ with padding, bytes by axis, live bytes by kind after it, all-reduces, elements of
-    each buffer, all bytes).
-    """
+    each buffer, all bytes)."""
     group = collectives.world()
     mesh = mesh or Mesh(inter=2, intra=group.size() // 2)
     model = GPT(config, dtype=torch.bfloat16)
@@ -171,8 +170,7 @@ def test_the_sharding_factor_trades_memory_for_bytes():
 
 def test_mics():
     """Eight ranks on four nodes of two, two nodes to a copy (p = 4, k = 2): equal to one process; a node sends
-    (p-k)/p of the whole to the other one in a gather, and across groups shards go once a step.
-    """
+    (p-k)/p of the whole to the other one in a gather, and across groups shards go once a step."""
     problem = Problem(batch_sizes=(16, 16), microbatches=2)
     reference = one_process(problem)
 
@@ -277,8 +275,7 @@ def test_without_quantisation_it_is_zero_3(references):
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes():
     """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and the scales beside it: 4 bytes a block, for weights and
-    for gradients.
-    """
+    for gradients."""
 
     ways = {
         "zero 3": in_words("GGG"),

@@ -45,9 +45,7 @@ def adagrad(params):
 
 
 class Ramp(torch.optim.Optimizer):
-    """The same rule, but its sums start as a ramp over each whole parameter, and it does not make again what
-    gets lost.
-    """
+    """The same rule, but sums start as a ramp over each whole parameter, and what gets lost stays lost."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -82,8 +80,7 @@ def by_hand(make):
 @pytest.mark.parametrize("shape", EARLY)
 def test_an_optimizer_that_has_states_when_it_is_built(shape):
     """Equal to one process, element by element: each rank takes its part of the first states, which were made
-    of stand-ins.
-    """
+    of stand-ins."""
 
     def rank(make):
         return [train_parallel(PROBLEM, Strategy(**way), make_optimizer=make) for way in EARLY[shape]]
@@ -123,9 +120,7 @@ def test_without_an_optimizer_there_are_gradients_and_no_updates():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3, "IGG"])
 def test_stand_ins_are_named_whole_and_weightless(zero):
-    """Under tp and ZeRO an optimizer is asked about parameters as one process has them, and pays nothing for
-    it.
-    """
+    """Under tp and ZeRO an optimizer is asked about parameters as one process has them, and pays nothing."""
     whole = {name: list(param.shape) for name, param in GPT(PROBLEM.config, device="meta").named_parameters()}
 
     def rank():
@@ -166,8 +161,7 @@ def adamw(params):
 @pytest.mark.parametrize("words", [29, 9])
 def test_a_state_goes_from_any_layout_to_any_other(words):
     """A step in one layout, another in the next, and so on round: equal to one process throughout. 9 words
-    over tp=4 leave a rank with none.
-    """
+    over tp=4 leave a rank with none."""
     problem = Problem(config=small(vocab_size=words, tied=words == 9), batch_sizes=(8,) * len(LAYOUTS))
 
     def rank(layouts):
@@ -218,8 +212,7 @@ def one_step(zero, microbatches, schedule, dp, watch=None, problem=DEEP):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_what_zero_sends_in_a_pipeline(schedule):
     """Stage 1 sends gradients once a step, 2 and 3 after each backward: m times; stage 3 gathers for each
-    forward and each backward (I and W together are one). The same on real ranks and in dry runs of more.
-    """
+    forward and each backward (I and W together are one). The same on real ranks and in dry runs of more."""
     # (all_gather, reduce_scatter)
     sends = {1: lambda m: (1, 1), 2: lambda m: (1, m), 3: lambda m: (2 * m, m)}
 
@@ -280,8 +273,7 @@ def test_when_a_pipeline_sends_gradients(schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_zero3_in_a_pipeline_is_never_whole(schedule):
     """At any moment two units of a stage at most, one in use and one on its way; none after a step, when
-    parameters read as NaN.
-    """
+    parameters read as NaN."""
 
     def rank(reshard=True):
         peak = 0

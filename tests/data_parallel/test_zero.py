@@ -1,6 +1,4 @@
-"""ZeRO 1, 2 and 3: equal to one process, bytes and memory as the paper says, states that load anywhere, clear
-refusals.
-"""
+"""ZeRO 1, 2, 3: equal to one process, bytes and memory as the paper says, states that load anywhere."""
 
 import math
 from dataclasses import replace
@@ -57,9 +55,7 @@ def made(way):
 
 
 def problems():
-    """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (the fewest rows of a rank:
-    2).
-    """
+    """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (fewest rows of a rank: 2)."""
     return [Problem(batch_sizes=BATCHES), Problem(batch_sizes=(12, 13), microbatches=3)]
 
 
@@ -160,9 +156,7 @@ def untied(**changes):
 
 
 def traffic(way, problem):
-    """(bytes gathered, bytes reduce-scattered, number of reduce-scatters, bytes of all whole buffers) of one
-    step.
-    """
+    """(bytes gathered, bytes reduce-scattered, number of these, bytes of all whole buffers) of one step."""
     group = collectives.world()
     model = problem.model()
     for param in model.parameters():
@@ -247,9 +241,7 @@ class Arithmetic(DispatchMode):
 
 
 def test_weight_update_sharding():
-    """Xu et al.: the bytes of an all-reduce, 1/n of the update's arithmetic on each rank, the same weights
-    everywhere.
-    """
+    """Xu et al.: an all-reduce's bytes, 1/n of the update's arithmetic on each rank, the same weights."""
 
     def rank():
         group, problem = collectives.world(), untied()
@@ -318,9 +310,7 @@ EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_posit
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_zero_1_2_3_states_take_what_the_paper_says(ranks):
-    """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes here divide, so to the
-    byte.
-    """
+    """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes divide, so to the byte."""
 
     def rank():
         return {way: memory_of(way, EVEN)[:2] for way in FORMULAS}
@@ -342,8 +332,7 @@ def test_the_peak_of_a_real_run_is_that_of_a_dry_run(way, ranks):
 
 def test_fsdp_peak_is_the_shards_and_the_largest_units():
     """Zhao et al.: sharded bytes plus the largest unit whole, plus its neighbour with prefetch; in forward and in
-    backward, where the unit's gradient is whole as well, and its neighbour's is under way.
-    """
+    backward, where the unit's gradient is whole as well, and its neighbour's is under way."""
 
     def one_way(prefetch, reshard):
         group = collectives.world()
@@ -409,9 +398,7 @@ def test_fsdp_trains_as_torchs_fully_shard():
 
 
 def test_zero_2_frees_what_it_has_sent():
-    """Gradients alive at any moment of backward: the shards, a bucket filling up, and the one under way in
-    its buffer.
-    """
+    """Gradients alive at any moment of backward: the shards, a bucket filling up, and one under way."""
 
     def rank(stage, bucket_bytes):
         group = collectives.world()
@@ -437,9 +424,7 @@ CONFIG_7B = GPTConfig(**WIDE, norm="layer", activation="gelu", positions="learne
 
 
 def test_zero_table_1_from_a_dry_run():
-    """7.5B, 128B and 1T: bytes per parameter are counted on one rank of N, for a model of 7.5 billion in
-    bf16.
-    """
+    """7.5B, 128B and 1T: bytes per parameter are counted on one rank of N, for 7.5 billion in bf16."""
     per_parameter = {}
     for n, ways in ((64, ("stage 1", "stage 2", "stage 3")), (1024, ("stage 3",))):
         for way in ways:
@@ -476,9 +461,7 @@ class Nested(nn.Module):
 
 
 def test_nested_units_and_recomputation():
-    """A unit inside a unit keeps its own parameters; recomputation gathers nothing more; both give the plain
-    gradients.
-    """
+    """A unit inside a unit keeps its parameters; recomputation gathers nothing more; equal gradients."""
 
     def rank(recompute, nested):
         group = collectives.world()

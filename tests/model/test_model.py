@@ -1,6 +1,4 @@
-"""The model alone: published sizes, layers that equal their definitions, slices that equal the whole, wrong
-input.
-"""
+"""The model alone: published sizes, layers as defined, slices that equal the whole, wrong input."""
 
 import itertools
 import json
@@ -77,9 +75,7 @@ def random_input(*shape, seed=0, dtype=torch.float64):
 
 
 def excite(module, std=0.3):
-    """Larger weights than those training starts from, so that no part of a layer is too faint to be
-    compared.
-    """
+    """Larger weights than those training starts from, so that no part is too faint to be compared."""
     for i, parameter in enumerate(module.parameters()):
         nn.init.normal_(parameter, std=std, generator=torch.Generator().manual_seed(i))
     return module
@@ -113,9 +109,7 @@ def test_every_variant_has_the_parameters_of_its_formula(name):
 
 
 def test_transformer_layer():
-    """12h² + 13h parameters; 24bsh² + 4bs²h FLOPs forward and twice that backward, counted operator by
-    operator.
-    """
+    """12h² + 13h parameters; 24bsh² + 4bs²h FLOPs forward, twice that backward, by operator."""
     b, s, h = 2, 24, 48
     config = GPTConfig(d_model=h, num_heads=4, norm="layer", positions="none", activation="gelu", bias=True)
     block = Block(config, "layers.1", attention=naive_attention, dtype=torch.float64)
@@ -204,9 +198,7 @@ def test_the_start_is_as_wide_as_published():
 
 
 def test_rope():
-    """Scores see differences of positions only; a rank with the second half of a sequence needs global
-    positions.
-    """
+    """Scores see differences of positions only; a rank with the second half needs global positions."""
     q, k = random_input(1, 1, 1, 64), random_input(1, 1, 1, 64, seed=1)
 
     def score(m, n, dtype=torch.float64):
@@ -227,9 +219,7 @@ def test_rope():
 
 
 def test_deepnorm():
-    """64 layers of plain post-norm let the gradient grow and all tokens become one vector; with DeepNorm
-    neither.
-    """
+    """In 64 layers of post-norm gradients grow and tokens become one vector; with DeepNorm neither."""
     alpha, beta = deepnorm(70)
     assert round(alpha, 2) == 11.83 and beta == 1 / alpha  # GLM-130B
     grown, alike = {}, {}
@@ -255,9 +245,7 @@ def test_deepnorm():
 
 
 def test_geglu_fastgelu():
-    """Three matrices of width 8h/3 are the 8h² of two of width 4h, in GLM exactly; FastGELU's largest error
-    is 0.02.
-    """
+    """Three matrices of width 8h/3 are two of 4h, in GLM exactly; FastGELU errs by 0.02 at most."""
     glm = presets["glm-130b"]
     assert GPTConfig(d_model=12_288, num_heads=96, activation="geglu").d_ff == glm.d_ff == 32_768
     assert mlp_parameters(glm, matrices_only=True) == 8 * 12_288**2
@@ -275,8 +263,7 @@ def test_geglu_fastgelu():
 
 def test_gelu_by_tanh_is_gpt2s():
     """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), which is not GELU: up to 4.7e-4 apart. One operator
-    either way, so that neither kept bytes nor FLOPs change.
-    """
+    either way, so that neither kept bytes nor FLOPs change."""
     x = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
     by_hand = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     accounts = []
@@ -305,9 +292,7 @@ def test_gelu_by_tanh_is_gpt2s():
 
 
 def test_mha_mqa_gqa():
-    """KV elements per token and layer; groups with copied weights equal MHA, one group equals its
-    definition.
-    """
+    """KV elements per token and layer; groups with copied weights equal MHA, one group its definition."""
     seen = []
 
     def spy(q, k, v):
@@ -333,9 +318,7 @@ def test_mha_mqa_gqa():
 
 
 def test_mla():
-    """Absorbed and explicit forms agree; DeepSeek-V2 caches 576 numbers where MHA of its heads would keep
-    32,768.
-    """
+    """Absorbed and explicit forms agree; DeepSeek-V2 caches 576 numbers, MHA of its heads 32,768."""
     deepseek = GPTConfig(
         d_model=5120,
         num_layers=60,
@@ -429,9 +412,7 @@ def test_no_token_sees_the_future_and_every_core_agrees(name):
 
 @pytest.mark.parametrize("name", ["llama", "gqa", "bloom", "mla"])
 def test_a_layer_cut_to_half_its_heads_is_still_the_layer(name):
-    """Tensor parallelism without ranks: each half has H/2 heads and F/2 hidden, and the two outputs add
-    up.
-    """
+    """Tensor parallelism without ranks: halves have H/2 heads and F/2 hidden, and their outputs add up."""
     config, positions = VARIANTS[name], torch.arange(8)
     block = excite(Block(replace(config, bias=False), "layers.1", dtype=torch.float64))
     x = random_input(2, 8, 32)

@@ -378,8 +378,7 @@ def saved_by_a_layer(length, batch, width, heads, device):
     "s,b,h,a,device", [(32, 2, 64, 4, "cpu"), (48, 1, 32, 2, "cpu"), (2048, 1, 12_288, 96, "meta")]
 )
 def test_activations_memory(s, b, h, a, device):
-    """Korthikanti's sbh(34 + 5as/h), tensor by tensor, on a real layer in fp16 and on GPT-3's without
-    data."""
+    """Korthikanti's sbh(34 + 5as/h), by tensor, on a real layer in fp16 and on GPT-3's without data."""
     saved = saved_by_a_layer(s, b, h, a, device)
     statistics = [item for item in saved.saved if item.shape == (b, s, 1)]  # mean and deviation of two norms
     kept = [item for item in saved.saved if item not in statistics]

@@ -1,6 +1,4 @@
-"""INT8 blocks: exact sums, one set of codes for three products, errors beside outliers, layouts that change no
-code.
-"""
+"""INT8 blocks: exact sums, one set of codes for three products, outliers, the same codes in any layout."""
 
 from dataclasses import replace
 

@@ -102,8 +102,7 @@ def test_what_is_promoted_is_float32_before_and_after_its_scales():
 
 def test_what_promotion_leaves_at_k_4096():
     """Of positive numbers a 14-bit accumulator loses 7 %, promoted every 128 below 0.1 %; of normal ones, in
-    units of a typical sum, 1 % and below 0.1 %. The paper has nearly 2 % for numbers it does not describe.
-    """
+    units of a typical sum, 1 % and below 0.1 %. The paper has nearly 2 % for numbers it does not describe."""
     worst = {}
     for positive in (True, False):
         a, b = fp8(12, 4096, positive=positive), fp8(4096, 12, seed=1, positive=positive)

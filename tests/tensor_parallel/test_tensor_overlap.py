@@ -31,8 +31,7 @@ PAIRS = {  # column and row; those that hide nothing
 
 
 def whole(bias=True, frozen=False):
-    """Two column matrices, a third whose one head all ranks share, and a row matrix; float64, alike on all
-    ranks."""
+    """Two column matrices, a third whose one head all ranks share, a row matrix; float64, alike on all."""
     torch.manual_seed(1)
     modules = [nn.Linear(*sizes, bias=bias) for sizes in ((D, F), (D, F), (D, 4), (F, D))]
     for module in modules:
@@ -41,8 +40,7 @@ def whole(bias=True, frozen=False):
 
 
 def passes(column, row, sequence_parallel, bias=True, frozen=False):
-    """Forward and backward of a small pair of layers: (output, dx, all gradients), and (bytes forward, bytes
-    backward)."""
+    """Of a small pair of layers: (output, dx, all gradients), (bytes forward, bytes backward)."""
     group = collectives.world()
     first, second, shared, last = whole(bias, frozen)
     torch.manual_seed(2)
@@ -267,8 +265,7 @@ def gpt3_layer(column, row, sequences, cut):
 
 
 def test_less_is_exposed_in_a_layer_of_gpt3():
-    """But products of 256 tokens are bound by memory: by slices, the ring wants more tokens than one sequence
-    has."""
+    """But products of 256 tokens are bound by memory: by slices the ring wants more than one sequence."""
     ways = {
         "linear": (linear.column, linear.row, 1),
         "overlap": (overlap.column, overlap.row, 1),

@@ -304,8 +304,7 @@ def test_the_loss_keeps_a_part_of_the_softmax(dtype):
 
 
 def test_the_table_finds_its_rows():
-    """Of a vocabulary that divides, of one with padding, and of one that leaves the last rank without a
-    word."""
+    """Of a vocabulary that divides, of one with padding, of one that leaves the last rank without a word."""
 
     def rank(words):
         table = torch.arange(2 * words, dtype=torch.float64).view(words, 2)

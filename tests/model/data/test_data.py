@@ -171,9 +171,7 @@ def test_open_of_a_folder_without_text_says_what_it_looked_for(tmp_path):
 
 
 def planted(rng, words, share):
-    """A copy in which a share of the words, in one block, is replaced: J = (1 - share) / (1 + share),
-    nearly.
-    """
+    """A copy with a share of the words, in one block, replaced: J = (1 - share) / (1 + share), nearly."""
     block, start = round(share * len(words)), rng.randrange(len(words) // 2)
     return words[:start] + [f"new{rng.random()}" for _ in range(block)] + words[start + block :]
 

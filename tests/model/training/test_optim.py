@@ -61,9 +61,7 @@ def test_equals_torch_over_fifty_steps():
 
 
 def test_a_constant_gradient_moves_by_the_rate():
-    """A known number: bias correction makes m̂ = g and v̂ = g², so every step is lr · g / |g|, whatever its
-    size.
-    """
+    """Bias correction makes m̂ = g and v̂ = g², so every step is lr · g / |g|, whatever its size."""
     param = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     optimizer = AdamW([param], lr=0.25, eps=0.0, weight_decay=0.0)
     for _ in range(4):
@@ -193,9 +191,7 @@ def whole_gradients():
 
 
 def norm_on_ranks(max_norm, say_it):
-    """The four gradients, each rank with its part: cut over two groups, over one, over all ranks, not at
-    all.
-    """
+    """The four gradients, each rank with its part: cut over two groups, one, all ranks, not at all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = [dist.new_group([r, r + 1]) for r in range(0, size, 2)][rank // 2]
     columns = [dist.new_group([*range(c, size, 2)]) for c in range(2)][rank % 2]
@@ -247,8 +243,7 @@ def test_the_norm_of_cut_parameters_is_the_norm_of_the_whole(ranks, max_norm):
 
 def norm_of_stages(broken):
     """Two stages of two ranks each, which have cut a matrix; both ends hold a table, as one whole and as one
-    cut over tp.
-    """
+    cut over tp."""
     mesh = Mesh(pp=2, tp=2)
     stage, stages, tp = mesh.rank("pp"), mesh.group("pp"), mesh.group("tp")
     grads = {
@@ -279,8 +274,7 @@ def norm_of_stages(broken):
 
 def test_the_norm_of_stages_counts_copies_once():
     """Squares are added over the stages of a pipeline; what stands on several counts once; a stage may have
-    nothing to train.
-    """
+    nothing to train."""
     reference = [nn.Parameter(torch.zeros(8, 4, dtype=torch.float64)) for _ in range(4)]
     for param, grad in zip(reference, whole_gradients().values()):
         param.grad = grad

@@ -93,9 +93,7 @@ def test_microbatches_add_up_to_the_batch():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_equals_one_process(ranks):
-    """Two steps with accumulation, uneven batches, unequal masks, clipping, a tied table and a frozen
-    parameter.
-    """
+    """Two steps: accumulation, uneven batches and masks, clipping, a tied table, a frozen parameter."""
     problem = Problem(microbatches=2, batch_sizes=(9, 11))
     reference = one_process(problem)
     for outcome in on_ranks(problem, lambda params, group: GradReducer(params, group, 3000), ranks):
@@ -114,9 +112,7 @@ def gradient_with_divisor(of_all_ranks):
 
 
 def test_a_mean_of_means_is_another_gradient():
-    """The control of the one divisor: dividing by local counts, then by the ranks, is wrong when the counts
-    differ.
-    """
+    """Control of the one divisor: dividing by local counts, then by ranks, is wrong when counts differ."""
     (whole,), right, wrong = (
         launch.run(gradient_with_divisor, flag, ranks=n) for flag, n in ((1, 1), (1, 4), (0, 4))
     )
@@ -180,9 +176,7 @@ def test_measure_peak_flops():
 
 
 def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precision="float64"):
-    """A Trainer on this rank, which has gone on from the checkpoint in `out` if there is one, and what it
-    said then.
-    """
+    """A Trainer on this rank, gone on from the checkpoint in `out` if there is one, and what it said."""
     train_text, held_out = text.split()
     run = parallelize(
         config,
@@ -232,8 +226,7 @@ def curves(a, b):
 
 def plain_loop(hyper, peaks):
     """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping,
-    rates written out.
-    """
+    rates written out."""
     text, held_out = TEXT.split()
     model = GPT(CONFIG, seed=hyper.seed, dtype=torch.float64)
     params = list(model.parameters())
@@ -303,8 +296,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_whole_run_is_the_same_in_any_layout(dropout):
     """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some
-    weights are frozen.
-    """
+    weights are frozen."""
     config, hyper = (
         replace(CONFIG, dropout=dropout),
         replace(HYPER, steps=4, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
@@ -370,9 +362,7 @@ def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tm
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path):
-    """Saved by dp with ZeRO, gone on with as a pipeline, then with matrices cut, then by four ranks, and at
-    last by one.
-    """
+    """Saved by dp with ZeRO, then as a pipeline, with matrices cut, by four ranks, at last by one."""
     config, hyper = replace(CONFIG, dropout=0.2), replace(HYPER, steps=10)
     ((records, whole, _),) = launch.run(train, config, Strategy(), hyper, ranks=1)
 
@@ -489,8 +479,7 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path, monkeypat
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
     """After 12 steps ranks agree to the bit, in what they compute and in their weights; of the moments each
-    has its share.
-    """
+    has its share."""
     hyper = replace(HYPER, steps=12, lr=3e-2, batch_size=8, frozen=("layers.1.norm1.*",))
     layouts = [Strategy(dp=2), *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3, "NNG", "GGG"))]
 
@@ -547,8 +536,7 @@ def said_by(call):
 
 def test_a_loss_that_is_no_number_stops_every_rank_before_it_is_saved(tmp_path):
     """Also on ranks that do not compute it, and if only the update was bad: without clipping the norm is
-    measured all the same.
-    """
+    measured all the same."""
     layouts = [Strategy(dp=2, zero=1), Strategy(pp=2, microbatches=2), Strategy(tp=2)]
 
     def go_on(strategy, out):

@@ -74,8 +74,7 @@ def gradient_error(pair, step=1e-6, directions=3):
     """Largest difference between <gradient, d> and the central difference of loss = <weights, sin(f(x))>
     along d.
 
-    The d are random; where ranks own different x, they move one rank at a time.
-    """
+    The d are random; where ranks own different x, they move one rank at a time."""
     f, kind_x, sharded, kind_y = pair
     group = dist.group.WORLD
     x = values(kind_x, shape_of_x(sharded), seed=3).requires_grad_()

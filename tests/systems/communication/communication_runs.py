@@ -1,6 +1,4 @@
-"""What the communication tests do on real ranks: schedules and loops beside torch's own, every message
-counted.
-"""
+"""What communication tests do on real ranks: schedules and loops beside torch's, every message counted."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -20,9 +18,7 @@ def own_tensor(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def metered(fn: Callable) -> tuple[object, list[tuple[int, int]]]:
-    """fn's result, and the messages this rank sent meanwhile as (peer, bytes). An empty tensor is no
-    message.
-    """
+    """fn's result, and the messages that this rank sent meanwhile as (peer, bytes), without empty ones."""
     calls = []
     with collectives.observe(lambda kind, call: calls.append(call) if kind == "issue" else None):
         result = fn()

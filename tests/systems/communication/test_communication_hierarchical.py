@@ -1,6 +1,4 @@
-"""Several levels of network: what leaves a node, through how many cards, in how many steps; and the same
-sum.
-"""
+"""Levels of network: what leaves a node, through how many cards, in how many steps; the same sum."""
 
 from fractions import Fraction
 from math import log2

@@ -1,6 +1,4 @@
-"""PLink: racks found from noisy round trips, what the plan along them saves, and the cost model that says
-so.
-"""
+"""PLink: racks found from noisy round trips, what a plan along them saves, and the cost model for it."""
 
 from fractions import Fraction
 from random import Random
@@ -56,9 +54,7 @@ def test_a_ring_that_follows_the_racks_saves_the_bytes_too_but_not_the_steps():
 
 
 def test_control_one_sample_of_a_noisy_network_is_not_enough():
-    """Delays of eight round trips on average: the least of twenty samples shows the racks, a single one does
-    not.
-    """
+    """Delays of eight round trips on average: the least of twenty samples shows racks, one does not."""
     for seed in range(5):
         rack_of, racks = planted((8, 8, 8, 8), seed)
         found = [

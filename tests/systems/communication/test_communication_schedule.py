@@ -1,6 +1,4 @@
-"""Schedules as data: proved for every n up to 64 without a process, and a checker that refuses what is
-wrong.
-"""
+"""Schedules as data: proved for every n up to 64 without a process; a checker refuses what is wrong."""
 
 from fractions import Fraction
 from math import ceil, log2
@@ -187,9 +185,7 @@ def test_an_all_reduce_is_made_of_its_halves():
 
 
 def test_two_rings_in_both_directions_share_the_work():
-    """A composition of one's own: half of the data turns right, half turns left, and all links work both
-    ways.
-    """
+    """A composition of one's own: half of the data turns right, half left, and all links work both ways."""
     n, size = 6, (6, 12)
     right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
     left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)

@@ -1,6 +1,4 @@
-"""Which algorithm wins where: the crossover by algebra and by trying; closed forms beside the schedules they
-price.
-"""
+"""Which algorithm wins where: the crossover by algebra and by trying; closed forms beside schedules."""
 
 import pytest
 from hypothesis import given

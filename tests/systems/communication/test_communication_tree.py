@@ -36,9 +36,7 @@ def test_double_binary_tree():
 
 
 def test_control_one_tree_twice_would_overload_the_inner_ranks():
-    """The point of the second tree: with the first one twice half of the ranks would send 3 S and the others
-    S.
-    """
+    """Why a second tree: with the first one twice half of the ranks would send 3 S, the others S."""
     assert sorted(set(sent_shares(tree_all_reduce(binary_tree(16))))) == [1, 3]
     assert sorted(sent_shares(double_tree_all_reduce(16))) == [1, 1] + [2] * 14  # 1: the two roots
 
@@ -61,9 +59,7 @@ def test_every_tree_is_right_in_any_number_of_pieces():
 
 
 def test_the_time_of_the_schedule_is_the_closed_form_less_at_most_one_piece():
-    """2(h-1+k) (alpha + S/(k B)) takes every step as full; at the root a step moves one half-piece, not
-    two.
-    """
+    """2(h-1+k) (alpha + S/(k B)) takes every step as full; at the root a step moves one half-piece."""
     network = cost_model.Network(alpha_s=1.0, bytes_per_s=1.0)
     for n in range(4, 65):
         for pieces in (1, 2, 7, 20):

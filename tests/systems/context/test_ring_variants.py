@@ -60,8 +60,7 @@ def row_peaks(tokens):
 
 
 def test_ring_self_attention():
-    """Equal to full attention; two passes of n-1 steps; rows of T scores on T/n queries are stored,
-    O(T²/n)."""
+    """Equal to full attention; two passes of n-1 steps; stored are T scores for T/n queries, O(T²/n)."""
 
     def rank():
         group, found = collectives.world(), []
@@ -189,8 +188,7 @@ def attention_time(core, n, tokens=1024):
 
 
 def layer_step(way, group, x, where):
-    """A layer forward and backward, its core a ring: as it is, computed again, or computed again but for
-    attention."""
+    """A layer forward and backward, its core a ring: as it is, computed again, or but for attention."""
     core, how = partial(ring_attention, group=group, layout=zigzag), {}
     if way == "spared":
         settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)

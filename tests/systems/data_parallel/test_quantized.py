@@ -36,17 +36,13 @@ def scale_bytes(d: int, block: int) -> int:
 
 
 def gradient(rank: int, ranks: int, dtype=torch.float64) -> Tensor:
-    """What a rank has to add: slices and ranks of very different sizes, so that a wrong place is a large
-    error.
-    """
+    """What a rank adds: slices and ranks of very different sizes, so that a wrong place is a large error."""
     flat = torch.randn(ranks, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     return (flat * 10.0 ** torch.arange(ranks).unsqueeze(1) * (1 + rank)).view(-1).to(dtype)
 
 
 def every_collective(nodes: int):
-    """All that is tested on ranks in one launch: {name: (result, bytes within the node, to other nodes, by
-    world)}.
-    """
+    """What is tested on ranks in one launch: {name: (result, bytes within nodes, to others, by world)}."""
     mesh = Mesh(inter=nodes, intra=collectives.world().size() // nodes)
     intra, inter, world = mesh.group("intra"), mesh.group("inter"), collectives.world()
     flat = gradient(world.rank(), world.size())
@@ -199,9 +195,7 @@ def dry(d: int, nodes: int):
 
 
 def test_zero_plus_plus_on_512_ranks():
-    """Dry: 64 nodes of 8. Between the nodes an eighth of one hop; with scales 4.125 bits per number in place of
-    16.
-    """
+    """Dry: 64 nodes of 8. Between nodes an eighth of one hop; 4.125 bits per number, scales too, for 16."""
     d, nodes, ranks = 256 * 20, 64, 512
     piece = d // 2 + 4 * 20
     within, across, peak, gather = dryrun.run(dry, d, nodes, rank=77, ranks=ranks)

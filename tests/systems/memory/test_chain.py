@@ -1,5 +1,4 @@
-"""A chain run by any plan gives the gradients of plain autograd, runs what the plan says, and holds it, to
-the byte."""
+"""A chain run by any plan: gradients of plain autograd, runs what the plan says, holds it to the byte."""
 
 import math
 import weakref

@@ -74,8 +74,7 @@ def test_tsplit(sizes, each):
 
     A part's are U = what went into the GELU and A = what came out, 4x/k each, and their gradients. Gradients
     of the two weights, W/2 each, add up over parts: the old sum, a part's, and the new sum for a moment. Attention's
-    scores are of one part as well.
-    """
+    scores are of one part as well."""
     test_attention_in_parts()
     B, T, D = sizes
     x = y = dy = 8 * B * T * D

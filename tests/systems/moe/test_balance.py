@@ -137,8 +137,7 @@ STEPS, ADAM = 5, dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 
 def replicas(ranks):
     """Loads, and holders: the owners; what the planner makes of them, with replicas and experts elsewhere;
-    then without the first holder of a replicated expert, and with one more expert elsewhere.
-    """
+    then without the first holder of a replicated expert, and with one more expert elsewhere."""
     loads = one_process_loads()
     before = plan.owners(E, ranks)
     after = plan.applied(before, plan.flexmoe(loads, before, ranks, slots=E // ranks + 2, threshold=1.0))
@@ -373,8 +372,7 @@ def test_the_planner_counts_what_ranks_do(ranks, case):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fastermoe(ranks):
     """The chosen shadows are the best of all sets under the cost model; with them the output is that of the
-    owners alone, and of the rows that ranks computed the most over the mean falls.
-    """
+    owners alone, and of the rows that ranks computed the most over the mean falls."""
     counts = counts_of(ranks)
     remote = [sum(row[e] for r, row in enumerate(counts) if r != e // (E // ranks)) for e in range(E)]
 
@@ -424,8 +422,7 @@ def test_flexmoe(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_replicas(ranks):
     """Summing: each holder sends the slices of others and its own sum to all. Moving: six tensors from the
-    first holder to each new one: up and down with two moments each.
-    """
+    first holder to each new one: up and down with two moments each."""
     _, *layouts = replicas(ranks)
     for r, rank in enumerate(launched(ranks)):
         summed, moved = [], []
@@ -457,8 +454,7 @@ def test_mistakes_of_replicas_are_seen(wrong):
 def test_tutel(ranks):
     """Every plan of the same shards gives the outputs and gradients of one process, for its own bytes; a run
     that changes plan at every step trains like one that does not, and sends not one byte more. The two-level
-    all-to-all (2DH) gives the bits of the flat one, in n/g - 1 messages between nodes.
-    """
+    all-to-all (2DH) gives the bits of the flat one, in n/g - 1 messages between nodes."""
     if ranks == 4:
         test_two_level.test_two_level_all_to_all()
     for num, c in [pair for pair in PLANS if pair[1] <= ranks]:

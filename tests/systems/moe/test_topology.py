@@ -99,8 +99,7 @@ def learned():
 def test_ta_moe():
     """After a short training each rank's rows are where its links are wide: the shares of ranks are those of the
     target within 2 points, and what it sends, counted, falls from 3/4 of all rows to the 6/14 of the target. That
-    target takes the least time to transfer.
-    """
+    target takes the least time to transfer."""
     test_proportional_to_bandwidth_is_the_least_transfer_time()
     for rank, ((before, _), (after, shares)) in enumerate(rank[0] for rank in learned()):
         wanted = topology.bandwidths(rank, 4, **LINKS) / 14

@@ -41,8 +41,7 @@ class Plain(nn.Module):
 def test_merak():
     """Our GPT, traced unchanged and split in two on two ranks, gives the outputs and the gradients of one
     process; its stages have as even FLOPs as any cuts behind a block; a model with tied tables, split in one
-    process, keeps its parameters; it can be traced without memory.
-    """
+    process, keeps its parameters; it can be traced without memory."""
     model = GPT(CONFIG, seed=3, dtype=torch.float64)
     tokens, gradient = tokens_and_gradient()
     reference = model(tokens)

@@ -83,8 +83,7 @@ def test_casts_that_cost_more_than_they_gain_are_not_made():
 
 def test_a_block():
     """On a device whose 16 bits are 16 times as fast: a wide block takes them, casts and all; of a narrow one
-    with few tokens the casts of the weights cost more than products of 16 bits save.
-    """
+    with few tokens the casts of the weights cost more than products of 16 bits save."""
     device = Device(full=19.5e12, half=312e12, bandwidth=1.5e12)  # A100, dense, without TF32
     wide, narrow = block_graph(2048, 4096, device, heads=32), block_graph(4, 256, device, heads=4)
     products = {"q", "k", "v", "scores", "attended", "out", "up", "down"}

@@ -66,8 +66,7 @@ def test_without_gain_nothing_is_cut():
 
 def shortest(tasks, chunks):
     """The least makespan of all orders: of partial orders that did the same tasks, those that are later in all
-    respects are dropped.
-    """
+    respects are dropped."""
     # tasks done by chunk -> (compute free, link free, chunks ready)
     front = {(0,) * chunks: {(0,) * (2 + chunks)}}
     for _ in range(len(tasks) * chunks):

@@ -265,8 +265,7 @@ def largest(loads, holders, ranks):
 
 def test_smartmoe():
     """Of 8 experts on 4 ranks the greedy placement is a best one, no swap needed: heaviest with lightest, and so
-    on inwards. It is never worse than round robin.
-    """
+    on inwards. It is never worse than round robin."""
     better = 0
     for seed in range(60):
         draw = random.Random(seed)

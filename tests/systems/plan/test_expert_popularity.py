@@ -93,8 +93,7 @@ def outcomes(samples, length):
 
 def test_lina_places_by_popularity():
     """On skewed paths the guess beats the uniform placement in every batch and layer, and by much; most of what
-    knowing everything would gain is gained. Without paths, or with those of other tokens, it is not.
-    """
+    knowing everything would gain is gained. Without paths, or with those of other tokens, it is not."""
     samples, _ = world()
     by_paths = outcomes(samples, 2)
     assert all(guess < uniform for guess, uniform, _ in by_paths)

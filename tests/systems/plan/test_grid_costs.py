@@ -36,8 +36,7 @@ def test_one_dimension_by_hand():
 @pytest.mark.parametrize("ranks", [4, 16, 64, 256])
 def test_optimus_table_1(ranks):
     """A layer forward: 1-D 4(p-1)/p bsh, 2-D log(p)/(2√p) (7 bsh + 12 h²); backward is as many trees, and
-    rings in place of their trees of sums.
-    """
+    rings in place of their trees of sums."""
     tokens, width = 4096, 1024
     products = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     flat, square = (
@@ -84,9 +83,7 @@ def test_grids_that_exist():
 
 
 def test_where_two_dimensions_win():
-    """With many tokens: 2 (q² - 1)/q² against 5 (q - 1)/q², true of all q; with trees 5 log2(q)/q, true from
-    q = 8.
-    """
+    """With many tokens: 2 (q² - 1)/q² against 5 (q - 1)/q², for all q; trees 5 log2(q)/q, from q = 8."""
     many = mlp(tokens=10**9, width=1024, inner=4096)
     assert crossover(many) == 4
     by_path = crossover(many, "forward_path")
@@ -116,8 +113,7 @@ def test_many_tokens_rotate_few_stay():
 
 def test_the_axes_of_a_cube_take_turns():
     """x of the first product and y of the second travel along one axis, 8 wide, what is between along the
-    other, 16 wide.
-    """
+    other, 16 wide."""
     found = cost(mlp(tokens=32, width=8, inner=16), Grid("3-D", 2))
     assert found.forward_by_axis == (64, 32, 128)  # 1/8 · (256 + 256), (128 + 128), (512 + 512)
     assert found.backward_by_axis == (96, 64, 192)  # 1/8 · (512 + 256), 4 · 128, (512 + 1024)

@@ -1,5 +1,4 @@
-"""Layouts of tensors against the bound of live bytes, all layouts of small cases, and a picture painted cell
-by cell."""
+"""Layouts of tensors: the bound of live bytes, all layouts of small cases, a picture cell by cell."""
 
 import random
 from itertools import permutations
@@ -85,8 +84,7 @@ def test_every_layout_is_sound_and_none_beats_the_bound(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_imanishi_binpacking(seed):
     """As low as the best of all layouts where these can be tried; down to the bound, without a hole, where a
-    layout without one was planted; never lower than that bound, never higher than best fit.
-    """
+    layout without one was planted; never lower than that bound, never higher than best fit."""
     few = drawn(100 + seed, count=6, moments=6)
     found = annealed(few, seed=seed)
     assert fullest(few) <= painted(few, found) == lowest(few) <= painted(few, best_fit(few))

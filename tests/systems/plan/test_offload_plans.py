@@ -142,8 +142,7 @@ LINKS = {"up": SERVER.bus, "down": SERVER.bus, "disk": 1}
 def fuyou_tasks(work: Work, server: Server, share: Number, layers: int) -> list[Task]:
     """The same layer by layer, for `play(.., {"up": bus, "down": bus, "disk": 1})`: disks count in seconds.
 
-    States are read ahead; the backward begins when all of the forward has ended. Nothing waits for room.
-    """
+    States are read ahead; the backward begins when all of the forward has ended. Nothing waits for room."""
     one = Work(*(divided(amount, layers) for amount in work))
     deep = max(0, share - divided(server.host_bytes, work.activation_bytes or 1)) * one.activation_bytes
     weights, states, swapped = 2 * one.parameters, 12 * one.parameters, share * one.activation_bytes

@@ -152,8 +152,7 @@ def test_a_training_step(layers):
     hole.
 
     While the first backward runs, the program holds n kept activations, the gradients of input and output,
-    and the first weight gradient; at its end all n of these.
-    """
+    and the first weight gradient; at its end all n of these."""
     A, W = 10, 40
     graph = training(layers, A, W)
     program, order = range(len(graph.operators)), least_memory(graph)

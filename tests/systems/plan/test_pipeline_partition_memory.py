@@ -45,8 +45,7 @@ TOY = small(num_layers=4, d_model=32, vocab_size=500, max_positions=LENGTH, tied
 @cache
 def measured() -> dict:
     """Peak bytes of every rank of 1F1B for every cut, by the ledgers of real runs: parameters, gradients,
-    activations, messages.
-    """
+    activations, messages."""
     cuts = list(cuts_of(6, P))
 
     def rank():
@@ -74,8 +73,7 @@ def worst_error(peaks) -> float:
 
 def test_mcap():
     """4 measured cuts predict the peaks of all 10 within 3%, and the chosen cut is the best of the 10 by
-    measurement too.
-    """
+    measurement too."""
     in_flight = [peak(one_f_one_b(P, M), rank) for rank in range(P)]
     assert in_flight == [3, 2, 1] and len(profiled(6, P)) == 4 and len(measured()) == 10
     asked = []
@@ -219,8 +217,7 @@ def tanhs(x, depth):
 @pytest.mark.parametrize("flags", [((True, True), (True, False)), ((False, True), (True, False))])
 def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
     """By the ledger, of forwards in flight and at the first backward's peak. Two layers, units of 2 and 3
-    tensors; the second layer's are recomputed first, while all else is still there.
-    """
+    tensors; the second layer's are recomputed first, while all else is still there."""
     unit = lambda depth: stage_memory.Unit(depth, depth * FLOATS)
     layers = (stage_memory.Layer(0, 0, 4, (unit(2), unit(3))),) * 2
     model, stage = stage_memory.Model(layers, boundary=FLOATS), [OfUnits((2, 3), keeps) for keeps in flags]
@@ -291,8 +288,7 @@ def test_what_a_rank_keeps_is_read_at_its_first_peak():
 
 def test_mpress():
     """All ways of all tensors on small cases: the plan fits the cap, is the best that fits, and never worse
-    than recomputation alone.
-    """
+    than recomputation alone."""
     chosen, better = set(), 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -316,8 +312,7 @@ def test_mpress():
 
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
     """1F1B on 4 ranks, 2 tensors of 4 bytes per microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
-    and 3 16 and 8.
-    """
+    and 3 16 and 8."""
     tensors = stage_memory.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), [4, 4], recompute=[1, 1])
     of_rank = [[tensor for tensor in tensors if tensor.rank == rank] for rank in range(4)]
     assert [sum(tensor.bytes for tensor in own) for own in of_rank] == [32, 24, 16, 8]

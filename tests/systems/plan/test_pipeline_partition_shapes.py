@@ -49,8 +49,7 @@ def step(groups, lengths, stages):
 def test_dynapipe():
     """Microbatches as fast as the best of all groupings of 8 samples and of all runs of 10 sorted ones; less
     padding; no order is stuck; and a plan, run on two ranks, has the loss and the gradients of one
-    process.
-    """
+    process."""
     for seed in range(3):
         draw = random.Random(seed)
         lengths = [draw.randint(1, 20) for _ in range(8)]
@@ -220,8 +219,7 @@ def test_adaptive_schedule_equals_one_process():
 
 def test_padding_less_changes_no_gradient():
     """The gradients of planned microbatches, each padded to its own longest sample, are those of one batch
-    padded to the longest of all.
-    """
+    padded to the longest of all."""
     (tokens, targets), model = padded(), GPT(small(), seed=3, dtype=torch.float64)
 
     def gradients(groups):
@@ -249,8 +247,7 @@ CHAIN = ((0, 1), (1, 2), (2, 3))
 @pytest.mark.parametrize("m", [3, 4, 8, 16])
 def test_graphpipe(m):
     """4 devices, two branches: depth 3 in place of 4, overhead (depth-1)/m, fewer activations in flight; and
-    the planner finds it.
-    """
+    the planner finds it."""
     for edges, kept in [(DIAMOND, [3, 2, 2, 1]), (MEETING, [3, 2, 2, 1]), (CHAIN, [4, 3, 2, 1])]:
         deep = stage_cuts.depth(4, edges)
         assert deep == (4 if edges == CHAIN else 3)

@@ -141,8 +141,7 @@ def known_v(shape, p):
 
 def test_what_filling_by_the_pattern_costs():
     """Against the shortest schedule of as much memory: nothing for lines and for a V of split backwards, one
-    backward and one forward for a V of whole ones.
-    """
+    backward and one forward for a V of whole ones."""
     for place, costs, split, longer in [
         ([0, 1], WHOLE, False, (0, 0, 0)),
         ([0, 1, 2], Costs(), True, (0, 0, 0)),

@@ -59,8 +59,7 @@ def some_units(seed: int) -> list[Unit]:
 
 def test_yuan_pareto():
     """The front is the exhaustive Pareto set; an offloaded stage adds no time while its bytes cross in the
-    compute time of an interval, and exactly the rest when they do not.
-    """
+    compute time of an interval, and exactly the rest when they do not."""
     for units in (BLOCK, *map(some_units, range(40))):
         found = front(units)
         assert {(choice.bytes, choice.time) for choice in found} == exhaustive(units)
@@ -92,8 +91,7 @@ def test_the_ends_of_the_front_and_its_words():
 def test_a_stage_waits_for_what_does_not_cross_in_time():
     """Two microbatches, F F B B of 2: the second is needed at once and stays; the first leaves from 2 to
     2 + c, comes back from 4 (when its neighbour's backward starts) or later until that + c, and is wanted at
-    6.
-    """
+    6."""
     actions = [("F", 0, 2), ("F", 1, 2), ("B", 1, 2), ("B", 0, 2)]
     assert offloaded(actions, 20, 10).time == 8
     for copy in (3, 4, 9):
@@ -112,8 +110,7 @@ def test_what_is_held_at_once_by_hand():
 
 def test_one_link_carries_one_stage_at_a_time():
     """Four forwards that take 1, copies that take 3: the second forward behind the first waits for neither,
-    the third until the first has left.
-    """
+    the third until the first has left."""
     actions = [("F", m, 1) for m in range(4)] + [("B", m, 9) for m in (0, 1, 2, 3)]
     # F0 0-1, out 1-4; F1 1-2, out 4-7; F2 from 4 to 5, out 7-10; F3 from 7 to 8; B0 is fetched from 7 to 10
     assert offloaded(actions, 3, 1).time == 10 + 4 * 9

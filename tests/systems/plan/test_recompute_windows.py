@@ -43,8 +43,7 @@ STEP = 3 * sum(time for time, _ in UNITS)  # forward and backward of a layer
 
 def test_lynx():
     """One window hides min(window, recomputation); OPT equals brute force; HEU's step is within 10% of OPT's,
-    for every room and window tried.
-    """
+    for every room and window tried."""
     for time, window in product((1, 4, 9), (0, 4, 7)):
         assert time - optimal([Task(time, 1, 0, 0)], [window], room=0).exposed == min(window, time)
     for seed in range(25):

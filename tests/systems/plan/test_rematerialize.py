@@ -11,8 +11,7 @@ from minitrain.systems.plan.rematerialize import Node, carried_out, checkmate, c
 
 def program(nodes, kept, budget):
     """Cost of Checkmate's program (section 4.3 to 4.6) for a given S, or None if U exceeds the budget. S in
-    rows by stage; R is the least that S and the graph ask for.
-    """
+    rows by stage; R is the least that S and the graph ask for."""
     n, cost = len(nodes), 0
     users = [[j for j in range(n) if i in nodes[j].inputs] for i in range(n)]
     for t in range(n):
@@ -75,8 +74,7 @@ def forward_and_back(costs, sizes) -> list[Node]:
 
 def sqrt_steps(n: int) -> list[tuple[str, int]]:
     """Chen's segments on that graph, by hand: hold the last x of each segment, run a segment again when its
-    backward comes; what is in a segment is let go as soon as used.
-    """
+    backward comes; what is in a segment is let go as soon as used."""
     size = isqrt(n - 1) + 1
     steps, held = [], set()
 

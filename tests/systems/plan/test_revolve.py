@@ -12,8 +12,7 @@ from tests.systems.memory.plans import recomputed, show
 
 def searched(n, held):
     """The fewest forwards by searching states (held x, place of the running x, gradients still to come): no rule
-    about how plans look is assumed but that an x is held or on its way.
-    """
+    about how plans look is assumed but that an x is held or on its way."""
     waiting, seen, tie = [(0, 0, frozenset({0}), 0, n)], set(), 0
     while waiting:
         cost, _, kept, now, left = heappop(waiting)

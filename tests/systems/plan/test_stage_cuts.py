@@ -123,8 +123,7 @@ def simulated_step(stages, m):
 
 def test_dapple_planner():
     """The chosen cut, replication and placement equal trying everything, by formulas of this test's own; and
-    simulated, the plan is within 5% of its prediction and of the fastest plan there is.
-    """
+    simulated, the plan is within 5% of its prediction and of the fastest plan there is."""
     kinds = set()
     for seed in range(6):
         draw = random.Random(seed)
@@ -176,9 +175,7 @@ def units_of(layers: range, blocks: int) -> range:
 
 
 def gpt_units(draw, blocks):
-    """Embedding, (attention, MLP) of every block, head: the head of a large vocabulary weighs as much as
-    several blocks.
-    """
+    """Embedding, (attention, MLP) of every block, head: that of a large vocabulary weighs several blocks."""
     attention, mlp = draw.randint(3, 6), draw.randint(6, 9)
     forward = [draw.randint(1, 3), *[attention, mlp] * blocks, draw.randint(5, 40)]
     return forward, [2 * time for time in forward]
@@ -186,8 +183,7 @@ def gpt_units(draw, blocks):
 
 def walked(forward, backward, p, m):
     """AutoPipe's walk in the words of its docstring: from the balanced cut, a unit leaves the master stage over
-    one of its ends, and perhaps the neighbour hands one on, as long as the simulated step gets shorter.
-    """
+    one of its ends, and perhaps the neighbour hands one on, as long as the simulated step gets shorter."""
 
     def simulated(starts):
         bounds = list(zip(starts, (*starts[1:], len(forward))))
@@ -239,9 +235,7 @@ def test_autopipe_takes_the_best_of_its_moves():
 
 
 def test_autopipe():
-    """Balance: never slower than whole layers cut evenly. Slicing: half a forward less for each link of the
-    warm-up.
-    """
+    """Balance: never slower than whole layers cut evenly. Slicing: half a forward less for each link."""
     best = 0
     for seed in range(30):
         draw = random.Random(seed)

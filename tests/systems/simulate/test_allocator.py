@@ -40,9 +40,7 @@ def calls(memory, backing):
 
 
 def segments(of):
-    """(address, bytes) of every piece of memory taken from the device and not given back, without expandable
-    segments.
-    """
+    """(address, bytes) of memory taken from the device and not given back, without expandable ones."""
     held = {}
     for _, address, size, gained in of.memory.log:
         held.pop(address, None)
@@ -178,9 +176,7 @@ def test_a_segment_with_one_live_block_cannot_be_given_back():
 
 
 def test_max_split_size_keeps_large_blocks_whole():
-    """A block of 30 MiB may be split at 20, one of 50 may not; a larger request gets it if it is at most 20 MiB
-    smaller.
-    """
+    """30 MiB may be split at 20, 50 may not; a larger request gets it if at most 20 MiB smaller."""
     limited = allocator(settings="max_split_size_mb:40")
     places = {name: alloc(limited, **{name: size * MiB}) for name, size in dict(a=30, b=50).items()}
     limited.free("a")

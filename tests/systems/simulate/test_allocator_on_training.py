@@ -25,8 +25,7 @@ EXPANDABLE = "expandable_segments:True"
 
 def training(config, lengths, rows=4, recompute=False, warm=False):
     """Steps with texts of these lengths; -> the trace, the kinds of its blocks, its length after each step, the
-    peak. `warm`: the optimizer's state is there before the first.
-    """
+    peak. `warm`: the optimizer's state is there before the first."""
 
     def step(T):
         tokens, positions = torch.zeros(rows, T, dtype=torch.long), torch.arange(T)
@@ -97,8 +96,7 @@ def test_older_blocks_come_first_and_a_block_resized_is_freed_and_allocated():
 def test_tensor_defrag(settings, recompute):
     """Once the optimizer has its state, the first step gets all memory from the device: later ones reach it with
     no request at all. Best fit, splits and joins serve them from what is cached; without the cache every step
-    would wait for the device some hundred times.
-    """
+    would wait for the device some hundred times."""
     trace, _, (start, first, *_, end), _ = dry((1024, 1024, 1024), recompute=recompute, warm=True)
     done = replay(trace, of(settings))
     assert done.died is None and done.events == end and not done.return_calls
@@ -134,8 +132,7 @@ def test_texts_of_growing_length_fragment_memory_and_pages_do_not():
 
 def test_zero_r_defragmentation():
     """MD: with checkpoints and gradients in a region of their own less of what is reserved lies idle. The price:
-    the region is there also where it is not full, so more is requested.
-    """
+    the region is there also where it is not full, so more is requested."""
     for lengths in ((1024,) * 2, (1024, 512, 640, 768, 896)):
         trace, kinds, marks, _ = dry(lengths, recompute=True)
         gradients = {block for block, kind in enumerate(kinds) if kind == "gradients"}

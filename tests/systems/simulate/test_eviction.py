@@ -221,8 +221,7 @@ def test_a_static_plan_by_hand():
 
 def test_static_vs_dynamic_eviction():
     """On a chain the optimum, known beforehand, recomputes no more than DTR; if the depth is in the data, a plan
-    for the mean depth needs more than the budget, and DTR does not.
-    """
+    for the mean depth needs more than the budget, and DTR does not."""
     gaps = []
     for layers, budgets in ((6, (4, 5, 6, 7)), (8, (5, 6, 7)), (9, (6,))):
         reads = [(i - 1,) for i in range(layers)]  # x_i of the x before

@@ -32,9 +32,7 @@ def test_lru_finds_nothing_in_a_single_epoch(capacity):
     "read_time, step_time", [(7, 2), (6, 2), (1, 3), (Fraction(10, 3), Fraction(1, 7)), (5, 5)]
 )
 def test_alluxio_juicefs(read_time, step_time):
-    """Without reading ahead every read of a single epoch is waited for; from depth ceil(t_io / t_step) on,
-    none is.
-    """
+    """Without reading ahead an epoch's reads are waited for; from depth ceil(t_io / t_step) on, none is."""
     enough = math.ceil(Fraction(read_time) / step_time)
     assert hits(read_epoch(shuffled(200, 1), LRU(150))) == 0
     on_demand = stalls([read_time] * 200, step_time, depth=0)
@@ -57,9 +55,7 @@ def test_hits_need_no_stream():
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_quiver(share):
-    """Substitution finds the whole cache every epoch, LRU finds c + (1 - c) ln(1 - c); both read each sample
-    once.
-    """
+    """Substitution finds the whole cache every epoch, LRU c + (1 - c) ln(1 - c); each sample once."""
     count, epochs = 4000, 4
     capacity = int(share * count)
     plain, substituting = LRU(capacity), LRU(capacity)
@@ -75,9 +71,7 @@ def test_quiver(share):
 
 
 def test_quiver_jobs_share_one_cache():
-    """Two jobs with orders of their own take turns: each finds at least the whole cache after its first
-    epoch.
-    """
+    """Two jobs with orders of their own: each finds at least the whole cache after its first epoch."""
     cache, count = LRU(300), 1000
     for epoch in range(4):
         jobs = [read_epoch_substituting(shuffled(count, 2 * epoch + job), cache) for job in range(2)]
@@ -98,9 +92,7 @@ def stall_of_epoch(capacity, read_time, count=60, step_time=2, depth=8, streams=
 
 @pytest.mark.parametrize("threshold", [1, 10, 30])
 def test_fluid(threshold):
-    """The autoscaler settles on the smallest cache whose simulated stall is below the threshold, after
-    changes too.
-    """
+    """The autoscaler settles on the smallest cache whose stall is below the threshold, after changes too."""
     weather = {"read_time": 12}
     sizes = autoscale(lambda capacity: stall_of_epoch(capacity, **weather), 60, threshold)
     for read_time in (12, 10, 16):

@@ -1,5 +1,4 @@
-"""A 2·2·2 cube of ranks: equal to one process, every operand cut in eight, bytes as the formulas say, clear
-refusals."""
+"""A 2·2·2 cube of ranks: equal to one process, every operand cut in eight, bytes as the formulas say."""
 
 import copy
 from functools import partial
@@ -133,8 +132,7 @@ def test_without_a_collective_it_does_not():
 
 
 def measure():
-    """Elements sent by the product and its two gradients, by a bias, by an MLP in 3-D and in 1-D; saved
-    memory."""
+    """Elements sent by a product and its two gradients, by a bias, by an MLP in 3-D and 1-D; saved memory."""
     groups = grid()
     plain, biased = (Linear3D(whole_linear(bias), *groups) for bias in (False, True))
     mlp, sent = cut_mlp(whole_mlp("gelu"), *groups), {}

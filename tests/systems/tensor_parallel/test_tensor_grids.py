@@ -1,5 +1,4 @@
-"""Matrices on grids of ranks: SUMMA, Cannon, two dimensions and two and a half; equal to one process, bytes
-as promised."""
+"""Matrices on grids of ranks: SUMMA, Cannon, 2-D and 2.5-D; equal to one process, bytes as promised."""
 
 import itertools
 from collections.abc import Callable
@@ -119,8 +118,7 @@ def test_cannon():
 
 
 def test_each_rank_sends_its_share_on_any_grid():
-    """Over q steps a rank takes every place in the tree of a broadcast once: the formula holds per rank, not
-    on average."""
+    """Over q steps a rank takes every place in a broadcast's tree: the formula holds per rank."""
 
     def rank(side, product):
         groups = grid(side)
@@ -217,8 +215,7 @@ POSITIONS = torch.arange(T)
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Every parameter is random, biases and norms too, and as large as its neighbours: nothing may hide in a
-    zero."""
+    """Every parameter is random, biases and norms too, and as large as others: nothing hides in a zero."""
     with torch.no_grad():
         for number, param in enumerate(module.parameters()):
             param.copy_(random(*param.shape, seed=100 + number) / 2 + (param.dim() == 1))
@@ -299,8 +296,7 @@ def test_a_block_equals_one_process():
 
 
 def test_without_its_collectives_it_does_not(monkeypatch):
-    """Controls: no broadcast in a product, no sum in a norm, no sum of a vector's gradient over the grid
-    column."""
+    """Controls: no broadcast in a product, no sum in a norm, none of a vector's gradient over a column."""
 
     def rank(module, name, deaf):
         monkeypatch.setattr(module, name, deaf)

@@ -88,8 +88,7 @@ def compare_linear(in_place):
 
 
 def train(activation, in_place):
-    """Three steps of a block beside one process: the largest difference of outputs, gradients and
-    parameters."""
+    """Three steps of a block beside one process: the largest difference of outputs, gradients, weights."""
     group, block = collectives.world(), fill(Block(activation))
     mine, total = rows(group.rank()), rows(group.size()).start
     ours, worst = rotate_linears(copy.deepcopy(block), group, in_place), 0.0
@@ -172,8 +171,7 @@ def test_a_long_ring_sends_what_the_chooser_says():
 
 
 def memory():
-    """In shards, at the peak of forward and of backward: two rows of activations are small beside a weight of
-    64 · 64."""
+    """In shards, at the peaks of both passes: two rows of activations are small beside 64 · 64."""
     rotated.PIECE_BYTES = 64 * BYTES
     return [(forward * 4 / 64**2, backward * 4 / 64**2) for _, forward, backward in measure(64, 64)]
 

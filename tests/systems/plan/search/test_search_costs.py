@@ -247,8 +247,7 @@ def check(case, seed, row):
 def test_every_byte_on_ranks():
     """14 drawn choices on 2 x 2 ranks equal one process, gradient by gradient; each layer's and each edge's
     bytes, forward and backward, on each level, what is stored and what is kept are the problem's. Replayed on
-    links without latency, each takes the problem's seconds.
-    """
+    links without latency, each takes the problem's seconds."""
     shown = set()
     by_rank = launch.run(rank, CASES, ranks=4)
     for number, (case, seed) in enumerate(CASES):

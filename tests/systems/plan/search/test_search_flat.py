@@ -59,8 +59,7 @@ def test_exhaustive():
 
 def test_optcnn():
     """Elimination costs what every choice does: a chain of 6 layers with 4 options; branches that meet again
-    (edge elimination); a graph that does not shrink; chains of the problem, with and without skips.
-    """
+    (edge elimination); a graph that does not shrink; chains of the problem, with and without skips."""
     six = [(i, i + 1) for i in range(5)]
     shapes = [
         (six, 6),
@@ -113,8 +112,7 @@ def test_tensoropt():
 
 def test_flexflow():
     """The walk finds what every choice, simulated, gives; a changed layer simulated alone is the whole
-    simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting.
-    """
+    simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting."""
     problem = example(shardings=("dp", "col", "row"))
     found, best = simulated.flexflow(problem), every_simulated(problem)
     assert found.cost == best.cost and found.looked_at < best.looked_at / 4
@@ -176,8 +174,7 @@ def test_flexflow_overlaps():
 
 def test_tofu():
     """Two halvings, one after the other, move the elements of the best of all cuts in both at once; workers
-    that have just their stored quarters compute the MLP's results by fetching exactly so many.
-    """
+    that have just their stored quarters compute the MLP's results by fetching exactly so many."""
     for seed in range(12):
         problem = chain(seed, layers=2)
         found, best = layerwise.tofu(problem), layerwise.every_halving(problem)
@@ -257,8 +254,7 @@ ALEXNET = (
 
 def test_hypar():
     """Of AlexNet's layers those with convolutions become data-parallel, the wide products model-parallel, on
-    every one of four levels; on each level the sum is that of the best of 2^L choices.
-    """
+    every one of four levels; on each level the sum is that of the best of 2^L choices."""
     problem = Problem(ALEXNET, 256, (Level(2, 2.0**30),) * 4, 2.0**42)
     found, best = layerwise.hypar(problem), layerwise.hypar(problem, every)
     assert found == best._replace(looked_at=found.looked_at) and best.looked_at == 4 * 2**8
@@ -296,8 +292,7 @@ def test_autoddl():
 
 def test_rl_placement():
     """On 6 operators and 2 devices the policy ends, for at least 9 of 10 seeds, at the fastest of all 64
-    placements; it does on 4 layers and 4 devices; without the reward it does not.
-    """
+    placements; it does on 4 layers and 4 devices; without the reward it does not."""
     layers = tuple(linear(f"{i}", 256, 256) for i in range(6))
     six = Problem(layers, 1024, (Level(2, 2.0**33),), 2.0**40, microbatches=4)
     best = every_placement(six)

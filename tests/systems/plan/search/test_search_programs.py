@@ -28,8 +28,7 @@ GATED = ("matmul", ("mul", ("matmul", X, W("a")), ("matmul", X, W("b"))), W("c")
 
 def test_unity():
     """Every graph that rewrites lead to computes the same, also with odd numbers; a rule that does not is
-    noticed. The joint search costs no more than algebra first, and less where a merger stands in the way.
-    """
+    noticed. The joint search costs no more than algebra first, and less where a merger stands in the way."""
     shapes = {"x": (8, 8), "a": (8, 12), "b": (8, 12), "c": (12, 8)}
     draw = numpy.random.default_rng(0)
     arrays = {name: draw.integers(-5, 6, shape).astype(float) for name, shape in shapes.items()}
@@ -111,8 +110,7 @@ def closure(graph, rules):
 
 def test_nnscaler():
     """1F1B, an interlaced pipeline and co-shard are written with the three primitives alone, with the times that
-    they have; the expert's constraints leave 34 of 5,136 plans, the fastest among them.
-    """
+    they have; the expert's constraints leave 34 of 5,136 plans, the fastest among them."""
     check_1f1b()
     check_interlaced()
     check_co_shard()
@@ -175,8 +173,7 @@ def check_co_shard():
 
 def test_deepspeed_autotuning():
     """No configuration runs that is over memory; the best that ran is the best of the whole grid; and the bytes
-    of the simulated step are those of dry runs of every ZeRO stage with 1 and 2 microbatches.
-    """
+    of the simulated step are those of dry runs of every ZeRO stage with 1 and 2 microbatches."""
     for memory_mib, rows in product((32, 48, 64, 96, 256), (256, 1024)):
         problem, ran = example(memory_bytes=memory_mib * 2**20, rows=rows), []
 

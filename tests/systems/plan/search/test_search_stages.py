@@ -17,8 +17,7 @@ from tests.systems.plan.search.drawn import blocks, chain
 
 def test_step_of_a_pipeline():
     """T = sum + (B - 1) max is the makespan of GPipe, whatever its stages' times, and 1F1B needs as long or, with
-    uneven stages, less, but more than four fifths; what a plan costs is the sum of its parts.
-    """
+    uneven stages, less, but more than four fifths; what a plan costs is the sum of its parts."""
     for times in ((1, 1, 1), (1, 5, 2), (4, 1, 3, 2), (7,)):
         for microbatches in (1, 2, 4, 8):
             costs = Costs(F=1, B=2, stage={i: time for i, time in enumerate(times)})
@@ -95,8 +94,7 @@ def capped(search, problem):
 
 def test_piper():
     """Time per sample is that of the best of all plans, for 6 layers on 4 devices within a memory, which at
-    last forces recomputation; the plan takes it and fits.
-    """
+    last forces recomputation; the plan takes it and fits."""
     recomputed = []
     for seed in range(2):
         problem = blocks(seed, layers=6, shardings=("dp", "tp"))
@@ -126,8 +124,7 @@ def test_of_equal_plans_piper_takes_that_with_fewest_stages():
 def test_alpa():
     """The integer program is exact, and takes Megatron's cut for a wide MLP, data parallelism for a wide batch;
     stages and shardings are the best of all plans within memory; for equal blocks no plan is faster than the
-    best that a person would try, uniform in all of them.
-    """
+    best that a person would try, uniform in all of them."""
     fast = (Level(4, 2.0**34),)
 
     def shardings(rows, width):
@@ -216,9 +213,7 @@ def test_aceso_changes_one_thing():
 
 
 def test_galvatron():
-    """22 candidates for 8 GPUs; on 4 layers the best of all plans that the
-    tree allows, within memory.
-    """
+    """22 candidates for 8 GPUs; on 4 layers the best of all plans that the tree allows, within memory."""
     kinds = ("dp", "sdp", "tp")
     assert [len(staged.tree_shardings(kinds, 3 - pp)) for pp in range(4)] == [11, 7, 3, 1]
     assert not {("dp", "tp", "dp"), ("dp", "sdp", "tp")} & {*staged.tree_shardings(kinds, 3)}
@@ -234,8 +229,7 @@ def test_galvatron():
 
 def test_galvatron_bmw():
     """Within a memory never slower than Galvatron's plan, faster where it recomputes or cuts unevenly, and never
-    faster than the best of all plans with stages of equal devices.
-    """
+    faster than the best of all plans with stages of equal devices."""
     faster = 0
     for seed in range(3):
         problem = blocks(seed, shardings=("sdp", "tp"))
