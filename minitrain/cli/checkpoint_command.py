@@ -7,8 +7,6 @@ minitrain checkpoint convert saved model          -> model/config.json, model/mo
 minitrain checkpoint convert model imported       <- as checkpoint of step 0, weights alone
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, fields
 from pathlib import Path

@@ -19,8 +19,6 @@ Each of these, wrong, gives a model that runs and writes nearly sense: GELU for 
 DeepSeek-AI 2024, arXiv:2412.19437, sections 2.1.2 and 4.3; Jiang et al. 2024, arXiv:2401.04088, table 1.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -10,8 +10,7 @@
 
 A rank may have several stages (interleaving), and a stage stand in two lists, for different microbatches
 (Chimera). With `slices` = k, unit m·k + j is slice j of microbatch m; forwards go from the first slice to the
-last, backwards from the last to the first. F, B, I, W are the letters of torch.distributed.pipelining.
-Differs: no map from stages to ranks, no sends.
+last, backwards from the last to the first. Letters are torch's; its schedules map stages to ranks, and send.
 """
 
 from collections import Counter, deque

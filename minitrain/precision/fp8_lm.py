@@ -11,8 +11,7 @@ just in time (jit_copies.py). Gradients are added up as codes with one scale
 (systems/data_parallel/scaled.py): in units of A / μ, where A is the largest of any rank, sums of n ranks
 overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so μ starts at 1, halves after a step in which more than
 0.001 % of a tensor's sums were cut off, and else doubles within 1,000 steps. Peng et al. 2023,
-arXiv:2310.18313, sections 2.1 and 2.2. Differs: products in bfloat16, for which FP8 linear layers can be put;
-a μ for each tensor, between 1/n and 1.
+arXiv:2310.18313, sections 2.1 and 2.2. Differs: products in bfloat16; a μ for each tensor, from 1/n to 1.
 """
 
 import torch

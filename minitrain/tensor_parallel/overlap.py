@@ -9,8 +9,7 @@ The B·T tokens are cut into `chunks` pieces; the last sum of forward stays expo
 but smaller products run at a lower rate and each all-reduce pays its latency: 4 is a compromise. On a CPU it
 rarely gains. Bytes and memory are those of linear.py (a piece that does not divide by t falls unevenly on the
 ranks); sums are formed in place.
-Jangda et al. 2022 (CoCoNet), arXiv:2105.05720; Wang et al. 2024 (Domino), arXiv:2409.15241, cut a layer's
-batch in this way. Differs: no kernels are fused.
+Jangda et al. 2022 (CoCoNet), arXiv:2105.05720; Wang et al. 2024 (Domino), arXiv:2409.15241. No fused kernels.
 """
 
 from collections.abc import Sequence

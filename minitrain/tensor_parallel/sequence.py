@@ -9,8 +9,7 @@ What plain tensor parallelism keeps whole, 10 of the 34 s·b·h bytes of a layer
 each pass, but keeps X whole. `column` keeps the slice and gathers again in backward, behind a product, for
 (t-1)/t · B·T·D more. Norms, biases behind the scatter and positions see T/t tokens on each rank: their
 gradients are terms of a sum over `group`, which the reducer of gradients forms.
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Differs: activations are [B, T, D], so with B > 1
-the pieces along T are copied before they travel.
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Differs: with B > 1 pieces along T are copied.
 """
 
 from collections.abc import Sequence

@@ -63,8 +63,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, group: ProcessGroup, voca
 
 
 def whole_logits(logits: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
-    """`[B, T, V/t]` -> `[B, T, V]`, for a loss that is not ours; backward takes this rank's slice. Sends
-    (t-1)/t of the logits, which are then whole on every rank."""
+    """`[B, T, V/t]` -> `[B, T, V]` on every rank, for another loss. Sends (t-1)/t of the logits."""
     return collectives.gather_from(logits, group, logits.dim() - 1)[..., :vocab_size]
 
 

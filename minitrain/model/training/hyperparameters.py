@@ -6,8 +6,6 @@ The optimizer is AdamW, with masters in at least float32, over matrices that dec
 its rate goes up in a line and down half a cosine. torch is needed by a run only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

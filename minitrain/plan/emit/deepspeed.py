@@ -5,11 +5,8 @@
 
 The JSON is about batch, ZeRO, precision, offload and AutoTP. The rest are arguments of calls: `IN_CODE` says
 of which. The number of data ranks follows from the three batch sizes. Of hybrid sharding there is nothing:
-MiCS was taken out. Stages 2 and 3 do not go with its pipelines. Rasley et al. 2020; deepspeed.tsv has the
-version.
+MiCS was taken out. Stages 2 and 3 do not go with its pipelines. Rasley et al. 2020; version: deepspeed.tsv.
 """
-
-from __future__ import annotations
 
 import json
 import math

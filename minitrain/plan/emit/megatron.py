@@ -7,8 +7,7 @@ Data parallelism is what is left of the ranks, so the launcher's number of ranks
 schedules there are 1F1B and interleaved 1F1B, of layouts of a sequence the zigzag, of ZeRO its distributed
 optimizer and Megatron-FSDP. A command that names none of them is read as its defaults: 0.1 of dropout,
 LayerNorm, learned positions, GELU and a tied head. Experts are in the blocks that --moe-layer-freq lists; the
-weights of their losses carry over as numbers, how they are averaged was not compared. megatron.tsv has the
-version. No torch.
+weights of their losses carry over as numbers, how they are averaged was not compared. No torch.
 """
 
 import ast

@@ -12,11 +12,8 @@ too: one that says `nothing` changes numbers and has no counterpart here, so it 
 rates, paths) is handed back.
 
 `write` reads its own result back. A value that does not come back the system cannot say: it is noted where it
-changes only how fast something is done, and refused anywhere else. So read(write(job)) is the job wherever
-`write` notes nothing. No torch.
+changes only how fast something is done, else refused. So read(write(job)) is the job if nothing is noted.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping

@@ -6,11 +6,8 @@
 A degree each for replicas and shards says what ZeRO is: shards alone, and parameters kept after forward, are
 ZeRO-2, freed ones ZeRO-3; both degrees hybrid sharding; ZeRO-1 there is not. Tensor parallelism always cuts
 the sequence as well. bfloat16 is what is computed in: weights, gradients and sums are float32, which is
-`bfloat16_main_grads` here. Liang et al. 2024, arXiv:2410.06511; torchtitan.tsv has the version, the last one
-before its configuration became Python.
+`bfloat16_main_grads` here. Liang et al. 2024, arXiv:2410.06511; torchtitan.tsv has the last TOML's version.
 """
-
-from __future__ import annotations
 
 import json
 import tomllib

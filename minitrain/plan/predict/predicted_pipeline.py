@@ -161,8 +161,7 @@ def _path(layout: Layout, costs: Costs) -> Counts:
 
 
 class _Cast:
-    """A schedule and what each of its entries is made of: entries alike have one role. Numbers are places in
-    an order in which each comes after what it needs."""
+    """What a schedule's entries are made of: entries alike have one role. Numbers are places in an order."""
 
     def __init__(self, layout: Layout) -> None:
         self.schedule, self.layout = layout.build(), layout
