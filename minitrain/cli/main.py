@@ -19,15 +19,9 @@ import psutil
 import typer
 from typer import Argument, Option, echo
 
-from minitrain.cli import (
-    checkpoint_command,
-    plan_command,
-    replay_command,
-    sample_command,
-    tokenize_command,
-    train_command,
-)
+from minitrain.cli import checkpoint_command, plan_command, replay_command, tokenize_command, train_command
 from minitrain.cli.replay_command import among
+from minitrain.cli.sample_command import sample
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
 
@@ -73,7 +67,7 @@ def options(
 
 
 app.command()(train_command.train)
-app.command()(sample_command.sample)
+app.command()(sample)
 app.command()(tokenize_command.tokenize)
 app.command()(plan_command.plan)
 app.command()(replay_command.replay)

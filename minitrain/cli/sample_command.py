@@ -40,32 +40,28 @@ def sample(
     minitrain sample saved --prompt "It is" --step 800 --tp 2 --temperature 0"""
     require_ints(tokens=tokens, top_k=top_k, seed=seed)
     require_nonnegative(temperature=temperature)
-    store = store_of(folder)
-    step = step_of(store, step)
-    manifest = store.manifest(step)
+    manifest = store_of(folder).manifest(step := step_of(store_of(folder), step))
     config, was = config_in(manifest), manifest["identity"]
-    of_the_numbers = {name: was[name] for name in ("precision", "products") if name in was}
-    strategy = Strategy(**of_the_numbers | chosen(Strategy, values))
+    numbers = {name: was[name] for name in ("precision", "products") if name in was}
+    strategy = Strategy(**numbers | chosen(Strategy, values))
     strategy.check(config, int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks)
     from minitrain.model.data.tokenizer import Tokenizer
     from minitrain.ranks import launch
 
     text = Tokenizer(tokenizer)
-    if text.vocab_size > config.vocab_size or tokenizer is None and text.vocab_size != config.vocab_size:
+    if text.vocab_size > config.vocab_size or not tokenizer and text.vocab_size < config.vocab_size:
         what = f"{folder} has {config.vocab_size} tokens, {tokenizer or 'bytes'} {text.vocab_size}"
         raise ValueError(f"{what}: give the --tokenizer that the model was trained with")
-    (ids,) = text.encode([prompt])
-    if not 0 < len(ids) <= config.max_positions:
-        most = f"this model reads 1 to {config.max_positions} (max_positions)"
-        raise ValueError(f"a prompt of {len(ids)} tokens; {most}")
-    drawn = dict(n=tokens, temperature=temperature, seed=seed, top_k=top_k)
-    given = folder, step, config, strategy, ids, drawn
+    (ids,), most = text.encode([prompt]), config.max_positions
+    if not 0 < len(ids) <= most:
+        raise ValueError(f"a prompt of {len(ids)} tokens; this model reads 1 to {most} (max_positions)")
+    given = folder, step, config, strategy, ids, (tokens, temperature, seed, top_k)
     written, *_ = launch.run(sample_on_rank, *given, ranks=strategy.ranks, timeout_s=WEEK_S)
     if os.environ.get("RANK", "0") == "0":
         echo(text.decode(written))
 
 
-def sample_on_rank(folder: Path, step: int, config, strategy: Strategy, ids: list[int], drawn: dict) -> list:
+def sample_on_rank(folder: Path, step: int, config, strategy: Strategy, ids: list[int], how: tuple) -> list:
     import torch
 
     from minitrain.checkpoint.load import Saved
@@ -74,4 +70,4 @@ def sample_on_rank(folder: Path, step: int, config, strategy: Strategy, ids: lis
 
     run = parallelize(config, strategy, device=launch.device())
     run.load_pieces(Saved(store_of(folder).open(step)[1], weights=True))
-    return run.sample(torch.tensor([ids], device=run.device), **drawn)[0].tolist()
+    return run.sample(torch.tensor([ids], device=run.device), *how)[0].tolist()

@@ -142,11 +142,11 @@ def started(folder: Path, values: dict[str, Any]) -> GPTConfig:
     store = store_of(folder)
     base = config_in(store.manifest(step_of(store, None)))
     config = changed(base, str(folder), values)
-    was, now = plain_values(base), plain_values(config)
-    for name in now:
-        if now[name] != was.get(name) and name not in OF_TRAINING:
+    was = plain_values(base)
+    for name, now in plain_values(config).items():
+        if now != was.get(name) and name not in OF_TRAINING:
             there = f"{folder} has {name}={was.get(name)}"
-            raise ValueError(f"{name}={now[name]} beside --start: {there}; leave it out")
+            raise ValueError(f"{name}={now} beside --start: {there}; leave it out")
     return config
 
 
@@ -172,11 +172,11 @@ def check(settings: Settings) -> Settings:
     if hyper.frozen:
         check_frozen(config, hyper)
     data, _ = open_data(hyper.length, **settings.data)
-    if settings.start and data.vocab_size > config.vocab_size:
-        what = f"the model of {settings.start} has {config.vocab_size} tokens"
-        raise ValueError(f"{what}, {data.name} {data.vocab_size}: use the tokenizer that it was made with")
     if not settings.start:
         config = replace(config, vocab_size=data.vocab_size)
+    elif (size := config.vocab_size) < data.vocab_size:
+        what = f"{settings.start} has {size} tokens, {data.name} {data.vocab_size}"
+        raise ValueError(f"{what}: give data of the tokenizer that it was trained with")
     settings = replace(settings, config=config)
     check_memory(config, strategy)
     if settings.out:

@@ -1,15 +1,16 @@
 """Text from a Run, in any layout: of a text seen but for its last token that token alone is computed.
 
 A token is alike on all ranks of dp, cp and ep, where a prompt is cut over cp; sequence parallelism cuts it
-with t - 1 more that nobody reads. Latent attention with plain products computes as it is served. Products in
-few bits scale a token by what is with it: theirs is another rounding. A text of max_positions tokens has a
-window that slides, and each token another position: each step computes all of them, as without a cache. The
-expert_choice router looks at later tokens: no cache at all. Sends a forward of a token, what context/cache.py
-says, and each drawn token from rank 0, lest a rounding that differs from rank to rank make two texts.
+with t - 1 more that nobody reads. Products in few bits scale a token by what is with it: theirs is another
+rounding. A text of max_positions tokens has a window that slides, and each token another position: each step
+computes all of them, as without a cache. Experts that choose tokens look at later ones: no cache at all.
+Sends a forward of a token, what context/cache.py says, and each drawn token from rank 0, lest a rounding that
+differs from rank to rank make two texts.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,9 @@ def cached(run, most: int) -> Iterator[Callable[[Tensor], Tensor]]:
             position, padding = cache.add(), strategy.tp - 1 if strategy.sequence_parallel else 0
             positions = torch.arange(position, length + padding, device=tokens.device)
             return run.logits(F.pad(tokens[:, -1:], (0, padding)), positions, padding)[:, :1]
-        padded, more = length + -length % strategy.pieces, min(most, config.max_positions - length)
+        padded = length + -length % strategy.pieces
         runs = run.layout(group.rank(), group.size(), padded) if group else [range(padded)]
-        cache.begin(runs, length, more, tokens.device)
+        cache.begin([*chain(*runs)], length, min(most, config.max_positions - length), tokens.device)
         return run(tokens)
 
     attentions = [layer.attention for layer in run.model.layers if hasattr(layer, "attention")]

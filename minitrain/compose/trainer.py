@@ -208,25 +208,20 @@ class Trainer:
                 if self.rank == 0:
                     self.store.set_aside(step)
                 continue
-            self.records = manifest["records"]
-            self.go_on(**manifest["position"])
+            position, size = manifest["position"], self.hyper.batch_size
+            self.step, self.records = position["step"], manifest["records"]
+            seen = position.get("samples", self.step * position["batch_size"])
+            if first := seen - self.step * size:
+                one = self.data.rows(1, self.hyper.length, self.hyper.seed)
+                self.first, self.rows = first, counted_from(first, one, size)
             if self.rank == 0:
                 self.store.count_as_good(step)
             before = Strategy(**manifest["strategy"])
             other = [f"it was saved by {before}"] if before != self.parallel.strategy else []
-            told = [", ".join(changed)] if changed else []
-            return "; ".join([f"{said}resumed at step {self.step}", *told, *other, *lost])
+            return "; ".join([f"{said}resumed at step {self.step}", *changed, *other, *lost])
         if steps:
             raise ValueError(f"{said}No checkpoint in {self.store.folder} is whole: start anew elsewhere")
         return ""
-
-    def go_on(self, step: int, batch_size: int, samples: int | None = None, **_) -> None:
-        """With the first sample that has not been seen, whatever the size of the batches before."""
-        hyper, samples = self.hyper, step * batch_size if samples is None else samples
-        self.step, self.first = step, samples - step * hyper.batch_size
-        if self.first:
-            one = self.data.rows(1, hyper.length, hyper.seed)
-            self.rows = counted_from(self.first, one, hyper.batch_size)
 
     def agree(self, steps: list[int]) -> list[int]:
         """All ranks see the same checkpoints: they compare the newest and what it holds."""
@@ -268,20 +263,19 @@ MUST_STAY = {
 
 
 def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list[str]:
-    """What has changed of what may change: ["lr 0.003 -> 0.001"]."""
+    """What has changed of what may change, in a line: "lr 0.003 -> 0.001"."""
     was, position, changed = manifest["identity"], manifest["position"], []
     if "batch_size" not in position:
         raise ValueError(f"{path} has weights alone, of no run: begin with them, --start {path.parent}")
     for name, now in wanted.items():
-        if (before := was.get(name)) == now:
-            continue
-        if name not in MAY_CHANGE:
-            what = f"{path} was made with {name}={before}, this run has {name}={now}"
-            why = MUST_STAY.get(name, "it is another model")
-            raise ValueError(f"{what}: {why}; resume with the same, or write to another folder")
-        changed.append(f"{name} {before} -> {now}")
+        if (before := was.get(name)) != now:
+            if name not in MAY_CHANGE:
+                what = f"{path} was made with {name}={before}, this run has {name}={now}"
+                why = MUST_STAY.get(name, "it is another model")
+                raise ValueError(f"{what}: {why}; resume with the same, or write to another folder")
+            changed.append(f"{name} {before} -> {now}")
     if wanted["steps"] < position["step"]:
         what = f"{path} has {position['step']} steps behind it, and steps={wanted['steps']}"
         raise ValueError(f"{what}: ask for more, or write to another folder")
     data.resume(position, position["batch_size"], wanted["length"], wanted["seed"])
-    return changed
+    return [", ".join(changed)] if changed else []

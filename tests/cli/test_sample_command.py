@@ -1,6 +1,7 @@
 """`minitrain sample` and `train --start`: weights alone of a checkpoint, in any layout, refused in one line."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from minitrain.model.gpt import GPT, cross_entropy_sum, generate
 from minitrain.plan.strategy import Strategy
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
-SMALL = "--width 16 --heads 4 --kv-heads 2 --layers 2 --length 16 --max-positions 24 --batch 4".split()
-TRAIN = ["train", *SMALL, *"--lr 0.02 --steps 8 --every 4 --report-every 4 --sample 3".split()]
+SIZES = "--width 16 --heads 4 --kv-heads 2 --layers 2 --length 16 --max-positions 24 --batch 4 --lr 0.02 --steps 8"
+TRAIN = f"train {SIZES} --every 4 --report-every 4 --sample 3 --text text.txt --checkpoint saved"
+TRAIN += " --precision float64 --tp 2 --zero 1 --dp 2"
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,8 @@ def minitrain(monkeypatch, folder, capfd):
     """Runs the command line in this process: (exit code, stdout, stderr)."""
     monkeypatch.chdir(folder)
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["minitrain", *map(str, words)])
+    def run(line):
+        monkeypatch.setattr(sys, "argv", ["minitrain", *shlex.split(line)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main.main()
@@ -41,8 +43,7 @@ def minitrain(monkeypatch, folder, capfd):
 
     if not Path("saved").exists():
         Path("text.txt").write_bytes(TEXT)
-        more = "--text text.txt --precision float64 --tp 2 --zero 1 --dp 2 --checkpoint saved".split()
-        code, _, err = run(*TRAIN, *more)
+        code, _, err = run(TRAIN)
         assert code == 0, err
     return run
 
@@ -62,14 +63,14 @@ def test_any_layout_writes_the_text_of_the_weights(minitrain):
     for step in (4, 8):
         tokens = generate(model_of("saved", step), prompt, 20, temperature=0.5, seed=3)
         texts[step] = bytes(tokens[0].tolist()).decode(errors="replace") + "\n"
-    words = ["sample", "saved", "--prompt", "It is not", *"--tokens 20 --temperature 0.5 --seed 3".split()]
+    words = "sample saved --prompt 'It is not' --tokens 20 --temperature 0.5 --seed 3"
     for layout in ("", "--tp 2 --sequence-parallel", "--pp 2 --microbatches 2", "--cp 2", "--dp 2 --zero 3"):
-        assert minitrain(*words, *layout.split()) == (0, texts[8], ""), layout
-    assert minitrain(*words, "--step", 4) == (0, texts[4], "") and texts[4] != texts[8]
-    likeliest = minitrain(*words, "--temperature", 0)[1]
-    assert minitrain(*words, "--top-k", 1)[1] == likeliest != texts[8]
-    assert minitrain(*words, "--top-k", 256)[1] == texts[8]
-    assert minitrain(*words, "--precision", "float32")[0] == 0  # converted
+        assert minitrain(f"{words} {layout}") == (0, texts[8], ""), layout
+    assert minitrain(f"{words} --step 4") == (0, texts[4], "") and texts[4] != texts[8]
+    likeliest = minitrain(f"{words} --temperature 0")[1]
+    assert minitrain(f"{words} --top-k 1")[1] == likeliest != texts[8]
+    assert minitrain(f"{words} --top-k 256")[1] == texts[8]
+    assert minitrain(f"{words} --precision float32")[0] == 0  # converted
 
 
 def test_nothing_of_the_optimizer_is_read(minitrain):
@@ -103,7 +104,7 @@ def test_nothing_of_the_optimizer_is_read(minitrain):
 )
 def test_bad_input_is_one_line(words, said, minitrain, monkeypatch):
     monkeypatch.setattr("minitrain.ranks.launch.run", lambda *_, **__: pytest.fail("a rank was started"))
-    code, out, err = minitrain("sample", *words.split())
+    code, out, err = minitrain(f"sample {words}")
     assert code == 2 and said in err and err.count("\n") == 1 and not out, err
 
 
@@ -111,42 +112,36 @@ def test_bad_input_is_one_line(words, said, minitrain, monkeypatch):
 
 
 def test_training_starts_from_converted_weights(minitrain):
-    """With a rate of zero the held-out loss is that of the converted model, in any layout, and in others of its
-    numbers nearly so. The optimizer is new, that of a trained checkpoint stays there; once there are checkpoints, --resume goes on from these."""
+    """With a rate of zero the held-out loss is that of the converted model, in any layout; then from a trained
+    checkpoint, whose moments stay there. Once there are checkpoints, --resume goes on from these."""
     for words in ("saved model", "model imported"):
-        assert minitrain("checkpoint", "convert", *words.split())[0] == 0
+        assert minitrain(f"checkpoint convert {words}")[0] == 0
     model, (_, held_out) = model_of("imported", 0), Text(TEXT).split()
     batches = [held_out.batch(step, 0, 1, 4, 16) for step in range(2)]
     with torch.no_grad():
         losses = [cross_entropy_sum(model(tokens), targets) / targets.numel() for tokens, targets in batches]
-    wanted = sum(losses).item() / 2
     base = (
         "train --text text.txt --start imported --length 16 --batch 4 --steps 2 --report-every 2 --sample 3"
     )
-    kinds = [
-        ("", "float32"),
-        ("--dp 2 --tp 2 --zero 3 --offload optimizer", "float64"),
-        ("--pp 2", "float64"),
-    ]
-    for number, (layout, precision) in enumerate(kinds):
-        words = f"{base} --lr 0 --out out{number} --precision {precision} {layout}"
-        code, out, err = minitrain(*words.split())
+    exact = "--precision float64"
+    kinds = f"{exact} --dp 2 --tp 2 --zero 3 --offload optimizer", f"{exact} --pp 2", "--precision float32"
+    for number, layout in enumerate(kinds):
+        code, out, err = minitrain(f"{base} --lr 0 --out out{number} {layout}")
         assert code == 0 and " weights of imported/step-00000000\n" in out, err
         (record,) = map(json.loads, Path(f"out{number}/log.jsonl").read_text().splitlines())
-        assert abs(record["held_out"] - wanted) < (1e-12 if precision == "float64" else 1e-4)
-    words = f"{base} --start saved --checkpoint goes_on --dropout 0.1".split()
-    assert minitrain(*words)[0] == 0
+        assert abs(record["held_out"] - sum(losses) / 2) < (1e-12 if exact in layout else 1e-4)
+    words = f"{base} --start saved --checkpoint goes_on --dropout 0.1"
+    assert minitrain(words)[0] == 0
     _, (file,) = Store("goes_on").open(2)
-    assert {numbers["step"] for numbers in file.plain["numbers"].values()} == {2}, "the moments are new"
-    code, out, err = minitrain(*words, "--steps", 4, "--resume")
+    assert {numbers["step"] for numbers in file.plain["numbers"].values()} == {2}
+    code, out, err = minitrain(f"{words} --steps 4 --resume")
     assert code == 0 and " resumed at step 2; steps 2 -> 4\n" in out and "weights of" not in out, err
     for more, said in (
         ("--layers 3", "num_layers=3 beside --start: imported has num_layers=2; leave it out"),
         ("--preset small", "--start beside --preset: each says which model; leave one out"),
         ("--top-k 2", "top_k=2, but imported has no experts"),
         ("--length 32", "sequence 32 > max_positions 24"),
+        ("--checkpoint imported --resume", "imported/step-00000000 has weights alone, of no run: begin with"),
     ):
-        code, out, err = minitrain(*base.split(), *more.split())
+        code, out, err = minitrain(f"{base} {more}")
         assert code == 2 and said in err and err.count("\n") == 1 and not out, err
-    code, _, err = minitrain(*base.split(), "--checkpoint", "imported", "--resume")
-    assert code == 2 and "imported/step-00000000 has weights alone, of no run: begin with them" in err

@@ -21,29 +21,21 @@ LEARNED = replace(CONFIG, positions="learned", norm="layer", bias=True, tied=Tru
 ALIBI = replace(CONFIG, positions="alibi", residual="post")
 LATENT = replace(CONFIG, num_kv_heads=4, kv_latent=6, rope_head_dim=2, query_latent=5)
 ROUTED = replace(CONFIG, experts=ExpertsConfig(4, 2, "deepseek", shared_experts=1, capacity_factor=1.0))
-SEQUENCE, SLICED = (
-    dict(tp=2, sequence_parallel=True),
-    dict(pp=2, schedule="seq1f1b", slices=2, microbatches=2),
-)
 CHOOSING = replace(CONFIG, experts=ExpertsConfig(4, 2, "expert_choice"))
-ALL_OFFLOADED = Strategy(dp=2, zero=3, offload="optimizer+parameters+activations")
-CASES = [
-    (CONFIG, Strategy()),
-    (LATENT, Strategy(dp=2, zero=3)),
-    (LATENT, ALL_OFFLOADED),
+SEQUENCE = dict(tp=2, sequence_parallel=True)
+SLICED = dict(pp=2, schedule="seq1f1b", slices=2, microbatches=2)
+CASES = [  # beside what tests/layouts.py draws
+    (LATENT, Strategy(dp=2, zero=3, offload="optimizer+parameters+activations")),
     (ALIBI, Strategy(tp=2, overlap=True, recompute="selective")),
     (CONFIG, Strategy(tp=4)),  # two ranks share a K/V head
-    (LEARNED, Strategy(**SEQUENCE)),
     (CONFIG, Strategy(**SEQUENCE, overlap=True)),
-    (LEARNED, Strategy(pp=2, microbatches=2, schedule="interleaved", chunks=1)),
     (LATENT, Strategy(pp=2, microbatches=4, schedule="dualpipe")),  # a stage stands on two ranks
-    (replace(LEARNED, residual="parallel"), Strategy(pp=2, microbatches=2, **SEQUENCE)),
+    (LEARNED, Strategy(pp=2, microbatches=2, **SEQUENCE)),
     (ALIBI, Strategy(**SLICED)),
     (CONFIG, Strategy(**SLICED, cp=2)),
     (ALIBI, Strategy(cp=2, layout="striped", **SEQUENCE)),
     (LATENT, Strategy(cp=2, layout="contiguous")),
     (LATENT, Strategy(cp=4, core="usp", ulysses=2)),
-    (ROUTED, Strategy(dp=2, ep=2)),
     (ROUTED, Strategy(dp=2, ep=2, tp=2)),
     (ROUTED, Strategy(cp=2, ep=2, **SEQUENCE)),
     (CHOOSING, Strategy(dp=2, ep=2)),
@@ -80,17 +72,16 @@ def both(config, strategy, length=5, n=6):
 @pytest.mark.parametrize("config, strategy", CASES, ids=lambda one: str(one)[:80])
 def test_a_cache_gives_the_text_that_recomputing_gives(config, strategy):
     found = launch.run(both, config, strategy, ranks=strategy.ranks)
-    assert all(same for same, _, _ in found)
-    assert max(far for _, far, _ in found) < TOLERANCE
+    assert all(same and far < TOLERANCE for same, far, _ in found)
     assert len({str(text) for *_, text in found}) == 1
 
 
 @pytest.mark.parametrize("length", [1, 30, 40])
-@pytest.mark.parametrize("strategy", [Strategy(cp=2), Strategy(pp=2, **SEQUENCE)], ids=str)
-def test_a_window_that_slides_is_computed_anew(strategy, length):
-    """From one token on, and over the end of 32 positions."""
-    found = launch.run(both, LEARNED, strategy, length, 6, ranks=strategy.ranks)
-    assert all(same and far < TOLERANCE for same, far, _ in found)
+def test_a_window_that_slides_is_computed_anew(length):
+    """From one token on, of which the second rank has none, and over the end of 32 positions."""
+    for strategy in (Strategy(cp=2), Strategy(pp=2, **SEQUENCE)):
+        found = launch.run(both, LEARNED, strategy, length, 6, ranks=strategy.ranks)
+        assert all(same and far < TOLERANCE for same, far, _ in found)
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------
