@@ -2,6 +2,5 @@
 
 first    layout, ring, ulysses               who has what, and how even that is; K, V go round, in rings
                                              in rings too, or are gathered; heads dealt; both
-         cache                               of keys and values, for text token by token
 beside   core_names                          the cores by name
 """
