@@ -537,8 +537,7 @@ def on_rank_saved(case: Draw, folder: Path) -> tuple:
 
 
 def cache_distance(run: Run, case: Draw) -> float:
-    """How far the logits of a text from a cache are from those without. Products in few bits and narrow ones are
-    rounded otherwise."""
+    """How far logits from a cache are from those without; products in few bits are rounded otherwise."""
     if case.strategy.policy.narrow or case.strategy.products != "plain":
         return 0.0
     length = random.Random(f"text of {case!r}").choice((1, 2, 5, 9))

@@ -61,8 +61,7 @@ class Problem:
         return model
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the step's batch; row i has its last i % 5 targets masked, so ranks differ in
-        valid tokens."""
+        """This rank's rows of the step's batch; row i has its last i % 5 targets masked: ranks differ."""
         count = self.batch_sizes[step]
         tokens, targets = random_tokens(step, 0, 1, count, self.length, self.config.vocab_size, seed=5)
         targets = targets.clone()

@@ -148,8 +148,7 @@ def test_no_circle():
 
 
 def loads(name: str) -> set[str]:
-    """What is outside of minitrain and loaded with a module: its own imports, those of what it imports, and
-    of the folders they are in."""
+    """What is loaded with a module from outside: its imports, theirs, and those of their folders."""
     seen, outside, waiting = set(), set(), [name]
     while waiting:
         module = waiting.pop()
@@ -225,8 +224,7 @@ PRIVATE = re.compile(r"\btorch(\.\w+)*\._|distributed_c10d")
 
 
 def private_names(source: str, ours: set[str]) -> set[str]:
-    """What a module names of torch's private API: imports, attributes with an underscore, words outside
-    docstrings."""
+    """What a module names of torch's private API: imports, attributes with _, words outside docstrings."""
     tree, found, documented = ast.parse(source), set(), (ast.Module, ast.ClassDef, ast.FunctionDef)
     texts = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
     docs = {id(node.body[0].value) for node in texts}

@@ -1,6 +1,4 @@
-"""Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs as many as one
-likes.
-"""
+"""Random layouts, a few of them each time; `python -m tests.layouts --draws 500 --seed 7` runs more."""
 
 from collections import Counter
 from dataclasses import replace

@@ -322,8 +322,7 @@ def shares(writers):
 
 
 def test_fastpersist(tmp_path):
-    """Buffer k is written while k + 1 is filled and k + 2 is not begun: so max(fill, write) for each. As many
-    write as is fastest."""
+    """Buffer k is written while k + 1 fills, and k + 2 waits: max(fill, write) each. The fastest writers."""
     ranks = launch.run(fastpersist_on_ranks, str(tmp_path), ranks=2)
     log, sizes, all_, memory = ranks[0]
     assert memory == 2 * CHUNK and sizes == [SHARE, 0] and all_ and ranks[1][0] == []

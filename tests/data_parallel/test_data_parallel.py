@@ -87,8 +87,7 @@ def gradients_of(model, tokens, targets, count):
 
 
 def test_pytorch_ddp():
-    """Gradients equal the whole batch's; 2(n-1)/n of their bytes; ceil(bytes / bucket) all-reduces, begun
-    during backward."""
+    """The whole batch's gradients; 2(n-1)/n of their bytes; an all-reduce a bucket, begun in backward."""
 
     def linears(width):
         layers = (torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(8))
@@ -291,8 +290,7 @@ def server_run(servers, staleness, steps=5, lr=0.05):
 
 
 def test_parameter_server():
-    """Synchronous, it is all-reduce SGD; n workers put nS into one server and take nS out, where a ring rank
-    sends 2(n-1)/n S."""
+    """Synchronous, it is all-reduce SGD; a server gets nS and gives nS, a ring's rank sends 2(n-1)/n S."""
     steps, size = 5, 7 * 8
     for ranks in (2, 4):
         results = launch.run(server_run, 1, 0, ranks=ranks)

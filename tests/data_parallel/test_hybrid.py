@@ -1,6 +1,4 @@
-"""Hybrid sharding and ZeRO++: ten words equal one process and send what choices.py says; ZeRO++ sends a
-quarter and stays close.
-"""
+"""Hybrid sharding and ZeRO++: ten words equal one process and send what choices.py says; a quarter."""
 
 import math
 
@@ -274,8 +272,7 @@ def test_without_quantisation_it_is_zero_3(references):
 
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes():
-    """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and the scales beside it: 4 bytes a block, for weights and
-    for gradients."""
+    """3M -> 0.5M + 0 + 0.25M times (N-1)/N a node, and scales of 4 bytes a block, both ways."""
 
     ways = {
         "zero 3": in_words("GGG"),

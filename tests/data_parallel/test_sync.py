@@ -1,6 +1,4 @@
-"""What every Sync promises: optimizers of any kind, stand-ins for them, states for any layout, bytes and
-memory in a pipeline.
-"""
+"""What every Sync promises: optimizers of any kind, stand-ins, states for any layout, bytes and memory."""
 
 from collections import Counter
 from dataclasses import replace
@@ -79,8 +77,7 @@ def by_hand(make):
 
 @pytest.mark.parametrize("shape", EARLY)
 def test_an_optimizer_that_has_states_when_it_is_built(shape):
-    """Equal to one process, element by element: each rank takes its part of the first states, which were made
-    of stand-ins."""
+    """By element: each rank takes its part of the first states, which were made of stand-ins."""
 
     def rank(make):
         return [train_parallel(PROBLEM, Strategy(**way), make_optimizer=make) for way in EARLY[shape]]
@@ -229,8 +226,7 @@ def test_what_zero_sends_in_a_pipeline(schedule):
 
 
 def told_and_sent(zero, microbatches, schedule):
-    """In order, what a pipeline tells, of which stage, and the stages of the buckets that are sent then; and
-    how many buckets a stage has."""
+    """What a pipeline tells, of which stage, stages of the buckets sent then; and buckets of a stage."""
     log, buckets = [], {}
 
     def watch(sync):
@@ -272,8 +268,7 @@ def test_when_a_pipeline_sends_gradients(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_zero3_in_a_pipeline_is_never_whole(schedule):
-    """At any moment two units of a stage at most, one in use and one on its way; none after a step, when
-    parameters read as NaN."""
+    """Two units of a stage at most, in use and on its way; none after a step, when parameters are NaN."""
 
     def rank(reshard=True):
         peak = 0

@@ -1,6 +1,4 @@
-"""The units that ZeRO-3 finds by itself: in plain modules, containers in containers, shared and repeated
-ones; and those it cannot use.
-"""
+"""The units that ZeRO-3 finds by itself: in modules, containers, shared, repeated; and others."""
 
 import pytest
 import torch
@@ -169,8 +167,7 @@ def test_units_of_our_model():
 
 
 def train(kind, units=None):
-    """(furthest gradient from one process, peak of gathered bytes in the second forward, the same if the
-    model were one unit)"""
+    """(furthest gradient from one process, peak of gathered bytes in forward 2, the same for one unit)"""
     group, peaks = collectives.world(), []
     for given in (units, lambda model: []):
         model, plain = made(kind), made(kind)
@@ -236,8 +233,7 @@ def refused(kind):
 
 @pytest.mark.parametrize("kind, name", [(Functional, "b.weight"), (Iterated, "stages.0.0.weight")])
 def test_a_unit_that_never_ran_forward_is_an_error(kind, name):
-    """Nothing reads its parameters; what the message advises works (a ReLU given by hand has no parameters,
-    and is refused)."""
+    """Nothing reads its parameters; what the message advises works (a ReLU by hand has none: refused)."""
     for first, second in launch.run(refused, kind, ranks=2):
         assert first.startswith(f"{name} is sharded, and read outside its unit") and "\n" not in first
         assert second == "nothing" if kind is Functional else "unit ReLU has no parameters" in second

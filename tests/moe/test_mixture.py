@@ -407,8 +407,7 @@ PUBLISHED += [("mixtral-8x7b", 8, 46_702_792_704, 12_748_853_248)]
 
 @pytest.mark.parametrize("preset, ranks, total, active", PUBLISHED)
 def test_presets_dry_run_on_ranks_that_share_out_their_experts(preset, ranks, total, active):
-    """Parameters with the experts of all, FLOPs of the active ones (on meta nothing is fused), bytes of k
-    choices a token."""
+    """Parameters of all experts, FLOPs of the active ones (on meta unfused), bytes of k choices a token."""
     c, length = presets[preset], 32  # of which every expert gets as many choices
 
     def rank():

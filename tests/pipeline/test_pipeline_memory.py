@@ -384,8 +384,7 @@ class Towers(nn.Module):
 
 
 def trained_by_parts(whole):
-    """The gradients, summed over ranks: 11 samples on 2 ranks in 3 microbatches each. Not `whole`: each by
-    its own negatives."""
+    """Summed over ranks: 11 samples on 2 ranks in 3 microbatches. Not `whole`: by own negatives."""
     group, towers = collectives.world(), Towers()
     microbatches = SAMPLES.split((6, 5), dim=1)[group.rank()].tensor_split(3, dim=1)
     if whole:

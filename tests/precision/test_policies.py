@@ -74,8 +74,7 @@ def test_bytes_per_parameter_are_those_of_the_tensors_that_a_step_leaves():
 
 
 def test_the_policy_speaks_where_the_optimizer_was_not_told_otherwise():
-    """But there is no master beside scaled codes, whose moments are the policy's; groups that are added later are
-    kept alike."""
+    """But scaled codes have no master, and the policy's moments; groups that are added later are alike."""
     bfloat16, float32 = torch.bfloat16, torch.float32
 
     def kept(policy, **told):

@@ -1,5 +1,4 @@
-"""Tensor parallelism that hides its communication: equal to the plain ways, the same bytes, hidden by the
-order of events."""
+"""Tensor parallelism that hides communication: equal to the plain, same bytes, hidden by order."""
 
 import math
 from functools import partial
@@ -183,8 +182,7 @@ def test_without_one_hop_it_does_not(kind):
 
 
 def words(events):
-    """The events as one word each: `issue`, `wait` and `product`; the rest of the computation is left out,
-    repeats are joined."""
+    """The events as `issue`, `wait` and `product`; the rest is left out, repeats are joined."""
     found = []
     for event in events:
         word = {Issue: "issue", Wait: "wait"}.get(type(event)) or ("product" if event.flops else None)
@@ -244,8 +242,7 @@ def test_every_piece_but_the_last_is_summed_behind_a_product():
 
 
 def gpt3_layer(column, row, sequences, cut):
-    """Forward and backward of one layer of GPT-3, T=2048, as rank 0 of t=8: timeline on H100s, (bytes sent,
-    FLOPs), peak bytes."""
+    """A layer of GPT-3 on rank 0 of t=8, T=2048: timeline on H100s, (bytes sent, FLOPs), peak bytes."""
 
     def rank():
         group = collectives.world()
@@ -291,8 +288,7 @@ def test_less_is_exposed_in_a_layer_of_gpt3():
 
 
 def test_the_ring_never_holds_the_whole():
-    """Peak bytes of the four passes in slices of B·T/t·D, with t = 8; what is F/t wide is small here, less
-    than 1/2 in all."""
+    """Peaks of the four passes in slices of B·T/t·D, t = 8; what is F/t wide is less than 1/2 in all."""
 
     def rank():
         group = collectives.world()

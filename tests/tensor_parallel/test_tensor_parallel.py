@@ -1,5 +1,4 @@
-"""Tensor parallelism in one dimension: equal to one process, bytes and activations as the papers say,
-dropout, clear refusals."""
+"""Tensor parallelism in one dimension: equal to one process, bytes, activations, dropout, refusals."""
 
 from dataclasses import replace
 
@@ -116,8 +115,7 @@ def layer_of(config, group, ways, core=naive_attention, dtype=torch.float64):
 
 
 def one_layer(way):
-    """A layer forward and backward: what it sent by operation, as (calls, bytes); what it gave; how much of
-    its matrices is here."""
+    """A layer forward and backward: (calls, bytes) by operation; what it gave; how much of it is here."""
     group = world()
     block = layer_of(PLAIN, group, LAYER_WAYS[way])
     x = torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D)
@@ -145,8 +143,7 @@ def whole_layer():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_tp_1d(ranks):
-    """A layer and its gradients as unsplit; exactly four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t of
-    the weights."""
+    """A layer and its gradients as unsplit; four all-reduces of b·s·h, 8(t-1)/t·bsh elements; 1/t."""
     expected, numel = whole_layer()
     for sent, found, cut in launch.run(one_layer, "plain", ranks=ranks):
         assert all((ours - theirs).abs().max() < TOLERANCE for ours, theirs in zip(found, expected))
@@ -365,8 +362,7 @@ DROPPED = small(vocab_size=32, **LIKE_GPT2, dropout=0.3)
 
 
 def dropped_model(settings):
-    """Loss and a gradient of a model with dropout, and the masks that were made, whole in one process or of
-    this rank of tp=2."""
+    """Loss and a gradient of a model with dropout, and its masks, in one process or of a rank of tp=2."""
     drawn, make = [], DropMask.keep
 
     def keep(mask, *args):
@@ -444,8 +440,7 @@ def test_a_call_is_known_again_until_enough_others_came():
 
 
 def test_recomputation_draws_the_same_masks():
-    """torch's checkpoint around a cut block: its gradients are those without a checkpoint, with streams and
-    with masks by place."""
+    """torch's checkpoint around a cut block: gradients as without, with streams and masks by place."""
 
     def rank(by_place):
         grads, group = [], world()
@@ -537,8 +532,7 @@ def test_refusals_are_one_line_on_every_rank():
 
 
 def test_tensor_parallelism_stays_inside_the_node():
-    """A layer of GPT-3 on H100: what a rank gets done per second falls with t, and most where the group
-    leaves its node of 8."""
+    """A layer of GPT-3 on H100: what a rank does per second falls with t, most beyond its node of 8."""
 
     def rank():
         block = layer_of(GPT3, world(), (linear.column, linear.row), dtype=torch.bfloat16)

@@ -242,8 +242,7 @@ def test_the_norm_of_cut_parameters_is_the_norm_of_the_whole(ranks, max_norm):
 
 
 def norm_of_stages(broken):
-    """Two stages of two ranks each, which have cut a matrix; both ends hold a table, as one whole and as one
-    cut over tp."""
+    """Two stages of two ranks each, which have cut a matrix; both ends hold a table, whole and cut."""
     mesh = Mesh(pp=2, tp=2)
     stage, stages, tp = mesh.rank("pp"), mesh.group("pp"), mesh.group("tp")
     grads = {
@@ -273,8 +272,7 @@ def norm_of_stages(broken):
 
 
 def test_the_norm_of_stages_counts_copies_once():
-    """Squares are added over the stages of a pipeline; what stands on several counts once; a stage may have
-    nothing to train."""
+    """Squares add up over stages; what stands on several counts once; a stage may have nothing to train."""
     reference = [nn.Parameter(torch.zeros(8, 4, dtype=torch.float64)) for _ in range(4)]
     for param, grad in zip(reference, whole_gradients().values()):
         param.grad = grad

@@ -1,6 +1,4 @@
-"""The training step, and whole runs: equal in any layout, resumed bit for bit or in another layout, stopped
-with one line on all ranks.
-"""
+"""The training step, and whole runs: equal in any layout, resumed to the bit, stopped in one line."""
 
 import json
 import math
@@ -225,8 +223,7 @@ def curves(a, b):
 
 
 def plain_loop(hyper, peaks):
-    """The same run with nothing of the Trainer, the Run or our optimizer in it: torch's AdamW and clipping,
-    rates written out."""
+    """The same run by torch's AdamW and clipping, rates written out: nothing of Trainer, Run or optim."""
     text, held_out = TEXT.split()
     model = GPT(CONFIG, seed=hyper.seed, dtype=torch.float64)
     params = list(model.parameters())
@@ -295,8 +292,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_whole_run_is_the_same_in_any_layout(dropout):
-    """Losses, held-out losses, norms, weights, moments and what is written; rows do not divide, and some
-    weights are frozen."""
+    """Losses, held-out ones, norms, weights, moments, files; rows do not divide, some weights frozen."""
     config, hyper = (
         replace(CONFIG, dropout=dropout),
         replace(HYPER, steps=4, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
@@ -478,8 +474,7 @@ def test_a_checkpoint_that_lacks_something_goes_on_elsewhere(tmp_path, monkeypat
 
 
 def test_zero_trains_on_every_rank_and_keeps_a_share():
-    """After 12 steps ranks agree to the bit, in what they compute and in their weights; of the moments each
-    has its share."""
+    """After 12 steps ranks agree to the bit in losses and weights; each has its share of the moments."""
     hyper = replace(HYPER, steps=12, lr=3e-2, batch_size=8, frozen=("layers.1.norm1.*",))
     layouts = [Strategy(dp=2), *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3, "NNG", "GGG"))]
 

@@ -1,5 +1,4 @@
-"""What Linux is asked about a rank's threads: a rank on gloo and its event loops are calm, the caller and
-what torch makes are not."""
+"""What Linux is asked about threads: a rank on gloo and its event loops are calm, others are not."""
 
 import ctypes
 import os

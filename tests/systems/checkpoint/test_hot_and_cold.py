@@ -111,8 +111,7 @@ def tiers_on_ranks(folder):
 
 
 def test_internevo_ckpt(tmp_path):
-    """Hot holds two at most, all older ones are in cold, and each is restored from where it is. Training
-    waits for the copy alone."""
+    """Hot holds two at most, cold all older ones, each is restored. Training waits for the copy alone."""
     (counts,) = launch.run(tiers_on_ranks, str(tmp_path), ranks=1)
     assert counts == [1, 2, 2, 2, 2]
     hot, cold = tmp_path / "hot", tmp_path / "cold"

@@ -1,5 +1,4 @@
-"""Other ways round: whole rows of scores, work for idle ranks, rings in rings, and a checkpoint that leaves
-attention alone."""
+"""Other ways round: whole rows of scores, work for idle ranks, rings in rings, a checkpoint."""
 
 from collections import Counter
 from fractions import Fraction
@@ -279,8 +278,7 @@ def burst_steps(core, tokens, nodes, devices):
 
 
 def test_burst_attention():
-    """Equal to full attention by either side of backward, bytes by formula; exposed = max(0, t_comm - t_comp)
-    a step in both rings."""
+    """Equal to full attention by either backward; bytes; exposed = max(0, t_comm - t_comp) a step."""
 
     def rank():
         mesh, found = Mesh(dp=2, tp=2), {}

@@ -1,6 +1,4 @@
-"""One start for all: equal bits on all ranks, tied tensors once, buffers too, bytes as the docstring says;
-without it replicas drift.
-"""
+"""One start for all: equal bits, tied tensors once, buffers too, bytes; without it replicas drift."""
 
 import math
 

@@ -163,8 +163,7 @@ def test_a_gradient_that_is_no_number_on_one_rank_is_none_on_all():
 
 
 def test_a_tied_table_on_both_ends_of_a_pipeline_is_one():
-    """Its gradient is summed over rows, then over the stages: the same codes and factor on both, and near
-    what one process has."""
+    """Its gradient is summed over rows, then stages: the same codes on both, near one process's."""
 
     def rank(strategy):
         run = start(strategy)

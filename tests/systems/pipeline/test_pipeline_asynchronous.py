@@ -58,8 +58,7 @@ def with_momentum() -> Callable:
 def serial(
     p: int, m: int, k: int, version: Callable[[int, int], int], make_update: Callable = lambda: plain_step
 ) -> tuple[float, dict]:
-    """Batch t of k microbatches: the gradient with stage s at `version(s, t)`, then a step of the newest
-    weights of each stage."""
+    """Batch t of k microbatches: stage s's gradient at `version(s, t)`, a step of the newest weights."""
     model, batch = GPT(CONFIG, seed=3, dtype=torch.float64), data(m)
     model.get_parameter(FROZEN).requires_grad_(False)
     start = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
@@ -158,8 +157,7 @@ def ran(p: int) -> dict[str, list]:
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_pipedream(p):
-    """w_s(t+1) = w_s(t) - lr · gradient at w_0(t-p+1), .., w_{p-1}(t); p-s versions; 2BW: w(t+1) = w(t) - lr
-    · grad(w(t-1)), two."""
+    """w_s(t+1) = w_s(t) - lr · gradient at w_0(t-p+1), ..; p-s versions; 2BW: at w(t-1), two."""
     found, reference = ran(p), serial(p, 12, 1, oldest(p))
     assert difference(found["pipedream"], reference) < TOLERANCE
     assert difference(found["unstashed"], reference) > 1e-6
@@ -213,8 +211,7 @@ def test_refusals():
 
 
 def test_trirace():
-    """One-way messages shorten the steady period; an update is at most `bound` steps late, and one step hides
-    the sum of gradients."""
+    """One-way messages shorten the period; updates are at most `bound` steps late, and hide the sum."""
     for p in (3, 4, 8):
         for forward, backward, c in [(4, 8, 1), (4, 8, 3), (5, 5, 2), (Fraction(1, 3), 1, Fraction(1, 7))]:
             paired, one_way = (period(p, forward, backward, c, paired=paired) for paired in (True, False))

@@ -1,6 +1,4 @@
-"""Schedules through PyTorch's files: ours run in its runtime on real ranks, its own are read, checked and
-simulated here.
-"""
+"""Schedules through PyTorch's files: ours run in its runtime, its own are checked and simulated."""
 
 from fractions import Fraction
 from functools import cache, partial

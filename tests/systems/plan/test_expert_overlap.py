@@ -1,6 +1,4 @@
-"""Hiding the all-to-alls of experts: closed forms and orders against searches, a shared link by hand, DeepSeek-V3's
-layer replayed.
-"""
+"""Hiding experts' all-to-alls: closed forms and orders against searches, a shared link, a replay."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -65,8 +63,7 @@ def test_without_gain_nothing_is_cut():
 
 
 def shortest(tasks, chunks):
-    """The least makespan of all orders: of partial orders that did the same tasks, those that are later in all
-    respects are dropped."""
+    """The least makespan of all orders: of partial ones with the same tasks the dominated are dropped."""
     # tasks done by chunk -> (compute free, link free, chunks ready)
     front = {(0,) * chunks: {(0,) * (2 + chunks)}}
     for _ in range(len(tasks) * chunks):

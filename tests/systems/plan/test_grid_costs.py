@@ -112,8 +112,7 @@ def test_many_tokens_rotate_few_stay():
 
 
 def test_the_axes_of_a_cube_take_turns():
-    """x of the first product and y of the second travel along one axis, 8 wide, what is between along the
-    other, 16 wide."""
+    """x of product 1 and y of 2 travel along one axis, 8 wide, what is between along the other, 16."""
     found = cost(mlp(tokens=32, width=8, inner=16), Grid("3-D", 2))
     assert found.forward_by_axis == (64, 32, 128)  # 1/8 · (256 + 256), (128 + 128), (512 + 512)
     assert found.backward_by_axis == (96, 64, 192)  # 1/8 · (512 + 256), 4 · 128, (512 + 1024)

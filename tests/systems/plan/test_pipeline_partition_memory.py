@@ -44,8 +44,7 @@ TOY = small(num_layers=4, d_model=32, vocab_size=500, max_positions=LENGTH, tied
 
 @cache
 def measured() -> dict:
-    """Peak bytes of every rank of 1F1B for every cut, by the ledgers of real runs: parameters, gradients,
-    activations, messages."""
+    """Peak bytes of every rank of 1F1B for every cut, by the ledgers of real runs."""
     cuts = list(cuts_of(6, P))
 
     def rank():
@@ -72,8 +71,7 @@ def worst_error(peaks) -> float:
 
 
 def test_mcap():
-    """4 measured cuts predict the peaks of all 10 within 3%, and the chosen cut is the best of the 10 by
-    measurement too."""
+    """4 measured cuts predict the peaks of all 10 within 3%; the chosen cut is the best by measurement."""
     in_flight = [peak(one_f_one_b(P, M), rank) for rank in range(P)]
     assert in_flight == [3, 2, 1] and len(profiled(6, P)) == 4 and len(measured()) == 10
     asked = []
@@ -93,8 +91,7 @@ def test_the_cuts_that_are_measured():
 
 
 def test_of_several_models_the_one_with_the_smallest_numbers():
-    """Of two layers in one cut only sums are known: base + fixed + 2 · kept. Any change that leaves the sums makes
-    the squares larger."""
+    """Two layers in one cut: only base + fixed + 2 · kept is known; the squares are the least."""
     (base, fixed, kept, _) = fit({(range(1), range(1, 2)): [12, 6]}, [2, 1])
     assert base[0] + fixed[0] + 2 * kept[0] == pytest.approx(12)
     assert base[1] + fixed[1] + kept[1] == pytest.approx(6)
@@ -287,8 +284,7 @@ def test_what_a_rank_keeps_is_read_at_its_first_peak():
 
 
 def test_mpress():
-    """All ways of all tensors on small cases: the plan fits the cap, is the best that fits, and never worse
-    than recomputation alone."""
+    """All ways of all tensors on small cases: the plan fits, is best, never worse than recomputation."""
     chosen, better = set(), 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -311,8 +307,7 @@ def test_mpress():
 
 
 def test_idle_ranks_of_a_pipeline_take_what_the_first_ranks_lack():
-    """1F1B on 4 ranks, 2 tensors of 4 bytes per microbatch, a cap of 20: ranks 0 and 1 hold 32 and 24, ranks 2
-    and 3 16 and 8."""
+    """1F1B on 4 ranks, 2 tensors of 4 bytes, a cap of 20: ranks hold 32, 24, 16 and 8."""
     tensors = stage_memory.tensors_at_peak(one_f_one_b(4, 8), Costs(F=2, B=4), [4, 4], recompute=[1, 1])
     of_rank = [[tensor for tensor in tensors if tensor.rank == rank] for rank in range(4)]
     assert [sum(tensor.bytes for tensor in own) for own in of_rank] == [32, 24, 16, 8]

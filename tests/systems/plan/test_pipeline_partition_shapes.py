@@ -218,8 +218,7 @@ def test_adaptive_schedule_equals_one_process():
 
 
 def test_padding_less_changes_no_gradient():
-    """The gradients of planned microbatches, each padded to its own longest sample, are those of one batch
-    padded to the longest of all."""
+    """Microbatches padded to their own longest sample have the gradients of one batch padded to all's."""
     (tokens, targets), model = padded(), GPT(small(), seed=3, dtype=torch.float64)
 
     def gradients(groups):
@@ -246,8 +245,7 @@ CHAIN = ((0, 1), (1, 2), (2, 3))
 
 @pytest.mark.parametrize("m", [3, 4, 8, 16])
 def test_graphpipe(m):
-    """4 devices, two branches: depth 3 in place of 4, overhead (depth-1)/m, fewer activations in flight; and
-    the planner finds it."""
+    """4 devices, two branches: depth 3 for 4, overhead (depth-1)/m, fewer activations; the planner's."""
     for edges, kept in [(DIAMOND, [3, 2, 2, 1]), (MEETING, [3, 2, 2, 1]), (CHAIN, [4, 3, 2, 1])]:
         deep = stage_cuts.depth(4, edges)
         assert deep == (4 if edges == CHAIN else 3)

@@ -138,8 +138,7 @@ def far(x, format) -> float:
 
 
 def test_hfp8():
-    """Of a real step: (1,5,2) loses fewer gradients, four exponent bits err less in weights; the loss is that
-    of float32."""
+    """(1,5,2) loses fewer gradients, four exponent bits err less in weights; a loss as in float32."""
     assert (E4M3.max, E4M3.smallest_subnormal) == (448, 2.0**-9)
     assert (E5M2.max, E5M2.smallest_subnormal) == (57_344, 2.0**-16)
     assert (HFP8_FORWARD.max, HFP8_FORWARD.smallest_subnormal) == (30, 2.0**-13)

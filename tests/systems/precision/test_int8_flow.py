@@ -1,6 +1,4 @@
-"""The INT8 data flow: each operator against autograd, bytes by the ledger, blocks that hand over codes, training
-on ranks.
-"""
+"""The INT8 data flow: operators against autograd, bytes, blocks that hand over codes, training."""
 
 from dataclasses import replace
 from functools import partial

@@ -150,8 +150,7 @@ def test_nothing_is_larger_than_a_block(product, blocks):
 
 
 def test_a_linear_needs_two_blocks_of_each_for_a_moment():
-    """x, W and y, this step's blocks and the next's; whose turn it is to send W copies it, to have Wᵀ in
-    consecutive memory."""
+    """x, W and y, this step's blocks and the next's; who sends W copies it, so that Wᵀ is consecutive."""
 
     def rank(side):
         groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)

@@ -1,5 +1,4 @@
-"""Weights that travel round the ring: equal to one process on all batches together, hops and memory counted,
-clear refusals."""
+"""Weights travel round the ring: equal to one process on all batches, hops and memory counted."""
 
 import copy
 import weakref
@@ -134,8 +133,7 @@ def test_without_the_ring_it_does_not():
 
 
 def measure(k, n):
-    """For both ways: elements sent forward and backward, with bias and without; weights and gradients at the
-    peak."""
+    """Both ways: elements sent forward and backward, with bias or not; weights, gradients at the peak."""
     group, found = collectives.world(), []
     for in_place in WAYS:
         plain, biased = (RotatedLinear(whole_linear(bias, k, n), group, in_place) for bias in (False, True))
