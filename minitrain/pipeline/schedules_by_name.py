@@ -6,26 +6,19 @@ named("1f1b", p=4, m=8)   named("interleaved", p=4, m=8, chunks=2)   named("seq1
 from functools import lru_cache
 
 from minitrain.pipeline.schedule import Schedule
+from minitrain.pipeline.schedules import one_direction as whole
 from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
 from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.schedules.less_memory import bpipe, recomputed, varuna
-from minitrain.pipeline.schedules.one_direction import (
-    breadth_first,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    seq1f1b,
-    terapipe,
-)
 from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
 from minitrain.ranks.checks import require_positive_ints
 
-PLAIN = {"gpipe": gpipe, "1f1b": one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}
+PLAIN = {"gpipe": whole.gpipe, "1f1b": whole.one_f_one_b, "greedy": lambda p, m: greedy(range(p), p, m)}
 FIXED = zb_h1, zb_h2, v_min, v_half, zb_v, chimera, dualpipe, dualpipe_v, bpipe, varuna
 PLAIN |= {f.__name__: f for f in FIXED}
 # by stages per rank, or waves
-CHUNKED = {f.__name__: f for f in (interleaved, breadth_first, zb_interleaved, hanayo)}
-SLICED = {f.__name__: f for f in (terapipe, seq1f1b)}  # slices of each sequence
+CHUNKED = {f.__name__: f for f in (whole.interleaved, whole.breadth_first, zb_interleaved, hanayo)}
+SLICED = {f.__name__: f for f in (whole.terapipe, whole.seq1f1b)}  # slices of each sequence
 NAMES = (*PLAIN, *CHUNKED, *SLICED)
 
 
