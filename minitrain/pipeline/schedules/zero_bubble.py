@@ -108,6 +108,12 @@ def block_of(shape: str, p: int) -> Block:
     }[shape]
 
 
+def rank_of(stage: int, p: int) -> int:
+    require_positive_ints(p=p)
+    require_ints(0, 2 * p - 1, stage=stage)
+    return min(stage, 2 * p - 1 - stage)
+
+
 def block_order(p: int, m: int, block: Block, rank: int) -> list[Action]:
     """F and I of a rank in the order of the block, a copy of it every 6 units."""
     early, late = rank, 2 * p - 1 - rank
