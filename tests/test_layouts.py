@@ -12,7 +12,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.sharding import place
 from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
 
-SEED, DRAWS = 1234, 24
+SEED, DRAWS = 1234, 16
 CONFIG = GPTConfig(
     vocab_size=29,
     d_model=24,

@@ -239,7 +239,7 @@ def drop_by_place(
     """Every dropout of these layers, in place: of activations, of scores, and what routers draw."""
     for layer in layers:
         for name, module in list(layer.named_children()):
-            if isinstance(module, nn.Dropout):
+            if isinstance(module, nn.Dropout) and module.p:
                 setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", local_positions))
         if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
             layer.mlp.router.draws = draws_by_place(places, f"{layer.name}.router")
