@@ -24,19 +24,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import DispatchMode
-from tests.parallel import (
-    TOLERANCE,
-    Outcome,
-    Problem,
-    check_refusals,
-    difference,
-    one_process,
-    rows_of_problem,
-    run_steps,
-    small,
-    train_on_rank,
-    train_sharded,
-)
+from tests import parallel
 
 WAYS = {
     "stage 1": (Zero1, dict(bucket_bytes=3000)),
@@ -56,23 +44,23 @@ def made(way):
 
 def problems():
     """Tied, frozen, masked, clipped, uneven; with 1 and with 3 microbatches (fewest rows of a rank: 2)."""
-    return [Problem(batch_sizes=BATCHES), Problem(batch_sizes=(12, 13), microbatches=3)]
+    return [parallel.Problem(batch_sizes=BATCHES), parallel.Problem(batch_sizes=(12, 13), microbatches=3)]
 
 
 @pytest.fixture(scope="module")
 def references():
-    return [one_process(problem) for problem in problems()]
+    return [parallel.one_process(problem) for problem in problems()]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_process(way, ranks, references):
     def rank():
-        return [train_sharded(problem, made(way)) for problem in problems()]
+        return [parallel.train_sharded(problem, made(way)) for problem in problems()]
 
     for outcomes in launch.run(rank, ranks=ranks):
         for outcome, reference in zip(outcomes, references):
-            assert difference(outcome, reference) < TOLERANCE
+            assert parallel.difference(outcome, reference) < parallel.TOLERANCE
 
 
 class Deaf1(Zero1):
@@ -96,29 +84,29 @@ class Deaf3(Zero3):
 @pytest.mark.parametrize("deaf", [Deaf1, Deaf2, Deaf3])
 def test_without_its_collective_it_does_not(deaf, references):
     def rank():
-        return train_sharded(problems()[0], lambda model, group, make: deaf(model, group, make))
+        return parallel.train_sharded(problems()[0], lambda model, group, make: deaf(model, group, make))
 
     for outcome in launch.run(rank, ranks=2):
-        assert difference(outcome, references[0]) > 1e-4
+        assert parallel.difference(outcome, references[0]) > 1e-4
 
 
 def test_any_optimizer_and_torchs_own():
     """torch.optim.AdamW over shards, SGD with momentum: element-wise optimizers do not see the cut."""
 
     def rank(kind):
-        problem, group = Problem(clip=None), collectives.world()
+        problem, group = parallel.Problem(clip=None), collectives.world()
         model, whole = problem.model(), problem.model()
         kinds = dict(adamw=torch.optim.AdamW, sgd=partial(torch.optim.SGD, momentum=0.9))
         make = partial(kinds[kind], lr=1e-2)
         zero = Zero3(model, group, make)
-        run_steps(problem, model, group, zero, zero)
+        parallel.run_steps(problem, model, group, zero, zero)
         optimizer = make([param for param in whole.parameters() if param.requires_grad])
-        run_steps(problem, whole, group, optimizer, GradReducer(whole.parameters(), group))
+        parallel.run_steps(problem, whole, group, optimizer, GradReducer(whole.parameters(), group))
         pairs = zip(model.parameters(), whole.parameters())
         return max((states.full_tensor(zero, ours) - theirs).abs().max().item() for ours, theirs in pairs)
 
     for kind in ("adamw", "sgd"):
-        assert max(launch.run(rank, kind, ranks=2)) < TOLERANCE
+        assert max(launch.run(rank, kind, ranks=2)) < parallel.TOLERANCE
 
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", "stage 3"])
@@ -131,7 +119,7 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
         batch = Batch(tokens, tokens, torch.tensor(16 * group.size()))
         results = []
         for sharded in (True, False):
-            model = GPT(small(), dtype=torch.bfloat16)
+            model = GPT(parallel.small(), dtype=torch.bfloat16)
             make = partial(AdamW, lr=1e-2, master_dtype=torch.float32)
             if sharded:
                 reducer = optimizer = made(way)(model, group, make)
@@ -152,7 +140,7 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
 
 
 def untied(**changes):
-    return Problem(config=small(tied=False), batch_sizes=(12,), clip=None, **changes)
+    return parallel.Problem(config=parallel.small(tied=False), batch_sizes=(12,), clip=None, **changes)
 
 
 def traffic(way, problem):
@@ -163,7 +151,7 @@ def traffic(way, problem):
         param.requires_grad_(True)
     zero = made(way)(model, group, lambda shards: AdamW(shards, lr=1e-2))
     with Ledger() as ledger:
-        run_steps(problem, model, group, zero, zero)
+        parallel.run_steps(problem, model, group, zero, zero)
     whole = sum(flat.numel for flat in zero.shards) * 8
     gathered, scattered = (ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter"))
     return gathered, scattered, ledger.num_calls("reduce_scatter"), whole
@@ -194,7 +182,7 @@ def test_zero1_pp_tp():
     Stage 1 pays (RS + AG) once, stage 2 m RS + AG; gradients are 1/(pp tp) of the model's before either."""
     m, ranks = 3, 2
     problem = untied(microbatches=m)
-    reference = one_process(problem)
+    reference = parallel.one_process(problem)
     rows = problem.batch_sizes[0] // (2 * m)
     activation, tokens = rows * problem.length * problem.config.d_model * 8, rows * problem.length * 8
 
@@ -203,20 +191,20 @@ def test_zero1_pp_tp():
         strategy = Strategy(dp=2, pp=2, tp=2, zero=zero, **how)
         make = lambda params: AdamW(params, lr=problem.lr)  # noqa: E731
         run = parallelize(problem.config, strategy, make, seed=3, frozen=(problem.frozen,))
-        batch = run.batch(rows_of_problem(problem, 0), 0)
+        batch = run.batch(parallel.rows_of_problem(problem, 0), 0)
         with Ledger() as ledger:
             loss = run.total(run.step(batch).loss).item()
-        outcome = Outcome([loss], states.full_grads(run.sync), states.full_tensors(run.sync))
+        outcome = parallel.Outcome([loss], states.full_grads(run.sync), states.full_tensors(run.sync))
         sent = {op: ledger.sent_bytes(op, "dp") for op in ("reduce_scatter", "all_gather")}
         sent |= {axis: ledger.sent_bytes(axis=axis) for axis in ("pp", "tp")}
         whole = sum(flat.numel for flat in run.sync.shards) * 8
         held = ledger.live_by_kind
-        return run.mesh.rank("pp"), difference(outcome, reference, part=True), sent, whole, held
+        return run.mesh.rank("pp"), parallel.difference(outcome, reference, part=True), sent, whole, held
 
     model_bytes = 8 * sum(param.numel() for param in reference.params.values())
     for found in launch.run(lambda: [under(1), under(2)], ranks=8):
         for zero, sends, (stage, apart, sent, whole, held) in zip((1, 2), (1, m), found):
-            assert apart < TOLERANCE
+            assert apart < parallel.TOLERANCE
             assert sent["reduce_scatter"] == sends * whole * (ranks - 1) // ranks
             assert sent["all_gather"] == whole * (ranks - 1) // ranks
             assert sent["pp"] == m * activation  # forward from one stage, backward from the other
@@ -255,7 +243,7 @@ def test_weight_update_sharding():
             (plain, whole, whole, reducer),
         ):
             with Ledger() as ledger:
-                run_steps(problem, network, group, optimizer, sums)
+                parallel.run_steps(problem, network, group, optimizer, sums)
             with Arithmetic() as work:
                 update.step()
             sent.append(ledger.sent_bytes())
@@ -270,7 +258,7 @@ def test_weight_update_sharding():
     for (mine, replicated), (work, whole), trained, padding, spread in launch.run(rank, ranks=4):
         assert mine == replicated and padding == 0
         assert whole == 14 * trained and work == 14 * trained // 4  # AdamW: 14 operations per parameter
-        assert spread < TOLERANCE
+        assert spread < parallel.TOLERANCE
 
 
 # ---- memory ----------------------------------------------------------------------------------------------
@@ -394,7 +382,7 @@ def test_fsdp_trains_as_torchs_fully_shard():
         pairs = zip(ours.parameters(), theirs.parameters())
         return max((states.full_tensor(zero, a) - b.full_tensor()).abs().max().item() for a, b in pairs)
 
-    assert max(launch.run(rank, ranks=2, checked=False)) < TOLERANCE
+    assert max(launch.run(rank, ranks=2, checked=False)) < parallel.TOLERANCE
 
 
 def test_zero_2_frees_what_it_has_sent():
@@ -488,7 +476,7 @@ def test_nested_units_and_recomputation():
     for recompute in (False, True):
         for nested in (False, True):
             for worst, gathered, unreadable, left in launch.run(rank, recompute, nested, ranks=2):
-                assert worst < TOLERANCE and gathered == 2 * (2 - 1) / 2 and unreadable and left == 0
+                assert worst < parallel.TOLERANCE and gathered == 2 * (2 - 1) / 2 and unreadable and left == 0
 
 
 def test_evaluation_gathers_once_and_leaves_nothing_whole():
@@ -508,19 +496,19 @@ def test_evaluation_gathers_once_and_leaves_nothing_whole():
         )
 
     for worst, left, readable_inside, unreadable_after in launch.run(rank, ranks=2):
-        assert worst < TOLERANCE and left == 0 and readable_inside and unreadable_after
+        assert worst < parallel.TOLERANCE and left == 0 and readable_inside and unreadable_after
 
 
 # ---- states ----------------------------------------------------------------------------------------------
 
 
 def trained(stage, steps, full=None):
-    problem, group = Problem(clip=None), collectives.world()
+    problem, group = parallel.Problem(clip=None), collectives.world()
     model = problem.model()
     zero = stage(model, group, lambda shards: AdamW(shards, lr=1e-2))
     if full is not None:
         states.load_full_state_dict(zero, full)
-    run_steps(Problem(clip=None, batch_sizes=(8,) * steps), model, group, zero, zero)
+    parallel.run_steps(parallel.Problem(clip=None, batch_sizes=(8,) * steps), model, group, zero, zero)
     return states.full_state_dict(zero)
 
 
@@ -545,10 +533,10 @@ def test_states_load_anywhere():
     saved = {stage: launch.run(save, stage, ranks=2) for stage in (Zero1, Zero3)}
     full, longer = saved[Zero3][0]
     assert all(apart(full, results[0][0]) == 0 for results in saved.values() for full, _ in results)
-    assert apart(saved[Zero1][0][1], longer) < TOLERANCE
+    assert apart(saved[Zero1][0][1], longer) < parallel.TOLERANCE
     for stage, ranks in ((Zero3, 4), (Zero2, 2)):
         for other in launch.run(trained, stage, 1, full, ranks=ranks):
-            assert apart(other, longer) < TOLERANCE
+            assert apart(other, longer) < parallel.TOLERANCE
 
 
 def test_a_state_of_another_model_is_refused():
@@ -579,13 +567,13 @@ def test_flat_buffers_hold_every_element_once_and_pad_at_the_end():
 
 def test_zero_3_is_data_parallelism_after_20_steps_of_adam():
     def rank():
-        problem = Problem(batch_sizes=(8,) * 20)
-        ours = train_sharded(problem, made("stage 3"))
-        theirs = train_on_rank(problem, lambda params, group: GradReducer(params, group, 3000))
-        return difference(ours, theirs), math.isfinite(sum(ours.losses))
+        problem = parallel.Problem(batch_sizes=(8,) * 20)
+        ours = parallel.train_sharded(problem, made("stage 3"))
+        theirs = parallel.train_on_rank(problem, lambda params, group: GradReducer(params, group, 3000))
+        return parallel.difference(ours, theirs), math.isfinite(sum(ours.losses))
 
     for apart, finite in launch.run(rank, ranks=2):
-        assert apart < TOLERANCE and finite
+        assert apart < parallel.TOLERANCE and finite
 
 
 def test_nan_in_a_gradient_reaches_the_norm_of_every_rank():
@@ -618,4 +606,4 @@ def test_parallelize_refuses_what_it_does_not_know():
         "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(linear, Strategy(dp=4), AdamW),
         "a module of your own gets dp and ZeRO": lambda: parallelize(linear, Strategy(tp=2), AdamW),
     }
-    check_refusals(refused, ranks=2)
+    parallel.check_refusals(refused, ranks=2)

@@ -19,15 +19,7 @@ from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store, copy_step, file_name
 from minitrain.systems.checkpoint.agent import Agent, Connection, persist, persist_newest
 from minitrain.systems.checkpoint.in_memory import newest_whole
-from tests.systems.checkpoint.memory_runs import (
-    STEPS,
-    as_pieces,
-    digest,
-    load,
-    make_run,
-    train,
-    uninterrupted,
-)
+from tests.systems.checkpoint import memory_runs
 
 LAYOUT = dict(dp=2)
 
@@ -44,13 +36,13 @@ def agent(tmp_path):
 def start(memory, disk, dying=None, dies_at=4):
     """A start of the job: to memory after every step, to disk when step 2 is in memory; rank 1 is killed within
     the step after `dies_at`."""
-    run, rank = make_run(**LAYOUT), collectives.world().rank()
+    run, rank = memory_runs.make_run(**LAYOUT), collectives.world().rank()
     hot, cold = Store(memory), Store(disk)
     saver, trainer, first, read = Saver(hot), Connection(memory) if rank == 0 else None, 0, {}
     store, step, _ = newest_whole(hot, cold)
     if store is not None:
         manifest, files = store.open(step)
-        first = load(run, manifest, files)
+        first = memory_runs.load(run, manifest, files)
         for file in files:
             read[file.path.parents[1]] = read.get(file.path.parents[1], 0) + file.read_bytes
     victim = next(param for param in run.model.parameters() if param.requires_grad)
@@ -63,15 +55,15 @@ def start(memory, disk, dying=None, dies_at=4):
         if rank == dying and step == dies_at:
             victim.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
-    losses = train(run, first, STEPS, after)
-    return first, losses, digest(run), read
+    losses = memory_runs.train(run, first, memory_runs.STEPS, after)
+    return first, losses, memory_runs.digest(run), read
 
 
 def test_dlrover_flash(agent, tmp_path):
     """The trainer is killed: the next one goes on from memory, no byte is read from disk; and the agent has brought
     the same step to the disk."""
     memory, disk = agent.memory, tmp_path / "disk"
-    whole = launch.run(lambda: uninterrupted(**LAYOUT), ranks=2)
+    whole = launch.run(lambda: memory_runs.uninterrupted(**LAYOUT), ranks=2)
     with pytest.raises(launch.RankError, match="rank 1 died of SIGKILL"):
         launch.run(lambda: start(memory, disk, dying=1), ranks=2)
     settle(memory)
@@ -102,7 +94,9 @@ def settle(memory, stay=False):
 
 def put(store, *steps):
     for step in steps:
-        written = write_file(store.disk, store.begin(step) / file_name(0), as_pieces(step, 0), {"at": step})
+        written = write_file(
+            store.disk, store.begin(step) / file_name(0), memory_runs.as_pieces(step, 0), {"at": step}
+        )
         store.commit(step, [written], {"of": "a test"})
     return store
 

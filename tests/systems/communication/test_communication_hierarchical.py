@@ -7,17 +7,7 @@ import pytest
 from communication_runs import check_on_real_ranks
 
 from minitrain.plan.simulate.collectives import Placement, seconds
-from minitrain.systems.communication import cost_model
-from minitrain.systems.communication.algorithms import (
-    accl_all_reduce,
-    blueconnect_all_reduce,
-    halving_doubling_all_reduce,
-    nodes_of,
-    ring_all_reduce,
-    torus2d_all_reduce,
-    two_level,
-    within_and_across,
-)
+from minitrain.systems.communication import algorithms, cost_model
 from minitrain.systems.communication.chunk_schedule import check, sent_shares
 
 
@@ -27,36 +17,40 @@ def sent_between_nodes(schedule, per_node) -> list[Fraction]:
 
 def test_two_level_allreduce():
     for num_nodes, per_node in ((2, 2), (4, 8), (3, 5), (8, 1), (1, 4)):
-        schedule = two_level(nodes_of(num_nodes * per_node, per_node))
+        schedule = algorithms.two_level(algorithms.nodes_of(num_nodes * per_node, per_node))
         check(schedule)
         leader, others = Fraction(2 * (num_nodes - 1), num_nodes), [0] * (per_node - 1)
         assert sent_between_nodes(schedule, per_node) == [leader, *others] * num_nodes
-        flat = sent_between_nodes(ring_all_reduce(num_nodes * per_node), per_node)
+        flat = sent_between_nodes(algorithms.ring_all_reduce(num_nodes * per_node), per_node)
         n = num_nodes * per_node
         assert flat == [*others, Fraction(2 * (n - 1), n) if num_nodes > 1 else 0] * num_nodes
-    check_on_real_ranks(two_level(nodes_of(4, 2)))
-    check_on_real_ranks(two_level([[5, 0, 3], [2], [1, 4]]))  # nodes of three sizes, ranks in any order
+    check_on_real_ranks(algorithms.two_level(algorithms.nodes_of(4, 2)))
+    check_on_real_ranks(
+        algorithms.two_level([[5, 0, 3], [2], [1, 4]])
+    )  # nodes of three sizes, ranks in any order
 
 
 def test_torus2d_allreduce():
     for x in range(1, 9):
         for y in range(1, 9):
-            schedule = torus2d_all_reduce(x, y)
+            schedule = algorithms.torus2d_all_reduce(x, y)
             check(schedule)
             assert len(schedule.steps) == 2 * (x - 1) + 2 * (y - 1)
             assert set(sent_between_nodes(schedule, x)) == {Fraction(2 * (y - 1), y) / x}, (
                 "the column moves S/x"
             )
-            assert set(sent_shares(schedule)) == set(sent_shares(ring_all_reduce(x * y)))
-    assert len(torus2d_all_reduce(4, 2).steps) == 8 and len(ring_all_reduce(8).steps) == 14
-    check_on_real_ranks(torus2d_all_reduce(4, 2))
-    check_on_real_ranks(torus2d_all_reduce(2, 2))
+            assert set(sent_shares(schedule)) == set(sent_shares(algorithms.ring_all_reduce(x * y)))
+    assert (
+        len(algorithms.torus2d_all_reduce(4, 2).steps) == 8 and len(algorithms.ring_all_reduce(8).steps) == 14
+    )
+    check_on_real_ranks(algorithms.torus2d_all_reduce(4, 2))
+    check_on_real_ranks(algorithms.torus2d_all_reduce(2, 2))
 
 
 def test_accl_hybrid():
     for num_nodes, per_node in ((2, 2), (4, 8), (8, 8), (16, 4), (2, 1)):
         n = num_nodes * per_node
-        schedule = accl_all_reduce(n, per_node)
+        schedule = algorithms.accl_all_reduce(n, per_node)
         check(schedule)
         per_card, leader = (
             Fraction(2 * (num_nodes - 1), num_nodes) / per_node,
@@ -64,12 +58,14 @@ def test_accl_hybrid():
         )
         assert sent_between_nodes(schedule, per_node) == [per_card] * n, "every rank's card carries a g-th"
         assert (
-            sent_between_nodes(two_level(nodes_of(n, per_node)), per_node)[0] == leader == per_node * per_card
+            sent_between_nodes(algorithms.two_level(algorithms.nodes_of(n, per_node)), per_node)[0]
+            == leader
+            == per_node * per_card
         )
         assert len(schedule.steps) == 2 * (per_node - 1) + 2 * log2(num_nodes)
-    check(accl_all_reduce(24, 4))  # 6 nodes: no power of two
-    check_on_real_ranks(accl_all_reduce(8, 2))
-    check_on_real_ranks(accl_all_reduce(6, 2))
+    check(algorithms.accl_all_reduce(24, 4))  # 6 nodes: no power of two
+    check_on_real_ranks(algorithms.accl_all_reduce(8, 2))
+    check_on_real_ranks(algorithms.accl_all_reduce(6, 2))
 
 
 def blueconnect_share(factors) -> Fraction:
@@ -90,17 +86,17 @@ def test_blueconnect():
         (12, (12,)),
         (5, (1, 5, 1)),
     ):
-        schedule = blueconnect_all_reduce(n, factors)
+        schedule = algorithms.blueconnect_all_reduce(n, factors)
         check(schedule)
         assert set(sent_shares(schedule)) == {blueconnect_share(factors)} == {Fraction(2 * (n - 1), n)}
         assert len(schedule.steps) == sum(2 * (p - 1) for p in factors)
     assert blueconnect_share((8, 4)) == blueconnect_share((4, 4, 2)) == Fraction("1.9375")
-    check_on_real_ranks(blueconnect_all_reduce(8, (2, 2, 2)))
-    check_on_real_ranks(blueconnect_all_reduce(6, (3, 2)))
+    check_on_real_ranks(algorithms.blueconnect_all_reduce(8, (2, 2, 2)))
+    check_on_real_ranks(algorithms.blueconnect_all_reduce(6, (3, 2)))
 
 
 def test_each_level_of_blueconnect_carries_less_than_the_one_below():
-    schedule = blueconnect_all_reduce(32, (4, 4, 2))
+    schedule = algorithms.blueconnect_all_reduce(32, (4, 4, 2))
     levels = [
         sent_shares(schedule, lambda t: t.source // 4 == t.to // 4),
         sent_shares(schedule, lambda t: t.source // 4 != t.to // 4 and t.source // 16 == t.to // 16),
@@ -114,14 +110,14 @@ def test_the_three_papers_are_one_function():
         return [set(step) for step in schedule.steps]
 
     assert (
-        torus2d_all_reduce(4, 2)
-        == blueconnect_all_reduce(8, (4, 2))
-        == within_and_across(4, ring_all_reduce(2))
+        algorithms.torus2d_all_reduce(4, 2)
+        == algorithms.blueconnect_all_reduce(8, (4, 2))
+        == algorithms.within_and_across(4, algorithms.ring_all_reduce(2))
     )
-    assert messages(accl_all_reduce(8, 4)) == messages(torus2d_all_reduce(4, 2)), (
+    assert messages(algorithms.accl_all_reduce(8, 4)) == messages(algorithms.torus2d_all_reduce(4, 2)), (
         "at two nodes halving is the ring"
     )
-    assert messages(accl_all_reduce(16, 4)) != messages(torus2d_all_reduce(4, 4))
+    assert messages(algorithms.accl_all_reduce(16, 4)) != messages(algorithms.torus2d_all_reduce(4, 4))
 
 
 def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
@@ -141,9 +137,9 @@ def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
             rate_out=far[1],
             rate_card=far[1],
         )
-        torus, ring = torus2d_all_reduce(per_node, num_nodes), ring_all_reduce(n)
+        torus, ring = algorithms.torus2d_all_reduce(per_node, num_nodes), algorithms.ring_all_reduce(n)
         of_rings = ("hierarchical", torus) if num_nodes > 1 else ("ring", ring)
-        for name, schedule in (("halving", halving_doubling_all_reduce(n)), of_rings):
+        for name, schedule in (("halving", algorithms.halving_doubling_all_reduce(n)), of_rings):
             for size_bytes in (1e3, 1e9):
                 charged = seconds("all_reduce", size_bytes, placement, name)
                 assert cost_model.time_s(schedule, size_bytes, fabric) == pytest.approx(charged, rel=1e-12), (

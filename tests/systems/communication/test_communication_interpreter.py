@@ -10,20 +10,7 @@ from communication_runs import beside_torch, check_on_real_ranks, metered, own_t
 from minitrain import launch
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.communication.algorithms import (
-    binary_tree,
-    binomial_all_reduce,
-    binomial_broadcast,
-    binomial_reduce,
-    direct_all_reduce,
-    double_tree_all_reduce,
-    doubling_all_reduce,
-    halving_doubling_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    tree_all_reduce,
-)
+from minitrain.systems.communication import algorithms
 from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements
 from minitrain.systems.communication.interpreter import bruck, pairwise, run_schedule
 
@@ -32,14 +19,14 @@ NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one el
 
 def flat_all_reduces(n: int) -> dict[str, Schedule]:
     return {
-        "ring": ring_all_reduce(n),
-        "direct": direct_all_reduce(n),
-        "binomial": binomial_all_reduce(n),
-        "halving": halving_doubling_all_reduce(n),
-        "halving far first": halving_doubling_all_reduce(n, near_first=False),
-        "doubling": doubling_all_reduce(n),
-        "one tree": tree_all_reduce(binary_tree(n), pieces=2),
-        "double tree": double_tree_all_reduce(n, pieces=3),
+        "ring": algorithms.ring_all_reduce(n),
+        "direct": algorithms.direct_all_reduce(n),
+        "binomial": algorithms.binomial_all_reduce(n),
+        "halving": algorithms.halving_doubling_all_reduce(n),
+        "halving far first": algorithms.halving_doubling_all_reduce(n, near_first=False),
+        "doubling": algorithms.doubling_all_reduce(n),
+        "one tree": algorithms.tree_all_reduce(algorithms.binary_tree(n), pieces=2),
+        "double tree": algorithms.double_tree_all_reduce(n, pieces=3),
     }
 
 
@@ -49,7 +36,7 @@ def test_every_flat_all_reduce_equals_torch_and_sends_what_it_says(n):
 
 
 def test_control_without_its_last_step_the_sum_is_wrong():
-    whole = ring_all_reduce(4)
+    whole = algorithms.ring_all_reduce(4)
     for outcome in launch.run(beside_torch, [Schedule(4, 4, whole.steps[:-1])], [840], ranks=4):
         assert outcome[0]["difference"] > 1e-2
 
@@ -57,7 +44,7 @@ def test_control_without_its_last_step_the_sum_is_wrong():
 def a_ring(numel: int) -> tuple:
     x = own_tensor(dist.get_rank(), numel).reshape(-1, 7)
     result, messages = metered(
-        lambda: run_schedule(ring_all_reduce(dist.get_world_size()), x, dist.group.WORLD)
+        lambda: run_schedule(algorithms.ring_all_reduce(dist.get_world_size()), x, dist.group.WORLD)
     )
     dist.all_reduce(x)
     return (result - x).abs().max().item(), result.shape, messages
@@ -90,12 +77,14 @@ def every_primitive(n: int) -> dict:
         return result
 
     scattered = compare(
-        "reduce_scatter", lambda: run_schedule(ring_reduce_scatter(n), x, group), total[own], own
+        "reduce_scatter", lambda: run_schedule(algorithms.ring_reduce_scatter(n), x, group), total[own], own
     )
-    compare("all_gather", lambda: run_schedule(ring_all_gather(n), scattered, group), total)
-    compare("all_reduce", lambda: run_schedule(ring_all_reduce(n), x, group), total)
-    compare("reduce", lambda: run_schedule(binomial_reduce(n), x, group), total if rank == 0 else None)
-    compare("broadcast", lambda: run_schedule(binomial_broadcast(n), x, group), everyone[0])
+    compare("all_gather", lambda: run_schedule(algorithms.ring_all_gather(n), scattered, group), total)
+    compare("all_reduce", lambda: run_schedule(algorithms.ring_all_reduce(n), x, group), total)
+    compare(
+        "reduce", lambda: run_schedule(algorithms.binomial_reduce(n), x, group), total if rank == 0 else None
+    )
+    compare("broadcast", lambda: run_schedule(algorithms.binomial_broadcast(n), x, group), everyone[0])
     pieces = torch.cat([each[own] for each in everyone])
     compare("all_to_all pairwise", lambda: pairwise(x, group), pieces)
     compare("all_to_all bruck", lambda: bruck(x, group), pieces)
@@ -144,10 +133,14 @@ def test_whole_numbers_are_exact_and_views_are_fine():
 
 def test_a_dry_run_of_one_rank_sends_the_same():
     def sent(n):
-        messages = metered(lambda: run_schedule(ring_all_reduce(n), torch.ones(1001), dist.group.WORLD))[1]
+        messages = metered(
+            lambda: run_schedule(algorithms.ring_all_reduce(n), torch.ones(1001), dist.group.WORLD)
+        )[1]
         return sum(sent for _, sent in messages)
 
-    assert dryrun.run(sent, 16, rank=3, ranks=16) == 4 * sent_elements(ring_all_reduce(16), 3, 1001)
+    assert dryrun.run(sent, 16, rank=3, ranks=16) == 4 * sent_elements(
+        algorithms.ring_all_reduce(16), 3, 1001
+    )
 
 
 def test_a_step_posts_all_then_waits_for_all_and_only_then_adds():
@@ -155,7 +148,7 @@ def test_a_step_posts_all_then_waits_for_all_and_only_then_adds():
 
     def rank():
         with Ledger() as ledger:
-            run_schedule(direct_all_reduce(4), torch.ones(8), dist.group.WORLD)
+            run_schedule(algorithms.direct_all_reduce(4), torch.ones(8), dist.group.WORLD)
         kinds = {"Issue": "i", "Wait": "w"}
         return "".join(kinds.get(type(event).__name__, "c") for event in ledger.events).strip("c")
 

@@ -7,20 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.systems.communication.algorithms import (
-    binomial_all_reduce,
-    binomial_broadcast,
-    binomial_reduce,
-    direct_all_reduce,
-    direct_reduce_scatter,
-    double_tree_all_reduce,
-    doubling_all_reduce,
-    halving_doubling_all_reduce,
-    halving_reduce_scatter,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
+from minitrain.systems.communication import algorithms
 from minitrain.systems.communication.chunk_schedule import (
     Schedule,
     Transfer,
@@ -36,14 +23,14 @@ from minitrain.systems.communication.chunk_schedule import (
 )
 
 ALL_REDUCES = {
-    "ring": ring_all_reduce,
-    "direct": direct_all_reduce,
-    "binomial": binomial_all_reduce,
-    "halving near first": halving_doubling_all_reduce,
-    "halving far first": lambda n: halving_doubling_all_reduce(n, near_first=False),
-    "doubling": doubling_all_reduce,
-    "double tree": double_tree_all_reduce,
-    "double tree in 5 pieces": lambda n: double_tree_all_reduce(n, pieces=5),
+    "ring": algorithms.ring_all_reduce,
+    "direct": algorithms.direct_all_reduce,
+    "binomial": algorithms.binomial_all_reduce,
+    "halving near first": algorithms.halving_doubling_all_reduce,
+    "halving far first": lambda n: algorithms.halving_doubling_all_reduce(n, near_first=False),
+    "doubling": algorithms.doubling_all_reduce,
+    "double tree": algorithms.double_tree_all_reduce,
+    "double tree in 5 pieces": lambda n: algorithms.double_tree_all_reduce(n, pieces=5),
 }
 
 SIZES = [*range(1, 18), 23, 31, 32, 33, 63, 64]
@@ -57,22 +44,22 @@ def test_every_chunk_gets_every_contribution_once(name):
 
 def test_the_other_collectives():
     for n in SIZES:
-        check(ring_reduce_scatter(n), "reduce_scatter")
-        check(ring_all_gather(n), "all_gather")
-        check(mirror(ring_reduce_scatter(n)), "all_gather")
-        check(direct_reduce_scatter(n), "reduce_scatter")
-        check(mirror(direct_reduce_scatter(n)), "all_gather")
-        check(binomial_reduce(n), "reduce")
-        check(binomial_broadcast(n), "broadcast")
+        check(algorithms.ring_reduce_scatter(n), "reduce_scatter")
+        check(algorithms.ring_all_gather(n), "all_gather")
+        check(mirror(algorithms.ring_reduce_scatter(n)), "all_gather")
+        check(algorithms.direct_reduce_scatter(n), "reduce_scatter")
+        check(mirror(algorithms.direct_reduce_scatter(n)), "all_gather")
+        check(algorithms.binomial_reduce(n), "reduce")
+        check(algorithms.binomial_broadcast(n), "broadcast")
     for n in (1, 2, 4, 8, 16, 32, 64):
-        check(halving_reduce_scatter(n), "reduce_scatter")
-        check(mirror(halving_reduce_scatter(n)), "all_gather")
+        check(algorithms.halving_reduce_scatter(n), "reduce_scatter")
+        check(mirror(algorithms.halving_reduce_scatter(n)), "all_gather")
 
 
 def test_near_first_leaves_the_chunks_in_bit_reversed_order():
     with pytest.raises(ValueError, match="reduce_scatter: in the end rank 1 lacks"):
-        check(halving_reduce_scatter(8, near_first=True), "reduce_scatter")
-    complete = history(halving_reduce_scatter(8, near_first=True))[-1]
+        check(algorithms.halving_reduce_scatter(8, near_first=True), "reduce_scatter")
+    complete = history(algorithms.halving_reduce_scatter(8, near_first=True))[-1]
     assert [row.index(8) for row in complete] == [0b000, 0b100, 0b010, 0b110, 0b001, 0b101, 0b011, 0b111]
 
 
@@ -110,7 +97,7 @@ def test_the_checker_names_the_fault(steps, message):
 
 
 def test_nothing_is_sent_before_it_is_there():
-    late = Schedule(3, 3, tuple(reversed(ring_all_gather(3).steps)))
+    late = Schedule(3, 3, tuple(reversed(algorithms.ring_all_gather(3).steps)))
     with pytest.raises(ValueError, match="holds nothing of it yet"):
         check(late, "all_gather")
     with pytest.raises(ValueError, match="to be added to nothing"):
@@ -123,10 +110,10 @@ def test_nothing_is_sent_before_it_is_there():
 def test_steps_and_bytes_of_the_flat_algorithms():
     for n in SIZES[1:]:
         optimal, height = Fraction(2 * (n - 1), n), ceil(log2(n))
-        for build, steps in ((ring_all_reduce, 2 * (n - 1)), (direct_all_reduce, 2)):
+        for build, steps in ((algorithms.ring_all_reduce, 2 * (n - 1)), (algorithms.direct_all_reduce, 2)):
             assert len(build(n).steps) == steps and set(sent_shares(build(n))) == {optimal}, (build, n)
-        assert len(binomial_all_reduce(n).steps) == 2 * height
-        assert sent_shares(binomial_broadcast(n))[0] == height
+        assert len(algorithms.binomial_all_reduce(n).steps) == 2 * height
+        assert sent_shares(algorithms.binomial_broadcast(n))[0] == height
     for n in (2, 3, 7, 16, 33):
         for build in ALL_REDUCES.values():
             assert sum(sent_shares(build(n))) >= 2 * (n - 1), "below the least that any all-reduce can send"
@@ -135,16 +122,16 @@ def test_steps_and_bytes_of_the_flat_algorithms():
 def test_halving_sends_what_a_ring_sends_in_log_steps():
     for power in (2, 4, 8, 16, 32, 64):
         height = power.bit_length() - 1
-        schedule = halving_doubling_all_reduce(power)
+        schedule = algorithms.halving_doubling_all_reduce(power)
         assert len(schedule.steps) == 2 * height
         assert set(sent_shares(schedule)) == {Fraction(2 * (power - 1), power)}
-        assert len(doubling_all_reduce(power).steps) == height
-        assert set(sent_shares(doubling_all_reduce(power))) == {height}
+        assert len(algorithms.doubling_all_reduce(power).steps) == height
+        assert set(sent_shares(algorithms.doubling_all_reduce(power))) == {height}
         for rest in range(
             1, power if power < 64 else 1
         ):  # n between two powers: two more steps, two ranks that pay S
             inner = Fraction(2 * (power - 1), power)
-            schedule = halving_doubling_all_reduce(power + rest)
+            schedule = algorithms.halving_doubling_all_reduce(power + rest)
             assert len(schedule.steps) == 2 * height + 2
             assert sent_shares(schedule) == [inner + 1, 1] * rest + [inner] * (power - rest)
 
@@ -152,7 +139,7 @@ def test_halving_sends_what_a_ring_sends_in_log_steps():
 def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
     def share_sent_over(distance, near_first):
         far = sent_shares(
-            halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance
+            algorithms.halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance
         )
         return set(far)
 
@@ -180,15 +167,17 @@ def test_elements_follow_the_shares_whatever_the_size(name, n, numel):
 
 
 def test_an_all_reduce_is_made_of_its_halves():
-    assert ring_all_reduce(5) == then(ring_reduce_scatter(5), ring_all_gather(5))
-    assert mirror(binomial_reduce(4)).steps[0] == (Transfer(0, 2, range(1), reduce=False),)
+    assert algorithms.ring_all_reduce(5) == then(
+        algorithms.ring_reduce_scatter(5), algorithms.ring_all_gather(5)
+    )
+    assert mirror(algorithms.binomial_reduce(4)).steps[0] == (Transfer(0, 2, range(1), reduce=False),)
 
 
 def test_two_rings_in_both_directions_share_the_work():
     """A composition of one's own: half of the data turns right, half left, and all links work both ways."""
     n, size = 6, (6, 12)
-    right = place(ring_all_reduce(n), range(n), range(0, n), of=size)
-    left = place(ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
+    right = place(algorithms.ring_all_reduce(n), range(n), range(0, n), of=size)
+    left = place(algorithms.ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
     both = in_parallel([right, left])
     check(both)
     assert len(both.steps) == 2 * (n - 1)
@@ -196,15 +185,17 @@ def test_two_rings_in_both_directions_share_the_work():
 
 
 def test_the_chunk_matrix_is_drawn():
-    assert draw(ring_all_reduce(3)).splitlines() == [
+    assert draw(algorithms.ring_all_reduce(3)).splitlines() == [
         "rank     start   step 1  step 2  step 3  step 4",
         "0        111     121     #21     #2#     ###",
         "1        111     112     1#2     ##2     ###",
         "2        111     211     21#     2##     ###",
     ]
-    frames = history(ring_all_reduce(3))
+    frames = history(algorithms.ring_all_reduce(3))
     assert len(frames) == 5 and frames[0] == [[1] * 3] * 3 and frames[-1] == [[3] * 3] * 3
     cells = {
-        cell for line in draw(ring_all_reduce(12)).splitlines()[1:] for cell in "".join(line.split()[1:])
+        cell
+        for line in draw(algorithms.ring_all_reduce(12)).splitlines()[1:]
+        for cell in "".join(line.split()[1:])
     }
     assert cells == set("123456789+#")

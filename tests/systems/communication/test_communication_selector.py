@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitrain.systems.communication import cost_model
-from minitrain.systems.communication.algorithms import (
-    double_tree_all_reduce,
-    doubling_all_reduce,
-    halving_doubling_all_reduce,
-    ring_all_reduce,
-)
+from minitrain.systems.communication import algorithms, cost_model
 from minitrain.systems.communication.chunk_schedule import Schedule, Transfer, check
 from minitrain.systems.communication.cost_model import (
     Network,
@@ -24,10 +18,10 @@ from minitrain.systems.communication.cost_model import (
 
 INFINIBAND = Network(alpha_s=5e-6, bytes_per_s=50e9)
 SCHEDULES = {
-    "ring": ring_all_reduce,
-    "double tree": double_tree_all_reduce,
-    "halving and doubling": halving_doubling_all_reduce,
-    "recursive doubling": doubling_all_reduce,
+    "ring": algorithms.ring_all_reduce,
+    "double tree": algorithms.double_tree_all_reduce,
+    "halving and doubling": algorithms.halving_doubling_all_reduce,
+    "recursive doubling": algorithms.doubling_all_reduce,
 }
 ALL = tuple(SCHEDULES)
 
@@ -90,9 +84,9 @@ def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
         assert choose(64, size_bytes, INFINIBAND, ALL[:3]).algorithm == "halving and doubling"
     rack_of = [rank // 8 for rank in range(32)]
     fabric = cost_model.racks(rack_of, near=(1e-6, 10e9), far=(1e-6, 10e9), oversubscription=4)
-    far_first = cost_model.time_s(halving_doubling_all_reduce(32, near_first=False), 1e9, fabric)
-    ring = cost_model.time_s(ring_all_reduce(32), 1e9, fabric)
-    near_first = cost_model.time_s(halving_doubling_all_reduce(32, near_first=True), 1e9, fabric)
+    far_first = cost_model.time_s(algorithms.halving_doubling_all_reduce(32, near_first=False), 1e9, fabric)
+    ring = cost_model.time_s(algorithms.ring_all_reduce(32), 1e9, fabric)
+    near_first = cost_model.time_s(algorithms.halving_doubling_all_reduce(32, near_first=True), 1e9, fabric)
     assert ring < near_first < far_first / 2
 
 
