@@ -329,6 +329,24 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
     assert number.float() == whole[1, 2, 3].float()
 
 
+def test_weights_come_in_another_dtype_and_codes_do_not(tmp_path):
+    """Also one that is as wide."""
+    pieces = (
+        whole_piece("W", torch.arange(9.0).bfloat16()),
+        whole_piece("C", torch.ones(3, dtype=torch.uint8)),
+    )
+    file = File(tmp_path / "file", write_file(Quick(), tmp_path / "file", pieces, {}))
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        saved = Saved([file], weights=True)
+        for name, numbers in (("W", torch.zeros(9, dtype=dtype)), ("C", torch.zeros(3, dtype=dtype))):
+            saved.fill(whole_piece(name, numbers))
+            assert name == "C" or torch.equal(numbers, torch.arange(9, dtype=dtype))
+        with pytest.raises(ValueError, match="use the model and the precision it was saved in"):
+            saved.finish()
+    with pytest.raises(ValueError, match="use the model and the precision it was saved in"):
+        Saved([file]).check(whole_piece("W", torch.zeros(9)))
+
+
 def test_what_is_wrong_is_told_at_the_end(tmp_path):
     numbers = {"numbers": {"W": {"step": 1}}}
     written = write_file(Quick(), tmp_path / "file", [whole_piece("W", torch.ones(4))], numbers)

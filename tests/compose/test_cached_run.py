@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.compose.cached_run import cached
 from minitrain.compose.parallelize import parallelize
 from minitrain.context.core_names import CORES
@@ -81,6 +81,17 @@ def test_a_window_that_slides_is_computed_anew(length):
     for strategy in (Strategy(cp=2), Strategy(pp=2, **SEQUENCE)):
         found = launch.run(both, LEARNED, strategy, length, 6, ranks=strategy.ranks)
         assert all(same and far < TOLERANCE for same, far, _ in found)
+
+
+def test_ranks_that_round_otherwise_write_one_text():
+    def rank():
+        run = parallelize(CONFIG, Strategy(dp=2))
+        exact, here = run.logits, collectives.world().rank()
+        run.logits = lambda *given: exact(*given) * (1 + 50 * here)
+        return run.sample(torch.tensor([[1, 2, 3]]), 8).tolist()
+
+    first, second = launch.run(rank, ranks=2)
+    assert first == second
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------
