@@ -74,10 +74,8 @@ class Cache:
             return run.logits(F.pad(tokens[:, -1:], (0, padding)), positions, padding)[:, :1]
         padded = length + -length % strategy.pieces
         runs = run.layout(self.rank, self.ranks, padded) if run.layout else [range(padded)]
-        here = [*chain(*runs)]
-        places = [place for place, position in enumerate(here) if position < length]
-        self.places = torch.tensor(places, dtype=torch.int64, device=device)  # in this rank's k and v
-        self.positions = torch.tensor(here, device=device).index_select(0, self.places)
+        here = [position for position in chain(*runs) if position < length]  # in order: padding comes last
+        self.positions = torch.tensor(here, dtype=torch.int64, device=device)
         self.more = -(-min(self.most, run.config.max_positions - length) // self.ranks)
         return run(tokens)
 
@@ -87,7 +85,7 @@ class Cache:
         if self.grows:
             out = self.attend_one(seen, *(x[:, :, :1] for x in (q, k, v)), **extras).to(q.dtype)
             return F.pad(out, (0, 0, 0, q.size(2) - 1))
-        with_room = lambda x: F.pad(x.index_select(2, self.places), (0, 0, 0, self.more))
+        with_room = lambda x: F.pad(x[:, :, : len(self.positions)], (0, 0, 0, self.more))
         seen["k"] = with_room(k)
         seen["v"] = seen["k"][..., : self.latent] if self.latent else with_room(v)
         return core(q, k, v, **extras)

@@ -118,10 +118,10 @@ def account(config, strategy, length, n):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_memory_and_bytes_are_those_of_the_docstring(tp):
     """8 tokens over cp = 2 and up to 5 more: per row, layer and rank room for 4 + 3 tokens, of which 4 have a
-    position and a place, 8 bytes each."""
+    position of 8 bytes."""
     config, strategy = replace(CONFIG, d_model=32, num_heads=8), Strategy(cp=2, tp=tp)
     for found, sent, token, prompt in launch.run(account, config, strategy, 8, 5, ranks=2 * tp):
-        assert found == 2 * 2 * (2 * 2 * 4 // tp) * (4 + 3) * 8 + 2 * 4 * 8
+        assert found == 2 * 2 * (2 * 2 * 4 // tp) * (4 + 3) * 8 + 4 * 8
         logits = (tp - 1) * 2 * 15 * 8  # over tp, of half of 29 words
         assert sent == 2 * (2 * (8 // tp) * (4 + 1)) * 8 + logits  # layers · (n - 1) · B·H·(K + 1)
         assert token < prompt / 3  # 1 token for 4, on each rank
@@ -129,4 +129,4 @@ def test_memory_and_bytes_are_those_of_the_docstring(tp):
 
 def test_latent_attention_caches_latents():
     found, *_ = launch.run(account, LATENT, Strategy(), 8, 4, ranks=1)[0]
-    assert found == 2 * 2 * (6 + 2) * (8 + 4) * 8 + 2 * 8 * 8
+    assert found == 2 * 2 * (6 + 2) * (8 + 4) * 8 + 8 * 8
