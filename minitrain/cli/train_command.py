@@ -124,10 +124,10 @@ def configure(preset: str, values: dict[str, Any]) -> GPTConfig:
     base = known(presets, preset=preset)
     if values["max_positions"] is None:
         values = values | {"max_positions": max(values["length"], base.max_positions)}
-    return changed(base, f"preset {preset!r}", values)
+    return with_flags(base, f"preset {preset!r}", values)
 
 
-def changed(base: GPTConfig, name: str, values: dict[str, Any]) -> GPTConfig:
+def with_flags(base: GPTConfig, name: str, values: dict[str, Any]) -> GPTConfig:
     changes, experts = chosen(GPTConfig, values), chosen(ExpertsConfig, values)
     if experts and base.experts is None and "num_experts" not in experts:
         said = ", ".join(f"{name}={value}" for name, value in experts.items())
@@ -141,7 +141,7 @@ def started(folder: Path, values: dict[str, Any]) -> GPTConfig:
     """The model of a folder's newest checkpoint; flags may say the same, or what training alone asks."""
     store = store_of(folder)
     base = config_in(store.manifest(step_of(store, None)))
-    config = changed(base, str(folder), values)
+    config = with_flags(base, str(folder), values)
     was = plain_values(base)
     for name, now in plain_values(config).items():
         if now != was.get(name) and name not in OF_TRAINING:
