@@ -1,7 +1,6 @@
-"""ZeRO 1, 2, 3: equal to one process, bytes and memory as the paper says, states that load anywhere."""
+"""ZeRO 1, 2, 3: equal to one process, bytes and memory as the paper says."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -53,14 +52,14 @@ def references():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", WAYS)
-def test_equals_one_process(way, ranks, references):
+def test_equals_one_process(ranks, references):
     def rank():
-        return [parallel.train_sharded(problem, made(way)) for problem in problems()]
+        return {way: [parallel.train_sharded(problem, made(way)) for problem in problems()] for way in WAYS}
 
-    for outcomes in launch.run(rank, ranks=ranks):
-        for outcome, reference in zip(outcomes, references):
-            assert parallel.difference(outcome, reference) < parallel.TOLERANCE
+    for ways in launch.run(rank, ranks=ranks, timeout_s=120):
+        for way, outcomes in ways.items():
+            for outcome, reference in zip(outcomes, references):
+                assert parallel.difference(outcome, reference) < parallel.TOLERANCE, way
 
 
 class Deaf1(Zero1):
@@ -90,27 +89,7 @@ def test_without_its_collective_it_does_not(deaf, references):
         assert parallel.difference(outcome, references[0]) > 1e-4
 
 
-def test_any_optimizer_and_torchs_own():
-    """torch.optim.AdamW over shards, SGD with momentum: element-wise optimizers do not see the cut."""
-
-    def rank(kind):
-        problem, group = parallel.Problem(clip=None), collectives.world()
-        model, whole = problem.model(), problem.model()
-        kinds = dict(adamw=torch.optim.AdamW, sgd=partial(torch.optim.SGD, momentum=0.9))
-        make = partial(kinds[kind], lr=1e-2)
-        zero = Zero3(model, group, make)
-        parallel.run_steps(problem, model, group, zero, zero)
-        optimizer = make([param for param in whole.parameters() if param.requires_grad])
-        parallel.run_steps(problem, whole, group, optimizer, GradReducer(whole.parameters(), group))
-        pairs = zip(model.parameters(), whole.parameters())
-        return max((states.full_tensor(zero, ours) - theirs).abs().max().item() for ours, theirs in pairs)
-
-    for kind in ("adamw", "sgd"):
-        assert max(launch.run(rank, kind, ranks=2)) < parallel.TOLERANCE
-
-
-@pytest.mark.parametrize("way", ["stage 1", "stage 2", "stage 3"])
-def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
+def test_mixed_precision_gives_the_bits_of_data_parallelism():
     """bf16 parameters and gradients, float32 master: every sum is rounded once, so cutting changes no bit."""
 
     def rank():
@@ -118,10 +97,10 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
         tokens = torch.arange(16).view(2, 8) % 29 + group.rank()
         batch = Batch(tokens, tokens, torch.tensor(16 * group.size()))
         results = []
-        for sharded in (True, False):
+        for way in ("stage 1", "stage 2", "stage 3", None):
             model = GPT(parallel.small(), dtype=torch.bfloat16)
             make = partial(AdamW, lr=1e-2, master_dtype=torch.float32)
-            if sharded:
+            if way:
                 reducer = optimizer = made(way)(model, group, make)
             else:
                 reducer, optimizer = GradReducer(model.parameters(), group), make(model.parameters())
@@ -129,9 +108,9 @@ def test_mixed_precision_gives_the_bits_of_data_parallelism(way):
             for _ in range(3):
                 train_step(step, batch, optimizer, reducer)
             results.append(
-                [states.full_tensor(optimizer, p) if sharded else p.detach() for p in model.parameters()]
+                [states.full_tensor(optimizer, p) if way else p.detach() for p in model.parameters()]
             )
-        return all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
+        return all(all(map(torch.equal, ours, results[-1])) for ours in results)
 
     assert launch.run(rank, ranks=4) == [True] * 4
 
@@ -264,27 +243,21 @@ def test_weight_update_sharding():
 # ---- memory ----------------------------------------------------------------------------------------------
 
 
-def memory_of(way, config, dtype=torch.bfloat16, length=8):
-    """(parameters Ψ, live bytes by kind after a step, peak bytes of the step, peak by kind)."""
-    group = collectives.world()
-    model = GPT(config, dtype=dtype)
+def memory_of(way, config):
+    """(parameters Ψ, live bytes by kind after a step) in bfloat16."""
+    group, make = collectives.world(), partial(AdamW, lr=1e-2, master_dtype=torch.float32)
+    model = GPT(config, dtype=torch.bfloat16)
     count = sum(param.numel() for param in model.parameters())
-    tokens = torch.zeros(1, length, dtype=torch.long)
-    master = torch.float32 if dtype == torch.bfloat16 else None
+    tokens = torch.zeros(1, 8, dtype=torch.long)
     if way == "data parallel":
-        reducer = GradReducer(model.parameters(), group)
-        optimizer = AdamW(model.parameters(), lr=1e-2, master_dtype=master)
+        reducer, optimizer = GradReducer(model.parameters(), group), make(model.parameters())
     else:
-        make = lambda shards: AdamW(shards, lr=1e-2, master_dtype=master)  # noqa: E731
         reducer = optimizer = made(way)(model, group, make)
-    step, batch = (
-        accumulate(model, cross_entropy_sum, 1, reducer),
-        Batch(tokens, tokens, torch.tensor(length)),
-    )
+    step, batch = accumulate(model, cross_entropy_sum, 1, reducer), Batch(tokens, tokens, torch.tensor(8))
     with Ledger() as ledger:
         for _ in range(2):
             train_step(step, batch, optimizer, reducer)
-    return count, ledger.live_by_kind, ledger.peak_bytes, ledger.peak_by_kind
+    return count, ledger.live_by_kind
 
 
 FORMULAS = {
@@ -301,21 +274,12 @@ def test_zero_1_2_3_states_take_what_the_paper_says(ranks):
     """16Ψ, (4 + 12/N)Ψ, (2 + 14/N)Ψ, 16Ψ/N, kind by kind, on every rank; sizes divide, so to the byte."""
 
     def rank():
-        return {way: memory_of(way, EVEN)[:2] for way in FORMULAS}
+        return {way: memory_of(way, EVEN) for way in FORMULAS}
 
     for ways in launch.run(rank, ranks=ranks):
         for way, (count, live) in ways.items():
             expected = [round(share * count) for share in FORMULAS[way](ranks)]
             assert [live["parameters"], live["gradients"], live["optimizer state"]] == expected, way
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", ["stage 1", "stage 2", "stage 3", "stage 3, no reshard, no prefetch"])
-def test_the_peak_of_a_real_run_is_that_of_a_dry_run(way, ranks):
-    config = replace(EVEN, num_layers=1)  # three units: the table, a layer, the head
-    real = launch.run(memory_of, way, config, ranks=ranks)
-    for number, measured in enumerate(real):
-        assert dryrun.run(memory_of, way, config, rank=number, ranks=ranks) == measured
 
 
 def test_fsdp_peak_is_the_shards_and_the_largest_units():
@@ -416,7 +380,7 @@ def test_zero_table_1_from_a_dry_run():
     per_parameter = {}
     for n, ways in ((64, ("stage 1", "stage 2", "stage 3")), (1024, ("stage 3",))):
         for way in ways:
-            count, live, *_ = dryrun.run(memory_of, way, CONFIG_7B, rank=n - 1, ranks=n)
+            count, live = dryrun.run(memory_of, way, CONFIG_7B, rank=n - 1, ranks=n)
             held = sum(live[kind] for kind in ("parameters", "gradients", "optimizer state"))
             per_parameter[way, n] = held / count
     assert abs(count / 7.5e9 - 1) < 0.02
@@ -499,59 +463,6 @@ def test_evaluation_gathers_once_and_leaves_nothing_whole():
         assert worst < parallel.TOLERANCE and left == 0 and readable_inside and unreadable_after
 
 
-# ---- states ----------------------------------------------------------------------------------------------
-
-
-def trained(stage, steps, full=None):
-    problem, group = parallel.Problem(clip=None), collectives.world()
-    model = problem.model()
-    zero = stage(model, group, lambda shards: AdamW(shards, lr=1e-2))
-    if full is not None:
-        states.load_full_state_dict(zero, full)
-    parallel.run_steps(parallel.Problem(clip=None, batch_sizes=(8,) * steps), model, group, zero, zero)
-    return states.full_state_dict(zero)
-
-
-def test_states_load_anywhere():
-    """On 2 ranks, then on 2 or 4 in another stage: the same training goes on."""
-
-    def save(stage):
-        full = trained(stage, 2)
-        return full, trained(stage, 1, full)
-
-    def apart(one, other):
-        assert one["parameters"].keys() == other["parameters"].keys()
-        assert one["optimizer"].keys() == other["optimizer"].keys()
-        pairs = [(one["parameters"][name], other["parameters"][name]) for name in one["parameters"]]
-        pairs += [
-            (one["optimizer"][name][key], other["optimizer"][name][key])
-            for name in one["optimizer"]
-            for key in ("exp_avg", "exp_avg_sq")
-        ]
-        return max((a - b).abs().max().item() for a, b in pairs)
-
-    saved = {stage: launch.run(save, stage, ranks=2) for stage in (Zero1, Zero3)}
-    full, longer = saved[Zero3][0]
-    assert all(apart(full, results[0][0]) == 0 for results in saved.values() for full, _ in results)
-    assert apart(saved[Zero1][0][1], longer) < parallel.TOLERANCE
-    for stage, ranks in ((Zero3, 4), (Zero2, 2)):
-        for other in launch.run(trained, stage, 1, full, ranks=ranks):
-            assert apart(other, longer) < parallel.TOLERANCE
-
-
-def test_a_state_of_another_model_is_refused():
-    def rank():
-        full = trained(Zero1, 1)
-        full["parameters"]["stranger"] = full["parameters"].pop("layers.1.attention.q.weight")
-        with pytest.raises(ValueError, match="layers.1.attention.q.weight.*stranger"):
-            trained(Zero1, 0, full=full)
-
-    launch.run(rank, ranks=2)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------
-
-
 def test_flat_buffers_hold_every_element_once_and_pad_at_the_end():
     def rank():
         params = [nn.Parameter(torch.full((count,), float(count))) for count in (3, 1, 7)]
@@ -591,19 +502,19 @@ def test_nan_in_a_gradient_reaches_the_norm_of_every_rank():
     assert all(math.isnan(norm) for norm in launch.run(rank, ranks=2))
 
 
-def test_parallelize_refuses_what_it_does_not_know():
-    linear = nn.Linear(4, 4)
+def test_what_cannot_be_is_refused():
+    def load_another():
+        zero = Zero1(nn.Linear(4, 4), collectives.world(), None)
+        full = states.full_state_dict(zero)
+        full["parameters"]["stranger"] = full["parameters"].pop("weight")
+        states.load_full_state_dict(zero, full)
+
     refused = {
-        "zero=4; use 0 (no sharding), a stage 1, 2 or 3, or hybrid sharding": lambda: Strategy(dp=2, zero=4),
+        "lacks ['weight'] and has ['stranger'] too many: it is of another model": load_another,
         "zero='GIG'; use 0": lambda: Strategy(dp=2, zero="GIG"),
         "zero=True; use 0": lambda: Strategy(dp=2, zero=True),
-        "node=3 does not divide dp=2; use node 1 or 2": lambda: Strategy(dp=2, node=3, zero="III"),
         "nodes=3 does not divide the nodes of dp=4": lambda: Strategy(dp=8, node=2, nodes=3, zero="III"),
         "nodes=2 with zero=1: nodes matter to hybrid sharding": lambda: Strategy(dp=4, nodes=2, zero=1),
-        "AdamW was built before sharding, over whole parameters; give a function that builds it": lambda: (
-            parallelize(linear, Strategy(dp=2, zero=1), AdamW(linear.parameters()))
-        ),
-        "dp=4, but the job has 2 ranks; use dp=2": lambda: parallelize(linear, Strategy(dp=4), AdamW),
-        "a module of your own gets dp and ZeRO": lambda: parallelize(linear, Strategy(tp=2), AdamW),
+        "dp=4, but the job has 2": lambda: parallelize(nn.Linear(4, 4), Strategy(dp=4), AdamW),
     }
     parallel.check_refusals(refused, ranks=2)
