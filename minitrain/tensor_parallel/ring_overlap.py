@@ -10,7 +10,7 @@ In place of sequence.py's gather and scatter rank 0 of 4 does (X_j: the tokens t
 
 Sends what sequence.py sends: t-1 messages of B·T/t·D elements per round, two rounds in column's backward (one
 if all weights are frozen). Memory: pass_round holds two slices, sum_round three. Products are t times
-smaller, and with `dw_by_slice` dA, dB read and written t times; else one product each, which holds X and dY
+smaller, and dA, dB read and written t times; `dw_by_slice=False` takes them in one product and holds X and dY
 in backward. GPT-3's layer, t = 8, replayed on an H100 (B=1, B=4): 3.9 and 15.9 ms in sequence.py, 5.2 and
 13.3 by slice, 3.7 and 13.8 whole. Sums are rounded at each hop.
 Wang et al. 2023, ASPLOS. Differs: the ring turns one way.
@@ -31,13 +31,13 @@ from minitrain.tensor_parallel.linear import add_bias, columns_vjp, tokens
 from minitrain.tensor_parallel.sequence import TIME, check_time
 
 
-def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = False):
+def column(x: Tensor, linears: Sequence[nn.Module], group: ProcessGroup, *, dw_by_slice: bool = True):
     """x `[B, T/t, D]`, this rank's tokens -> for each matrix `[B, T, F/t]`: all tokens, its columns."""
     backward = column_backward if dw_by_slice else sequence.column_backward
     return columns_vjp(x, linears, partial(column_forward, group=group), partial(backward, group=group))
 
 
-def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool = False) -> Tensor:
+def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool = True) -> Tensor:
     """x `[B, T, F/t]` -> this rank's tokens of the whole product, `[B, T/t, D]`."""
     check_time(x.size(TIME), group)
 

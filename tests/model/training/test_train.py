@@ -137,14 +137,15 @@ def test_a_step_runs_dry_and_sends_the_count_and_the_gradients():
     assert dryrun.run(account_of_a_step, rank=5, ranks=4096)[1] == real[0][1]
 
 
-def sampled():
-    run = parallelize(replace(CONFIG, max_positions=18), Strategy(cp=2), seed=0)
-    return run.sample(torch.zeros(1, 17, dtype=torch.int64), n=3).shape
+def sampled(strategy, most):
+    run = parallelize(replace(CONFIG, max_positions=most), strategy, seed=0)
+    return run.sample(torch.zeros(1, 16, dtype=torch.int64), n=4).shape
 
 
-def test_a_text_may_grow_beyond_positions_that_pieces_do_not_divide():
-    """The last 18 tokens of it are looked at, padded to 20, five for each piece."""
-    assert launch.run(sampled, ranks=2) == [(1, 20)] * 2
+@pytest.mark.parametrize("strategy, most", [(Strategy(cp=2), 18), (Strategy(tp=2, sequence_parallel=True), 17)])
+def test_a_text_may_grow_beyond_positions_that_pieces_do_not_divide(strategy, most):
+    """The last 18 tokens of it are looked at, padded to 20, five for each piece; or 17, padded to 18."""
+    assert launch.run(sampled, strategy, most, ranks=2) == [(1, 20)] * 2
 
 
 def paced():
