@@ -142,7 +142,9 @@ def sampled(strategy, most):
     return run.sample(torch.zeros(1, 16, dtype=torch.int64), n=4).shape
 
 
-@pytest.mark.parametrize("strategy, most", [(Strategy(cp=2), 18), (Strategy(tp=2, sequence_parallel=True), 17)])
+@pytest.mark.parametrize(
+    "strategy, most", [(Strategy(cp=2), 18), (Strategy(tp=2, sequence_parallel=True), 17)]
+)
 def test_a_text_may_grow_beyond_positions_that_pieces_do_not_divide(strategy, most):
     """The last 18 tokens of it are looked at, padded to 20, five for each piece; or 17, padded to 18."""
     assert launch.run(sampled, strategy, most, ranks=2) == [(1, 20)] * 2
