@@ -47,7 +47,7 @@ STRATEGY = Strategy(dp=2, tp=2, zero=1)
 HYPER = Hyperparameters(steps=24, batch_size=4, length=8, lr=1e-2, warmup=2)
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 20, "Descartes")
 EVERY, RANKS = 2, 4
-MOST = dict(disk=24, step=7)  # events that are counted until somebody dies
+MOST = dict(disk=200, step=7)  # events that are counted until somebody dies
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@
     rename                      the old name or the new one, never both or neither
     remove
 
-A test gives a Disk that records the calls and replays what a power cut may leave of them, or one that fails
-at the k-th call. What the system refuses (disk full, quota, read-only, no permission, folder gone) is a
-DiskError: one line with path and cause. Reading goes past it, but for `refused`.
+A test gives a Disk that replays what a power cut may leave, or one that fails at the k-th call. What the
+system refuses (disk full, quota, read-only, ..) is a DiskError: one line with path and cause.
 """
 
 import contextlib

@@ -11,10 +11,9 @@ BLOCK_BYTES: xxh3, a hash, not a signature. So a header's length follows from sh
 written first, hashed on the way, the header last. Its own hash stands in the manifest (store.py), without
 which a file is no part of a checkpoint: no byte can change unseen. Whole blocks are read straight to where
 they are wanted, and verified there. Any reader of safetensors can open it, within whose limit of a header
-(100 MB) it stays. No pickle anywhere. Calls to the system move a block: small pieces are gathered, larger
-ones written from where they are (more at once is no faster).
-Memory: half a block to write, none to read, and a copy of a piece that does not lie in one piece.
-Differs from safetensors.torch.save_file: verified, partial tensors, synced, no copy of what is written.
+(100 MB) it stays. No pickle anywhere. Calls to the system move a block at most (more is no faster).
+Memory: a copy of a piece that does not lie in one piece. Differs from safetensors.torch.save_file: verified,
+partial tensors, synced, no copy of what is written.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ BLOCK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 64
 HASH_DIGITS = 16
-RUN_BYTES = 1 << 19  # as much small is gathered; half of it is large
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}  # nobody can read it any more
 NAMES = dict(float64="F64", float32="F32", bfloat16="BF16", float16="F16", complex64="C64", bool="BOOL")
 NAMES |= dict(float8_e4m3fn="F8_E4M3", float8_e5m2="F8_E5M2", float8_e8m0fnu="F8_E8M0")
@@ -165,16 +163,14 @@ def write_file(disk: Disk, path: Path, pieces: Iterable[Piece], plain: dict, blo
         places[piece] = end
         end += piece.values.numel() * piece.values.element_size()
     with new_file(disk, path) as file:
-        out = _Gathered(disk, file)
         for piece in pieces:
             at, found = places[piece], []
             for data in blocks_of(piece):
                 found += [digest(data[n : n + BLOCK_BYTES]) for n in range(0, len(data), BLOCK_BYTES)]
-                out.write(at, data)
+                disk.write(file, at, data)
                 at += len(data)
             assert at - places[piece] == piece.values.numel() * piece.values.element_size(), piece.name
             hashes[piece] = "".join(found)
-        out.flush()
         header = pack(in_file, plain, [hashes[piece] for piece in in_file])
         assert len(header) == begin, "blocks_of gave parts of blocks"
         disk.write(file, 0, header)
@@ -184,30 +180,6 @@ def write_file(disk: Disk, path: Path, pieces: Iterable[Piece], plain: dict, blo
 def bytes_of(values: Tensor) -> np.ndarray:
     """The memory of a tensor of the host, in rows; a copy only if it has to be."""
     return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-class _Gathered:
-    """Writes what is large from where it is, the rest gathered: both may change afterwards."""
-
-    def __init__(self, disk: Disk, file: int):
-        self.disk, self.file, self.offset = disk, file, 0
-        self._held, self._used = np.empty(RUN_BYTES, np.uint8), 0
-
-    def write(self, offset: int, data: np.ndarray) -> None:
-        if offset != self.offset + self._used or self._used + len(data) > RUN_BYTES:
-            self.flush()
-            self.offset = offset
-        if len(data) >= RUN_BYTES // 2:
-            self.flush()
-            self.disk.write(self.file, offset, data)
-        else:
-            self._held[self._used : self._used + len(data)] = data
-            self._used += len(data)
-
-    def flush(self) -> None:
-        if self._used:
-            self.disk.write(self.file, self.offset, self._held[: self._used])
-            self._used = 0
 
 
 # ---- reading

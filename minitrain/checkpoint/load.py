@@ -4,10 +4,9 @@
     wanted    [ 0-1 ][ 2-3 ][ 4-5 ][ 6-7 ]      of tp = 4: each rank reads its half of one of them, no more
 
 What a rank reads are the blocks (format.py) that its rectangles touch, all verified: in the layout of the
-save what it holds, to the byte. With `broadcast`, of what k ranks hold alike one reads and sends it to the
-others, so storage reads fall by k, and every rank asks for the same pieces in one order. `check` looks at
-names, shapes and dtypes alone: call it for all pieces before the first `fill`. Then only damage can stop a
-load, on one rank and not on others, so `agree` ends both: on every rank the same error.
+save what it holds, to the byte. With `broadcast`, of k ranks that hold the same one reads and tells the
+others, and all ask for the same pieces in one order. `check` looks at names, shapes and dtypes alone: call it
+for all pieces before the first `fill`. Then only damage can stop a load, on every rank by `agree`.
 Sends 8 bytes per agreement, with `broadcast` S bytes for a piece of S bytes to each of the k - 1 others.
 Memory beside the pieces: what of one saved piece lies between the first and the last byte that is needed.
 Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader per group). Differs: any cut to any.

@@ -88,16 +88,10 @@ SAVE_POLICIES = {
     "lightcheck": SavePolicy("LightCheck", copy="overlapped", by_layer=True, chunk_bytes=16 * MB),
     # Maurya et al. 2024, arXiv:2406.10707: lazy copies into one limited buffer, flushed meanwhile.
     "datastates": SavePolicy("DataStates-LLM", copy="overlapped", chunk_bytes=16 * MB, slots=16),
-    # Wang et al. 2024, arXiv:2406.13768: two pinned buffers; as many writers as are fastest (`best_writers`).
+    # Wang et al. 2024, arXiv:2406.13768: two pinned buffers; `writers`: as many as are fastest.
     # Differs: no direct I/O past the cache of the file system; the update waits for copies, not for the disk.
     "fastpersist": SavePolicy("FastPersist", copy="overlapped", chunk_bytes=32 * MB, slots=2),
 }
-
-
-def best_writers(choices: Iterable[int], write_s: Callable[[int], float]) -> int:
-    """For which `write_s(writers)`, measured or modelled, is least; of equals the smallest number."""
-    require_positive_ints(choices=(choices := list(choices)))
-    return min(sorted(choices), key=write_s)
 
 
 class NotSaved(RuntimeError):

@@ -6,11 +6,10 @@
     slots     chunk k lies in slot k % slots, free for chunk k + slots when it is written
 
 A thread copies block after block, in the order given. Training waits for the blocks that it is about to
-change (`wait`), the writer for whole chunks (`blocks_of`): so one thing lets ranks stall for all of it or for
-what is not copied yet, write behind the whole copy or behind each chunk, from as much memory as the state or
-from two buffers. Memory: the share of this rank in the host's account, kind "checkpoint", or `slots` chunks;
-pinned for a GPU. A later save of the same shapes allocates nothing. Sends nothing. On a GPU copies run on a
-stream of their own, behind all that was computed when they were asked for.
+change (`wait`), the writer for whole chunks (`blocks_of`): so ranks stall for all of it or for what is not
+copied yet, and write behind the whole copy or each chunk, from as much memory as the state or two buffers.
+Memory: the share of this rank in the host's account, kind "checkpoint", or `slots` chunks; pinned for a GPU,
+where copies run on a stream of their own. A later save of the same shapes allocates nothing. Sends nothing.
 """
 
 import math

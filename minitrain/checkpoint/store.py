@@ -9,10 +9,10 @@
     4  rank 0   manifest.json.new written, synced; renamed to manifest.json; sync_folder
     5  rank 0   older ones: renamed to step-700.removing, sync_folder of FOLDER; removed
 
-So a crash at any point leaves the older checkpoints as they were, and this one complete or without manifest:
-then it does not count. The manifest holds a hash of itself and of every file's header, and those hash every
-block: no byte can change unseen. Newer means a greater step. Retention counts what is good: committed by this
-process, or read and verified by it. One job writes to a folder: rank 0's lock ends with its process.
+So a crash leaves the older checkpoints as they were, and this one complete or without manifest: then it does
+not count. The manifest holds a hash of itself and of every file's header, and those hash every block. Newer
+means a greater step. Retention counts what is good: committed by this process, or read and verified by it.
+One job writes to a folder: rank 0's lock ends with its process.
 """
 
 import fcntl

@@ -15,7 +15,6 @@ from minitrain.checkpoint.format import (
     ALIGNMENT,
     BLOCK_BYTES,
     DTYPES,
-    RUN_BYTES,
     Damaged,
     File,
     bytes_of,
@@ -130,27 +129,18 @@ def large(tmp_path_factory):
 
 
 def test_the_disk_is_given_whole_blocks(large):
-    """In the order given, each to its place: blocks from where they are, little is gathered; the header last."""
+    """In the order given, each to its place, from where they are; the header last."""
     file, x, writes = large
     begin = file.entries[0].first_byte
     small, end = begin + LARGE, begin + LARGE + 480_000
     assert writes == [
-        (small, 240_000),
+        *((small + number * 4000, 4000) for number in range(60)),
         *((begin + number * BLOCK_BYTES, BLOCK_BYTES) for number in range(3)),
         (begin + 3 * BLOCK_BYTES, 12_344),
-        (small + 240_000, 240_000),
+        *((small + number * 4000, 4000) for number in range(60, 120)),
         (0, begin),
     ]
     assert file.path.stat().st_size == end
-
-
-def test_small_pieces_are_gathered_up_to_a_run(tmp_path):
-    disk, each = Counting(), RUN_BYTES // 5
-    pieces = [whole_piece(f"x{number}", random_bytes((each,), torch.uint8, number)) for number in range(12)]
-    written = write_file(disk, tmp_path / "a", pieces, {})
-    assert [length for _, length in disk.writes[:-1]] == [5 * each, 5 * each, 2 * each]
-    file = File(tmp_path / "a", written)
-    file.verify()
 
 
 def test_blocks_may_come_from_elsewhere_one_at_a_time(tmp_path):

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.load import Saved
-from minitrain.checkpoint.saver import SAVE_POLICIES, Saver, best_writers
+from minitrain.checkpoint.saver import SAVE_POLICIES, Saver
 from minitrain.checkpoint.store import Store
 from minitrain.data_parallel import states
 from minitrain.ranks.ledger import Ledger
@@ -29,7 +28,7 @@ def pieces(value=1.0):
 
 def saver_of(folder, name, **changes):
     """(saver, its disk, a hold of its copies), all that is asked for done at once."""
-    way, file_format.RUN_BYTES = SAVE_POLICIES[name], 64  # so that files gather nothing
+    way = SAVE_POLICIES[name]
     changes = ({"chunk_bytes": CHUNK} if way.chunk_bytes else {}) | changes
     disk = saver_runs.HeldDisk()
     saver = Saver(Store(folder, keep=9, disk=disk), policy=replace(way, **changes))
@@ -322,7 +321,7 @@ def shares(writers):
 
 
 def test_fastpersist(tmp_path):
-    """Buffer k is written while k + 1 fills, and k + 2 waits: max(fill, write) each. The fastest writers."""
+    """Buffer k is written while k + 1 fills, and k + 2 waits: max(fill, write) each."""
     ranks = launch.run(fastpersist_on_ranks, str(tmp_path), ranks=2)
     log, sizes, all_, memory = ranks[0]
     assert memory == 2 * CHUNK and sizes == [SHARE, 0] and all_ and ranks[1][0] == []
@@ -331,11 +330,6 @@ def test_fastpersist(tmp_path):
         if chunk < 2:
             assert log.index(("fill", chunk + 2)) > log.index(("write", chunk))
 
-    def write_s(writers):  # each writer has 3 GB/s of the disk's 12, and starts in 0.2 s
-        return 24 / min(12, 3 * writers) + 0.2 * writers
-
-    assert best_writers(range(1, 17), write_s) == 4 == min(range(1, 17), key=write_s)
-    assert best_writers((8, 2, 4), lambda writers: 1.0) == 2
     for writers, wanted in ((1, [256, 0, 0, 0]), (3, [85, 85, 86, 0]), (4, [64] * 4), (9, [64] * 4)):
         found = launch.run(shares, writers, ranks=4)
         assert [share for (share,) in found] == wanted

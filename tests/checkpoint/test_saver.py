@@ -4,7 +4,6 @@ import threading
 from dataclasses import replace
 
 from minitrain import collectives, launch
-from minitrain.checkpoint import format as file_format
 from minitrain.checkpoint.saver import SAVE_POLICIES, NotSaved, SavePolicy, Saver, Wait
 from minitrain.checkpoint.store import Store
 from minitrain.ranks.events import Issue
@@ -68,7 +67,7 @@ def test_every_way_saves_what_was_there_and_training_does_not_notice(tmp_path):
 
 def one_after_the_other(folder):
     """Saves of steps 1, 2 and 3; the disk of this rank begins to write when something waits for it."""
-    disk, file_format.RUN_BYTES = HeldDisk(allowed=0), 64  # so that files gather nothing
+    disk = HeldDisk(allowed=0)
     saver = Saver(Store(folder, keep=9, disk=disk), policy=SLOW)
     real = saver._end
     saver._end = lambda: (disk.allow(), real())
@@ -144,7 +143,7 @@ def test_the_update_waits_once_and_for_all(tmp_path):
 
 def one_is_slow(folder):
     """Rank 0 has written, rank 1 has not."""
-    rank, file_format.RUN_BYTES = collectives.world().rank(), 64
+    rank = collectives.world().rank()
     disk = HeldDisk(allowed=0 if rank else 9)
     saver = Saver(Store(folder, disk=disk), policy=SLOW)
     saver.save(1, shared(16, 16), {}, {})
@@ -298,7 +297,6 @@ def test_no_error_is_lost(tmp_path):
 
 def leaves(folder):
     """An exception inside of `with`, a slot being written: nobody waits for other ranks, no thread is left."""
-    file_format.RUN_BYTES = 64  # so that files gather nothing
     disk = HeldDisk(allowed=0)
     saver = Saver(Store(folder, disk=disk), policy=replace(SLOW, chunk_bytes=64, slots=1))
     snapshot = saver.snapshot
