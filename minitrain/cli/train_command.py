@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -202,11 +203,9 @@ def check_checkpoints(settings: Settings, data) -> None:
         raise ValueError(f"{there}: add --resume to go on, or use another folder")
     wanted = identity(settings.config, settings.hyper, strategy.precision, strategy.products)
     for step in reversed(steps):
-        try:
+        with suppress(Damaged):  # the ranks say so, and go on to the one before
             manifest = store.manifest(step)
-        except Damaged:  # the ranks say so
-            continue
-        return check_identity(store.path(step), manifest, wanted, data)
+            return check_identity(store.path(step), manifest, wanted, data)
 
 
 def open_data(length: int, text: Path | None = None, data: Path | None = None, **more) -> tuple:

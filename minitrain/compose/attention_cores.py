@@ -4,9 +4,8 @@
     data_layout("usp", {"ring": 2, "ulysses": 2}, "zigzag", slices=1)   Layout over cp = ring x ulysses
     core_of_slices("usp", {"ring": .., ..}, "zigzag", slices=4)         attend(q, k, v, lengths, bias=, ..)
 
-`groups` are those of the axes that core_names.CORES has for the core; cp is all of them together, first
-outermost, and cuts batches. Where heads are dealt by Ulysses the layout is that of the rings, whose ranks
-deal their tokens further. With slices (how many, or the tokens of each) every slice is laid out for itself.
+`groups` are those of the axes in core_names.CORES; cp is all of them together and cuts batches. With Ulysses
+the layout is that of the rings, whose ranks deal their tokens further; every slice is laid out for itself.
 """
 
 import math

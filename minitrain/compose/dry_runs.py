@@ -5,13 +5,12 @@
     timeline = replay({rank: ledger.events for rank, ledger in ledgers.items()}, machine("h100"))
 
 `work_of` is what plan/predict asks for. One embedding, one block of each kind and one head go through
-`parallelize` and two microbatches as one rank of tp · cp · ep ranks, which add to gradients that are there,
-and send none: one with whole backwards, one with W apart, so a run answers for all schedules. (One more
-goes before where layers remember the last: routers their loads, low-bit products their scales.) Hooks on the
-layers' outputs say where in the ledger's events a layer begins. A quarter of a second each, kept in memory: a
-few dozen distinct ones serve thousands of candidates. Differs from a run of the whole: dropout draws from
-torch's own kernel, as in the stacks that are compared, not by place, and a fused attention draws its mask
-again; `fused_attention=False` writes scores and mask out (attention of 2021).
+`parallelize` and two microbatches as one rank of tp · cp · ep ranks, which add to gradients that are there
+and send none: one with whole backwards, one with W apart, for all schedules. (One more goes before where
+layers remember the last: routers their loads, low-bit products their scales.) Hooks on outputs say where in
+the ledger's events a layer begins. A quarter of a second each, kept in memory: a few dozen serve thousands of
+candidates. Differs from a run of the whole: dropout draws from torch's own kernel, as in the stacks that are
+compared, and a fused attention draws its mask again (not with `fused_attention=False`, attention of 2021).
 """
 
 from dataclasses import replace

@@ -87,7 +87,7 @@ def parallelize(
         freeze,
         cut_over_tp,  # heads, hidden units and words
         deal_experts,  # over ep; rows travel to them
-        multiply_in_few_bits,
+        lambda build: multiply_in(build.module, build.strategy, build.mesh),  # in few bits
         attend_over_cp,  # and over earlier slices of a sequence
         mask_by_global_place,  # of dropout, and of documents in packed rows
         place_gradients,  # over whom each gradient is a sum
@@ -297,15 +297,10 @@ def cut_over_tp(build: Build) -> None:
 
 
 def deal_experts(build: Build) -> None:
-    if build.experts is None:
-        return
-    build.sequence_sharded_params |= build.experts.place(build.module)
-    layers = {number: stage.layers for number, stage in build.module.items()}
-    build.router_losses = RouterLosses(layers, build.experts.tp)
-
-
-def multiply_in_few_bits(build: Build) -> None:
-    multiply_in(build.module, build.strategy, build.mesh)
+    if build.experts:
+        build.sequence_sharded_params |= build.experts.place(build.module)
+        layers = {number: stage.layers for number, stage in build.module.items()}
+        build.router_losses = RouterLosses(layers, build.experts.tp)
 
 
 def attend_over_cp(build: Build) -> None:
@@ -349,10 +344,8 @@ def place_gradients(build: Build) -> None:
     if experts and experts.group is not None:
         dealt = {param for layer in mixtures(build.module.layers) for param in layer.experts.parameters()}
     for param in build.module.parameters():
-        if param in dealt:
-            place(param, summed_over=experts.summed_over)
-        else:
-            place(param, summed_over=with_tp if param in build.sequence_sharded_params else groups)
+        dense = with_tp if param in build.sequence_sharded_params else groups
+        place(param, summed_over=experts.summed_over if param in dealt else dense)
 
 
 def share_stages(build: Build) -> None:

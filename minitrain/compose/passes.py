@@ -3,17 +3,16 @@
     dp × cp ranks   [0 1 2 3 | 4 5 6 7]     ep = 4: each block has all experts, rank i and i + 4 the same ones
                                             their gradients are sums over {i, i + 4}
 
-Products: a block's projections and MLPs get the layers of products.py, experts `LowBits`; parameters
-and their names stay. Layers cut over tp have them already. Delayed scaling: after a step the largest numbers
-that a block has seen are agreed over all ranks that have it with other tokens, or another part of it: 8 bytes
-a matrix in one message a block and group.
+Products: a block's projections and MLPs get the layers of products.py, experts `LowBits`; layers cut over tp
+have them already. Delayed scaling: after a step the largest numbers that a block has seen are agreed over all
+ranks that have it with other tokens, or another part of it: 8 bytes a matrix, a message a block and group.
 
     stage          blocks 1 2 3 4 5, recompute="every:2"         [1 2] [3 4] [5]     each kept as one input
 
-With `recompute_partition` (ZeRO-R's Pa) a rank of tp keeps 1/tp of such an input, which is alike on all of
-them, and backward gathers it, (t-1)/t · B·T·D elements a segment. What is computed again sends again: with
-"full" the all-reduce behind attention's output, and with sequence parallelism the gathers in front of each
-pair of matrices; not the sum of the MLP's, for the second pass stops before its last product.
+With `recompute_partition` (ZeRO-R's Pa) a rank of tp keeps 1/tp of such an input, and backward gathers it,
+(t-1)/t · B·T·D elements a segment. What is computed again sends again: with "full" the all-reduce behind
+attention's output, and with sequence parallelism the gathers in front of each pair of matrices; not the sum
+of the MLP's, for the second pass stops before its last product.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-Infinity, arXiv:2104.07857.
 """
 
@@ -184,16 +183,6 @@ def roll_scales(layers: Iterable[nn.Module], tp: ProcessGroup | None) -> None:
                 largest = collectives.all_reduce(largest, group, op="max")
         for one, amax in zip(scales, largest):
             one.roll(amax)
-
-
-def histories(layers: Iterable[nn.Module]) -> dict[str, Tensor]:
-    return {name: one.history.clone() for name, one in scales_of(layers).items()}
-
-
-def load_histories(layers: Iterable[nn.Module], known: dict[str, Tensor]) -> None:
-    """Of a state that has none the scales begin anew."""
-    for name, one in scales_of(layers).items():
-        one.history.copy_(known[name]) if name in known else one.history.zero_()
 
 
 def offload(module: nn.Module, sync: Sync, strategy: Strategy) -> None:

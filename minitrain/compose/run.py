@@ -10,8 +10,8 @@
     run.state_dict()                            or whole, by name, on every rank
     run.sample(tokens, n)                       text, a token at a time (cached_run.py)
 
-Every rank calls the same methods in the same order. Sends what the technique sends, and 8 bytes a batch for
-the number of valid targets; `run(tokens)` gathers logits over tp and cp and sends them to all stages;
+Every rank calls the same methods in the same order. Sends what the technique sends, 8 bytes a batch for the
+number of valid targets; `run(tokens)` gathers logits over tp and cp and sends them to all stages;
 `load_pieces` agrees twice, 8 bytes each; `state_dict` gathers 16 bytes per parameter with Adam. Step, rate
 and position in the data are the caller's, and masks of dropout follow from the step.
 Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3. Differs: loads without a conversion.
@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from minitrain.attention.placed import Places
 from minitrain.checkpoint.load import agree
 from minitrain.compose.cached_run import cached
-from minitrain.compose.passes import histories, load_histories, roll_scales, scales_of
+from minitrain.compose.passes import roll_scales, scales_of
 from minitrain.context import layout as layouts
 from minitrain.data_parallel import states
 from minitrain.data_parallel.states import tell_updates
@@ -325,13 +325,13 @@ class Run:
         return lost
 
     def _more_pieces(self) -> list[Piece]:
-        found = []
+        """Of buffers, and of what scales remember."""
         if not self.config:
             holders = (self.data_group,) if self.data_group.size() > 1 else ()
-            found = [
-                whole_piece(f"buffers/{name}", x, holders) for name, x in module_buffers(self.model).items()
-            ]
-        for layer in self.model.layers if self.config else ():
+            buffers = sorted(module_buffers(self.model).items())
+            return [whole_piece(f"buffers/{name}", x, holders) for name, x in buffers]
+        found = []
+        for layer in self.model.layers:
             own = {f"parameters/{name}": x for name, x in saved_buffers([layer]).items()}
             own |= {f"amax/{name}": one.history for name, one in scales_of([layer]).items()}
             copies = placement(next(layer.parameters())).copies if own else None
@@ -349,12 +349,10 @@ class Run:
         "optimizer_name", and "amax", the histories of delayed scaling."""
         self.settle()
         full, group = states.full_state_dict(self.sync), self.stage_group
-        if self.config:
-            kept = saved_buffers(self.model.layers)
-            full["parameters"] |= {name: buffer.clone() for name, buffer in kept.items()}
-            full["amax"] = histories(self.model.layers)
-        elif buffers := module_buffers(self.model):
-            full["buffers"] = {name: buffer.clone() for name, buffer in buffers.items()}
+        full |= {"amax": {}} if self.config else {}
+        for piece in self._more_pieces():
+            kind, _, name = piece.name.partition("/")
+            full.setdefault(kind, {})[name] = piece.values.clone()
         if group is not None:
             stages = [_broadcast(full, rank, group, self.device) for rank in range(group.size())]
             full = {what: dict(ChainMap(*(stage[what] for stage in stages))) for what in full}
@@ -369,15 +367,15 @@ class Run:
         if self.config:
             given = {name: tuple(x.shape) for name, x in state["parameters"].items()}
             check_names(given, shapes_of(self.config))
-            for name, buffer in saved_buffers(self.model.layers).items():
-                buffer.copy_(state["parameters"][name])
-            load_histories(self.model.layers, state.get("amax", {}))
+        for piece in self._more_pieces():
+            kind, _, name = piece.name.partition("/")
+            if kind == "amax" and name not in state.get(kind, {}):
+                piece.values.zero_()  # it begins anew
+            else:
+                piece.values.copy_(state[kind][name])
+        if self.config:  # it has other stages as well
             ours, kinds = set(self.sync.names.values()), ("parameters", "optimizer")
             state = {what: {n: value for n, value in state[what].items() if n in ours} for what in kinds}
-        else:
-            for name, buffer in module_buffers(self.model).items():
-                buffer.copy_(state["buffers"][name])
-            state = {what: state[what] for what in ("parameters", "optimizer")}
         states.load_full_state_dict(self.sync, state)
 
 

@@ -176,12 +176,12 @@ class Trainer:
             ranks=self.ranks,
             versions=dict(python=platform.python_version(), torch=torch.__version__),
         )
-        self.trying(lambda: self.saver.save(self.step, run.pieces(), run.plain_state(), manifest))
+        self.trying(self.saver.save, self.step, run.pieces(), run.plain_state(), manifest)
 
-    def trying(self, call: Callable[[], None]) -> None:
+    def trying(self, call: Callable, *given) -> None:
         """A disk that refuses is no reason to stop training: it is told, by all ranks."""
         try:
-            call()
+            call(*given)
         except NotSaved as error:
             self.not_saved.append(str(error))
 
@@ -246,12 +246,9 @@ def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, pro
     return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
 
 
-# What may change in a run that goes on, and what then happens.
-MAY_CHANGE = {
-    **dict.fromkeys(("steps", "lr", "warmup", "min_lr"), "the rates to come are those of the new schedule"),
-    **dict.fromkeys(("weight_decay", "clip"), "of the updates to come"),
-    "batch_size": "the next batch begins with the first sample that has not been seen",
-}
+# What may change in a run that goes on: rates and updates to come are those of the new values, and the next
+# batch begins with the first sample that has not been seen.
+MAY_CHANGE = ("steps", "lr", "warmup", "min_lr", "weight_decay", "clip", "batch_size")
 # What may not, for it would be another run, and nobody would see it; what is not named here is the model.
 MUST_STAY = {
     "length": "samples are windows of this length, and it is known by number which have been seen",
