@@ -2,9 +2,9 @@
 
     K, V = keys_values(X)      for block i:  Y_i = finish(X_i, attention(query(X_i), K, V))     X, Y [B, T, D]
 
-Attention by tiles keeps no scores; then the widest tensor of a layer is the MLP's, [B, T, F], which need not
-exist for more than a block of tokens: all of a block is one checkpointed function, computed again in
-backward. In 2 bytes, F = 4D and as many K/V heads as heads, in units of B·T·D (the paper's bsh):
+Attention by tiles keeps no scores; the widest tensor is then the MLP's, [B, T, F], which need not exist for
+more than a block of tokens: all of a block is one checkpointed function. In 2 bytes, F = 4D and as many K/V
+heads as heads, in units of B·T·D (the paper's bsh):
 
                               attention by tiles alone        blockwise
     widest tensor kept        8   (the MLP's)                 2   (X, K or V)

@@ -71,9 +71,7 @@ class Traffic(SlowMemory):
     stores: int = 0
     divisions: int = 0
 
-    @property
-    def elements(self) -> int:
-        return self.loads + self.stores
+    elements = property(lambda self: self.loads + self.stores)
 
     def load(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.loads += sum(tensor.numel() for tensor in tensors)
@@ -232,8 +230,7 @@ def tile_backward(p, delta, dout, q, k, v, dk: Tensor, dv: Tensor) -> Tensor:
 #
 # That is Θ(N·d + N²); `flash_traffic` is Θ(N²·d²/M), in forward 12·N²·d²/M (version 1), 8·N²·d²/M (2). A
 # GPT-2 layer (N = 1,024, d = 64, 16 heads, batch 64, 2 bytes) has 25.2 GB and 4.1 GB (version 1, A100). With
-# a mask added (2·N²) and dropout (4·N², its mask of 1 byte twice) the first is 40.3 GB, as in the paper,
-# which has 4.4 for the second; its FLOPs grow by the same product as ours.
+# a mask added (2·N²) and dropout (4·N²) the first is 40.3 GB, as in the paper, which has 4.4 for the second.
 
 
 def standard_forward(q: Tensor, k: Tensor, v: Tensor, causal=True, memory=UNCOUNTED) -> tuple[Tensor, Tensor]:

@@ -3,18 +3,17 @@
     S = Q Kᵀ / sqrt(K)    lse = log Σ_j exp S_j    O = softmax(S) V      Q[B, H, Tq, K]   K, V[B, H_kv, Tk, K]
     lse' = log(exp lse_1 + exp lse_2)              O' = O_1 exp(lse_1 - lse') + O_2 exp(lse_2 - lse')
 
-The second line merges the results of two sets of keys, in any order, from any rank. Backward of a block of
-keys needs of the others only the final O and lse. With P = exp(S - lse) and D = rowsum(dO · O)
+The second line merges the results of two sets of keys, in any order, from any rank. Backward computes each
+block of keys again, needs of the others only O and lse, and adds up. P = exp(S - lse), D = rowsum(dO · O):
 
     dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
 
-so backward computes each block again, and gradients are sums over blocks. `plain_*` is these equations and
-holds scores [Tq, Tk]; `fused_*` calls torch's flash kernels (CPU: any float; CUDA: fp16, bf16), which do not.
-k and v may have fewer heads than q, and v another width than k. Under a causal mask query i sees keys 0 ..
-i + shift, shift = Tk - Tq: the last query sees the last key, and queries may be the last ones of a longer
-text. A tile without a visible score is not computed, one that the diagonal crosses gets -inf, others no mask.
-Sends nothing. Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section
-2; Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B; Dao 2023, arXiv:2307.08691, section 3.1.
+`plain_*` is these equations and holds scores [Tq, Tk]; `fused_*` calls torch's flash kernels (CPU: any float;
+CUDA: fp16, bf16), which do not. k and v may have fewer heads than q, and v another width than k. Under a
+causal mask query i sees keys 0 .. i + Tk - Tq: queries may be the last ones of a longer text. A tile without
+a visible score is not computed, one that the diagonal crosses gets -inf, others no mask. Sends nothing.
+Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al.
+2022, arXiv:2205.14135, section 3.1 and appendix B; Dao 2023, arXiv:2307.08691, section 3.1.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ def largest(scores: Tensor) -> Tensor:
 
 def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The online softmax of rows before the first key: sums 0 `[.., K]` and 0 `[.., 1]`, maximum -inf."""
-    summed = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide(q))
-    row_sum = q.new_zeros(*q.shape[:-1], 1, dtype=wide(q))
-    return summed, row_sum, torch.full_like(row_sum, -math.inf)
+    summed, lse = empty_result(q, v.size(-1))
+    return summed, torch.zeros_like(lse).unsqueeze(-1), lse.unsqueeze(-1)
 
 
 class Kernel(NamedTuple):
@@ -271,10 +269,7 @@ class GradSum:
         by_token = self.x.transpose(1, 2).shape
         return self.x.new_zeros(by_token, dtype=wide(self.x)).transpose(1, 2)
 
-    @property
-    def by_token(self) -> Tensor:
-        """`[B, T, H, K]`."""
-        return self.total.transpose(1, 2)
+    by_token = property(lambda self: self.total.transpose(1, 2))  # [B, T, H, K]
 
 
 def add_tiles_backward(seen: list, dout, q, k, v, out, lse, dq, dk, dv, kernel: Kernel):

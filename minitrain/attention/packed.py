@@ -3,9 +3,8 @@
     tokens        a a a a b b c c c           cu_seqlens = [0, 4, 6, 9]
     scores        three triangles on the diagonal, none between sequences: O_i = attention(Q_i, K_i, V_i)
 
-Norms, matrices, MLP and loss take the row as it is, `[1, N, D]`; `packed_attention` is a core that takes the
-offsets, with one call of any core for each sequence. `Padding` maps a padded batch to such a row and back,
-made once for all layers by a prefix sum over the mask:
+Norms, matrices, MLP and loss take the row as it is, `[1, N, D]`; `packed_attention` calls a core for each
+sequence. `Padding` maps a padded batch to such a row and back, by a prefix sum over the mask, made once:
 
     valid     1 1 1 0    places   0 1 2 .        packed row        x_00 x_01 x_02 x_10 x_11
               1 1 0 0             3 4 . .        source            0    1    2    4    5

@@ -3,12 +3,11 @@
     S = Q Kᵀ / sqrt(K) + A          A[b, h, i, j] = - slope_h (i - j)       slopes: a geometric sequence
     O = (P ∘ M') V                  M' = M / (1-p)         M[b, h, i, j] = keep(seed; b, h, i, j)
 
-A generator gives its n-th number after n-1 others: two ranks that compute one score, or one that does so
-again in recomputation, would draw different ones. A counter-based generator hashes a counter: here the place
-in the whole batch and model (row b, head h, query i, key j; of activations channel j), with a seed of the
-run's seed, the step and the layer's name. So every layout, schedule and recomputation drops what one process
-drops; no mask is kept or sent. The hash is splitmix64's, once for each coordinate: s = mix(s + γ (c + 1)),
-uniform over 64 bits; M = [s >= p 2^64].
+A generator gives its n-th number after n-1 others: ranks that compute one score, or recomputation, would draw
+different ones. Here a number is the hash of a counter: of the place in the whole batch and model (row b, head
+h, query i, key j; of activations channel j), with a seed of the run's seed, the step and the layer's name. So
+every layout, schedule and recomputation drops what one process drops; no mask is kept or sent. The hash is
+splitmix64's, once for each coordinate: s = mix(s + γ (c + 1)), uniform over 64 bits; M = [s >= p 2^64].
 
 Rows may be packed: documents laid end to end, of which none sees another. Of each tile and row only what is
 within a document is computed, so scores that count are Σ l (l+1)/2, not T (T+1)/2.
@@ -93,13 +92,9 @@ class DropMask(NamedTuple):
     def __call__(self, probabilities: Tensor) -> Tensor:
         """Dropped probabilities of a whole sequence in its natural order, `[B, H, T, T]`."""
         batch, heads, *tokens = probabilities.shape
-        kept = self.keep(batch, heads, *in_order(*tokens)(probabilities.device))
+        places = (torch.arange(size, device=probabilities.device) for size in tokens)
+        kept = self.keep(batch, heads, *places)
         return torch.where(kept, probabilities / (1 - self.p), 0.0)  # autograd keeps a byte a score, no more
-
-
-def in_order(queries: int, keys: int) -> Positions:
-    """Of so many tokens, from the first on."""
-    return lambda device: (torch.arange(queries, device=device), torch.arange(keys, device=device))
 
 
 class Documents(NamedTuple):

@@ -5,11 +5,10 @@
     striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      every n-th token
 
 A layout is a function `(rank, ranks, length) -> runs`, a run being a range of positions, all with one stride.
-Everything else follows: `split` cuts a batch by it, `positions` are what RoPE, learned positions and the loss
-need, and `tiles` says which rectangles of the score matrix two ranks have between them. Under a causal mask
-query i sees keys j <= i, so a tile is computed in full, or as a triangle ("causal"), or not at all, without a
-mask of numbers. `sliced` lays out each slice of a pipeline over slices by itself; its queries see the keys of
-all slices so far, so work is as even as for a sequence.
+Everything else follows: `split` cuts a batch by it, `positions` are what RoPE and learned positions need, and
+`tiles` says which rectangles of the score matrix two ranks have between them: under a causal mask one is
+computed in full, or as a triangle ("causal"), or not at all, without a mask of numbers. `sliced` lays out
+each slice of a pipeline over slices by itself; its queries see the keys of all slices so far.
 
 Sends nothing (`join` gathers (n-1)/n of the whole). Memory: `split` copies. Zig-zag: Megatron-LM's context
 parallelism, and Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Striped: Brandon et al. 2023,
@@ -150,11 +149,9 @@ def _tiles(queries: list[range], keys: list[range], causal: bool) -> list[Tile]:
     while keys and keys[0][-1] <= first:  # earlier slices: all queries see all of them
         before, keys = before + len(keys[0]), keys[1:]
     if before:
-        later = [
-            replace(tile, keys=slice(tile.keys.start + before, tile.keys.stop + before))
-            for tile in (_tiles(queries, keys, causal) if keys else [])
-        ]
-        return [Tile(everything, slice(0, before)), *later]
+        moved = lambda keys: slice(keys.start + before, keys.stop + before)
+        later = _tiles(queries, keys, causal) if keys else []
+        return [Tile(everything, slice(0, before)), *(replace(tile, keys=moved(tile.keys)) for tile in later)]
     pairs = [(q, here, k, there) for q, here in _places(queries) for k, there in _places(keys)]
     return _joined([tile for pair in pairs for tile in _between(*pair)])
 
@@ -183,7 +180,6 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
             return Tile(slice(a.queries.start, b.queries.stop), a.keys)
         if a.queries == b.queries and a.keys.stop == b.keys.start:
             return Tile(a.queries, slice(a.keys.start, b.keys.stop))
-        return None
 
     for i, a in enumerate(tiles):
         for j, b in enumerate(tiles):

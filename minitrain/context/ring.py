@@ -2,11 +2,10 @@
 
     step s, rank r   has K, V of rank r - s   O, lse merged with them   while those of rank r - s - 1 arrive
 
-n ranks hold T/n tokens each. After n steps every query has seen every key, and no rank ever held more than
-two blocks of keys. K and V travel with the few heads that there are (GQA), hidden behind the products with
-the block before. Backward goes round again: P is computed anew from lse, dQ stays, and dK, dV of a block
-travel one step behind it and collect every rank's share; the owner's share never leaves. The last hop is not
-hidden.
+After n steps every query has seen every key, and no rank ever held more than two blocks of T/n keys. K and V
+travel with the few heads that there are (GQA), hidden behind the products with the block before. Backward
+goes round again: P is computed anew from lse, dQ stays, and dK, dV of a block travel one step behind it and
+collect every rank's share but the owner's, which never leaves. The last hop is not hidden.
     forward     (n-1) · 2 · B·H_kv·T/n·K elements          backward     twice that: K, V once more, and dK, dV
 
 A step takes 4·B·H·c²·K FLOPs while 4·B·H·c·K bytes of bf16 arrive (c = T/n, H_kv = H): hidden from c = FLOP/s

@@ -12,9 +12,8 @@ The adjoint of an all-to-all is the all-to-all back; autograd finds backward by 
 
 n divides H. K/V heads that n does not divide are copied n/gcd(n, H_kv) times each before they travel. The
 core gets tokens in their natural order, whatever the layout; of a sequence in slices (`sliced`) the last
-queries and all keys so far. Memory: q, k, v a second time as they travel and a third as they arrive. Jacobs
-et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message where they send three; K/V
-heads; layouts; heads come before tokens in the shapes.
+queries and all keys so far. Memory: q, k, v twice more, as they travel and arrive. Jacobs et al. 2023,
+DeepSpeed-Ulysses, arXiv:2309.14509, section 3. Differs: one message for their three; K/V heads; layouts.
 """
 
 import math

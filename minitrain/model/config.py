@@ -70,15 +70,12 @@ def divisors(n: int) -> list[int]:
 class ExpertsConfig(Settings):
     """Which MLPs of a model are experts, how a token finds them and what keeps them busy.
 
-        ExpertsConfig(num_experts=8, top_k=2)                                         Mixtral: every block
         ExpertsConfig(128, top_k=1, router="switch", expert_every=2, capacity_factor=1.25)
-        ExpertsConfig(256, 8, "deepseek", expert_width=2048, shared_experts=1, dense_first=3)
         ExpertsConfig(64, 1, "switch", shared_experts=1, pyramid_layers=2, pyramid_experts=128)
 
     The last is DeepSpeed's PR-MoE: residual (a shared MLP beside the one chosen) and a pyramid (more experts
     in the last layers). Capacity and the balance loss are per row (Switch Transformer: per batch of a device;
-    GShard: per group): a group that no layout of ranks cuts differently. Loss terms are means over
-    all tokens of the batch, those with a masked target too: each is routed."""
+    GShard: per group), which no layout cuts; loss terms are means over all tokens, masked or not."""
 
     num_experts: int = 8  # E of a layer that has experts, shared ones not counted
     top_k: int = 2  # of these a token visits
@@ -184,8 +181,10 @@ class GPTConfig(Settings):
         if not (self.norm_eps and self.rope_theta):
             raise ValueError(f"norm_eps = {self.norm_eps} and rope_theta = {self.rope_theta} must be > 0")
         self._check_attention()
-        if self.experts:
-            self._check_experts()
+        blocks = self.experts.blocks(self.num_layers) if self.experts else ()
+        if self.experts and len(blocks) < (least := max(1, self.experts.pyramid_layers)):
+            cure = f"expert_every and dense_first must leave {least}"
+            raise ValueError(f"{len(blocks)} of {self.num_layers} blocks have experts; {cure}")
 
     def _check_attention(self):
         heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.kv_latent
@@ -204,12 +203,6 @@ class GPTConfig(Settings):
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:
             raise ValueError(f"rotated head size {self.rotated_dim} is odd; RoPE turns pairs")
-
-    def _check_experts(self):
-        blocks, pyramid = self.experts.blocks(self.num_layers), self.experts.pyramid_layers
-        if not blocks or pyramid > len(blocks):
-            least = f"expert_every and dense_first must leave {max(1, pyramid)}"
-            raise ValueError(f"{len(blocks)} of {self.num_layers} blocks have experts; {least}")
 
     def experts_in(self, block: int) -> int:
         """Of block 1 .. L; 0: its MLP is dense."""

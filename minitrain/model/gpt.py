@@ -5,10 +5,9 @@
     layer L+1         last norm and output table                 x[B, T, D]    -> logits[B, T, V]
 
 A pipeline stage is a slice of that list (`GPT(config, layers=range(2, 4))`) whose parameters keep their
-global names (`layers.3.mlp.up.weight`). Every parameter is filled from a seed made of that name and the run's
-seed, so any rank builds any slice equal to the reference, without a broadcast. A head that is tied to a token
-table on another stage starts equal to it, and stays so if the two gradients are added. Memory: 4 bytes per
-parameter in float32.
+global names (`layers.3.mlp.up.weight`) and are filled from a seed made of that name and the run's seed: any
+rank builds any slice equal to the reference, without a broadcast. A head that is tied to a token table on
+another stage starts equal to it, and stays so if the two gradients are added.
 
 Radford et al. 2019 (GPT-2), section 2.3: output projections start smaller by sqrt(2L); Black et al. 2022
 (GPT-NeoX), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555;
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.model.config import GPTConfig, presets
+from minitrain.model.data.batches import MASKED
 from minitrain.model.layers import (
     MLP,
     Attention,
@@ -43,8 +43,6 @@ from minitrain.model.mixture import MixtureOfExperts
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive_ints
 
 __all__ = ["GPT", "Block", "GPTConfig", "Stages", "cross_entropy_sum", "generate", "presets", "seed_of"]
-
-MASKED = -100  # a target that does not count
 
 
 class Embedding(nn.Module):
@@ -80,13 +78,7 @@ class Block(nn.Module):
     deepnorm   norm(alpha·x + f(x))                      for depth: alpha = sqrt(2L), smaller weights"""
 
     def __init__(
-        self,
-        config: GPTConfig,
-        name: str,
-        attention: Callable = causal_attention,
-        expert_part: tuple[int, int] = (0, 1),
-        hooks: Hooks | None = None,
-        **place,
+        self, config: GPTConfig, name, attention=causal_attention, expert_part=(0, 1), hooks=None, **place
     ):
         super().__init__()
         self.config, self.name, self.hooks = config, name, hooks or Hooks()
@@ -221,9 +213,7 @@ class Stages(nn.Module):
     def items(self) -> list[tuple[int, GPT]]:
         return [(int(number), stage) for number, stage in self.named_children()]
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        return [layer for _, stage in self.items() for layer in stage.layers]
+    layers = property(lambda self: [layer for _, stage in self.items() for layer in stage.layers])
 
     def parts(self) -> list[dict[nn.Parameter, str]]:
         """Of each stage the parameters with global names (a tied table has its first); last those shared."""
@@ -253,11 +243,9 @@ def initialise(parameter: Tensor, name: str, config: GPTConfig, seed: int, part:
         return
     if config.tied and name == f"layers.{config.num_layers + 1}.out.weight":
         name = "layers.0.tokens"  # a stage with the head only: the same table
+    each = [(name, parameter)]
     if parameter.dim() == 3:
-        first = part * len(parameter)
-        each = [(f"{name}.{number}", expert) for number, expert in enumerate(parameter, start=first)]
-    else:
-        each = [(name, parameter)]
+        each = [(f"{name}.{i}", expert) for i, expert in enumerate(parameter, start=part * len(parameter))]
     for own_name, values in each:
         in_place = values.is_cpu and values.dtype == torch.float32
         drawn = values if in_place else torch.empty(values.shape, dtype=torch.float32)
@@ -302,11 +290,11 @@ def generate(
     try:
         for _ in range(n):
             scores = (logits or model)(tokens[:, -model.config.max_positions :])[:, -1].float()
+            if 0 < top_k < scores.size(-1):
+                scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -math.inf)
             if temperature == 0:
                 token = scores.argmax(-1, keepdim=True)
             else:
-                if 0 < top_k < scores.size(-1):
-                    scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -math.inf)
                 token = torch.multinomial(F.softmax(scores / temperature, -1), 1, generator=generator)
             token = same(token) if same else token
             tokens = torch.cat((tokens, token), dim=1)

@@ -110,8 +110,7 @@ def settings_of(config: GPTConfig, family: str) -> dict:
     if family == "GPT-2":
         return settings | dict(activation_function="gelu" if config.activation == "gelu" else "gelu_new")
     settings |= dict(rope_theta=config.rope_theta, hidden_act="silu")
-    if family == "Mixtral":
-        experts = config.experts
+    if experts := config.experts:
         settings |= dict(num_local_experts=experts.num_experts, num_experts_per_tok=experts.top_k)
     return settings
 
@@ -267,5 +266,4 @@ def family_of(config: GPTConfig) -> str:
 
 
 def _is_conv1d(config: GPTConfig, name: str) -> bool:
-    is_gpt2 = config.positions == "learned"
-    return is_gpt2 and name.endswith(".weight") and (".attention." in name or ".mlp." in name)
+    return config.positions == "learned" and bool(re.search(r"\.(attention|mlp)\..*weight$", name))

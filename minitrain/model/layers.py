@@ -3,11 +3,11 @@
     attention     Y[B, T, D] = concat_h softmax(Q_h K_hᵀ / sqrt(K)) V_h · W_out        causal
     MLP           Y[B, T, D] = act(X · W_up) · W_down          gated:  (act(X · W_gate) * (X · W_up)) · W_down
 
-No layer stores how many heads it has: it counts them in the width it finds, so a layer whose weights were cut
-to H/tp heads is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B,
-H, T, K]` and k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. Linear
-layers are swapped as modules: cut over ranks, or with products in few bits. `positions` `[T]` or `[B, T]`
-come with the tokens; what techniques put between layers stands in `Hooks`, wrapped by compose/ alone.
+No layer stores how many heads it has: it counts them in the width it finds, so one that was cut to H/tp heads
+is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B, H, T, K]` and
+k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. Linear layers are
+swapped as modules. `positions` `[T]` or `[B, T]` come with the tokens; what techniques put between layers
+stands in `Hooks`, wrapped by compose/ alone.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
@@ -30,6 +30,7 @@ from minitrain.attention.kernel import fused_backward, fused_forward, recomputed
 from minitrain.attention.placed import Alibi, alibi_slopes
 from minitrain.model.config import GATED, GPTConfig
 from minitrain.moe.dispatch import AllToAll, Tokens
+from minitrain.ranks.autograd import custom_vjp
 
 
 def call(name: str, compute: Callable, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -99,30 +100,21 @@ class RMSNorm(nn.RMSNorm):
     torch builds the norm from parts that save two copies of x, in float32 even if x is bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.is_cuda else _RMSNorm.apply(x, self.weight, self.eps)
+        if x.is_cuda:
+            return super().forward(x)
+        return custom_vjp(partial(rms_norm_forward, eps=self.eps), rms_norm_backward, x, self.weight)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, scale = rms_norm_forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *rms_norm_backward(dy, *ctx.saved_tensors), None
-
-
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` -> y = x · scale · weight, and scale = 1/rms(x) `[..., 1]` in at least float32."""
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x `[..., D]` -> y = x · scale · weight, and x, weight, scale = 1/rms(x) `[..., 1]` for backward."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square() / x.size(-1) + eps).rsqrt()
-    return (exact * scale).mul_(weight).to(x.dtype), scale
+    return (exact * scale).mul_(weight).to(x.dtype), (x, weight, scale)
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(dys: tuple[Tensor], saved: tuple[Tensor, ...], _) -> tuple[Tensor, Tensor]:
     """With n = x · scale and g = dy · weight: dx = scale · (g - n · mean(g · n)), dweight = Σ dy · n."""
+    (dy,), (x, weight, scale) = dys, saved
     normed = x * scale
     dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
     g = dy * weight.to(normed.dtype)

@@ -4,11 +4,10 @@
     y_n = Σ_j weight_nj · expert_nj(x_n) + shared(x_n)
     up (and gate) [E, D, F], down [E, F, D]: parameters grow with E, arithmetic with top_k
 
-On ranks (moe/dispatch.py) its `experts` are another module, and two hooks say the rest. A token
-whose position is negative is padding: it visits nobody. Capacity and the balance loss count per row of the
-batch, over the ranks with the row's other tokens. In evaluation nobody is dropped. The router's losses are
-terms of the loss: a forward leaves them on its layer, who runs it collects them (`RouterLosses`). In a dry
-run scores have no numbers, so every expert gets as many tokens.
+On ranks (moe/dispatch.py) its `experts` are another module, two hooks say the rest. A token whose position is
+negative is padding: it visits nobody. Capacity and the balance loss count per row of the batch, over the
+ranks with its other tokens; in evaluation nobody is dropped. A forward leaves the router's terms of the loss
+on its layer, who runs it collects them (`RouterLosses`). In a dry run every expert gets as many tokens.
 Shazeer et al. 2017, arXiv:1701.06538, section 2; Jiang et al. 2024 (Mixtral), arXiv:2401.04088, section 2.1;
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.1.2; Rajbhandari et al. 2022 (DeepSpeed-MoE),
 arXiv:2201.05596, section 4.1. Differs: capacity and balance are of rows, so that no layout changes them.

@@ -1,17 +1,16 @@
 """Real text as tokens, and a batch that is a pure function of (step, rank, size).
 
-Bytes are the tokens (vocabulary 256), so no tokenizer, no file to download: `Text.builtin()` reads the
-documentation inside every CPython, `Text.open(path)` any file or folder of yours. A text of N tokens
-holds W = (N - 1) // T windows of T tokens. Sample i of a run is a window of epoch i // W, in an order
-shuffled anew each epoch, and a step of global batch size B is samples step·B to step·B + B - 1, shared out by
-rows:
+Bytes are the tokens (vocabulary 256): `Text.builtin()` reads the documentation inside every CPython,
+`Text.open(path)` any file or folder of yours. N tokens hold W = (N - 1) // T windows. Sample i of a run is a
+window of epoch i // W, shuffled anew each epoch, and a step of global batch size B is samples step·B to
+step·B + B - 1, shared out by rows:
 
     Global[B, T] = rank 0's rows, rank 1's rows, ...        rank r of n holds rows B·r//n to B·(r+1)//n - 1
 
-So the global batch does not depend on the number of ranks, and the whole state of the loader is the number of
-the step. If n does not divide B, the parts differ by one row: divide a loss by its global number of valid
-tokens. Sends nothing; holds N bytes of text. The shuffle computes any one index by itself: Black and Rogaway
-2002, "Ciphers with arbitrary finite domains". Differs from Megatron-LM, which writes the order to files.
+So the global batch does not depend on the number of ranks, and the state of the loader is the number of the
+step. If n does not divide B, parts differ by one row: divide a loss by its global number of valid tokens.
+Sends nothing; holds N bytes. The shuffle computes any one index by itself: Black and Rogaway 2002, "Ciphers
+with arbitrary finite domains". Differs from Megatron-LM, which writes the order to files.
 """
 
 import hashlib
@@ -45,10 +44,9 @@ class Rows:
 
 
 class Data:
-    """What a Trainer asks of its tokens: the rows of a batch, and the place of a run in them. A Text, or a
-    Mixture of files (corpus.py). Each has a name, a vocab_size, a tokenizer or None, a length, an `identity`
-    of plain values that tells it from other data, `num_windows(length)`, and `batch`: this rank's tokens and
-    targets (each the next token), int64 [rows, T]."""
+    """What a Trainer asks of its tokens: a Text, or a Mixture of files (corpus.py). Each has a name, a
+    vocab_size, a tokenizer or None, a length, an `identity` of plain values, `num_windows(length)`, and
+    `batch`: this rank's tokens and targets (each the next token), int64 [rows, T]."""
 
     def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
         return Rows(partial(self.batch, batch_size=batch_size, length=length, seed=seed), batch_size, length)

@@ -4,13 +4,11 @@
     windows of T + 1 tokens, each sharing one       |--------|--------|--------|          W = (N - 1) // T
 
 Sample j of a source is a window of its epoch j // W; the cipher of batches.py shuffles windows as well. Of
-BLOCK samples of a mixture each source has its share, weight · BLOCK to one sample, in a shuffled order, and
-each goes through its own epochs. So a batch is a function of (seed, step), for any number of ranks. `packed`:
-a row says the lengths of its documents, and the last token of a document has no target.
-
-A sample costs a search among documents and T + 1 tokens. Holds 48 bytes a document, 16 of them for each of
-two epochs, made by a sort. Sends nothing. Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and
-blended_dataset.py. Differs: no order in files, and each epoch has its own.
+BLOCK samples of a mixture each source has its share, weight · BLOCK to one sample, shuffled, and goes through
+its own epochs. So a batch is a function of (seed, step), for any number of ranks. `packed`: a row says the
+lengths of its documents, and the last token of a document has no target. A sample costs a search among
+documents. Holds 48 bytes a document, 16 of them for each of two epochs, made by a sort. Sends nothing.
+Megatron-LM, core/datasets/{gpt,blended}_dataset.py. Differs: no order in files, and each epoch has its own.
 """
 
 import hashlib
@@ -23,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minitrain.model.data.batches import MASKED, Data, Rows, hashed, permute, rows_of
+from minitrain.model.data.batches import MASKED, Data, Rows, Text, hashed, permute, rows_of
 from minitrain.model.data.token_files import CHUNK, read_tokens, require, require_ids
 from minitrain.model.data.tokenizer import Tokenizer
-from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints, require_text
+from minitrain.ranks.checks import require_ints, require_positive, require_text
 
 BLOCK = 1000  # samples of a mixture
 EDGE = 1 << 14  # so many first and last tokens tell a file from others
@@ -53,16 +51,13 @@ class Source:
     def __len__(self) -> int:
         return int(self.starts[1][-1])
 
-    def num_windows(self, length: int) -> int:
-        require_positive_ints(1 << 40, length=length)
-        require(len(self) > length, self.name, f"has {len(self)} tokens, length={length} needs {length + 1}")
-        return (len(self) - 1) // length
+    num_windows = Text.num_windows
 
     def order(self, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents of an epoch, and where each ends."""
         if (seed, epoch) not in self.orders:
-            if len(self.orders) > 1:
-                del self.orders[min(self.orders)]
+            for old in sorted(self.orders)[:-1]:
+                del self.orders[old]
             order = shuffled(len(self.lengths), f"{seed}/{epoch}")
             self.orders[seed, epoch] = order, np.cumsum(self.lengths[order])
         return self.orders[seed, epoch]
@@ -200,11 +195,10 @@ def read_weights(path: Path, names: list[str]) -> list[float]:
 def split(tokens: np.ndarray, lengths: np.ndarray, name: str) -> tuple[Source, Source]:
     """All but the last tenth of the tokens, and that; a document that the cut goes through becomes two."""
     cut, ends = len(tokens) - round(len(tokens) / 10), np.cumsum(lengths)
-    at = np.searchsorted(ends, cut)
-    after = ends[at] - cut
-    first, last = np.append(lengths[:at], lengths[at] - after), np.append(after, lengths[at + 1 :])
+    edges = np.unique(np.append(ends, [0, cut]))
+    first, last = np.diff(edges[edges <= cut]), np.diff(edges[edges >= cut])
     train = Source([tokens[:cut]], first, f"{name}, training part")
-    return train, Source([tokens[cut:]], last[last > 0], f"{name}, held-out part")
+    return train, Source([tokens[cut:]], last, f"{name}, held-out part")
 
 
 def join(sources: Sequence[Source]) -> Source:

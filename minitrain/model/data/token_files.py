@@ -7,9 +7,8 @@ r"""Files of tokens, read where they are: Megatron-LM's pair NAME.bin and NAME.i
     NAME.npy    one dimension, any integers; a document ends with the token `end`, or the file is one document
 
 Mapped into memory: opening costs the index, or one pass for `end`. Holds 8 bytes a document. Files that are
-wrong or truncated, and ids outside of a vocabulary, are a ValueError with the file's name. Source:
-Megatron-LM, megatron/core/datasets/indexed_dataset.py. Differs: no modes of multimodal sequences; offsets
-must be those that its writer gives.
+wrong, and ids outside of a vocabulary, are a ValueError with the file's name. Megatron-LM,
+core/datasets/indexed_dataset.py. Differs: no multimodal modes; offsets must be those that its writer gives.
 """
 
 import struct

@@ -7,9 +7,9 @@ With gradient g, step t, moments m and v, for every element (the paper's symbols
     v ← β2·v + (1 - β2)·g²              exp_avg_sq
     θ ← θ - lr · m̂ / (√v̂ + ε)           m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)
 
-Nothing here mixes elements, so the optimizer of a shard is the same optimizer. Only the norm of all
-gradients does; it learns from `param.placement` over which groups to sum its squares: one number per way of
-cutting. Memory per parameter: 8 bytes in float32, and 4 more for a float32 master of a bfloat16 parameter.
+Nothing here mixes elements, so the optimizer of a shard is the same; only the norm does, which learns from
+`param.placement` over which groups to sum its squares: one number per way of cutting. Memory per parameter: 8
+bytes in float32, and 4 more for a float32 master of a bfloat16 parameter.
 Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; masters: Micikevicius et al. 2018,
 arXiv:1710.03740, section 3.1. Differs from torch.optim.AdamW: it runs on fake tensors (the step is an int);
 `state_dict` and `load_state_dict` copy, so that training does not write into a checkpoint held in memory.
@@ -54,13 +54,11 @@ class AdamW(torch.optim.Optimizer):
 
     With `master_dtype=torch.float32` a parameter of lower precision is updated in a float32 copy and rounded
     once a step: bfloat16 keeps 8 bits, so a weight would not notice a change below 1/512 of itself. A step
-    makes a denominator, and for a master its gradient, as large as the parameter; with `tile` elements at a
-    time, as large as a tile (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are
-    kept in `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
-    `by_chance`: what is kept in bfloat16, weights without a master and moments, is rounded so, by the numbers
-    of `param.chance` (precision/rounding.py, which `parallelize` gives every parameter). A parameter with an
-    `largest` is codes with a scale, and so are its gradient and moments (precision/fp8_lm.py): without tiles.
-    """
+    makes a denominator, and for a master its gradient, as large as the parameter, or as a `tile` of so many
+    elements (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are kept in
+    `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
+    `by_chance`: what is kept in bfloat16 is rounded by the numbers of `param.chance` (precision/rounding.py).
+    A parameter with a `largest` is codes with a scale, as gradient and moments are (precision/fp8_lm.py)."""
 
     before_update = None  # if somebody sets it, called with a parameter before it and its state change
     update = staticmethod(adamw_update)  # an instance may have a kernel in its place
@@ -277,7 +275,5 @@ def _check_settings(group: dict[str, Any]) -> None:
 
 
 def _copy(state: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    def copied(x):
-        return x.detach().to(device or x.device, copy=True) if isinstance(x, Tensor) else x
-
+    copied = lambda x: x.detach().to(device or x.device, copy=True) if isinstance(x, Tensor) else x
     return {name: copied(value) for name, value in state.items()}

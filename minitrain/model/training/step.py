@@ -4,12 +4,11 @@
     train_step:   zero_grad -> forward_backward -> reducer.finish() -> clip_grad_norm -> optimizer.step()
 
 The divisor is known before the first forward (one all-reduce of a count, 8 bytes), so everything after it
-only adds: microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs
-inside a step is an argument, `forward_backward(batch)`: gradient accumulation is the schedule of a pipeline
-of one stage. Holds the activations of one microbatch. Never reads a number out of a tensor, so a step runs
-as a dry run too. Gradient accumulation with the network left out: Li et al. 2020, arXiv:2006.15704, section
-3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean over microbatches, ranks or the tokens of
-one rank. A mean of means is the loss above only if all counts are equal.
+only adds: microbatches, ranks, stages, slices; uneven batches and masks are no special case. What runs inside
+a step is an argument, `forward_backward(batch)`: gradient accumulation is the schedule of a pipeline of one
+stage. Holds the activations of one microbatch. Never reads a number out of a tensor: a step can run dry.
+Li et al. 2020, arXiv:2006.15704, section 3.2.4 (no_sync). Differs from Megatron-LM and torch's DDP: no mean
+over microbatches, ranks or tokens. A mean of means is the loss above only if all counts are equal.
 """
 
 import math
@@ -19,7 +18,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from minitrain.model.data.batches import MASKED
@@ -100,13 +98,7 @@ def train_step(
 
 
 def scaled_train_step(
-    forward_backward: Callable[[Batch], Tensor],
-    batch: Batch,
-    optimizer: Optimizer,
-    reducer: Reducer,
-    scale: LossScale,
-    clip: float | None = None,
-    stages: ProcessGroup | None = None,
+    forward_backward, batch: Batch, optimizer, reducer, scale: LossScale, clip=None, stages=None
 ) -> StepResult:
     """The same with gradients `scale.factor` times too large (precision/mixed.py), which the optimizer,
     one whose groups know a `grad_scale`, divides again; no step if they have overflowed."""
