@@ -149,6 +149,7 @@ class Weights:
 
         piece = whole_piece(self.entries[name].name, self.empty(name, "cpu"))
         self.saved.fill(piece)
+        self.saved.finish()  # what is damaged is said here
         return piece.values
 
 

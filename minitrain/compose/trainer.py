@@ -32,7 +32,7 @@ from minitrain.checkpoint.saver import NotSaved, Saver
 from minitrain.checkpoint.store import MANIFEST, Store
 from minitrain.compose.run import Run
 from minitrain.model.config import GPTConfig, plain_values
-from minitrain.model.data.batches import Data, counted_from
+from minitrain.model.data.batches import Data
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.step import StepResult
 from minitrain.plan.accounting import flops_per_token, mfu
@@ -211,9 +211,8 @@ class Trainer:
             position, size = manifest["position"], self.hyper.batch_size
             self.step, self.records = position["step"], manifest["records"]
             seen = position.get("samples", self.step * position["batch_size"])
-            if first := seen - self.step * size:
-                one = self.data.rows(1, self.hyper.length, self.hyper.seed)
-                self.first, self.rows = first, counted_from(first, one, size)
+            self.first = seen - self.step * size
+            self.rows = self.data.rows(size, self.hyper.length, self.hyper.seed, self.first)
             if self.rank == 0:
                 self.store.count_as_good(step)
             before = Strategy(**manifest["strategy"])

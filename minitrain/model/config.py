@@ -190,15 +190,15 @@ class GPTConfig(Settings):
         heads, kv_heads, latent = self.num_heads, self.num_kv_heads, self.kv_latent
         if heads % kv_heads:
             raise ValueError(f"num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
-        latent_wants = {
-            "positions": ("'rope'", self.positions == "rope"),
-            "rope_head_dim": ("at least 2", self.rope_head_dim >= 2),
-            "num_kv_heads": (f"None or {heads}", kv_heads == heads),
-        }
-        for name, (wanted, fits) in latent_wants.items():
+        for name, wanted, fits in (
+            ("positions", "'rope'", self.positions == "rope"),
+            ("rope_head_dim", "at least 2", self.rope_head_dim >= 2),
+            ("num_kv_heads", f"None or {heads}", kv_heads == heads),
+        ):
             if latent and not fits:
-                given = f"{name} = {getattr(self, name)!r}"
-                raise ValueError(f"{given}; with kv_latent {latent} (MLA) use {wanted}")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}; with kv_latent {latent} (MLA) use {wanted}"
+                )
         if not 0.0 < self.rope_fraction <= 1.0:
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:

@@ -48,8 +48,10 @@ class Data:
     vocab_size, a tokenizer or None, a length, an `identity` of plain values, `num_windows(length)`, and
     `batch`: this rank's tokens and targets (each the next token), int64 [rows, T]."""
 
-    def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
-        return Rows(partial(self.batch, batch_size=batch_size, length=length, seed=seed), batch_size, length)
+    def rows(self, batch_size: int, length: int, seed: int = 0, first: int = 0) -> Rows:
+        """Batches from sample `first` on."""
+        sizes = dict(batch_size=batch_size, length=length, seed=seed, first=first)
+        return Rows(partial(self.batch, **sizes), batch_size, length)
 
     def position(self, step: int, batch_size: int, length: int, seed: int = 0) -> dict:
         """All there is to save: plain numbers, and what tells these data from others."""
@@ -137,22 +139,11 @@ class Text(Data):
         epoch, index = divmod(sample, self.num_windows(length))
         return permute(index, self.num_windows(length), f"{seed}/{epoch}")
 
-    def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed: int = 0) -> tuple:
-        rows = rows_of(rank, size, batch_size)
-        starts = np.array([self.window(step * batch_size + row, length, seed) * length for row in rows])
+    def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed=0, first=0) -> tuple:
+        samples = (first + step * batch_size + row for row in rows_of(rank, size, batch_size))
+        starts = np.array([self.window(sample, length, seed) * length for sample in samples])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)
         return torch.tensor(windows[:, :-1]), torch.tensor(windows[:, 1:])  # copies; work under fake tensors
-
-
-def counted_from(first: int, one: Rows, batch_size: int) -> Rows:
-    """Batches of such rows, given one by one: step s has the samples first + s·B to first + s·B + B - 1."""
-
-    def drawn(draw: Callable, step: int, rank: int, ranks: int) -> list:
-        return [draw(first + step * batch_size + row, 0, 1) for row in rows_of(rank, ranks, batch_size)]
-
-    documents = one.documents and (lambda *at: sum(map(list, drawn(one.documents, *at)), []))
-    draw = lambda *at: tuple(map(torch.cat, zip(*drawn(one.draw, *at))))
-    return Rows(draw, batch_size, one.length, documents)
 
 
 def rows_of(rank: int, size: int, batch_size: int) -> range:

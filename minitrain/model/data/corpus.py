@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minitrain.model.data.batches import MASKED, Data, Rows, Text, hashed, permute, rows_of
 from minitrain.model.data.token_files import CHUNK, read_tokens, require, require_ids
@@ -118,13 +119,13 @@ class Mixture(Data):
         dealt = np.repeat(range(len(self.shares)), self.shares)[shuffled(BLOCK, f"{seed}/block {block}")]
         return dealt[at], int(block * self.shares[dealt[at]] + (dealt[:at] == dealt[at]).sum())
 
-    def windows(self, step, rank, size, batch_size, length, seed=0) -> Iterator[list[np.ndarray]]:
+    def windows(self, step, rank, size, batch_size, length, seed=0, first=0) -> Iterator[list[np.ndarray]]:
         for row in rows_of(rank, size, batch_size):
-            source, sample = self.place(step * batch_size + row, seed)
+            source, sample = self.place(first + step * batch_size + row, seed)
             yield self.sources[source].window(sample, length, seed)
 
-    def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed: int = 0) -> tuple:
-        drawn = list(self.windows(step, rank, size, batch_size, length, seed))
+    def batch(self, step: int, *place, **sizes) -> tuple[Tensor, Tensor]:
+        drawn = list(self.windows(step, *place, **sizes))
         rows = np.stack([np.concatenate(pieces).astype(np.int64) for pieces in drawn])
         require_ids(rows, self.vocab_size, f"{self.name}, in step {step},")
         targets = rows[:, 1:].copy()
@@ -137,9 +138,9 @@ class Mixture(Data):
         lengths = ([len(piece) for piece in pieces] for pieces in self.windows(*place, **sizes))
         return [[*before, last - 1] if last > 1 else before for *before, last in lengths]
 
-    def rows(self, batch_size: int, length: int, seed: int = 0) -> Rows:
-        documents = partial(self.documents, batch_size=batch_size, length=length, seed=seed)
-        return replace(super().rows(batch_size, length, seed), documents=documents if self.packed else None)
+    def rows(self, *sizes, **more) -> Rows:
+        rows = super().rows(*sizes, **more)
+        return replace(rows, documents=partial(self.documents, **rows.draw.keywords)) if self.packed else rows
 
 
 def shuffled(size: int, key: str) -> np.ndarray:

@@ -19,7 +19,7 @@ from minitrain import launch
 from minitrain.cli import main
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
-from minitrain.model.data.batches import MASKED, counted_from
+from minitrain.model.data.batches import MASKED
 from minitrain.model.data.corpus import BLOCK, Mixture, Source, open_folder
 from minitrain.model.data.token_files import read_tokens, write_pair
 from minitrain.model.data.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def test_rows_are_packed_and_do_not_depend_on_the_ranks():
 def test_rows_counted_from_a_sample_are_those_of_the_batches():
     """Of packed rows with their documents: batches of 4 from sample 8 on are those from the third on."""
     data = Mixture([source(3, 7, 1, 1, 30, 5), source(50, 2, first=100)], [1, 2], vocab_size=200)
-    rows, later = data.rows(4, 5, seed=2), counted_from(8, data.rows(1, 5, seed=2), 4)
+    rows, later = data.rows(4, 5, seed=2), data.rows(4, 5, seed=2, first=8)
     for rank, ranks in ((0, 1), (1, 3)):
         assert all(map(torch.equal, later.draw(0, rank, ranks), rows.draw(2, rank, ranks)))
         assert later.documents(1, rank, ranks) == rows.documents(3, rank, ranks)
