@@ -246,9 +246,7 @@ class OnlineSoftmax:
 
 class GradSum:
     """The sum of gradients of parts of x `[B, H, T, K]`, in at least float32. A first one of all x is kept.
-
-    In memory it lies as `[B, T, H, K]`, as flash kernels leave gradients: sending `by_token` takes no copy.
-    """
+    It lies as `[B, T, H, K]`, as flash kernels leave gradients: sending `by_token` takes no copy."""
 
     def __init__(self, x: Tensor):
         self.x, self._total = x, None
@@ -283,8 +281,7 @@ def add_tiles_backward(seen: list, dout, q, k, v, out, lse, dq, dk, dv, kernel: 
 
 
 def recomputed(forward: Callable, backward: Callable, q: Tensor, k: Tensor, v: Tensor, *way) -> Tensor:
-    """The out of `forward(q, k, v, *way) -> out, lse`; keeps these five tensors for its gradients,
-    `backward(dout, q, k, v, out, lse, *way)`."""
+    """The out of `forward(q, k, v, *way) -> out, lse`, with `backward(dout, q, k, v, out, lse, *way)`."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         out, lse = forward(q, k, v, *way)

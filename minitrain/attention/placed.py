@@ -150,8 +150,7 @@ def before(runs: list[range], position: int) -> int:
 
 
 class Places:
-    """Step and first row of the global batch, and the documents in these rows: set by who cuts a batch, read
-    by all dropouts and attentions of a rank."""
+    """Step, first row and documents of a rank's rows: set by who cuts a batch, read by dropout, attention."""
 
     def __init__(self, seed: int = 0):
         self.seed, self.step, self.first_row, self.documents = seed, 0, 0, None
@@ -205,8 +204,7 @@ class DropRows(nn.Module):
 
 
 def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Callable:
-    """core(q, k, v, .., dropout=p) with the mask of this site, and the documents of these rows, if they have
-    some; this rank has part `part` of the heads."""
+    """core(q, k, v, .., dropout=p) with this site's mask and the rows' documents; `part`: which heads."""
 
     def run(q: Tensor, *others: Tensor, dropout: float = 0.0, **more) -> Tensor:
         if places.documents:
@@ -338,8 +336,7 @@ def positions_of(runs: list[range], device: torch.device | None = None) -> Tenso
 
 
 def placed(kernel: Kernel, bias: Alibi | None = None, dropout=0.0, documents=None) -> Kernel | Placed:
-    """The kernel itself; with ALiBi or a DropMask one that adds the first and multiplies by the second; with
-    Documents one that stays within each."""
+    """The kernel; with ALiBi, a DropMask or Documents one that adds, multiplies by, or stays within them."""
     if isinstance(dropout, int | float):
         require_fractions(dropout=dropout)
     if bias is None and not dropout and documents is None:

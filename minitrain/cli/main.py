@@ -1,7 +1,6 @@
 """The `minitrain` command: check this machine, train, run chapters, grade exercises, replay a big machine.
 
-Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, both with one line on stderr; 130 for an
-interrupt. Names are looked up before torch is imported.
+Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, with a line on stderr; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A Strategy and a model's config -> a Run on this rank. The only module that knows model and techniques.
 
-`parallelize` is a list of passes, each of which reads and changes one `Build`. A technique lives in its own
-folder and takes groups; the pass here says which groups, and to which layers. What a pass swaps keeps the
-names of parameters. Sends nothing.
+`parallelize` is a list of passes, each of which reads and changes one `Build`, and says which groups and
+layers a technique gets. What a pass swaps keeps the names of parameters. Sends nothing.
 """
 
 import hashlib
@@ -75,9 +74,7 @@ def parallelize(
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated.
     `seed` fills the parameters and draws dropout's masks; `frozen` are patterns of global names
     ("layers.0.*"). For a pipeline, `schedule` is one of your own in the place of the strategy's, `cuts` the
-    layers of each stage (else as even as they can be), and `runner` a kind of Runner, for actions of your
-    own.
-    """
+    layers of each stage (else even), and `runner` a kind of Runner, for actions of your own."""
     settings = seed, tuple(frozen), device, loss_fn, schedule, cuts, runner
     build = Build(model, strategy, make_optimizer, *settings)
     for pass_ in (

@@ -260,8 +260,8 @@ class Run:
         tell_updates(self.sync, saver.before_update)
 
     def pieces(self) -> list[Piece]:
-        """Views of all tensors of this rank that a run needs to go on; of random states copies. Ranks that
-        hold the same say so."""
+        """Views of all tensors of this rank that a run needs to go on, with who else holds them; of random
+        states copies."""
         self.settle()
         pieces = [*states.pieces(self.sync, *self.same_params), *self._more_pieces()]
         return pieces + ([] if is_fake(pieces[0].values) else self._random_pieces())
@@ -389,8 +389,7 @@ def make_states(run: Run) -> None:
 
 
 def bytes_to_save(run: Run) -> Counter[str]:
-    """Bytes that this rank writes, by kind: {"parameters": .., "optimizer": ..}; in a dry run those after a
-    step, even if none was made."""
+    """Bytes that this rank writes, by kind, as "parameters"; in a dry run those after a step, made or not."""
     if is_fake(next(run.model.parameters())) and run.sync.optimizer:
         make_states(run)
     found: Counter[str] = Counter()

@@ -69,8 +69,7 @@ def dealt_to(name: str, sizes: Mapping[str, int]) -> int:
 
 
 def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[int]:
-    """Tokens of each slice on all ranks: as given if they add up, or each rank cuts its T/n into so many, the
-    first ones perhaps a token longer."""
+    """Tokens of each slice on all ranks: as given, or each rank cuts its T/n in so many, longer first."""
     require_positive_ints(ranks=ranks)
     if not isinstance(slices, int):
         if sum(slices) != length:

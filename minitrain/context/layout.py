@@ -79,8 +79,7 @@ def join(x: Tensor, layout: Layout, group: ProcessGroup, dim: int = 1) -> Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of scores: queries and keys by their places on the two ranks, which hold `runs`. `causal`:
-    query i of it sees keys 0..i."""
+    """Scores of queries and keys, by places on two ranks, which hold `runs`; `causal`: i sees keys 0..i."""
 
     queries: slice
     keys: slice

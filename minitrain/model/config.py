@@ -7,9 +7,8 @@ when it is made. `GPTConfig(experts=ExpertsConfig(8, 2))` is a mixture of expert
     parameters of a block, MHA with biases, LayerNorm, F = 4D:   12·D² + 13·D
     (attention 4·D² + 4·D, MLP 8·D² + 5·D, two norms 4·D)
 
-`presets` are models whose exact parameter counts were published (tested). Left out, as neither sizes nor
-FLOPs depend on it: Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attention, GLM's two-dimensional
-positions.
+`presets` are models whose exact parameter counts were published (tested). Left out, as no size depends on it:
+Llama 3.1's rescaled RoPE, GPT-3's alternating sparse attention, GLM's two-dimensional positions.
 """
 
 import difflib

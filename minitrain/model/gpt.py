@@ -11,8 +11,7 @@ another stage starts equal to it, and stays so if the two gradients are added.
 
 Radford et al. 2019 (GPT-2), section 2.3: output projections start smaller by sqrt(2L); Black et al. 2022
 (GPT-NeoX), arXiv:2204.06745, section 2: parallel residual; Wang et al. 2022 (DeepNorm), arXiv:2203.00555;
-Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name, in float32 on
-the CPU.
+Zeng et al. 2022 (GLM-130B), arXiv:2210.02414, section 2.1. Differs: weights are drawn per name, on the CPU.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ HALVES, PAIRS = "(pair i) ...", "(i pair) ..."
 
 @cache
 def rows_of(family: str, kind: str) -> list[dict[str, str]]:
-    """Of hugging_face.tsv: ours, theirs, and as JSON what is meant where a file says nothing. Rows of a kind
-    "only" are settings of which few values have a counterpart here; "read" are read below, "known" too, or
-    they change no forward."""
+    """Of hugging_face.tsv: ours, theirs, and as JSON what is meant where a file says nothing. Of "only" few
+    values have a counterpart here; "read" and "known" are read below, or change no forward."""
     with TABLE.open() as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [row for row in rows if family in row["families"].split() and row["kind"] == kind]

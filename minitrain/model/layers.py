@@ -123,8 +123,7 @@ def rms_norm_backward(dys: tuple[Tensor], saved: tuple[Tensor, ...], _) -> tuple
 
 
 def project(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """One input, several matrices: Q, K and V, or up and gate. Modules that gather or quantise x do so once
-    for all: they have `together(x, linears)`."""
+    """One x, several matrices. Modules that gather or quantise x once for all have `together(x, linears)`."""
     together = getattr(linears[0], "together", None)
     return together(x, linears) if together else tuple(linear(x) for linear in linears)
 
@@ -136,8 +135,7 @@ def heads_of(x: Tensor, head_dim: int) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
-    x `[B, H, T, R]`; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
-    the difference of their positions only."""
+    x `[B, H, T, R]`; positions `[T]` or `[B, T]`. The product of two depends on their distance only."""
     exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
     angles = (positions.to(exact).unsqueeze(-1) * theta**-exponents).unsqueeze(-3)  # [(B,) 1, T, R/2]
@@ -153,8 +151,7 @@ def causal_attention(
     to the scores: numbers that fit `[B, H, T, T]`, or ALiBi's, of the positions of these tokens.
 
     Values `[.., W]` narrower than keys (MLA): on a CPU torch would keep scores. Its flash kernel, called
-    here, keeps q, k, v, out and lse, and pads values with zeros: FLOPs are 2K for K + W, in backward 5K for
-    3K + 2W."""
+    here, pads values with zeros: FLOPs are 2K for K + W, in backward 5K for 3K + 2W."""
     if (queries := q.size(-2)) != (keys := k.size(-2)):
         raise ValueError(f"causal_attention: {queries} queries, {keys} keys; it is for as many of both")
     if documents:

@@ -1,4 +1,1 @@
-"""Tokens, and batches of them that are a pure function of (step, rank, size).
-
-batches  corpus  token_files  tokenizer
-"""
+"""Tokens, and batches of them that are a pure function of (step, rank, size): batches, then corpus."""

@@ -158,8 +158,7 @@ def rows_of(rank: int, size: int, batch_size: int) -> range:
 def permute(index: int, size: int, key: str) -> int:
     """Where a keyed shuffle of range(size) sends `index`, in O(1) memory: a Feistel network permutes the
     2^(2·half) >= size numbers whatever its hash, since a round (left, right) -> (right, left ^ hash) can be
-    undone. Repeating it until the result is below `size`, under four times on average, permutes range(size).
-    """
+    undone. Repeated until the result is below `size`, four times at most on average, it permutes range."""
     require_positive_ints(1 << 62, size=size)
     require_ints(0, size - 1, index=index)
     half = ((size - 1).bit_length() + 1) // 2
@@ -175,9 +174,8 @@ def permute(index: int, size: int, key: str) -> int:
 def random_tokens(
     step: int, rank: int, size: int, batch_size: int, length: int, vocab=VOCAB, seed=0, masked=False
 ) -> tuple[Tensor, Tensor]:
-    """Seeded noise in the form of `Text.batch`, for results that must be the same on every machine. `masked`
-    hides the last length·row // batch_size targets of each row, so that ranks count different numbers of
-    valid tokens."""
+    """Seeded noise in the form of `Text.batch`, the same on every machine. `masked` hides the last
+    length·row // batch_size targets of each row, so that ranks count different numbers of valid tokens."""
     require_positive_ints(batch_size=batch_size, length=length, vocab=vocab)
     rows = rows_of(rank, size, batch_size)
     # Each row has a seed of its own, so a rank makes only the rows it holds.

@@ -4,9 +4,8 @@
     def train(**values):
         strategy, changes = Strategy(**chosen(Strategy, values)), chosen(GPTConfig, values)
 
-`overlap: bool = False  # hide what tp sends` is `--overlap / --no-overlap`; a number, a word or a path is
-one of these; `int | str` is a word, whose meaning the dataclass knows; a tuple may be given many times.
-Values are checked by the dataclass alone.
+`overlap: bool = False  # hide what tp sends` is `--overlap / --no-overlap`; `int | str` is a word, a tuple
+may be given many times. Values are checked by the dataclass alone.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import typer
 def flags(
     cls: type, *, unset: bool = False, leave_out: Iterable[str] = (), short: Mapping[str, str] = {}
 ) -> list[Parameter]:
-    """A parameter of a typer command for every field. With `unset` a flag that is not given is None, whatever
-    the field's default; `short` are second names."""
+    """A parameter of a command per field. `unset`: what is not given is None; `short` are second names."""
     kinds, found = get_type_hints(cls), []
     # what stands beside each field in the source
     help_of = dict(re.findall(r"^ +(\w+):[^#\n]*# *(.+)$", inspect.getsource(cls), re.M))

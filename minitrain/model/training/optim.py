@@ -219,8 +219,7 @@ def clip_grad_norm(
     with copies on other stages of a pipeline on the first. `stages`: the ranks with the other layers, over
     which squares are added too (a stage may train nothing: `like` has the dtype and device of all). Hence the
     same number on every rank, which must all call this, those of a stage with the same parameters in order. A
-    NaN or infinite gradient makes the norm so: the caller reads it, and stops. Gradients are `grad_scale`
-    times too large."""
+    NaN makes the norm so: the caller reads it, and stops. Gradients are `grad_scale` times too large."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: must be > 0 (math.inf measures without clipping)")
     params = list(params)

@@ -28,8 +28,7 @@ from minitrain.ranks.checks import require_positive_ints
 
 
 class Batch(NamedTuple):
-    """This rank's rows, and the divisor of everyone's loss. `run.batch` makes it; with cp it cuts the rows,
-    and a rank has the tokens at `positions`."""
+    """This rank's rows, or with cp their tokens at `positions`, and the divisor of everyone's loss."""
 
     tokens: Tensor  # int64 [B/dp, T/cp]
     targets: Tensor  # int64 [B/dp, T/cp], MASKED where no loss is taken
@@ -54,8 +53,7 @@ class StepResult(NamedTuple):
 class Reducer(Protocol):
     """Adds up gradients over ranks. While `enabled`, a backward may start it; after `finish` all are sums.
     Whoever runs backwards in an order of its own calls `on_microbatch_grads` after each and `on_step_grads`
-    after the last. `gathered_buffers`: memory of parameters besides their own, which no forward may release.
-    """
+    after the last. `gathered_buffers`: memory of parameters that no forward may release."""
 
     enabled: bool = True
 
