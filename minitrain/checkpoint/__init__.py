@@ -6,5 +6,4 @@ store       a folder of checkpoints: begin, commit, list, verify, the newest goo
 load        fill pieces from whatever pieces were saved
 snapshot    what a rank saves, copied into memory that is allocated once, a block at a time
 saver       what ranks do together to save, beside training; when they copy, write and wait, as papers have it
-exchange    plain safetensors, as other programs read and write them
 """

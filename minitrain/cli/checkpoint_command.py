@@ -91,9 +91,8 @@ def convert(
 
 def export_weights(store, step: int, folder: Path) -> int:
     """config.json and model.safetensors; returns the bytes of the latter."""
-    from minitrain.checkpoint.exchange import write_tensors
     from minitrain.checkpoint.load import Saved
-    from minitrain.model.hugging_face import family_of, outgoing, settings_of
+    from minitrain.model.hugging_face import family_of, outgoing, settings_of, write_tensors
 
     manifest, files = store.open(step)
     config = config_in(manifest)
@@ -108,11 +107,10 @@ def export_weights(store, step: int, folder: Path) -> int:
 
 def import_weights(folder: Path, target: Path) -> int:
     """A checkpoint of step 0 with parameters alone; returns the bytes of its file."""
-    from minitrain.checkpoint.exchange import Tensors
     from minitrain.checkpoint.format import write_file
     from minitrain.checkpoint.store import Store, file_name
     from minitrain.model.config import plain_values
-    from minitrain.model.hugging_face import config_of, incoming
+    from minitrain.model.hugging_face import Tensors, config_of, incoming
     from minitrain.ranks.pieces import whole_piece
 
     config = config_of(json.loads((folder / "config.json").read_text()))

@@ -15,15 +15,9 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.context import ring
 from minitrain.context.core_names import dealt_to, slice_lengths
 from minitrain.context.layout import Layout, contiguous, sliced, striped, zigzag
-from minitrain.context.ring import (
-    burst_attention,
-    double_ring_attention,
-    gathered_attention,
-    last_attention,
-    ring_attention,
-)
 from minitrain.context.ulysses import dealt, loongtrain_attention, ulysses_attention, usp_attention
 from minitrain.ranks.checks import require_one_of
 from minitrain.systems.context.balanced import balanced_attention
@@ -32,11 +26,11 @@ from minitrain.systems.context.wallfacer import wallfacer_attention
 
 Slices = int | Sequence[int]
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-RINGS = ring_attention, gathered_attention, balanced_attention, burst_attention, double_ring_attention
-OTHERS = wallfacer_attention, usp_attention, loongtrain_attention
+RINGS = ring.ring_attention, ring.gathered_attention, ring.burst_attention, ring.double_ring_attention
+OTHERS = balanced_attention, wallfacer_attention, usp_attention, loongtrain_attention
 FUNCTIONS = {function.__name__.removesuffix("_attention"): function for function in (*RINGS, *OTHERS)}
 FUNCTIONS["ring_self_attention"] = ring_self_attention
-FUNCTIONS["ulysses"] = partial(ulysses_attention, core=last_attention)
+FUNCTIONS["ulysses"] = partial(ulysses_attention, core=ring.last_attention)
 
 
 def core_for(name: str, groups: Mapping[str, ProcessGroup], layout: str) -> Callable:

@@ -123,7 +123,7 @@ def ring_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> Tens
 
 def ring_pass(x: Tensors, group: ProcessGroup, work: Callable, skip=None, steps=None) -> Tensors | None:
     """work(step, *x of rank - step), step = 0..n-1, while the next x arrives. What it returns is this rank's
-    share of sums that belong to x's owner: they travel one step behind x, in its dtype, hidden likewise; those
+    share of sums that belong to x's owner: they travel one step behind x, in its dtype, hidden too; those
     for this rank's own x are returned. With `skip` x goes that far first, and no share stays at home."""
     dtype, own, travelling, steps = x[0].dtype, None, None, steps or group.size()
     if skip is not None:

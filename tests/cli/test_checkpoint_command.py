@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from minitrain import launch
-from minitrain.checkpoint.exchange import Tensors, write_tensors
 from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import Store, file_name
@@ -23,7 +22,7 @@ from minitrain.compose.trainer import Trainer
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import config_of, family_of, incoming, settings_of
+from minitrain.model.hugging_face import Tensors, config_of, family_of, incoming, settings_of, write_tensors
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
