@@ -179,8 +179,7 @@ class Places:
     def seed_of(self, site: str) -> int:
         """63 bits: another mask in each step and at each site."""
         if self.step is None:
-            what = f"{site} draws a mask, and the batch does not say of which step and rows"
-            raise ValueError(f"{what}: Batch(..., step=, first_row=), as run.batch makes it")
+            raise ValueError(f"{site} drops, and the batch does not say of which step and rows: give them")
         text = f"{self.seed}/{self.step}/{site}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 

@@ -111,8 +111,7 @@ class Store:
         for file in files:
             there = self.writing(step) / file.name
             if not there.exists() or there.stat().st_size != file.size:
-                what = f"{there} is not there as it was written"
-                raise ValueError(f"{what}: {self.folder} must be one all ranks see, and only they write to")
+                raise ValueError(f"{there} is not there as it was written: use a folder all ranks see, alone")
         disk.sync_folder(self.writing(step))
         disk.rename(self.writing(step), path)
         disk.sync_folder(self.folder)

@@ -235,8 +235,7 @@ def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
     names = [name for name, _ in GPT(config, device="meta").named_parameters(remove_duplicate=False)]
     for pattern in hyper.frozen:
         if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
-            there = f"there are {names[0]}, {names[1]} and so on to {names[-1]}"
-            raise ValueError(f"frozen={pattern!r} is no parameter of this model; {there}")
+            raise ValueError(f"frozen={pattern!r} is no parameter of it; there are {names[0]} to {names[-1]}")
     if all(hyper.freezes(name) for name in names):
         raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
@@ -250,8 +249,7 @@ def check_memory(config: GPTConfig, strategy: Strategy) -> None:
     free = psutil.virtual_memory().available
     if needed > free and not torch.cuda.is_available():
         sizes = f"need {needed / 1e9:.0f} GB on {ranks} rank{'s' * (ranks > 1)}, {free / 1e9:.0f} GB are free"
-        cure = "use a smaller model, or count it in a minitrain.ranks.launch.dryrun"
-        raise ValueError(f"{parameters(config):,} parameters {sizes}: {cure}")
+        raise ValueError(f"{parameters(config):,} parameters {sizes}: use a smaller model, or a dry run")
 
 
 def train_on_rank(settings: Settings) -> None:

@@ -271,8 +271,7 @@ class SumOfTerms:
             if slopes is None or not slopes.any():  # of targets that do not count
                 return
             if torch.allclose(two, one, rtol=1e-4):
-                what = "loss_fn is a mean: twice the targets give the same"
-                raise ValueError(f"{what}; return the sum over targets, a step divides by how many count")
+                raise ValueError("loss_fn is a mean: twice the targets give the same; return the sum")
         self.asked = True
 
 

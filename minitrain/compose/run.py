@@ -138,8 +138,7 @@ class Run:
         length, given = batch.tokens.size(1) * ranks, batch.positions
         wanted = self._positions(length)
         if given is None and wanted is not None:
-            what = "a batch without positions, and cp gives each rank its part of the rows"
-            raise ValueError(f"{what}: cut them as run.batch does, and say which positions these tokens have")
+            raise ValueError("a batch without positions, and cp gives each rank its part: see run.batch")
         for row, lengths in enumerate(batch.documents or ()):
             if sum(lengths) != length or min(lengths) < 1:
                 what = f"documents of {sum(lengths)} tokens in row {row}, which has {length}"
@@ -290,8 +289,8 @@ class Run:
 
     def _check_optimizer(self, was: str | None) -> None:
         if self.sync.optimizer and was not in (None, self.optimizer_name):
-            what = f"the states are of {was}, and this run updates by {self.optimizer_name}"
-            raise ValueError(f"{what}: take the same optimizer")
+            now = self.optimizer_name
+            raise ValueError(f"the states are of {was}, and this run updates by {now}: take the same")
 
     @property
     def optimizer_name(self) -> str:

@@ -73,8 +73,7 @@ def slice_lengths(length: int, slices: int | Sequence[int], ranks: int) -> list[
     require_positive_ints(ranks=ranks)
     if not isinstance(slices, int):
         if sum(slices) != length:
-            what = f"slices of {list(slices)} tokens are {sum(slices)}, the sequence has {length}"
-            raise ValueError(f"{what}; make them add up")
+            raise ValueError(f"slices {list(slices)} add up to {sum(slices)}, not to T={length}: make them")
         return list(slices)
     if slices < 1 or length % ranks or length // ranks < slices:
         what = f"{slices} slices of T={length} over {ranks} ranks"

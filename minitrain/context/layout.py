@@ -55,8 +55,7 @@ def _piece(name: str, rank: int, ranks: int, length: int, pieces: int) -> int:
         raise ValueError(f"{name}: rank={rank}; with {ranks} ranks use 0 to {ranks - 1}")
     if length % pieces or not length:
         fits = -(-max(length, 1) // pieces) * pieces
-        cure = f"pad the sequence to {fits}"
-        raise ValueError(f"{name}: T={length} is not a multiple of {pieces} pieces; {cure}")
+        raise ValueError(f"{name}: T={length} is no multiple of {pieces} pieces; pad the sequence to {fits}")
     return length // pieces
 
 
@@ -161,8 +160,7 @@ def _between(q: range, here: slice, k: range, there: slice) -> Iterator[Tile]:
         yield Tile(here, there)
     elif q[-1] >= k[0]:
         if q.step != k.step or len(q) != len(k) or abs(q.start - k.start) >= q.step:
-            what = f"a causal mask between positions {q} and {k} is no triangle"
-            raise ValueError(f"{what}; lay queries and keys out alike")
+            raise ValueError(f"the mask between {q} and {k} is no triangle; lay queries and keys out alike")
         shift = int(q.start < k.start)  # striped, and the keys come one place later: query i sees keys 0..i-1
         if len(q) > shift:
             later, earlier = slice(here.start + shift, here.stop), slice(there.start, there.stop - shift)

@@ -164,8 +164,7 @@ def last_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel = FUSED, *
     check_places("last_attention", q, **places)
     before, length = k.size(-2) - q.size(-2), k.size(-2)
     if before < 0:
-        what = f"last_attention: {q.size(-2)} queries end where {length} keys do"
-        raise ValueError(f"{what}, so the first ones see nothing; give them their keys")
+        raise ValueError(f"last_attention: {q.size(-2)} queries end where {length} keys do; give more keys")
     slices = lambda rank, ranks, length: [range(before), range(before, length)] if before else [range(length)]
     alone = Rings((), slices, causal=True)  # a ring without ranks
     return recomputed(ring_forward, ring_backward, q, k, v, alone, placed(kernel, **places))
