@@ -1,1 +1,1 @@
-"""Tokens, and batches of them that are a pure function of (step, rank, size): batches, then corpus."""
+"""Batches that are a pure function of (step, rank, size): batches, then corpus; beside token_files, tokenizer."""
