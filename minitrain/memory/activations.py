@@ -6,10 +6,10 @@
     forward     layer i saves x -> to_host(x) begins           x is free when layer i + 1 begins
     backward    layer i opens the first of its tensors         all of layer i is fetched, and of layer i - 1
 
-Sent over the link: what autograd keeps, once down and once up in a microbatch; each block of memory once,
-however many views of it. Memory of the device: what two layers keep; of the host: what all of them keep of
-every microbatch under way. Rhu et al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021
-(ZeRO-Infinity), arXiv:2104.07857, section 5.1.2. Differs: all that is saved moves, the last layer's too.
+Sent over the link: what autograd keeps, down and up once in a microbatch; of many views of a block one.
+Memory: on the device what two layers keep, on the host what all keep of every microbatch under way. Rhu et
+al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857,
+section 5.1.2. Differs: all that is saved moves, the last layer's too.
 """
 
 import weakref
@@ -23,9 +23,7 @@ from minitrain.memory.pools import Transfer, to_device, to_host
 from minitrain.ranks.torch_private import in_backward, storage_id
 
 
-class _Away:
-    """A block of memory: on the device, on the host, or on its way."""
-
+class _Away:  # a block of memory: on the device, on the host, or on its way
     def __init__(self, block: Tensor):
         self.device = block.device
         self.leaving: Transfer | None = to_host(block)
@@ -52,9 +50,7 @@ class _Away:
         return block
 
 
-class _Layer:
-    """What one layer saved in one forward, and the layer before it."""
-
+class _Layer:  # what one layer saved in one forward, and the layer before it
     def __init__(self, before: "_Layer | None"):
         self.before, self.blocks = before, []
 

@@ -93,8 +93,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if self.early and not self._delays:
             self._begin(param)
 
-    def on_finish(self) -> None:
-        """Backward has ended: wait for what is on its way."""
+    def on_finish(self) -> None:  # of a backward
         for param in list(self._coming):
             self._arrive(param)
 
@@ -170,8 +169,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 class OptimizerOfOne:
     """`optimizer` as if it had one parameter, with the settings it has now: for another thread, or a piece.
-
-    Hooks of an optimizer's steps do not see this one."""
+    No hook of an optimizer's steps sees it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, state: dict):
         self._optimizer, self._param = optimizer, param

@@ -77,9 +77,8 @@ def is_fake(x: Tensor) -> bool:
 
 
 def work(fn: Callable[[], object], like: Tensor) -> Future:
-    """Let the host compute `fn()` beside this thread, one such work after the other; in no account.
-
-    For a fake tensor `like` it is done before this returns."""
+    """Let the host compute `fn()` beside this thread, one such work after the other; in no account. For a
+    fake tensor `like` it is done at once."""
     if not is_fake(like):
         return _worker("work").submit(fn)
     done: Future = Future()

@@ -14,10 +14,9 @@ kept: neither its FLOPs nor its messages are repeated. The second pass sees what
 torch's random state, modes of torch functions (one puts products off; not autocast), and what `replay` brings
 back. With a graph that is used again (retain_graph) inputs stay, and each backward has its own second pass.
 Two passes that differ in number, shape or dtype are refused. Sends what is run again sends. Memory: inputs
-and kept results until the second pass is over; what that finds and is wanted, until it is used.
-Chen et al. 2016, arXiv:1604.06174, section 3. Korthikanti et al. 2022, arXiv:2205.05198, section 5, and
-Megatron-Core's output-discarding checkpointing (`dropping`). Differs from torch.utils.checkpoint: what is
-kept has a name in the model; a named computation whose inputs are all that is wanted is not begun.
+and kept results until the second pass is over; what it finds and is wanted, until it is used. Chen et al.
+2016, arXiv:1604.06174, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 5, and Megatron-Core's
+output discarding (`dropping`). Differs from torch.utils.checkpoint: what is kept has a name in the model.
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ class Results(threading.local):
             self.frame.known |= storages((*module.parameters(), *module.buffers())).keys()
 
 
-class Slot:
-    """A tensor that was saved and not kept."""
-
+class Slot:  # a tensor that was saved and not kept
     def __init__(self, segment: Segment, number: int, x: Tensor):
         self.segment, self.number, self.like = segment, number, (x.shape, x.dtype)
 
@@ -96,10 +93,9 @@ class Done(Exception):
 
 
 class Segment:
-    """One call of `run`, that can be made again."""
+    """One call of `run`, that can be made again. Inputs are kept through the hooks in force around it."""
 
     def __init__(self, run, inputs: Sequence, replay, early_stop, results: Results, hold: Hold | None = None):
-        """Inputs are kept through the hooks that are in force around the segment."""
         self.outer = outer_hooks()
         self.run, self.early_stop, self.results = run, early_stop, results
         self.inputs = [saved_input(x, self.outer, hold) for x in inputs]
@@ -208,8 +204,7 @@ def as_it_is(x):
     return x
 
 
-def outer_hooks() -> Pair:
-    """Those in force here, of what is saved and opened."""
+def outer_hooks() -> Pair:  # those in force here
     return saved_hooks() or (as_it_is, as_it_is)
 
 
@@ -273,9 +268,7 @@ class FirstPass:
         return made
 
 
-class _Second:
-    """The second pass: what is kept is not computed."""
-
+class _Second:  # the second pass: what is kept is not computed
     def __init__(self, calls: list[_Call], segment: Segment, may_stop: bool):
         self.segment, self.may_stop = segment, may_stop
         self.calls, self.within = iter(calls), False
@@ -319,9 +312,9 @@ def dropping(drop: Collection[str], results: Results, *, inside=(), replay=(), e
         `drop`     not kept is what autograd saves inside, nor the result itself wherever it is saved
         `inside`   what is saved inside; the result stays: Korthikanti's selective recomputation
 
-    What a result is made from is kept; if that is dropped too, it is made again first. Each is a segment of
-    its own; nothing between them is computed again. To drop the core of attention costs as many FLOPs as to
-    drop its inside only, and keeps one tensor less. Memory: while one is made again, what it saves."""
+    What a result is made from is kept or, if dropped too, made again first; nothing between them is. To drop
+    attention's core costs as many FLOPs as to drop its inside, and keeps one tensor less. Memory: while one
+    is made again, what it saves."""
     frame = _Dropping(frozenset(drop), frozenset(inside), results, tuple(replay), early_stop)
     if not torch.is_grad_enabled():
         yield

@@ -4,10 +4,9 @@
 
 Inside `with Deferred() as later:` (a torch function mode) each product with a parameter (`F.linear`) becomes
 one whose backward returns dx and puts (W, bias, x, dy) on a list; `later.weights()` adds to W.grad. Norms,
-tables and attention get all gradients at once, and so does a product whose weight is not itself a parameter.
-Memory: between I and W a linear keeps x and dy.
-Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches Megatron's linear layers,
-torch.distributed.pipelining cuts autograd's graph at the nodes where parameters enter.
+tables, attention and products whose weight is no parameter get all gradients at once. Memory: between I and W
+a linear keeps x and dy. Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs patches
+Megatron's linear layers, torch.distributed.pipelining cuts autograd's graph where parameters enter.
 """
 
 import torch

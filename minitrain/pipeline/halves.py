@@ -28,9 +28,7 @@ from minitrain.pipeline.schedule import Pair
 from minitrain.ranks.torch_private import dispatch_modes
 
 
-class Half:
-    """A part of a pair; between its turns it waits for the baton."""
-
+class Half:  # a part of a pair; between its turns it waits for the baton
     def __init__(self, run: Callable[[], None], turn: Callable[[], AbstractContextManager]):
         self.run, self.turn, self.baton, self.around = run, turn, Semaphore(0), ExitStack()
 

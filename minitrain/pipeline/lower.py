@@ -10,9 +10,9 @@ the order of the sends, since the network matches messages by order alone. So a 
 its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each direction.
 `Sent(what)` stands where the sent tensor can be freed: an answer that was sent after its use has arrived.
 `Reduce(stage)` stands after a stage's last gradient. Moves (`bpipe`) are messages too: Send(E) is for H,
-Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak` of all,
-moves under way included; otherwise L's receive is posted later, and Sent stands earlier. Differs from
-torch.distributed.pipelining, which batches sends and receives that meet: here order alone does it.
+Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak`, moves
+under way included; else L's receive is posted later, and Sent stands earlier. Differs: in order alone, where
+torch.distributed.pipelining batches sends and receives that meet.
 """
 
 from collections import defaultdict, namedtuple
@@ -41,8 +41,8 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def pause(program: Program, rank: int, schedule: Schedule) -> tuple[Program, Program]:
-    """The program before the rank's first backward, and from there on.
-    Together the first parts of all ranks receive exactly what they send, so they can be run again."""
+    """Before the rank's first backward, and from there on. The first parts of all ranks together receive
+    exactly what they send, so they can be run again."""
     filling = {action for entries in schedule.ranks for action in _forwards(entries)}
     computed = [step for step in program if isinstance(step, (Action, Pair))]
     own = _forwards(computed)

@@ -42,8 +42,8 @@ def even(num_blocks: int, stages: int) -> list[range]:
 
 
 def balanced(costs: Sequence[Number], stages: int) -> list[range]:
-    """Runs of layers whose largest sum of costs is as small as it can be.
-    Of equal ones that with the shortest last stage, and what is in front is cut by the same rule."""
+    """The largest sum of costs is as small as it can be; of equal cuts the last stage is the shortest, and
+    what is in front is cut by the same rule."""
     require_nonnegative(costs=costs)
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")

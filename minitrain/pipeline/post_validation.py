@@ -9,8 +9,8 @@
     before_backward()  rank p-1 -> ... -> 0     sum of all squares; a wrong update is undone and done again,
                                                 and all ranks run these forwards again
 
-What is done again uses the rate and the random numbers of its own step; if the norm is not finite nothing is
-updated. Sends 2(p-1) numbers per step. Memory: a copy of parameters, states and gradients, until the check.
+What is done again uses the rate and the random numbers of its own step; with a norm that is not finite
+nothing is updated. Sends 2(p-1) numbers per step. Memory, until the check: a copy of parameters and states.
 Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoes AdamW by its inverse.
 """
 

@@ -161,7 +161,6 @@ class Runner:
         self.homes = [homes[stage] for stage in range(schedule.stages)]  # the first rank that has a stage
 
     def __call__(self, batch) -> Tensor:
-        """This rank's part of the loss: zero on a rank without the last stage."""
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
         self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
@@ -304,8 +303,8 @@ class Runner:
 
     @torch.no_grad()
     def through(self, x: Tensor, positions: Tensor) -> Tensor | None:
-        """Rows of tokens, the same on all ranks, through all stages: forward only, outside of any schedule.
-        Returns the last stage's output on the first rank that has it (`homes[-1]`), None elsewhere."""
+        """Rows of tokens, the same on all ranks, forward through all stages, outside of any schedule: the
+        last one's output, on the first rank that has it (`homes[-1]`)."""
         self.device, shape = x.device, (len(x), positions.size(-1) // self.sequence_shards, self.width)
         for stage, (here, there) in enumerate(pairwise([*self.homes, self.homes[-1]])):
             if self.rank == here:

@@ -125,7 +125,6 @@ def parts(entries: Iterable[Entry]) -> Iterator[Action]:
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
-    """What must be done, here or elsewhere, before `action`."""
     kind, stage, unit = action
     if kind in AFTER:
         return [Action(AFTER[kind], stage, unit)]
@@ -186,7 +185,6 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def _check_unit(schedule: Schedule, stage: int, unit: int) -> None:
-    """All that a stage does for a microbatch must be there, on one rank."""
     here = {kind: rank for kind in KINDS if (rank := schedule.place.get((kind, stage, unit))) is not None}
     split = here.keys() & set("IW")
     due = "F" + MOVES * bool(here.keys() & set(MOVES)) + ("IW" if split and "B" not in here else "B")

@@ -34,7 +34,6 @@ DAY_S = 86_400
 
 
 def parameters(config: GPTConfig) -> int:
-    """All of them, counted once each."""
     return sum(parameter_table(config).values())
 
 
@@ -186,7 +185,6 @@ def zero_bytes(parameters: int, ranks: int, stage: int, *, weight=2, gradient=2,
 
 
 def checkpoint_bytes(parameters: int, *, weight: int = 2, optimizer: int = 12) -> int:
-    """What must be written to go on training: the next step computes its gradients itself."""
     require_nonnegative(parameters=parameters, weight=weight, optimizer=optimizer)
     return parameters * (weight + optimizer)
 
@@ -207,8 +205,7 @@ class Term:
 
 
 def activation_terms() -> list[Term]:
-    """The layer of Korthikanti et al. 2022: LayerNorm, GELU, dropout in three places, fp16."""
-    return [
+    return [  # LayerNorm, GELU, dropout in three places, fp16
         Term("input of the first norm", "norm1", sbh=2, cut=False),
         Term("input of the Q, K, V projections", "attention.q", sbh=2, cut=False),
         Term("Q", "attention", sbh=2),
@@ -249,11 +246,9 @@ def activation_bytes(
 
 
 def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, element_bytes=2) -> int:
-    """Kept per token by norm and latent attention of one layer, with a core that keeps its inputs only.
-
-    DeepSeek-V3 runs norms and up-projections again in backward: not Q, K, V of 128 heads are kept but the
-    latents they are made of, a quarter of the bytes, so that it trains without tensor parallelism. Left out,
-    below 1 %: angles of RoPE, a number per norm, the log-sum-exp of a fused core, 4 bytes per head."""
+    """Kept per token by norm and latent attention of a layer, with a core that keeps its inputs only. With
+    `recompute`, as in DeepSeek-V3, norms and up-projections run again: the latents are kept, not Q, K, V of
+    128 heads. Left out, below 1 %: RoPE's angles, a number per norm, a fused core's log-sum-exp."""
     require_positive_ints(element_bytes=element_bytes)
     D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
     outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
@@ -280,14 +275,12 @@ def text_bytes(tokens: float, bytes_per_token: int) -> float:
 
 
 def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2) -> float:
-    """Bytes each device sends: 3 times the parameters, whatever the batch."""
     require_nonnegative(parameters=parameters, element_bytes=element_bytes)
     require_positive_ints(devices=devices)
     return 3 * element_bytes * parameters * (devices - 1) / devices
 
 
 def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
-    """Bytes each device sends: 4 all-reduces of tokens·h per layer, each 2·(t-1)/t of that."""
     require_nonnegative(tokens=tokens, width=width, num_layers=num_layers, element_bytes=element_bytes)
     require_positive_ints(tensor_parallel=tensor_parallel)
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers
@@ -297,7 +290,6 @@ def crossover_tokens(parameters, width: int, num_layers: int, tensor_parallel: i
     """Tokens per step at which both send the same: 3·P·(n-1)/n / (8·(t-1)/t · h · L)."""
     require_positive(parameters=parameters)
     require_positive_ints(width=width, num_layers=num_layers, devices=devices)
-    if not isinstance(tensor_parallel, int) or tensor_parallel < 2:
-        raise ValueError(f"tensor_parallel={tensor_parallel}: one rank sends nothing; use 2 or more")
+    require_ints(2, tensor_parallel=tensor_parallel)  # one rank sends nothing
     per_token = tensor_parallel_bytes_per_step(1, width, num_layers, tensor_parallel)
     return zero3_bytes_per_step(parameters, devices) / per_token

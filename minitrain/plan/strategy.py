@@ -2,15 +2,9 @@
 
     Strategy(dp=2, tp=2, zero=1)          ranks = dp · pp · cp · tp; neighbours in the last axis of `order`
 
-    dp    rows          different rows of the batch          zero; `node` and `nodes`, of hybrid sharding
-    pp    layers        stages, run by `schedule`            microbatches, chunks, slices
-    cp    tokens        of the same rows, by `layout`        core: attention over them
-    tp    matrices      the same tokens                      sequence_parallel, overlap
-    ep    experts       none of its own: it splits dp · cp   ep_node, ep_chunks, ep_travel, ep_shadow
-
 `check(config, ranks)` refuses what cannot be, before any rank starts; `check_batch` does so for rows and
-length. It prints as the call that makes it, without defaults, and travels as JSON (`asdict`,
-`Strategy(**values)`). No torch here: planners read it too.
+length. ep has no ranks of its own: it splits dp · cp. A strategy prints as the call that makes it, without
+defaults, and travels as JSON (`asdict`, `Strategy(**values)`). No torch here: planners read it too.
 """
 
 from __future__ import annotations
@@ -135,7 +129,7 @@ class Strategy:
     sharers = property(lambda self: self.node * self.nodes)
     # axes whose ranks have different rows, the outermost first, and those into which cp is cut for its core
     data_axes = property(lambda self: ("inter", "intra") if self.hybrid else ("dp",))
-    context_axes = property(lambda self: tuple(self._context))
+    context_axes = property(lambda self: tuple(self._parts["cp"]))
 
     @property
     def context_groups(self) -> dict[str, int]:
@@ -145,16 +139,16 @@ class Strategy:
         return {first: self.cp // math.prod(sizes.values())} | sizes
 
     @property
-    def _context(self) -> dict[str, int]:
-        groups = self.context_groups if self.cp > 1 else {}
-        return {"cp": self.cp} if len(groups) == 1 else groups
-
-    @property
     def axes(self) -> dict[str, int]:
         """Of the mesh, outermost first."""
+        return {axis: size for part in self.order.split("-") for axis, size in self._parts[part].items()}
+
+    @property
+    def _parts(self) -> dict[str, dict[str, int]]:
         rows = {"inter": self.dp // self.sharers, "intra": self.sharers} if self.hybrid else {"dp": self.dp}
-        parts = dict(dp=rows, pp={"pp": self.pp}, cp=self._context, tp={"tp": self.tp} if self.tp > 1 else {})
-        return {axis: size for name in self.order.split("-") for axis, size in parts[name].items()}
+        tokens = self.context_groups if self.cp > 1 else {}
+        tokens = {"cp": self.cp} if len(tokens) == 1 else tokens
+        return dict(dp=rows, pp={"pp": self.pp}, cp=tokens, tp={"tp": self.tp} if self.tp > 1 else {})
 
     def build_schedule(self) -> Schedule:
         return named(**self.schedule_sizes)
@@ -313,7 +307,6 @@ def _check_divides(name: str, size: int, what: str, whole: int) -> None:
 
 
 def _check_mixture(s: Strategy, config: GPTConfig) -> None:
-    """Experts that ep ranks can share out, and rows that are whole where a router looks at whole rows."""
     if (c := config.experts) is None:
         raise ValueError(f"ep={s.ep}, but the model has no experts to share out; use ep=1")
     numbers = {c.num_experts, c.pyramid_experts or c.num_experts}
@@ -334,7 +327,6 @@ def _check_mixture(s: Strategy, config: GPTConfig) -> None:
 
 
 def _check_tensor_parallel(tp: int, config: GPTConfig) -> None:
-    """Heads and hidden units that tp ranks can share out."""
     if config.kv_latent:
         cure = "use tp=1, or multi-head or grouped-query attention"
         raise ValueError(f"tp={tp} does not cut latent attention (kv_latent={config.kv_latent}); {cure}")

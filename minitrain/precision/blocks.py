@@ -57,8 +57,7 @@ class Blocks:
 
     @property
     def bits_per_number(self) -> Fraction:
-        """With the share of a scale, if tiles have a size."""
-        numbers = math.prod(self.tile) if self.tile else 0
+            numbers = math.prod(self.tile) if self.tile else 0
         return self.format.bits + (Fraction(SCALES[self.scale], numbers) if numbers else 0)
 
     # the value whose code stands for the scale itself: with an amax as scale, the format's largest
@@ -160,7 +159,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def to_bytes(q: Quantized) -> Tensor:
-    """Rows in tiles of one dim as messages, uint8 [.., codes then scales]: one collective for both."""
+    """Rows in tiles of one dim as messages, uint8 [.., codes then scales]."""
     return torch.cat((q.codes.view(torch.uint8), q.scales.view(torch.uint8)), -1)
 
 
@@ -205,7 +204,6 @@ def _check_amax(amax: Tensor, shape: Size, blocks: Blocks) -> None:
 
 
 def _empty(tiles: Tensor, inside: list[int]) -> Tensor:
-    """Of the shape of the scales: the dims inside a tile, and for the whole tensor all, are gone."""
     shape = [n for dim, n in enumerate(tiles.shape, -tiles.dim()) if dim not in inside] if inside else []
     return torch.zeros(shape, device=tiles.device)
 
@@ -242,7 +240,6 @@ def _spread(scales: Tensor, tile: tuple[int, ...]) -> Tensor:
 
 
 def _whole(x: Tensor, tile: tuple[int, ...], shape: Size) -> Tensor:
-    """The inverse of `_tiled`."""
     for i in reversed(range(len(tile))):
         x = x.flatten(-2 - i, -1 - i) if i == 0 else x.flatten(-4, -3)
     return x[tuple(slice(length) for length in shape)]
@@ -274,7 +271,6 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
 
 
 def _words(bits: int) -> tuple[int, int, torch.dtype]:
-    """Codes and bytes of a word, and what it is computed in."""
     return (8, bits, torch.int64) if 8 % bits else (8 // bits, 1, torch.uint8)
 
 

@@ -33,9 +33,7 @@ def make_copies(layers: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], T
         layer.register_forward_hook(copies.go, prepend=True, always_call=True)
 
 
-class _Copies:
-    """Of one layer, while it computes: on one thread, or with the halves of a pair on two."""
-
+class _Copies:  # of one layer, while it computes: on one thread, or with the halves of a pair on two
     def __init__(self, copy_of: Callable[[nn.Parameter], Tensor]):
         self.copy_of, self.shown = copy_of, defaultdict(list)  # thread -> what takes the copies away again
 
@@ -55,7 +53,6 @@ class _Copies:
         self.shown[get_ident()].pop().close()
 
     def exchanged(self, made: dict[int, nn.Parameter]) -> tuple[Callable, Callable]:
-        """What autograd saves of a copy is the parameter, from which it makes another one."""
         pack_other, unpack_other = saved_hooks() or (lambda x: x, lambda x: x)
 
         def pack(x: Tensor) -> tuple:

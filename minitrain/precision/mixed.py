@@ -99,13 +99,11 @@ class LossScale:
 
         factor · loss  ->  factor · gradients  ->  sums over ranks  ->  norm / factor  ->  update, / factor
 
-        norm is finite    update; after `window` such steps in a row the factor doubles
-        norm is not       a gradient overflowed: nothing is updated, the factor halves
-
-    The norm is that of the whole gradient, over all ranks, so all skip a step, or none. `factor`, that of the
-    step to come, is a power of two, hence exact; it leaves in the optimizer, in the dtype of the master: a
-    gradient divided earlier, in float16 (2^-24 to 65,504), would underflow after all. `dtype`: of the loss.
-    Sends nothing; waits for one number per step: the norm."""
+    After `window` steps in a row with a finite norm the factor doubles; one that is not, as a gradient has
+    overflowed, halves it, and nothing is updated: on all ranks, for the norm is that of all. `factor`, that
+    of the step to come, is a power of two, hence exact; it leaves in the optimizer, in the dtype of the
+    master: divided earlier, in float16 (2^-24 to 65,504), a gradient would underflow after all. `dtype`: of
+    the loss. Sends nothing; waits for one number per step: the norm."""
 
     def __init__(self, factor: float, window: int, dtype: torch.dtype = torch.float32):
         self.factor, self.window, self.good_steps, self.dtype = float(factor), window, 0, dtype
@@ -115,9 +113,8 @@ class LossScale:
         return num_tokens.to(self.dtype) / self.factor
 
     def finite(self, norm: Tensor) -> bool:
-        """Whether this step's gradients can be used. Changes the factor for the next step.
-
-        ValueError: the factor would fall below 1; then not the scale overflows, but the training."""
+        """Whether this step's gradients can be used; sets the next factor. ValueError where that would fall
+        below 1: then not the scale overflows, but the training."""
         if type(norm) is not Tensor or math.isfinite(norm.item()):  # a dry run has no numbers
             self.good_steps += 1
             if self.good_steps == self.window:

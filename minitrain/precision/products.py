@@ -107,10 +107,10 @@ class Scales(nn.Module):
         else:
             amax = collectives.all_reduce(amax, self.group, op="max")
             broken = amax - amax  # 0, or NaN
-        return cast(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
+        amax = torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
+        return cast(x + broken.to(x.dtype), blocks, amax=amax, fill=True)
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
-        """Whether other ranks have a part of these tiles."""
         if self.group is None or blocks.scale != "float32" or blocks.tile not in ((), (0,)):
             return False
         return dims[-1] in self.cut if blocks.tile else not set(dims).isdisjoint(self.cut)
@@ -135,14 +135,8 @@ class Scales(nn.Module):
 def amax_of(x: Tensor, blocks: Blocks) -> Tensor:
     """Of the shape of the scales, for a tensor or rows as tiles; of nothing 0."""
     dims = (-1,) if blocks.tile else tuple(range(-x.dim(), 0))
-    sizes = x.detach().abs()
-    if x.numel() == 0:
-        return sizes.sum(dims, keepdim=bool(blocks.tile)).float()
-    return sizes.amax(dims, keepdim=bool(blocks.tile)).float()
-
-
-def usable(amax: Tensor) -> Tensor:
-    return torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
+    largest = x.detach().abs().amax if x.numel() else x.detach().sum
+    return largest(dims, keepdim=bool(blocks.tile)).float()
 
 
 def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,9 +216,7 @@ def project(x: Tensor, linears: Sequence["LowLinear"]) -> tuple[Tensor, ...]:
     return tuple(y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears))
 
 
-class LowLinear(nn.Module):
-    """An nn.Linear with the same parameters."""
-
+class LowLinear(nn.Module):  # an nn.Linear with the same parameters
     together = staticmethod(project)
 
     def __init__(self, linear: nn.Linear, products: Products, scales: Scales):

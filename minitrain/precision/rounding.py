@@ -77,8 +77,7 @@ def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator | Tenso
     return weight
 
 
-def readable(x: Tensor) -> bool:
-    """Whether x has numbers to ask: in a dry run tensors have shapes only."""
+def readable(x: Tensor) -> bool:  # in a dry run tensors have shapes only
     return type(x.detach()) is Tensor
 
 
@@ -106,7 +105,7 @@ def check_mode(what: str, f: Format, mode: str, generator) -> None:
 
 
 def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
-    """`round_to` without questions."""
+    # `round_to` after its checks
     x = _bounded(x, f, overflow)
     if f.integer:
         return round_(x, mode, generator)
@@ -125,8 +124,8 @@ def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, genera
 
 
 def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
-    """Codes of the nearest numbers, without questions, of x that is bounded: those of float32, of a number
-    times 2^(bias - 127), begin with exponent and mantissa, subnormals included."""
+    """Of the nearest numbers, of x that is bounded: codes of float32, of a number times 2^(bias - 127), begin
+    with exponent and mantissa, subnormals included."""
     if f.integer:
         return x.round().to(torch.int8)
     if f.dtype is not None and f.bits <= 16 and x.dtype != torch.float64:
@@ -149,7 +148,6 @@ def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
 
 
 def _bounded(x: Tensor, f: Format, overflow: str | None) -> Tensor:
-    """float32 or float64, without what must not overflow."""
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if overflow is None and f.has_nan:
         return x

@@ -18,7 +18,7 @@ from minitrain.ranks.checks import require_positive_ints
 
 
 class Mesh:
-    """A grid of all ranks; the first axis is outermost. All ranks must make it, with the same axes."""
+    """All ranks must make it, with the same axes."""
 
     def __init__(self, **axes: int) -> None:
         self.ranks, self.shape = dist.get_world_size(), axes
@@ -91,7 +91,6 @@ class Mesh:
         return [sum(i * stride for i, stride in zip(place, strides)) for place in itertools.product(*steps)]
 
     def rank(self, *axes: str) -> int:
-        """This rank's number in `group(*axes)`."""
         number, here = 0, self.coordinates
         for axis in self._in_mesh_order("rank", axes):
             number = number * self.shape[axis] + here[axis]

@@ -96,7 +96,6 @@ def overlap(start: tuple, shape: tuple, other_start: tuple, other_shape: tuple) 
 
 
 def part_of(piece: Piece, start: tuple, shape: tuple) -> Tensor:
-    """The view of a rectangle of the whole that lies in this piece."""
     values = piece.values
     for dim, (begin, length) in enumerate(zip(start, shape)):
         values = values.narrow(dim, begin - piece.start[dim], length)

@@ -8,9 +8,8 @@
 start in the order of `priority(action)`. With `split` each backward is I and W. `limit` is what a rank may
 hold, in activations of one stage and one microbatch (one number, or one for each rank); it keeps room for all
 stages of its oldest unfinished microbatch, so that nobody gets stuck (the banker's rule). Greedy is not
-optimal: to wait for something more urgent can pay.
-Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 3.1. Differs: theirs keeps the best of several ways to
-place the warm-up forwards; here that is the caller's `priority`.
+optimal: to wait for something more urgent can pay. Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section
+3.1. Differs: theirs tries several places for the warm-up forwards; here that is the caller's `priority`.
 """
 
 from bisect import insort
@@ -91,7 +90,6 @@ class Memory:
             raise ValueError(f"{name}: {what} and {why}; use limit={count * self.largest} or more")
 
     def first_allowed(self, ready: list[tuple[object, Action]]) -> Action | None:
-        """Takes off the list the most urgent action that memory allows."""
         for i, (_, action) in enumerate(ready):
             if action.kind != "F" or self.limit is None or self.fits(action.microbatch):
                 del ready[i]

@@ -53,8 +53,8 @@ def bpipe(p: int, m: int) -> Schedule:
 
 
 def _with_moves(entries: tuple[Action, ...], limit: int) -> list[Entry]:
-    """A rank's list with E where the limit demands it and L before the backward of what was evicted.
-    What left right before an entry, and what arrives for the next one, counts while it computes."""
+    """E where the limit demands it and L before the backward of what was evicted. What left right before an
+    entry, and what arrives for the next one, counts while it computes."""
     moves: list[list[Entry]] = [[] for _ in entries]
     here, away = [], set()
     could_leave: list[int] = []  # here since before the last entry began

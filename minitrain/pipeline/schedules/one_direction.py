@@ -129,7 +129,6 @@ def causal_cost(per_token: Time, per_key: Time) -> Cost:
 
 
 def makespan(lengths: tuple[int, ...], cost: Cost, p: int) -> Time:
-    """Time of a sequence's slices on p ranks: all of them on one, and the longest once on each other."""
     require_positive_ints(lengths=lengths, p=p)
     costs = [cost(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
     return sum(costs) + (p - 1) * max(costs)

@@ -132,7 +132,6 @@ def squeezed(shape: str, p: int, m: int, block: Block, limit: int, early: bool =
     held, begun = [0] * p, [False] * p  # activations; the first backward
 
     def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
-        """What the order has next, else a W, else, before the first backward, a forward ahead of its turn."""
         order, action = orders[rank], None
         done = lambda before: before in ended and ended[before] <= now
         can = lambda action: all(map(done, needs[action]))

@@ -73,7 +73,6 @@ def place(members: Sequence[int], machine: Machine) -> Placement:
 
 # ---- one function per algorithm: seconds for S bytes; None where the placement does not allow it ---------
 def _ring(S: float, p: Placement) -> float:
-    """Once round: the ring of an all-gather or a reduce-scatter."""
     return p.latency(p.ring_hops) + (p.n - 1) / p.n * S / p.rate
 
 
@@ -107,7 +106,7 @@ def _leader(S: float, p: Placement) -> float | None:
     if p.most == 1 or p.nodes == 1:
         return None
     inside = _chunked(S, p, (p.tree_hops[0], 0), p.rate_in)
-    return 2 * inside + 2 * (p.nodes - 1) * (p.alpha_out + S / (p.nodes * p.rate_card))
+    return inside + (p.nodes - 1) * (p.alpha_out + S / (p.nodes * p.rate_card))
 
 
 def _pairwise(S: float, p: Placement) -> float:
@@ -121,19 +120,13 @@ def _direct(S: float, p: Placement) -> float:
     return p.alpha_in + S / p.rate_in if p.nodes == 1 else p.alpha_out + S / p.rate_out
 
 
-def _twice(one_way: Callable) -> Callable:
-    """All-reduce = reduce-scatter + all-gather."""
-    return lambda S, p: None if one_way(S, p) is None else 2 * one_way(S, p)
-
-
 # Ring, halving, Bruck: Thakur, Rabenseifner, Gropp 2005; double tree: Sanders, Speck, Traeff 2009, NCCL 2.4;
 # leader: Jia et al. 2018, section 3.3; hierarchical: Mikami et al. 2018, Cho et al. 2019.
 _tree = lambda S, p: _chunked(S, p, p.tree_hops, p.rate)
 _chain = lambda S, p: _chunked(S, p, p.ring_hops, p.rate)
 _SHARDED = {"ring": _ring, "halving": _halving, "hierarchical": _hierarchical}
-_REDUCED = {name: _twice(one_way) for name, one_way in (_SHARDED | {"tree": _tree}).items()}
 ALGORITHMS: dict[str, dict[str, Callable]] = {
-    "all_reduce": {**_REDUCED, "leader": _leader},
+    "all_reduce": {**_SHARDED, "tree": _tree, "leader": _leader},  # one way, and the same back
     "all_gather": _SHARDED,
     "reduce_scatter": _SHARDED,
     "broadcast": {"tree": _tree, "ring": _chain},
@@ -152,7 +145,8 @@ def by_algorithm(op: str, payload_bytes: float, placement: Placement) -> dict[st
     if placement.n == 1:
         return {name: 0.0 for name in ALGORITHMS[op]}
     costs = {name: cost(payload_bytes, placement) for name, cost in ALGORITHMS[op].items()}
-    return {name: seconds for name, seconds in costs.items() if seconds is not None}
+    ways = 2 if op == "all_reduce" else 1
+    return {name: ways * seconds for name, seconds in costs.items() if seconds is not None}
 
 
 def chosen(op: str, payload_bytes: float, placement: Placement, algorithm: str = "auto") -> str:

@@ -63,7 +63,6 @@ class Run(NamedTuple):
         return any(piece.rate < full for piece in self.pieces[name] if piece.end_s > piece.start_s)
 
     def carried(self, link: str) -> Number:
-        """Bytes that passed a link."""
         return sum(task.amount for task in self.tasks.values() if link in task.links)
 
 

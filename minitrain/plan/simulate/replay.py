@@ -213,7 +213,6 @@ class _Player:
         return transfer
 
     def start(self, stream: _Stream) -> None:
-        """The first in a stream's queue is under way."""
         transfer = stream.queue[0]
         op = transfer.arrived[0][1].op
         payload_bytes = max(event.payload_bytes for _, event, _ in transfer.arrived)
@@ -249,7 +248,7 @@ class _Player:
             self.advance(rank)
 
     def latency_and_cost(self, op: str, payload_bytes: int, placement) -> tuple[float, ...]:
-        """Seconds without a byte, and seconds with all of them, both by the algorithm that is taken."""
+        """Seconds without a byte, and with all of them, by one algorithm."""
         way = collectives.chosen(op, payload_bytes, placement, self.algorithms.get(op, "auto"))
         return tuple(collectives.by_algorithm(op, n, placement)[way] for n in (0, payload_bytes))
 

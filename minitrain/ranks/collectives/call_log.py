@@ -108,7 +108,6 @@ def standing_at(site: str) -> Iterator[None]:
 
 
 def call_site() -> str:
-    """The first frame outside minitrain's collectives and torch, as "train.py:41"."""
     if getattr(PROCESS.thread, "site", None):
         return PROCESS.thread.site
     frame, labels = sys._getframe(1), PROCESS.labels
@@ -142,7 +141,6 @@ def issued(call: Call) -> Call:
 
 
 def finished(call: Call) -> None:
-    """Mark the call as done (from the worker thread when it is asynchronous)."""
     in_log = PROCESS.num_calls - call.order <= SLOTS  # else its slot already belongs to a later call
     if PROCESS.log_file is not None and in_log:
         start = (call.order % SLOTS) * SLOT_BYTES
@@ -170,7 +168,6 @@ def announce_host(tensor: torch.Tensor, kind: str = "activations") -> torch.Tens
 
 @contextmanager
 def observe(callback: Callable) -> Iterator[None]:
-    """Call `callback(kind, subject)` whenever something is announced."""
     PROCESS.observers.append(callback)
     try:
         yield
@@ -242,12 +239,6 @@ def pack(*fields: str) -> torch.Tensor:
 
 def unpack(header: torch.Tensor) -> tuple[str, ...]:
     return tuple(bytes(header.tolist()).rstrip(b"\0").decode().split(SEPARATOR))
-
-
-def headers_of(call: Call, sends: list[int] | None) -> list[torch.Tensor]:
-    """The header for each member; it also says how many elements go there, where sizes may differ."""
-    counts = [""] * len(call.members) if sends is None else map(str, sends)
-    return [pack(describe(call), call.name or "", call.site, count) for count in counts]
 
 
 def compare(call: Call, received: list[torch.Tensor], expects: list[int] | None) -> None:

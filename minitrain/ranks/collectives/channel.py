@@ -32,9 +32,7 @@ REFUSED = {
 Sizes = list[int] | None
 
 
-class Channel:
-    """What we know of one process group. `backend` (transport.py) moves its data."""
-
+class Channel:  # of one process group, whose data `backend` (transport.py) moves
     def __init__(self, group: ProcessGroup, backend):
         self._group = weakref.ref(group)  # a channel must not keep a destroyed group alive
         self.backend = backend
@@ -85,7 +83,6 @@ class Lane:
         future.result()
 
     def scratch(self, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for `numel` elements or more, shared by all calls in flight here."""
         kind = (dtype, like.device)
         room = self._scratch.get(kind)
         if room is None or room.numel() < numel:
@@ -144,7 +141,7 @@ def settle() -> None:
 
 
 def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, peer=None, **more) -> Call:
-    """The record of a call on x, numbered; `payload` times x is the size S of the formulas."""
+    # numbered; `payload` times x is the size S of the formulas
     number = next(ch.numbers[None if peer is None else (op, peer)])
     size, peer = payload * x.numel() * x.element_size(), None if peer is None else ch.members[peer]
     what = tuple(x.shape), x.dtype, call_log.call_site()
@@ -152,13 +149,11 @@ def new_call(ch: Channel, op: str, x: Tensor, name=None, dim=0, *, payload=1, pe
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """x outside autograd and contiguous; the copy, if one is needed, is communication memory."""
     x = x.detach()
     return x if x.is_contiguous() else call_log.announce("buffer", x.contiguous())
 
 
 def result(op: str, x: Tensor, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-    """Where the result goes: `out` if it fits, else new memory."""
     if out is None:
         return x.new_empty(shape)
     given, needed = (out.shape, out.dtype, out.device), (tuple(shape), x.dtype, x.device)

@@ -47,8 +47,7 @@ def members(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def axis_of(group: ProcessGroup) -> str:
-    """The mesh axis a group belongs to: "tp", "dp_cp", or "world"."""
+def axis_of(group: ProcessGroup) -> str:  # of the mesh: "tp", "dp_cp", or "world"
     return channel_of(group).axis
 
 
@@ -175,7 +174,7 @@ def barrier(group: ProcessGroup, *, name: str | None = None) -> None:
 
 
 def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, sends=None, receives=None):
-    """Perform `call`, whose result is like x but `length` long in call.dim; unless 0, on turned copies."""
+    """The result is like x but `length` long in call.dim; unless that is 0, by way of turned copies."""
     dim = call.dim
     src = contiguous(x.movedim(dim, 0))
     out = channel.result(call.op, x, (*x.shape[:dim], length, *x.shape[dim + 1 :]), out)
@@ -193,7 +192,6 @@ def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, send
 
 
 def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
-    """Allocate what the algorithm needs, log the call, move the data now or in the background."""
     backend, call, target = ch.backend, job.call, job.dst
     if backend.on_host and target.is_cuda:
         job.src = call_log.announce("buffer", job.src.cpu())
@@ -275,7 +273,6 @@ def _room_for(like: Tensor) -> Tensor:
 
 
 def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, async_op: bool):
-    """Post all sends, and receives into the tensors given; the result is pack(the tensors received)."""
     if sends and sends[0][1] == ch.rank:  # to itself, as in a ring of one: nothing travels
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
         handle = Handle(lambda: None, lambda: pack(copies))

@@ -53,7 +53,6 @@ class Job:
 
 
 def chunk_size(total: int, n: int, index: int) -> int:
-    """Elements of chunk `index` of n: total // n, the first total % n chunks one more."""
     return total // n + (index < total % n)
 
 
@@ -72,7 +71,6 @@ def tree_children(rank: int, n: int, source: int) -> list[int]:
 
 
 def planned_bytes(ch: Channel, job: Job) -> int:
-    """What the algorithms below would hand to the network on this rank, from the cuts alone."""
     n, rank, op, total = ch.size, ch.rank, job.call.op, job.src.numel()
     if op == "all_reduce":  # all chunks but the own, then all but the next rank's
         elements = 2 * total - chunk_size(total, n, rank) - chunk_size(total, n, (rank + 1) % n)
@@ -122,7 +120,6 @@ def in_rounds(ch: Channel, call: Call | None, outgoing: Tensors, incoming: Tenso
 
 
 def post_ring(ch: Channel, chunks: Tensors, tag: int) -> list:
-    """The receives of a ring all-gather: all from the rank before, first its own chunk."""
     return [post_receive(ch, chunks[p], ch.before[0], tag) for p in ch.before]
 
 
@@ -205,11 +202,12 @@ ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, al
 
 
 def move(ch: Channel, job: Job) -> None:
-    """One collective to its end; in checked mode the members first compare what they call."""
     # this tag is for headers, the next two for the data of the first and second half of an all-reduce
     tag = job.call.seq % 2**27 * 4
     if PROCESS.checked and ch.size > 1:
-        outgoing = call_log.headers_of(job.call, job.send_sizes)
+        what = call_log.describe(job.call), job.call.name or "", job.call.site
+        counts = job.send_sizes or [""] * ch.size  # elements that go there, where sizes may differ
+        outgoing = [call_log.pack(*what, str(count)) for count in counts]
         incoming = [header.clone() for header in outgoing]
         in_rounds(ch, None, outgoing, incoming, tag)
         call_log.compare(job.call, incoming, job.receive_sizes)

@@ -133,12 +133,10 @@ class ShapesMode(private.FakeTensorMode):
             return args[0].fake_device
         key = self._key_of(func, args, kwargs or {})
         known = self._results.get(key) or self._remember(key)  # torch's memory is that of all dry runs
+        if type(known) is Result:
+            return self._made(known, args)
         if known:
-            return (
-                self._made(known, args)
-                if type(known) is Result
-                else tuple(self._made(x, args) for x in known)
-            )
+            return tuple(self._made(one, args) for one in known)
         result = self.dispatch(func, types, args, kwargs or {})
         if key and func is private.UNSAFE_VIEW:  # torch does not remember it; it stands in every product
             layout = tuple(result.shape), result.stride(), result.dtype, result.fake_device
@@ -166,9 +164,7 @@ class ShapesMode(private.FakeTensorMode):
         if one.argument is not None or one.layout is None:
             return one.value if one.argument is None else args[one.argument]
         shape, stride, dtype, device, offset = one.layout
-        guard = (
-            private.no_dispatch()
-        )  # this mode may be on the stack, and what follows is no operator of the run
+        guard = private.no_dispatch()  # this mode may be on the stack; what follows is no operator of the run
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if one.on is not None:
             made.set_(args[one.on].untyped_storage(), offset, shape, stride)

@@ -1,12 +1,10 @@
 """The caller's side of a launch: start the helper, hand it a request, listen, show prints, name the culprit.
 
-What crosses over lies in a private directory (`ranks.py` is the other side): `request` and `call` (the
-pickled function and its arguments) go there, and of rank r come back `r.result` or `r.error`, `r.stdout`,
-`r.stderr`, `r.noise` (what native code wrote), `r.stack` and `r.calls`. Through the pipe come only events of
-one line, so a rank can die in the middle of anything and what it said before is whole.
-
-The helper imports what the caller uses of minitrain, 0.1 to 0.3 s that every rank would spend instead. When
-one of those files has been edited the next launch starts another helper: ranks run what files say by now.
+What crosses over lies in a private directory: `request` and `call` (the pickled function and its arguments)
+go there, and of rank r come back `r.result` or `r.error`, `r.stdout`, `r.stderr`, `r.noise` (what native code
+wrote), `r.stack` and `r.calls`. Through the pipe come only events of one line: what a rank said is whole,
+whenever it dies. The helper imports what the caller uses of minitrain, 0.1 to 0.3 s that every rank would
+spend instead. After an edit of those files the next launch starts another: ranks run what files say by now.
 """
 
 import atexit
@@ -55,9 +53,7 @@ def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, ech
         launch.stop()
 
 
-class Launch:
-    """The ranks of one `run`, seen from the caller."""
-
+class Launch:  # the ranks of one `run`
     def __init__(self, ranks: int, echo: bool, grace_s: float | None):
         self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
         self.states = dict.fromkeys(range(ranks), "start")  # -> "there" -> "ready" -> "done" or "error"
@@ -149,7 +145,6 @@ class Launch:
         return [rank for rank, state in self.states.items() if state != "done" and rank not in failed]
 
     def listen(self, timeout_s: float) -> None:
-        """Take in what ranks and helper say on the events pipe, for at most `timeout_s`."""
         heard = wait_for([self.events], timeout_s)
         if not heard and self.helper.process.poll() is None:
             return
@@ -202,8 +197,7 @@ class Launch:
         return self.read(rank, kind).decode(errors="replace")
 
     def calls(self, rank: int) -> list:
-        path = self.path(rank, "calls")
-        return collectives.read_log(path) if os.path.exists(path) else []
+        return collectives.read_log(path) if os.path.exists(path := self.path(rank, "calls")) else []
 
     def failure(self) -> RankError:
         records = {}
@@ -249,9 +243,7 @@ def notebook_cells() -> dict[str, str]:
     return {file: " ".join(name) for file, name in names.items() if name}
 
 
-class Helper:
-    """The process, the socket that requests go through, and what it was asked to import."""
-
+class Helper:  # the process, the socket that requests go through, and what it was asked to import
     @classmethod
     def find(cls) -> "Helper":
         if PROCESS.helper is not None and not PROCESS.helper.usable():

@@ -64,7 +64,6 @@ def say(events: int, *words) -> None:
 
 
 def serve(requests_fd: int, caller_pid: int) -> None:
-    """Fork ranks for one request (two descriptors) after the other until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -95,9 +94,7 @@ def preload(names: list[str]) -> None:
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
 
 
-class RankGroup:
-    """The ranks of one launch, as the helper sees them: process ids to reap and to kill."""
-
+class RankGroup:  # the ranks of one launch, as the helper sees them
     def __init__(self, events: int, lifeline: int):
         self.events, self.lifeline = events, socket.socket(fileno=lifeline)
         self.gone, gone_writer = os.pipe()
@@ -112,7 +109,6 @@ class RankGroup:
         return os.fsdecode(line[:-1]) if line.endswith(b"\n") else ""
 
     def run(self, ended: int, caller_pid: int) -> None:
-        """From the order to start, a line on the lifeline, to its end."""
         while os.getppid() == caller_pid:
             ready, _, _ = select.select([self.lifeline, ended], [], [], 0.5)
             if ended in ready:
@@ -182,7 +178,7 @@ def children() -> list[int]:
 
 
 class Rank:
-    """One rank from fork to kill. It never leaves by itself: see `wait_for_the_end`. Of its launch it has
+    """From fork to kill. It never leaves by itself: see `wait_for_the_end`. Of its launch it has
 
     directory   private: the rendezvous file, the request; its result, error, prints, stacks, calls
     events      a pipe, many writers and one reader: "3 ready", "3 done", "3 error", "3 exit -11"

@@ -73,7 +73,6 @@ def message_of(error: BaseException) -> str:
 
 
 def shortened(text: str, letters: int) -> str:
-    """Its first and its last part, if it has more letters than that."""
     half, more = letters // 2, len(text) - letters
     return text if more <= 0 else f"{text[:half]} ... ({more:,} letters left out) ... {text[-half:]}"
 
@@ -92,7 +91,6 @@ def crash_record(code: int, dump: str, calls: list, cells: dict[str, str]) -> di
 
 
 def sentence(record: dict, places: list[str]) -> str:
-    """What happened, without naming the rank."""
     if record["type"] is None:
         return record["message"]
     where = f" ({', '.join(places)})" if places else ""
@@ -187,7 +185,6 @@ RETURNED = Stuck("returned from fn", False)
 
 
 def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
-    """Where a rank is, from its stack and from the log of its collectives (oldest first)."""
     if not dump:
         return Stuck("give{s} no answer to signals (stopped?)", False)
     frames = stack_frames(dump)

@@ -26,8 +26,7 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.p
 SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
-def calm() -> None:
-    """Ask for both, for the threads there are by now; the rank is the main one."""
+def calm() -> None:  # asks for both, for the threads there are by now; the rank is the main one
     if SCHED_SETATTR is not None:
         schedule(os.getpid(), os.SCHED_BATCH, SLICE_NS)
         for thread in event_loops():

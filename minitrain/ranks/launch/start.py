@@ -3,17 +3,14 @@
     results = run(fn, *args, ranks=4)      fn(*args) on every rank, in one process group; results by rank
 
 Every launch has new processes, forked from a helper that has torch loaded (`ranks.py`): the first takes 2 s,
-every later one 0.1 s. `fn` travels by value (cloudpickle): a function of a notebook cell, a lambda or a
-closure works, and the caller's script is not run again.
-
-Ranks find each other through a file in a private directory, and gloo is bound to the loopback. (A TCP store
-listens on every interface, needs a free port, and stalled 5 s in one start of five.)
+every later one 0.1 s. `fn` travels by value (cloudpickle): a notebook's function, a lambda or a closure
+works, and the caller's script is not run again. Ranks find each other through a file in a private directory,
+and gloo is bound to the loopback. (A TCP store listens everywhere, and stalled 5 s in one start of five.)
 
 The first rank that fails ends the launch within a second with a `RankError` that names it, too long a time
-with a `LaunchTimeout` that says where each rank was. In any case all are killed before `run` returns.
-
-Under torchrun `run` starts nothing: the ranks there are, on however many nodes, run fn, and all get all
-results. If one fails while others wait, or time is up, its process ends, and torchrun ends the job.
+with a `LaunchTimeout` that says where each rank was. In any case all are killed before `run` returns. Under
+torchrun `run` starts nothing: the ranks there are, on however many nodes, run fn, and all get all results. If
+one fails while others wait, or time is up, its process ends, and torchrun ends the job.
 """
 
 import atexit

@@ -20,12 +20,12 @@ torch.distributed._tools.mem_tracker. Differs: communication and dry runs too.
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.collectives.call_log import Call
-from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Issue, Wait
+from minitrain.ranks.events import DIRECTIONS, Compute, Copy, Event, Issue, Wait
 from minitrain.ranks.ledger.memory_meter import KINDS, MemoryMeter
 from minitrain.ranks.ledger.operators import Watch
 from minitrain.ranks.tables import aligned
@@ -39,10 +39,10 @@ class Ledger:
     def __init__(self, *, causal: str = "triangle", limit_bytes: int | None = None) -> None:
         require_one_of(("triangle", "square"), causal=causal)
         self.causal = causal
-        self._events: list[Compute | _Issued | Wait | Copy] = []
-        self._calls: list[_Issued] = []
-        # id of a call or transfer -> what was written down of it, until it has been waited for
-        self._pending: dict[int, _Issued | Copy] = {}
+        self._events: list[Event] = []
+        self._calls: list[tuple[Call, int]] = []  # and where in the events it is
+        # id of a call or transfer -> the id of its event, until it has been waited for
+        self._pending: dict[int, int] = {}
         self._memory = MemoryMeter(lambda: len(self._events), limit_bytes)
         self._copies: list[Copy] = []
         self.uncounted: Counter[str] = Counter()  # calls of torch.distributed beside the door
@@ -85,8 +85,7 @@ class Ledger:
         return len(self._matching(op, axis))
 
     def _matching(self, op: str | None = None, axis: str | None = None) -> list[Call]:
-        calls = (issued.call for issued in self._calls)
-        return [call for call in calls if op in (None, call.op) and axis in (None, call.axis)]
+        return [call for call, _ in self._calls if op in (None, call.op) and axis in (None, call.axis)]
 
     # Some volume was charged from the plan, not counted (NCCL, dry run).
     planned = property(lambda self: any(call.planned for call in self._matching()))
@@ -138,12 +137,18 @@ class Ledger:
         `gathered`, "gathered parameters" (ZeRO-3) stand apart from the other buffers."""
         return list(self._memory.timeline(gathered))
 
-    events = property(lambda self: [one.event() if type(one) is _Issued else one for one in self._events])
+    @property
+    def events(self) -> list[Event]:
+        """In order. What a call sent is known, hence asked for, when it is complete."""
+        events = list(self._events)
+        for call, at in self._calls:
+            events[at] = replace(events[at], sent_bytes=call.sent_bytes)
+        return events
 
     def table(self) -> str:
         """Calls per operation and axis, FLOPs per operator, memory per kind; copies, if there are any."""
         traffic = lambda *one: (self.num_calls(*one), self.payload_bytes(*one), self.sent_bytes(*one))
-        calls = dict.fromkeys((issued.call.op, issued.call.axis) for issued in self._calls)
+        calls = dict.fromkeys((call.op, call.axis) for call, _ in self._calls)
         live, peak = self.live_by_kind, self.peak_by_kind
         head = "communication", "calls", "payload bytes", f"{'planned' if self.planned else 'sent'} bytes"
         rows = [(f"{op} {axis}", *traffic(op, axis)) for op, axis in calls]
@@ -172,40 +177,23 @@ class Ledger:
             self._memory.resized(subject)
         elif kind == "host":
             self._memory.is_host(subject)
-        elif kind == "copy":
-            copy = Copy(self._next_id, subject.direction, subject.bytes, self._phase)
-            self._begun(subject, copy, self._copies)
-        elif kind == "issue":
-            members = subject.members  # the ranks that take part; of a message: (source, destination)
-            if subject.peer is not None:
-                pair = collectives.world().rank(), subject.peer
-                members = pair if subject.op == "send" else pair[::-1]
-            self._begun(subject, _Issued(subject, self._next_id, self._phase, members), self._calls)
+        elif kind in ("copy", "issue"):
+            number = self._pending[id(subject)] = len(self._calls) + len(self._copies)
+            if kind == "copy":
+                event = Copy(number, subject.direction, subject.bytes, self._phase)
+                self._copies.append(event)
+            else:
+                members, size = subject.members, subject.payload_bytes
+                if subject.peer is not None:  # of a message: (source, destination)
+                    pair = collectives.world().rank(), subject.peer
+                    members = pair if subject.op == "send" else pair[::-1]
+                what = number, subject.op, subject.axis, members, size, subject.sent_bytes
+                event = Issue(*what, subject.seq, subject.site, self._phase)
+                self._calls.append((subject, len(self._events)))
+            self._events.append(event)
         elif id(subject) in self._pending:
-            self._events.append(Wait(self._pending.pop(id(subject)).id))
+            self._events.append(Wait(self._pending.pop(id(subject))))
         self._memory.check_limit()
-
-    _next_id = property(lambda self: len(self._calls) + len(self._copies))
-
-    def _begun(self, subject, event, alike: list) -> None:
-        self._pending[id(subject)] = event
-        alike.append(event)
-        self._events.append(event)
-
-
-@dataclass(slots=True)
-class _Issued:
-    """A call in its place among the events. What it sent is known, hence asked for, when it is complete."""
-
-    call: Call
-    id: int
-    phase: str
-    members: tuple[int, ...]
-
-    def event(self) -> Issue:
-        call = self.call
-        sizes = call.payload_bytes, call.sent_bytes
-        return Issue(self.id, call.op, call.axis, self.members, *sizes, call.seq, call.site, self.phase)
 
 
 class _Shown(str):  # a notebook shows it as it is, without print

@@ -36,8 +36,6 @@ PRECEDENCE = ("parameters", "gradients", "optimizer state", "checkpoint", "buffe
 
 
 class _Block(weakref.ref):
-    """A weak reference to a storage which knows the number and size of its block."""
-
     __slots__ = ("key", "number", "bytes", "is_parameter")
 
 
@@ -68,7 +66,6 @@ class MemoryMeter:
         self._hooks = [before, torch_optimizer.register_optimizer_step_post_hook(self._after_step)]
 
     def close(self) -> None:
-        """Stop watching. Nothing of the run is kept alive; only numbers remain."""
         self._name_gradients()
         for hook in self._hooks:
             hook.remove()
@@ -96,7 +93,6 @@ class MemoryMeter:
         self._kinds[number] = min(kind, self._kinds[number], key=PRECEDENCE.index)
 
     def resized(self, tensor: Tensor) -> None:
-        """The block of `tensor`, where parameters are gathered for a while, has a new size."""
         block = self._block(tensor, older=False)
         block.is_parameter, self._kinds[block.number] = True, "buffers"
         self._gathered.add(block.number)
@@ -209,8 +205,6 @@ class MemoryMeter:
             raise MemoryError(f"{live:,} bytes on the device, which has {self.limit_bytes:,}: {what}")
 
     def timeline(self, gathered: bool = False) -> Iterator[tuple[int, dict[str, int]]]:
-        """(event, live bytes by kind at its fullest moment): every event with a birth or a death. `gathered`
-        tells parameters that are whole for a while from the other buffers."""
         kinds, totals = self.block_kinds(), self.totals()
         for number in self._gathered if gathered else ():
             kinds[number] = GATHERED

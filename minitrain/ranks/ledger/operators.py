@@ -96,7 +96,7 @@ def _is_written(argument) -> bool:
 
 
 def tensors(values) -> list[Tensor]:
-    """The tensors in a list or tuple of anything, those in its lists included; of a tensor: itself."""
+    """In a list or tuple of anything, those in its lists included; of a tensor: itself."""
     if isinstance(values, Tensor):
         return [values]
     several = []
@@ -155,9 +155,7 @@ def _attention_shape(names: list[str], *args, **kwargs) -> tuple[int, ...]:
 # ---- FLOPs where torch.utils.flop_counter has no formula, or not a right one -----------------------------
 
 
-def _attention(
-    names: list[str], with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs
-):
+def _attention(names, with_keys: int, with_values: int, aligned: str, causal: str, *args, **kwargs) -> int:
     """So many products of Tq·Tk scores with the width of the keys, and with that of the values. q [B, H, Tq,
     K], k and v [B, H', Tk, K]: heads that are shared, H' < H, save no work."""
     given = dict(zip(names, args)) | kwargs
@@ -182,16 +180,10 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *settings, **
 
 
 # Scores = Q·Kᵀ, out = P·V. Backward: scores again, dP = dO·Vᵀ, dV = Pᵀ·dO, dQ = dS·K, dK = dSᵀ·Q.
-ATTENTION = {
-    private.flash_cpu: (1, 1, "top left"),
-    private.flash_cuda: (1, 1, "lower right"),
-    private.efficient: (1, 1, "top left"),
-    private.cudnn: (1, 1, "top left"),
-    private.flash_cpu_backward: (3, 2, "top left"),
-    private.flash_cuda_backward: (3, 2, "lower right"),
-    private.efficient_backward: (3, 2, "top left"),
-    private.cudnn_backward: (3, 2, "top left"),
-}
+ATTENTION = dict.fromkeys((private.flash_cpu, private.efficient, private.cudnn), (1, 1, "top left"))
+BACKWARDS = private.flash_cpu_backward, private.efficient_backward, private.cudnn_backward
+ATTENTION |= dict.fromkeys(BACKWARDS, (3, 2, "top left"))
+ATTENTION |= {private.flash_cuda: (1, 1, "lower right"), private.flash_cuda_backward: (3, 2, "lower right")}
 # Which argument is the first factor.
 PRODUCTS = dict.fromkeys((aten.mm, aten.bmm, private.scaled_product, aten.mv, aten.dot, aten.vdot), 0)
 PRODUCTS |= dict.fromkeys((aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv), 1)
@@ -205,9 +197,7 @@ OUR_FORMULAS = {
 OUR_FORMULAS |= dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, *args, **kwargs: 2 * a.numel())
 
 
-class Watch(DispatchMode):
-    """Entered while a ledger is open: writes down every operator of this thread."""
-
+class Watch(DispatchMode):  # while a ledger is open: writes down every operator of this thread
     def __init__(self, ledger) -> None:
         super().__init__()
         self._ledger, self._memory = ledger, ledger._memory
