@@ -38,7 +38,7 @@ def parameters(config: GPTConfig) -> int:
 
 
 def parameter_table(config: GPTConfig) -> dict[str, int]:
-    """The same number by place; the parts add up to `parameters(config)`."""
+    """By place; the parts add up to `parameters(config)`."""
     table, layers = config.vocab_size * config.d_model, config.num_layers
     routed = [block for block in range(1, layers + 1) if config.experts_in(block)]
     norms = 2 * layers + (config.residual in ("pre", "parallel")) + config.embedding_norm

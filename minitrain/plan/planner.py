@@ -7,10 +7,9 @@
     least_ranks(7 * 10**9, 32e9, stage=3)             4: 16 bytes per parameter are 112 GB, 28 on each of four
     race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
 
-`layouts` are sizes of tp, pp, cp and dp whose product is the ranks, and for each: rows of a microbatch, stage
-of ZeRO, schedule, what is computed again. A layout fits if its predicted bytes are at most `room` of the
-device's memory: the rest is for what no account of tensors sees (a CUDA context, NCCL's buffers, holes). All
-are predicted; the searches of systems/plan/search look at less, of spaces too large for this.
+`layouts` are sizes of tp, pp, cp and dp, and for each: rows of a microbatch, stage of ZeRO, schedule, what is
+computed again. One fits if its predicted bytes are at most `room` of the device's memory: the rest is for a
+CUDA context, NCCL's buffers, holes. All are predicted; systems/plan/search looks at less, of larger spaces.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -138,8 +137,7 @@ def search(
     raise ValueError(f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory")
 
 
-def needs(prediction: Prediction) -> int:
-    """Bytes of the rank that has most."""
+def needs(prediction: Prediction) -> int:  # bytes of the rank that has most
     return sum(prediction.memory.values())
 
 
@@ -178,7 +176,6 @@ class Finish(NamedTuple):
 
 
 def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates = RATES) -> list[Finish]:
-    """Each fleet with its fastest layout, the one that has seen all tokens first in front."""
     require_positive(tokens=tokens)
     found = []
     for task in tasks:

@@ -11,9 +11,8 @@
 
 One rule for both (`in_slots`), in slots as long as F and as B; only the order is kept. DualPipe: `steps`.
 Li and Hoefler 2021 (Chimera), arXiv:2107.06925, section 3, Table 2, whose share for B = 2F is that of one
-unit; Liu et al. 2023 (Hanayo), arXiv:2308.15762, section 3; DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437,
-section 3.2.1, Table 2, Figure 5, and the published DualPipe's 8 steps. Differs: no forward doubling or
-backward halving, no more than two pipelines; the rule ignores the time of messages.
+unit; Liu et al. 2023 (Hanayo), arXiv:2308.15762, section 3; DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and
+the published DualPipe. Differs: two pipelines, no forward doubling; the rule ignores messages' time.
 """
 
 from collections import deque

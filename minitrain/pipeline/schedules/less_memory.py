@@ -78,9 +78,6 @@ def _with_moves(entries: tuple[Action, ...], limit: int) -> list[Entry]:
     return [entry for before, action in zip(moves, entries) for entry in (*before, action)]
 
 
-Delay = Callable[[Action], Time]
-
-
 def recomputed(schedule: Schedule) -> Schedule:
     """The same with R before each B or I: a forward keeps only its input. Pairs are taken apart."""
     again = lambda action: [R(*action[1:]), action] if action.kind in "BI" else [action]
@@ -89,8 +86,8 @@ def recomputed(schedule: Schedule) -> Schedule:
 
 
 def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
-    """The list that the rules give with these times. A forward keeps the stage's input only, R runs the stage
-    once more before B, and a free rank does the first of these that applies:
+    """A forward keeps the stage's input only, R runs the stage once more before B, and a free rank does the
+    first of these that applies, with these times:
         1  after R it waits for the gradient and does B, as the recomputed activations fill the memory
         2  R, if a gradient is here or will be as soon as R is done
         3  F, if its input is here
@@ -126,10 +123,9 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     return check(Schedule(f"Varuna, p={p}, m={m}", ranks, p, m))
 
 
-def jitter(schedule: Schedule, costs: Costs, delay: Delay, opportunistic: bool) -> Time:
-    """The makespan when the message with the result of `action` takes delay(action), drawn once for each.
-    Opportunistic, a rank that lacks a message does what else is ready: a forward, or an R whose gradient is
-    here (and B after it)."""
+def jitter(schedule: Schedule, costs: Costs, delay: Callable, opportunistic: bool) -> Time:
+    """The makespan when the message with the result of `action` takes delay(action), drawn once. Else idle, an
+    `opportunistic` rank does what is ready: a forward, or an R whose gradient is here (and B after it)."""
     place, needs = schedule.place, schedule.needs
     late = {action: delay(action) for action in sorted(place)}  # in an order that does not depend on the play
     left = [list(parts(entries)) for entries in schedule.ranks]

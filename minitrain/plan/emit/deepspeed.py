@@ -74,5 +74,4 @@ def write(job: Job) -> Written:
 
 
 def read(text: str, in_code: Values) -> tuple[Job, Options]:
-    """A JSON and what its script says: at least the model and `length`."""
     return SYSTEM.read(flat(parsed(text, json.loads, "DeepSpeed: no JSON")), in_code)

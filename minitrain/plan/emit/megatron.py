@@ -110,7 +110,6 @@ def solve(values: Values) -> Values:
 
 
 def _solve_ranks(values: Values) -> Values:
-    """What is left for dp, its microbatches and shards; stages of a rank."""
     others = values["tp"] * values["pp"] * values["cp"]
     dp, rest = divmod(values["ranks"] or others, others)
     if rest:

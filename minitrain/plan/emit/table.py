@@ -94,7 +94,6 @@ class System:
                 self.by_value.setdefault(one.ours, []).append(one)
 
     def write(self, job: Job) -> tuple[Options, Values, list[str]]:
-        """Options, what code has to say, and a line for each value that neither does and that is noted."""
         values = job.values()
         in_code = {name: values[name] for name in self.in_code if values[name] != DEFAULTS[name]}
         numbers, options = values | self.derive(values), {}
@@ -111,7 +110,6 @@ class System:
         return options, in_code, [f"{name}={values[name]!r}: {self.noted[name]}" for name in lost]
 
     def read(self, options: Options, in_code: Values) -> tuple[Job, Options]:
-        """The job, and the options that say nothing of one. Its strategy and model are checked as always."""
         if wrong := [name for name in in_code if name not in self.in_code]:
             raise ValueError(f"in_code: {wrong[0]!r} is not said in code; use {', '.join(self.in_code)}")
         for name, value in options.items():
@@ -139,7 +137,6 @@ class System:
         return list(dict.fromkeys([DEFAULTS[ours], *listed]))
 
     def _writable(self, ours: str, numbers: Values) -> object:
-        """The value, or the default of ours where no choice is this."""
         value = numbers.get(ours)
         if value is None or self.by_value[ours][0].choices is None or value in self._candidates(ours):
             return value

@@ -110,5 +110,4 @@ def write(job: Job) -> Written:
 
 
 def read(text: str, in_code: Values) -> tuple[Job, Options]:
-    """A TOML and the sizes that its model has."""
     return SYSTEM.read(flat(parsed(text, tomllib.loads, "torchtitan: no TOML")), in_code)

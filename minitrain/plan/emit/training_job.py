@@ -44,7 +44,6 @@ class Job:
         self.strategy.check_batch(self.model, self.rows, self.length)
 
     def values(self) -> Values:
-        """Flat, by name; what has no effect as its default."""
         model = {name: getattr(self.model, name) for name in MODEL}
         experts = asdict(self.model.experts) if self.model.experts else EXPERTS | {"num_experts": 0}
         if self.model.experts:
@@ -97,7 +96,6 @@ def write(job: Job) -> str:
 
 
 def parsed(text: str, loads: Callable[[str], object], what: str) -> dict:
-    """The object that a text is; `what` it is if it is none."""
     require_text(text=text)
     try:
         tree = loads(text)
@@ -109,7 +107,6 @@ def parsed(text: str, loads: Callable[[str], object], what: str) -> dict:
 
 
 def read(text: str) -> Job:
-    """ValueError, in one line, for what is no plan."""
     tree = parsed(text, json.loads, "plan: no JSON")
     if tree.keys() != set(KEYS):
         raise ValueError(f"plan: {text[:40]!r}; use an object of {', '.join(KEYS)}")

@@ -28,7 +28,6 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 
 
 def memory_of(run: TrainingRun, work: Work) -> dict[str, int]:
-    """Bytes of the rank that has most."""
     return max(by_rank(run, work), key=lambda memory: sum(memory.values()))
 
 

@@ -3,12 +3,11 @@
     makespan(layout, costs)         seconds of all microbatches
     longest(layout, costs)          how many passes of each kind and messages are on the longest path
 
-A step's time is the longest path through its actions, so it is a sum of whole numbers of passes and
-messages: the same numbers for all costs that are alike. `longest` simulates once for costs rounded to an
-eighth of a doubling; added up with the exact ones that is a lower bound, and exact where rounding does not
-change the path. A schedule repeats itself in its steady state: p more microbatches add what the p before
-added. Both together are within 0.7 % of whole simulations (tested on every schedule). Costs of a stage: its
-blocks, and the embedding or the head where they are.
+A step's time is the longest path through its actions: a sum of whole numbers of passes and messages, the
+same for all costs that are alike. `longest` simulates once for costs rounded to an eighth of a doubling; with
+the exact ones that is a lower bound, and exact where rounding does not change the path. In the steady state p
+more microbatches add what the p before added. Both together are within 0.7 % of whole simulations (tested on
+every schedule). Costs of a stage: its blocks, and the embedding or the head where they are.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@
     optimizer   each of its states read and written once, gradients three times (norm, update, zeroing),
                 weights once; ZeRO deals all that out
 
-`parts` add up to step_s: work is the mean over ranks, `bubble` what the longest path has beyond it. All is
-remembered by structure: after the first of its kind a prediction takes some 50 us. Not modelled: stragglers,
-input, a network under load, kernels slowed by transfers beside them, dynamic expert loads.
+`parts` add up to step_s: work is the mean over ranks, `bubble` what the longest path has beyond it. After the
+first of its kind a prediction takes some 50 us. Not modelled: stragglers, input, a network under load,
+kernels slowed by transfers beside them, dynamic expert loads.
 """
 
 from collections.abc import Iterable

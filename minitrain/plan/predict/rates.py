@@ -79,7 +79,6 @@ class Place(NamedTuple):
         return machine.device.memory_bandwidth_bytes_per_s * machine.memory_efficiency * self.rates.memory
 
     def ranks_of(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a world of dp · cp · tp, on the machine."""
         inside = self.cp * self.tp
         return tuple(rank // inside * self.dp_stride + rank % inside for rank in members)
 

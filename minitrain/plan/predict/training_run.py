@@ -59,9 +59,7 @@ STACKS = {
 
 
 @dataclass(frozen=True)
-class TrainingRun:
-    """`batch` rows of `length` tokens per step, in the strategy's microbatches."""
-
+class TrainingRun:  # `batch` rows of `length` tokens per step, in the microbatches of the strategy
     model: GPTConfig
     strategy: Strategy
     machine: Machine

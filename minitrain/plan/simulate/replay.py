@@ -40,12 +40,10 @@ Wire = tuple[int, str, str]  # (rank, "in" or "out" of the node, "from" or "to" 
 def replay(
     events_by_rank: Events, machine, *, dtype=None, algorithms=None, launch_s=0.0, sharing=True
 ) -> Timeline:
-    """The timeline of `events_by_rank` (global rank -> its events in order) on `machine`.
-
-    `dtype` ("bf16") takes every product at that rate instead of at its own dtype's; bytes stay as counted.
-    `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the cheapest; `launch_s` is the dead time
-    before each operator; without `sharing` each group has wires of its own. Ranks that do not issue the same
-    collectives in the same order: ValueError, naming rank, collective, line."""
+    """Of events in order by global rank. `dtype` ("bf16") takes every product at that rate instead of its own
+    dtype's; bytes stay as counted. `algorithms` ({"all_reduce": "ring"}) fixes what is otherwise the
+    cheapest; `launch_s` is the dead time before each operator; without `sharing` each group has its wires.
+    ValueError, naming rank, collective, line, where ranks do not issue the same in the same order."""
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s, sharing).play()
 
 
