@@ -221,9 +221,7 @@ class _Call(NamedTuple):
     drawn: list[tuple]  # the random state behind it, if it has drawn numbers, and the device
 
 
-class FirstPass:
-    """Decides what is kept. `known`: storages that are there anyway."""
-
+class FirstPass:  # decides what is kept; `known`: storages that are there anyway
     def __init__(self, segment: Segment, keep: frozenset[str], known: set[int]):
         self.segment, self.keep, self.known = segment, keep, known
         self.reads: dict[int, tuple[int, torch.dtype]] | None = None  # inputs of a named result, inside of it

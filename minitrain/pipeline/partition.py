@@ -85,27 +85,26 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=inf) -> 
         raise ValueError(f"pipedream: bandwidth={bandwidth}; use one above 0")
     time, size = [0, *accumulate(times)], [0, *accumulate(weights)]
 
+    def stage_time(start: int, end: int, replicas: int) -> Number:
+        """T: replicas take turns, and meanwhile sum their gradients over a ring."""
+        sums = divided(2 * (replicas - 1) * (size[end] - size[start]), bandwidth)
+        return divided(max(time[end] - time[start], sums), replicas)
+
     @cache
     def best(end: int, workers: int) -> list[tuple]:
         """((time, stages), partition) of the first layers, unbeaten in both."""
-        whole = stage_time(time[end], size[end], workers, bandwidth)
-        found = [((whole, 1), ((range(end), workers),))]
+        found = [((stage_time(0, end, workers), 1), ((range(end), workers),))]
         for cut in range(1, end):
             message = divided(2 * activations[cut], bandwidth)
             for replicas in range(1, workers):
-                here = stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth)
+                here = max(message, stage_time(cut, end, replicas))
                 for (slowest, count), stages in best(cut, workers - replicas):
-                    costs = max(slowest, message, here), count + 1
+                    costs = max(slowest, here), count + 1
                     found.append((costs, (*stages, (range(cut, end), replicas))))
         return undominated(found)
 
     (slowest, _), stages = best(len(times), workers)[0]
     return Partition(slowest, stages)
-
-
-def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number) -> Number:
-    """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
-    return divided(max(time, divided(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def undominated(points: Iterable[tuple[tuple, object]]) -> list[tuple[tuple, object]]:

@@ -238,8 +238,6 @@ class Runner:
                 stack.enter_context(hook.around(self, action))
             yield
 
-    # ---- actions
-
     def forward(self, action: Action) -> None:
         _, stage, unit = action
         x = self.units[unit][0] if stage == 0 else self.get(F(stage - 1, unit)).requires_grad_()
@@ -314,8 +312,6 @@ class Runner:
             elif self.rank == there:
                 x = self.receive(here, shape, self.dtype)
         return x if self.rank == self.homes[-1] else None
-
-    # ---- boundaries
 
     def put(self, what: Action, x: Tensor) -> None:
         """For the neighbouring stage: the program's next step sends x, or that stage is on this rank."""

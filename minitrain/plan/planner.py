@@ -63,9 +63,6 @@ class Task:
     room_bytes = property(lambda self: self.room * self.machine.device.memory_bytes)
 
 
-# ---- which layouts there are -----------------------------------------------------------------------------
-
-
 def layouts(task: Task) -> Iterator[Strategy]:
     """tp stays inside a node, cuts sequences too and divides what it must; a rank of cp keeps LEAST_TOKENS of
     a row; all ranks have equally many rows. ZeRO-2 is for one stage: a pipeline would scatter the gradients
@@ -112,9 +109,6 @@ def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
     per_rank, rest = divmod(model.num_layers, pp)
     chunks = [v for v in divisors(per_rank) if 1 < v <= MOST_CHUNKS] if not rest else []
     return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks)]
-
-
-# ---- the best of them ------------------------------------------------------------------------------------
 
 
 def search(

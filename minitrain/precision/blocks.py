@@ -57,7 +57,7 @@ class Blocks:
 
     @property
     def bits_per_number(self) -> Fraction:
-            numbers = math.prod(self.tile) if self.tile else 0
+        numbers = math.prod(self.tile) if self.tile else 0
         return self.format.bits + (Fraction(SCALES[self.scale], numbers) if numbers else 0)
 
     # the value whose code stands for the scale itself: with an amax as scale, the format's largest

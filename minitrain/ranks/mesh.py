@@ -76,8 +76,8 @@ class Mesh:
         return self._groups[key]
 
     def twin(self, *axes: str) -> dist.ProcessGroup:
-        """A second group of the ranks of `group(*axes)`, with connections and streams of its own: a
-        pipeline's messages in one direction must not queue behind those in the other."""
+        """A second group of the same ranks: a pipeline's messages in one direction must not queue behind
+        those in the other."""
         axes = self._in_mesh_order("twin", axes)
         if ("twin", *axes) not in self._groups:
             self._groups["twin", *axes] = _new_group(self.members(*axes), axes)

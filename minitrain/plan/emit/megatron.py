@@ -26,9 +26,6 @@ TYPES = {"int": int, "float": float, "str": str}
 OPTIONAL = ("route_nodes", "node_limit", "route_scale", "z_alpha", "capacity_factor")  # said if not default
 
 
-# ---- a job's values in their numbers ---------------------------------------------------------------------
-
-
 def derive(values: Values) -> Values:
     dp, pp, cp, tp = (values[name] for name in ("dp", "pp", "cp", "tp"))
     chunks = values["chunks"] if values["schedule"] == "interleaved" else 1
@@ -80,9 +77,6 @@ def _experts(values: Values) -> Values:
         "balance": ["seq_aux_loss" if alpha else "none"],
         "balance_alphas": [alpha] if alpha else None,
     }
-
-
-# ---- and back --------------------------------------------------------------------------------------------
 
 
 def solve(values: Values) -> Values:
@@ -187,9 +181,6 @@ def _blocks(text: str, layers: int) -> Values:
 
 
 SYSTEM = System("megatron", derive, solve)
-
-
-# ---- the command -----------------------------------------------------------------------------------------
 
 
 def write(job: Job, node: int | None = None) -> Written:

@@ -159,9 +159,7 @@ def _path(layout: Layout, costs: Costs) -> Counts:
         counts[-1] += sent and not costs.blocking
 
 
-class _Cast:
-    """What a schedule's entries are made of: entries alike have one role. Numbers are places in an order."""
-
+class _Cast:  # what a schedule's entries are made of: those alike have one role; numbers are places in order
     def __init__(self, layout: Layout) -> None:
         self.schedule, self.layout = layout.build(), layout
         self.ranks: list[int] = []

@@ -4,12 +4,10 @@ Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H
 way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and is
 18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there is
 one. Latencies are the per-hop constants of NCCL's cost model for a ring with LL128 (src/graph/tuning.cc): 1.9
-us over NVLink, 2.5 us over PCIe, 4.0 us over a network. `host` is the link of one device to its host's
-memory; two devices of a DGX-1 or DGX A100 share a switch, which is not modelled.
-
-No real machine reaches its datasheet; `dataclasses.replace(m, compute_efficiency=0.7)` asks for less.
-Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink (src/graph/topo.h), the DeepSeek-V3 report
-(section 3.2.2) on 160 of the 200 GB/s of an H800, a `network_efficiency` of 0.8.
+us over NVLink, 2.5 us over PCIe, 4.0 us over a network. Not modelled: the switch to their host that two
+devices of a DGX-1 or DGX A100 share. No real machine reaches its datasheet; `dataclasses.replace(m,
+compute_efficiency=0.7)` asks for less. Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink
+(src/graph/topo.h), the DeepSeek-V3 report (section 3.2.2) on 160 of the 200 GB/s of an H800.
 """
 
 from dataclasses import dataclass, field

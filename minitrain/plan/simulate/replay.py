@@ -12,11 +12,10 @@ follows it without a pause. Copies of one rank and way follow each other likewis
 bandwidth of the machine's `host` or `disk` link. Transfers of several streams share the `Wires` where they
 meet: two groups over one card take as long as in turn.
 
-Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024, and
-for all of a ring. Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. Where
-nothing is shared, a faster device or network never makes a step slower; where something is, it can, as with
-a scheduler that reorders work (Graham 1969). Not modelled: small messages that do not wait for a receiver;
-what a group that leaves the node sends inside of it, beside groups that stay; switches.
+Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
+Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. Where something is shared, a
+faster device or network can make a step slower (Graham 1969). Not modelled: small messages that do not wait
+for a receiver; what a group that leaves the node sends inside of it, beside groups that stay; switches.
 """
 
 import heapq
@@ -47,9 +46,7 @@ def replay(
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s, sharing).play()
 
 
-class _Transfer:
-    """One collective or message on its way; a copy has no stream, and is known to its end at once."""
-
+class _Transfer:  # a collective or message on its way; a copy has no stream, and its end is known at once
     def __init__(self, stream: "_Stream | None", wires: tuple[Wire, ...] = (), end_s: float = 0.0):
         self.stream, self.wires, self.end_s = stream, wires, end_s
         self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
@@ -60,9 +57,7 @@ class _Transfer:
         self.waiting: list[int] = []  # ranks
 
 
-class _Stream:
-    """The transfers of one group, which all members issue in the same order."""
-
+class _Stream:  # the transfers of one group, which all members issue in the same order
     def __init__(self, members: Sequence[int], machine: Machine, given: Collection[int], message: bool):
         self.expected = sorted(set(given).intersection(members))
         self.placement = collectives.place(members, machine)
@@ -81,9 +76,8 @@ class Wires:
 
     A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards
     ("out"). A collective takes both ways of all its members, a message the source's way out and the
-    destination's way in; each takes the level that bounds it: the links if its group stays in a node, else
-    the cards. Shares are max-min fair (links.shared), and a transfer waits for its slowest member. Only
-    transfers that touch each other, directly or through a third, are looked at again."""
+    destination's way in, on the links if its group stays in a node, else on the cards. Shares are max-min
+    fair (links.shared). Only transfers that touch each other, if through a third, are looked at again."""
 
     def __init__(self):
         self.users: dict[Wire, dict[_Transfer, None]] = {}

@@ -4,12 +4,10 @@ Each rank has a stream of computation, and one for each group (for messages: pee
 
     step = compute + exposed communication + idle      on every rank
 
-Exposed is the time in which a transfer of this rank is on the wire and nothing computes: what overlap could
-hide. A copy between memories is a transfer too, on the axis "host" or "disk". Idle is the rest: waiting for
-members that are late (a pipeline's bubble, a straggler), or done before the others.
-
-A trace is in the Trace Event Format of the Chromium project: a process per rank, a thread per stream, a
-"complete" event ("X", microseconds) per span, and names for both as metadata ("M").
+Exposed: a transfer of this rank is on the wire and nothing computes, which overlap could hide. A copy between
+memories is a transfer too, on the axis "host" or "disk". Idle: members are late (a pipeline's bubble, a
+straggler), or it is done before the others. A trace is in Chromium's Trace Event Format: a process per rank,
+a thread per stream, a "complete" event ("X", microseconds) per span, names as metadata ("M").
 """
 
 import json
@@ -134,9 +132,6 @@ def _duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
-# ---- intervals of time -----------------------------------------------------------------------------------
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -1,10 +1,10 @@
 """Every collective leaves a record before it starts, where others can read it even if the rank never returns.
 
 A process keeps its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped
-file of fixed slots: writing one is a copy of 320 bytes and no system call, and a rank that hangs inside the
-network library still shows its last calls to whoever opens the file (`read_log`). A slot is one state byte
-(b"i" issued, b"d" done), then the fields as text between tabs. `observe(callback)` hands the records to an
-instrument such as the ledger. PyTorch's NCCL flight recorder is the model. Differs: gloo too, the call site.
+file of fixed slots: a copy of 320 bytes and no system call, and of a rank that hangs in the network library
+others can read the last calls (`read_log`). A slot is one state byte (b"i" issued, b"d" done), then fields as
+text between tabs. `observe(callback)` hands records to an instrument such as the ledger. PyTorch's NCCL
+flight recorder is the model. Differs: gloo too, the call site.
 """
 
 import mmap
@@ -219,14 +219,14 @@ class CollectiveMismatch(RuntimeError):
 
         collective  Description (operation, dtype, shape, dim, source, sum or max) and call site must be the
                     same on all members: two tensors summed in swapped order differ in nothing else. Where
-                    branches meet on purpose (`if rank == 0: broadcast(..) else: ..`), or one line issues many
-                    tensors, pass `name=`: then names must agree, and sites may differ.
+                    branches meet on purpose, or one line issues many tensors, pass `name=`: then names must
+                    agree, and sites may differ.
         all_to_all  With uneven sizes, what each rank sends must be what its receiver expects.
-        message     The header travels ahead, and dtype and shape go into the tag of the data, so that a
-                    message the receiver does not expect is never written into its tensor. Sites may differ.
+        message     The header travels ahead, and the data's tag has dtype and shape: what the receiver does
+                    not expect is never written into its tensor. Sites may differ.
 
-    Each header is a small message, n-1 per call, not counted as sent bytes. Nothing is compared on NCCL, in a
-    dry run, or of a rank that calls nothing: the others wait, and the launch reports the hang."""
+    n-1 headers per call are not counted as sent bytes. Nothing is compared on NCCL, in a dry run, or of a
+    rank that calls nothing: the others wait, and the launch reports the hang."""
 
 
 @lru_cache(maxsize=256)

@@ -1,9 +1,8 @@
 """A process group as the collectives see it: members, the number of the next call, workers in the background.
 
-gloo moves data by itself, on an event loop, but something must add up what has arrived and send the sum on.
-So a group has two lanes, each a worker thread that starts with its first asynchronous collective; odd and
-even calls are driven in the order of issue, which is the same on all members. torch lets go of the
-interpreter lock in every send, wait and addition: the caller computes, and one lane moves while one waits.
+gloo moves data by itself, but something must add up what has arrived and send the sum on. So a group has two
+lanes, worker threads that start with their first asynchronous collective, for odd and even calls in the order
+of issue. torch lets go of the interpreter lock: the caller computes, and one lane moves while one waits.
 """
 
 import time

@@ -66,8 +66,6 @@ class Launch:  # the ranks of one `run`
         self.lifeline, their_lifeline = socket.socketpair()
         self.theirs = open(their_events, "wb"), their_lifeline
 
-    # ---- from start to end --------------------------------------------------------------------------------
-
     def start(self, call: bytes, **settings) -> None:
         # the helper knows of the directory before it is there, and removes it if this process is killed
         self.lifeline.sendall(os.fsencode(self.directory) + b"\n")
@@ -181,8 +179,6 @@ class Launch:  # the ranks of one `run`
             self.lifeline.close()
             os.close(self.events)
             shutil.rmtree(self.directory, ignore_errors=True)
-
-    # ---- what the ranks left in the directory -------------------------------------------------------------
 
     def path(self, *parts) -> str:
         return os.path.join(self.directory, ".".join(map(str, parts)))

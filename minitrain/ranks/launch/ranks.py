@@ -60,9 +60,6 @@ def say(events: int, *words) -> None:
         os.write(events, (" ".join(map(str, words)) + "\n").encode())
 
 
-# ---- the helper ------------------------------------------------------------------------------------------
-
-
 def serve(requests_fd: int, caller_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:

@@ -1,7 +1,7 @@
 """Ranks that share cores with each other and with the threads of gloo: what Linux's scheduler is asked.
 
-On a laptop four ranks run on two cores, each with an event loop of gloo for every group, and a message for
-one takes the core from another in the middle of a product. Two requests, which need no privilege:
+Four ranks on two cores have an event loop of gloo for every group, and a message for one takes the core from
+another in the middle of a product. Two requests, which need no privilege:
 
     event loops   are "batch" threads: they run when a core is free or their turn has come, no sooner
     ranks         are batch threads too, and compute `SLICE_NS` at a time where Linux's turn is 1.4 to 2.8 ms

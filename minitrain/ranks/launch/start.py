@@ -58,11 +58,9 @@ def run(
     every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
     ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
-    all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn.
-
-    `grace_s`: after the first failure the other ranks have that long to see it and come to an end by
-    themselves, to save what they have say: a collective that waits for a rank that is gone fails after a
-    third of it at the latest (not under torchrun, which ends them itself)."""
+    all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn. For
+    `grace_s` after the first failure the others may come to an end by themselves, to save what they have say:
+    a collective that waits for a rank that is gone fails after a third of it (torchrun ends them itself)."""
     if os.environ.get("MINITRAIN_INSIDE"):
         cure = "call run from the outside, or use dist.new_group for fewer ranks than there are"
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")

@@ -5,9 +5,8 @@ last tensor on it is gone: a weak reference tells. All are written down, so thes
 
     live bytes = blocks older than the meter and seen by it + births - deaths         peak = its largest value
 
-A test compares them with torch's own CPU allocator. A block that an operator reads and nobody was seen to
-make counts from the start. Unseen: memory never touched, scratch inside a kernel, the rounding of an
-allocator. Of several kinds that fit a block the first of this order holds, but buffers before activations:
+A block that an operator reads and nobody was seen to make counts from the start. Unseen: untouched memory,
+scratch in a kernel, an allocator's rounding. Of several kinds the first holds; buffers before activations:
 
     parameters         some nn.Parameter lies on it, or a tensor that an optimizer updates
     gradients          it was the .grad of a parameter at some moment (hence kinds are settled at the end)
