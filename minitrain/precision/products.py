@@ -107,8 +107,7 @@ class Scales(nn.Module):
         else:
             amax = collectives.all_reduce(amax, self.group, op="max")
             broken = amax - amax  # 0, or NaN
-        amax = torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
-        return cast(x + broken.to(x.dtype), blocks, amax=amax, fill=True)
+        return cast(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
         if self.group is None or blocks.scale != "float32" or blocks.tile not in ((), (0,)):
@@ -137,6 +136,10 @@ def amax_of(x: Tensor, blocks: Blocks) -> Tensor:
     dims = (-1,) if blocks.tile else tuple(range(-x.dim(), 0))
     largest = x.detach().abs().amax if x.numel() else x.detach().sum
     return largest(dims, keepdim=bool(blocks.tile)).float()
+
+
+def usable(amax: Tensor) -> Tensor:
+    return torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
 
 
 def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
