@@ -42,8 +42,8 @@ def even(num_blocks: int, stages: int) -> list[range]:
 
 
 def balanced(costs: Sequence[Number], stages: int) -> list[range]:
-    """The largest sum of costs is as small as it can be; of equal cuts the last stage is the shortest, and
-    what is in front is cut by the same rule."""
+    """Runs of layers whose largest sum of costs is as small as it can be.
+    Of equal ones that with the shortest last stage, and what is in front is cut by the same rule."""
     require_nonnegative(costs=costs)
     if not 1 <= stages <= len(costs):
         raise ValueError(f"balanced: {stages} stages of {len(costs)} layers; use 1 to {len(costs)} stages")
@@ -85,26 +85,27 @@ def pipedream(times, workers, weights=None, activations=None, bandwidth=inf) -> 
         raise ValueError(f"pipedream: bandwidth={bandwidth}; use one above 0")
     time, size = [0, *accumulate(times)], [0, *accumulate(weights)]
 
-    def stage_time(start: int, end: int, replicas: int) -> Number:
-        """T: replicas take turns, and meanwhile sum their gradients over a ring."""
-        sums = divided(2 * (replicas - 1) * (size[end] - size[start]), bandwidth)
-        return divided(max(time[end] - time[start], sums), replicas)
-
     @cache
     def best(end: int, workers: int) -> list[tuple]:
         """((time, stages), partition) of the first layers, unbeaten in both."""
-        found = [((stage_time(0, end, workers), 1), ((range(end), workers),))]
+        whole = stage_time(time[end], size[end], workers, bandwidth)
+        found = [((whole, 1), ((range(end), workers),))]
         for cut in range(1, end):
             message = divided(2 * activations[cut], bandwidth)
             for replicas in range(1, workers):
-                here = max(message, stage_time(cut, end, replicas))
+                here = stage_time(time[end] - time[cut], size[end] - size[cut], replicas, bandwidth)
                 for (slowest, count), stages in best(cut, workers - replicas):
-                    costs = max(slowest, here), count + 1
+                    costs = max(slowest, message, here), count + 1
                     found.append((costs, (*stages, (range(cut, end), replicas))))
         return undominated(found)
 
     (slowest, _), stages = best(len(times), workers)[0]
     return Partition(slowest, stages)
+
+
+def stage_time(time: Number, weight_bytes: Number, replicas: int, bandwidth: Number) -> Number:
+    """T of a stage: its replicas take turns, and meanwhile sum their gradients over a ring."""
+    return divided(max(time, divided(2 * (replicas - 1) * weight_bytes, bandwidth)), replicas)
 
 
 def undominated(points: Iterable[tuple[tuple, object]]) -> list[tuple[tuple, object]]:
