@@ -42,10 +42,9 @@ Hold = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]  # a part o
 def recompute(
     run: Callable, *inputs, results: Results | None = None, keep=(), early_stop=True, hold=None, replay=()
 ):
-    """run(*inputs), of which only the inputs and the results called `keep` are kept for backward.
-
-    `hold` says what is kept of a floating-point input (a part), and how it becomes whole again. Each of
-    `replay` is called now and makes a context for the second pass. Without gradients it is run(*inputs)."""
+    """run(*inputs), of which only the inputs and the results called `keep` are kept for backward. `hold` says
+    what is kept of a floating-point input (a part), and how it becomes whole again. Each of `replay` is
+    called now and makes a context for the second pass. Without gradients it is run(*inputs)."""
     if not torch.is_grad_enabled():
         return run(*inputs)
     results = results or Results()

@@ -9,11 +9,10 @@
 No layer is cut: the first half runs on a thread of its own, and a baton says whose turn it is. So each half
 computes what it computes alone, bit for bit, in an order that the program sets and no clock: all ranks of a
 stage make the same calls in the same order. With as many expert layers in both halves every transfer of rows
-(with two levels, between nodes) hides behind products of the other half. What stays exposed: the counts of
-F's rows, and the last transfers of a half with more layers. Memory: layer by layer, F's activations come as
-B's go; the peak is between those of B before F and of F before B. In ZeRO-3 units of both halves are whole.
-DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.1 and Figure 4. Differs: gradients of weights
-are not put off until a transfer has left (overlapped_experts.py can), and no kernels have cores of their own.
+(with two levels, between nodes) hides behind products of the other half, but for the counts of F's rows, and
+the last transfers of a half with more layers. Memory: F's activations come as B's go, a peak between B before
+F and F before B; in ZeRO-3 units of both are whole. DeepSeek-V3, arXiv:2412.19437, section 3.2.1, Figure 4.
+Differs: no weights' gradients put off (overlapped_experts.py can), and no kernels have cores of their own.
 """
 
 from collections.abc import Callable

@@ -80,10 +80,10 @@ class WholeStages(RunnerHooks):
         actions       F0.0 F0.1 F0.2   F2.0 F2.1 F2.2   B2.0 B2.1 B2.2   B0.0 B0.1 B0.2    rank 0 of 2, v=2
         all_gather    stage 0          stage 2          stage 2          stage 0
 
-    Where the next action on this rank is of the same stage and direction, what is gathered stays whole and
-    gradients add up in it. Sends 2 gathers and one reduce-scatter of each stage per step; without it each of
-    m microbatches gathers twice and scatters once. Memory: one stage whole, and in backward its gradients.
-    Lamy-Poirier 2023, arXiv:2211.05953, section 4. Differs: gathers run ahead inside of a stage only."""
+    Until another stage or direction is next on this rank, what is gathered stays whole, gradients add up in
+    it. Sends 2 gathers and a reduce-scatter of each stage per step, where else each of m microbatches does.
+    Memory: one stage whole, and in backward its gradients. Lamy-Poirier 2023, arXiv:2211.05953, section 4.
+    Differs: gathers run ahead inside of a stage only."""
 
     def __init__(self, schedule: Schedule, rank: int):
         alike = lambda a, b: a.stage == b.stage and (a.kind == "F") == (b.kind == "F")

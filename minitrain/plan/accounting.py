@@ -85,9 +85,8 @@ def experts_parameters(config: GPTConfig, block: int, visited: int | None = None
 
 
 def active_parameters(config: GPTConfig, token_table: bool = True) -> int:
-    """Those that work on one token: of experts the `top_k` that it visits.
-
-    Counts both tables, as Mistral's 12.9B for Mixtral does; DeepSeek's 37B leave the token table out."""
+    """Those that work on one token: of experts the `top_k` that it visits. Counts both tables, as Mistral's
+    12.9B for Mixtral does; DeepSeek's 37B leave the token table out."""
     idle = sum(
         (experts - config.experts.top_k) * mlp_parameters(config, True, config.expert_width)
         for block in range(1, config.num_layers + 1)
@@ -227,9 +226,8 @@ def activation_terms() -> list[Term]:
 def activation_bytes(
     length, batch, width, heads, *, tensor_parallel=1, sequence_parallel=False, recompute="none"
 ) -> float:
-    """Bytes of one layer on one rank: all five rows of the paper's table 2.
-
-    recompute "selective" drops the core of the attention, "full" everything but the layer's input."""
+    """Of one layer on one rank: all five rows of the paper's table 2. recompute "selective" drops the core of
+    the attention, "full" everything but the layer's input."""
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute = {recompute!r}; use 'none', 'selective' or 'full'")
     sizes = dict(length=length, batch=batch, width=width, heads=heads, tensor_parallel=tensor_parallel)

@@ -249,10 +249,9 @@ def _whole(x: Tensor, tile: tuple[int, ...], shape: Size) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[.., n] uint8, of which the lowest `bits` count -> [.., ceil(n·bits/8)], the first code lowest.
-
-    A word has as many codes as fill a byte or, where codes do not, eight, which are `bits` bytes of an int64.
-    OCP MX 1.0, section 5.3, leaves the order in memory to the implementation."""
+    """[.., n] uint8, of which the lowest `bits` count -> [.., ceil(n·bits/8)], the first code lowest. A word
+    has as many codes as fill a byte or, where none do, eight, `bits` bytes of an int64. OCP MX 1.0, section
+    5.3, leaves the order in memory to the implementation."""
     count, size, word = _words(bits)
     groups = _grouped(codes, count).bitwise_and((1 << bits) - 1)
     words = groups[..., 0].to(word)

@@ -38,10 +38,9 @@ class Mesh:
     coordinates = property(lambda self: self._place(dist.get_rank()))  # {"dp": 1, "tp": 0}
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along `axes` only, in mesh order whatever that of the names.
-
-        A group over several axes is made at the first call: all ranks must come here at that point, members
-        or not, for torch names a group by its members and by how many groups a rank has."""
+        """The ranks that differ from this one along `axes` only, in mesh order. A group over several axes is
+        made at the first call: all ranks must come here at that point, members or not, for torch names a
+        group by its members and by how many groups a rank has."""
         axes = self._in_mesh_order("group", axes)
         if axes not in self._groups:
             self._groups[axes] = _new_group(self.members(*axes), axes)

@@ -9,9 +9,8 @@ A piece is a view: who saves reads it, who loads writes into it. So no layout ha
 of either meet where their rectangles overlap. Zeros that pad a cut are in no piece. `holders` are the groups
 whose ranks all have the same values there: of these copies `share_out` lets each rank write its part.
 
-Sends nothing; makes no copy. torch's DTensor checkpoints cut along dims only; a flat cut (FSDP 1) was left to
-a format of its own. Lian et al. 2025, Universal Checkpointing, arXiv:2406.18820, section 3, has a file per
-parameter, put together after training; here nothing has to be put together.
+Sends nothing; makes no copy. torch's DTensor checkpoints cut along dims only. Differs from Lian et al. 2025,
+Universal Checkpointing, arXiv:2406.18820, section 3: no file per parameter has to be put together.
 """
 
 import math

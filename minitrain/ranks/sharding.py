@@ -10,8 +10,8 @@ gather sends (n-1)/n of its result. A tensor may be cut several times, along one
 slice) or along two, but not over ranks that hold different slices already: that could not be undone. Where
 the ranks do not divide a dim, `pad=True` gives all of them the next larger slice; the last ones end in zeros.
 
-torch's DTensor keeps the same facts inside the tensor, as placements. Differs: what a rank holds stays an
-ordinary tensor, so that the collectives around it are calls one can see; sums and copies are recorded too.
+torch's DTensor keeps the same facts inside the tensor. Differs: what a rank holds stays an ordinary tensor,
+so that the collectives around it are calls one can see; sums and copies are recorded too.
 """
 
 import copy

@@ -77,9 +77,8 @@ def _ring(S: float, p: Placement) -> float:
 
 
 def _chunked(S: float, p: Placement, hops: tuple[int, int], rate: float) -> float:
-    """S bytes down d hops in k chunks that follow each other: min over k >= 1 of (d-1+k) (alpha + S/(kB)).
-
-    That is (sqrt((d-1) alpha) + sqrt(S/B))^2 for large S: more chunks fill the pipe, and cost alphas."""
+    """S bytes down d hops in k chunks that follow each other: min over k >= 1 of (d-1+k) (alpha + S/(kB)),
+    (sqrt((d-1) alpha) + sqrt(S/B))^2 for large S: more chunks fill the pipe, and cost alphas."""
     alpha = p.alpha_out if hops[1] else p.alpha_in
     behind = sum(hops) - 1
     chunks = max(1.0, sqrt(behind * S / (alpha * rate)) if alpha else inf)

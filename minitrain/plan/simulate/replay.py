@@ -73,7 +73,6 @@ class _Stream:  # the transfers of one group, which all members issue in the sam
 
 class Wires:
     """Who is on which wire now; `join` and `leave` return those whose end has moved.
-
     A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards
     ("out"). A collective takes both ways of all its members, a message the source's way out and the
     destination's way in, on the links if its group stays in a node, else on the cards. Shares are max-min

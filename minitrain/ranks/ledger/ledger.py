@@ -32,9 +32,8 @@ from minitrain.ranks.tables import aligned
 
 
 class Ledger:
-    """One run's account, to be read while it is open or after. Bytes are bytes of this rank.
-
-    With `limit_bytes` whatever lets more be alive on the device raises MemoryError, on a CPU too."""
+    """One run's account, to be read while it is open or after; bytes are this rank's. With `limit_bytes`
+    what lets more be alive on the device raises MemoryError, on a CPU too."""
 
     def __init__(self, *, causal: str = "triangle", limit_bytes: int | None = None) -> None:
         require_one_of(("triangle", "square"), causal=causal)
