@@ -56,9 +56,6 @@ def recompute(
     return first.run(*inputs)
 
 
-# ---- a piece of a forward that can be made again
-
-
 class Results(threading.local):
     """The door through which a model computes what has a name, on each thread: compute(*inputs), unless the
     result is known. All tensors with gradients that `compute` reads must be inputs, or parameters."""
@@ -207,9 +204,6 @@ def outer_hooks() -> Pair:  # those in force here
     return saved_hooks() or (as_it_is, as_it_is)
 
 
-# ---- named results
-
-
 class _Call(NamedTuple):
     name: str
     first: int  # the number of the first tensor saved inside,
@@ -294,9 +288,6 @@ class _Second:  # the second pass: what is kept is not computed
             set_random_state(state, device)
         made = [given() for given in call.kept]
         return made[0] if call.single else tuple(made)
-
-
-# ---- single results
 
 
 @contextmanager

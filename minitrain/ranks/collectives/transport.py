@@ -86,9 +86,6 @@ def planned_bytes(ch: Channel, job: Job) -> int:
     return elements * job.src.element_size()
 
 
-# ---- sending and receiving -------------------------------------------------------------------------------
-
-
 def post_send(ch: Channel, call: Call | None, tensor: Tensor, to: int, tag: int):
     """Hand `tensor` to the network and count it in `call`: the only place where gloo is given bytes."""
     if tensor.numel() == 0:
