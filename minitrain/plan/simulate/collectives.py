@@ -71,7 +71,7 @@ def place(members: Sequence[int], machine: Machine) -> Placement:
     return Placement(len(members), len(on_node), min(on_node), max(on_node), *alphas, *rates)
 
 
-# ---- one function per algorithm: seconds for S bytes; None where the placement does not allow it ---------
+# ---- one function per algorithm: seconds for S bytes, of an all-reduce one way; None where not allowed ----
 def _ring(S: float, p: Placement) -> float:
     return p.latency(p.ring_hops) + (p.n - 1) / p.n * S / p.rate
 

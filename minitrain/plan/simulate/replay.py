@@ -13,9 +13,9 @@ bandwidth of the machine's `host` or `disk` link. Transfers of several streams s
 meet: two groups over one card take as long as in turn.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
-Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. Where something is shared, a
-faster device or network can make a step slower (Graham 1969). Not modelled: small messages that do not wait
-for a receiver; what a group that leaves the node sends inside of it, beside groups that stay; switches.
+Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. A faster device or network
+never makes a step slower where nothing is shared, else it can (Graham 1969). Not modelled: small messages
+that wait for no receiver; what a group that leaves the node sends inside it, beside others; switches.
 """
 
 import heapq
@@ -76,7 +76,7 @@ class Wires:
     A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards
     ("out"). A collective takes both ways of all its members, a message the source's way out and the
     destination's way in, on the links if its group stays in a node, else on the cards. Shares are max-min
-    fair (links.shared). Only transfers that touch each other, if through a third, are looked at again."""
+    fair (links.shared); the slowest member counts. Only transfers that touch, if by others, share anew."""
 
     def __init__(self):
         self.users: dict[Wire, dict[_Transfer, None]] = {}
