@@ -182,37 +182,6 @@ def test_recomputation_draws_the_same_masks():
     assert control[0] != control[1] and control[2] != expected[2]
 
 
-DROPS = replace(PROBLEM, config=small(num_layers=4, vocab_size=32, dropout=0.2), batch_sizes=(6,), clip=None)
-
-
-def dropped_gradients(schedule, **axes):
-    torch.manual_seed(1000 + collectives.world().rank())
-    strategy = Strategy(pp=2, microbatches=4, precision="float64", **axes)
-    with Ledger() as ledger:
-        run = parallelize(DROPS.config, strategy, seed=3, schedule=schedule)
-        run.forward_backward(run.batch(rows_of_problem(DROPS, 0), 0))
-        run.sync.finish()
-    grads = [param.grad.flatten() for param in run.model.parameters() if param.grad is not None]
-    return torch.cat(grads), everything(ledger)
-
-
-@pytest.mark.parametrize("axes", [{}, dict(tp=2)], ids=["", "tp"])
-def test_recomputed_dropout_equals_the_schedule_without(axes):
-    """A whole model, ranks seeded apart: the gradients are those of the plain schedule, to the bit."""
-    both = one_f_one_b(2, 4), recomputed(one_f_one_b(2, 4))
-    train = lambda: [dropped_gradients(schedule, **axes)[0] for schedule in both]
-    for expected, found in launch.run(train, ranks=2 * axes.get("tp", 1)):
-        assert torch.equal(expected, found)
-
-
-def test_a_dry_run_of_recomputation_equals_the_real_one():
-    schedule = recomputed(one_f_one_b(2, 4))
-    for rank, (_, account) in enumerate(launch.run(dropped_gradients, schedule, ranks=2)):
-        dry = dryrun.run(dropped_gradients, schedule, rank=rank, ranks=2)[1]
-        # a network lets a message go an event later
-        assert {name for name in dry if dry[name] != account[name]} <= {"timeline"}
-
-
 # ---- BPipe -----------------------------------------------------------------------------------------------
 
 
