@@ -27,9 +27,7 @@ USAGE = "none, stage, full, selective, keep:core, drop:act, every:2, sqrt, revol
 
 
 @dataclass(frozen=True)
-class Policy:
-    """Of one block, or of a segment of several."""
-
+class Policy:  # of one block, or of a segment of several
     again: bool = False  # the whole segment runs again, but for `keep`
     keep: frozenset[str] = frozenset()  # results that are not computed again
     drop: frozenset[str] = frozenset()  # results that are, alone, when they are asked for

@@ -35,9 +35,7 @@ from minitrain.ranks.random_state import drawing_from, random_state, set_random_
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions of a microbatch or a slice
 
 
-class RunnerHooks:
-    """What a technique does at named points of a step; here nothing."""
-
+class RunnerHooks:  # what a technique does at named points of a step; here nothing
     for_slices = False  # lets the slices of a sequence see each other
     restarts = False  # `before_backward` may ask for the forwards again
 

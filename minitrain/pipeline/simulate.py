@@ -60,9 +60,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A time for every action of its own, from a run: `simulate` takes it in place of Costs."""
-
+class Measured:  # a time for every action of its own, from a run: `simulate` takes it in place of Costs
     times: Mapping[Action, Time]
     send: Time = 0
     move: Time | None = None
@@ -75,9 +73,7 @@ Span = namedtuple("Span", "entry start end")
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """`spans[rank]`, in order."""
-
+class Simulation:  # `spans[rank]`, in order
     schedule: Schedule
     costs: Costs | Measured
     spans: tuple[tuple[Span, ...], ...]

@@ -189,9 +189,7 @@ def checkpoint_bytes(parameters: int, *, weight: int = 2, optimizer: int = 12) -
 
 
 @dataclass(frozen=True)
-class Term:
-    """One tensor kept for backward: `sbh` and `ass` are its bytes in units of s·b·h and a·s²·b."""
-
+class Term:  # one tensor kept for backward: `sbh` and `ass` are its bytes in units of s·b·h and a·s²·b
     tensor: str
     place: str  # the module of model.Block that keeps it
     sbh: int = 0

@@ -36,9 +36,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is to be trained, on what; `batch` rows of `length` tokens per step."""
-
+class Task:  # what is to be trained, on what; `batch` rows of `length` tokens per step
     model: GPTConfig
     machine: Machine
     ranks: int

@@ -32,9 +32,7 @@ Counts = tuple[float, ...]  # of KINDS x LAYERS, then messages
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A schedule, and how many layers of each of LAYERS its stages have, and its ranks."""
-
+class Layout:  # a schedule, and how many layers of each of LAYERS its stages have, and its ranks
     schedule: str
     p: int
     microbatches: int
@@ -94,9 +92,7 @@ def edges(layout: Layout, before: bool) -> tuple[tuple[tuple[int, ...], ...], ..
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of KINDS x LAYERS, and of a message: `blocking` holds up its sender, else it is late."""
-
+class Costs:  # seconds of KINDS x LAYERS, and of a message: `blocking` holds up its sender, else it is late
     passes: tuple[float, ...]
     message_s: float = 0.0
     blocking: bool = False

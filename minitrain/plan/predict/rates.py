@@ -27,9 +27,7 @@ from minitrain.ranks.checks import require_fractions, require_ints, require_posi
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Shares of datasheet rates, from 0 to 1, and what starting costs."""
-
+class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
     products: float = 1.0  # of the peak, reached by a product whose tiles fill all multiprocessors
     attention: float = 1.0  # of the peak, reached by a fused attention kernel
     memory: float = 1.0  # of the memory's bandwidth

@@ -21,9 +21,7 @@ TABLE = Path(__file__).with_name("published.tsv")
 
 
 @dataclass(frozen=True)
-class Stack:
-    """What a software makes of a layout. The defaults are Megatron-LM's of 2021."""
-
+class Stack:  # what a software makes of a layout; the defaults are Megatron-LM's of 2021
     name: str = "megatron-2021"
     fused: bool = True  # chains of elementwise operators are one pass through memory
     adds_in_products: bool = False  # products of weights' gradients add to those of microbatches before

@@ -44,9 +44,7 @@ class Collective:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """One way through one layer. Equal only to itself: what is computed of it can be remembered by it."""
-
+class Pass:  # one way through one layer; equal only to itself: what is computed of it can be remembered by it
     operators: tuple[Operator, ...] = ()
     collectives: tuple[Collective, ...] = ()
     high_bytes: int = 0  # most alive meanwhile, beyond what was when it began
@@ -71,9 +69,7 @@ class Layer:  # an embedding, a block or a head on one rank
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """Layers of one kind each; `dense` are the blocks of a mixture that have no experts."""
-
+class Work:  # layers of one kind each; `dense` are the blocks of a mixture that have no experts
     embedding: Layer
     block: Layer
     head: Layer

@@ -17,9 +17,7 @@ from minitrain.pipeline.simulate import Time as Number
 from minitrain.pipeline.simulate import divided
 
 
-class Task(NamedTuple):
-    """`amount`: seconds of work, or bytes of a copy through `links`."""
-
+class Task(NamedTuple):  # `amount`: seconds of work, or bytes of a copy through `links`
     name: str
     lane: str  # tasks of a lane run one after another, in the order given
     amount: Number
@@ -27,9 +25,7 @@ class Task(NamedTuple):
     after: tuple[str, ...] = ()
 
 
-class Piece(NamedTuple):
-    """A time in which a task's rate stays the same; of work the rate is 1."""
-
+class Piece(NamedTuple):  # a time in which a task's rate stays the same; of work the rate is 1
     start_s: Number
     end_s: Number
     rate: Number

@@ -42,9 +42,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What one device (or one network card) can send, and receive at the same time."""
-
+class Link:  # what one device (or one network card) can send, and receive at the same time
     name: str
     latency_s: float
     bandwidth_bytes_per_s: float  # per direction
