@@ -215,14 +215,10 @@ def drop_scores(core: Callable, places: Places, site: str, part: int = 0) -> Cal
     return run
 
 
-def draws_by_place(places: Places, site: str) -> Callable[[Tensor], Tensor]:
+def draws_by_place(places: Places, site: str, positions: Tensor) -> Tensor:
     """positions `[B, T]` -> a number in [0, 1) for each, whichever rank draws it (a router's)."""
-
-    def draws(positions: Tensor) -> Tensor:
-        rows = torch.arange(places.first_row, places.first_row + len(positions), device=positions.device)
-        return uniform(places.seed_of(site), rows, positions)
-
-    return draws
+    rows = torch.arange(places.first_row, places.first_row + len(positions), device=positions.device)
+    return uniform(places.seed_of(site), rows, positions)
 
 
 def drop_by_place(
@@ -234,7 +230,7 @@ def drop_by_place(
             if isinstance(module, nn.Dropout) and module.p:
                 setattr(layer, name, DropRows(module.p, places, f"{layer.name}.{name}", local_positions))
         if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
-            layer.mlp.router.draws = draws_by_place(places, f"{layer.name}.router")
+            layer.mlp.router.draws = partial(draws_by_place, places, f"{layer.name}.router")
         if hasattr(layer, "attention"):
             layer.attention.core = drop_scores(layer.attention.core, places, f"{layer.name}.scores", part)
 
@@ -245,9 +241,8 @@ def drop_by_place(
 # not, so lse and P are those without dropout, results merge by lse, and a ring sends what it sent:
 #     O = Σ_blocks e^(lse_b - lse) O_b        O_b = (P_b ∘ M'_b) V_b        dV = (P ∘ M')ᵀ dO
 #     dP = M' ∘ (dO Vᵀ)        dS = P ∘ (dP - D)        D = Σ_j P_j dP_j = rowsum(dO · O), still
-# A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes
-# none, and neither takes M: such tiles compute scores as `plain_*` does. Slopes are not trained, and cut as
-# heads.
+# A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, that for CUDA takes none,
+# and neither takes M: such tiles compute scores as `plain_*` does. Slopes are not trained, and cut as heads.
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -246,16 +246,9 @@ def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, pro
 
 
 # What may change in a run that goes on: rates and updates to come are those of the new values, and the next
-# batch begins with the first sample that has not been seen.
+# batch begins with the first sample that has not been seen. With any other it would be another run, of other
+# samples, masks, states or weights, and nobody would see it.
 MAY_CHANGE = ("steps", "lr", "warmup", "min_lr", "weight_decay", "clip", "batch_size")
-# What may not, for it would be another run, and nobody would see it; what is not named here is the model.
-MUST_STAY = {
-    "length": "samples are windows of this length, and it is known by number which have been seen",
-    "seed": "it orders the samples and draws what dropout drops",
-    "frozen": "the optimizer has states of what was trained, and no others",
-    "precision": "weights and states are saved in its numbers",
-    "products": "what their scales remember is saved",
-}
 
 
 def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list[str]:
@@ -267,8 +260,7 @@ def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list
         if (before := was.get(name)) != now:
             if name not in MAY_CHANGE:
                 what = f"{path} was made with {name}={before}, this run has {name}={now}"
-                why = MUST_STAY.get(name, "it is another model")
-                raise ValueError(f"{what}: {why}; resume with the same, or write to another folder")
+                raise ValueError(f"{what}: another run; resume with the same, or write to another folder")
             changed.append(f"{name} {before} -> {now}")
     if wanted["steps"] < position["step"]:
         what = f"{path} has {position['step']} steps behind it, and steps={wanted['steps']}"

@@ -105,8 +105,8 @@ def copied(x: Tensor, group: ProcessGroup) -> Tensor:
 # core is a ring, or LoongTrain's double ring, and bytes are the sum of both, H'_kv with the copies for u:
 #     over ulysses    (u-1)/u · (2H + 2H'_kv) · B·T/n·K    backward the same
 #     over ring       (r-1) · 2 · H'_kv/u · B·T/r·K        backward twice that
-# The ring wants its layout on each of *its* ranks, after the all-to-all: the tokens of a ring rank are laid
-# out first and then dealt in u pieces, `dealt(zigzag, u)`, for the ranks of mesh.group("ring", "ulysses").
+# The tokens of a ring rank are laid out first and then dealt in u pieces, `dealt(zigzag, u)`, for ranks of
+# mesh.group("ring", "ulysses"):
 #     r=2, u=2, T=8  ring rank 0: 0 1 6 7  1: 2 3 4 5     rank (0,0): 0 1  (0,1): 6 7  (1,0): 2 3  (1,1): 4 5
 # Neighbours in the order of axes share a node: head-first, Mesh(ring=, ulysses=), keeps the all-to-alls
 # inside and hides what crosses; context-first, Mesh(ulysses=, ring=), keeps the ring inside. Fang and Zhao

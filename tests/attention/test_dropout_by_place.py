@@ -33,9 +33,9 @@ def test_a_part_is_that_of_the_whole():
     places.at(4, 6)
     core(torch.ones(1, 3, 2, 2), dropout=P), core(torch.ones(1, 3, 2, 2))
     assert seen == [DropMask(P, places.seed_of("layers.1.scores"), 6, 6), None]
-    whole = draws_by_place(Places(3), "router")(torch.arange(5).expand(4, 5))
+    whole = draws_by_place(Places(3), "router", torch.arange(5).expand(4, 5))
     places.at(0, 2)
-    assert torch.equal(draws_by_place(places, "router")(torch.arange(5).expand(2, 5)), whole[2:])
+    assert torch.equal(draws_by_place(places, "router", torch.arange(5).expand(2, 5)), whole[2:])
 
 
 def test_places_are_what_they_were_behind_what_is_computed_again():

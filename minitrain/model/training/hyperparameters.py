@@ -39,9 +39,19 @@ class Hyperparameters:
             raise ValueError(f"clip={self.clip}: must be > 0 (inf measures without clipping)")
 
     def lr_at(self, step: int) -> float:
-        warmup = min(20, self.steps) if self.warmup is None else self.warmup
-        min_lr = self.lr / 10 if self.min_lr is None else self.min_lr
-        return warmup_cosine(step, self.lr, warmup, self.steps, min_lr)
+        """Of step 0, 1, 2, ...: up in a line, at `lr` after `warmup` steps, then half a cosine down to
+        `min_lr` at `steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
+        lr, steps = self.lr, self.steps
+        warmup = min(20, steps) if self.warmup is None else self.warmup
+        min_lr = lr / 10 if self.min_lr is None else self.min_lr
+        if not 0 <= min_lr <= lr < math.inf:
+            raise ValueError(f"lr={lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
+        if not 0 <= warmup <= steps:
+            raise ValueError(f"warmup={warmup} of steps={steps}: lr is never reached; use 0 to {steps}")
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
     def freezes(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.frozen)
@@ -54,19 +64,6 @@ class Hyperparameters:
         master = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
         groups = decaying_matrices(params, self.weight_decay)
         return AdamW(groups, self.lr, betas=(0.9, 0.95), master_dtype=master)
-
-
-def warmup_cosine(step: int, lr: float, warmup: int, steps: int, min_lr: float = 0.0) -> float:
-    """The rate of step 0, 1, 2, ...: up in a line, at `lr` after `warmup` steps, then half a cosine down to
-    `min_lr` at `steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
-    if not 0 <= min_lr <= lr < math.inf:
-        raise ValueError(f"lr={lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
-    if not 0 <= warmup <= steps:
-        raise ValueError(f"warmup={warmup} of steps={steps}: lr is never reached; use 0 to {steps}")
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
 def decaying_matrices(params: Iterable, weight_decay: float) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import io
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from minitrain import launch
-from minitrain.model.training.hyperparameters import warmup_cosine
+from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
@@ -320,11 +321,12 @@ def test_infinite_max_norm_only_measures():
 
 
 def test_warmup_cosine():
-    rates = [warmup_cosine(step, 1.0, 4, 12, 0.1) for step in range(14)]
+    hyper = Hyperparameters(lr=1.0, warmup=4, steps=12, min_lr=0.1)
+    rates = [hyper.lr_at(step) for step in range(14)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[8] == pytest.approx(0.55) and rates[12] == rates[13] == pytest.approx(0.1)
     assert rates[4:13] == sorted(rates[4:13], reverse=True)
-    assert warmup_cosine(0, 1.0, 0, 10) == 1.0 and warmup_cosine(5, 1.0, 5, 5) == 1.0
+    assert Hyperparameters(lr=1.0, warmup=0).lr_at(0) == 1.0 == replace(hyper, warmup=5, steps=5).lr_at(5)
 
 
 @pytest.mark.parametrize("tile", [1, 100, 700, 1000, 5000])

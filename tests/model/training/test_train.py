@@ -598,8 +598,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         said,
         (
             "num_layers=2, this run has num_layers=3",
-            "seed=0, this run has seed=1: it orders the samples",
-            "length=16, this run has length=8: samples are windows",
+            "seed=0, this run has seed=1: another run",
+            "length=16, this run has length=8: another run",
             "has 2 steps behind it, and steps=1: ask for more",
             "frozen=[], this run has frozen=['layers.1.*']",
             "precision=float64, this run has precision=float32",
