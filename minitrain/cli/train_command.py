@@ -171,7 +171,10 @@ def check(settings: Settings) -> Settings:
     strategy.check(config, int(os.environ["WORLD_SIZE"]) if in_a_job() else strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     if hyper.frozen:
-        check_frozen(config, hyper)
+        from minitrain.compose.parallelize import parameter_names
+
+        if all(map(hyper.freezes, parameter_names(config, hyper.frozen))):
+            raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
     data, _ = open_data(hyper.length, **settings.data)
     if not settings.start:
         config = replace(config, vocab_size=data.vocab_size)
@@ -226,18 +229,6 @@ def open_data(length: int, text: Path | None = None, data: Path | None = None, *
     except ValueError:
         held_out = None
     return train, held_out
-
-
-def check_frozen(config: GPTConfig, hyper: Hyperparameters) -> None:
-    """Every pattern means something, and something is left to train."""
-    from minitrain.model.gpt import GPT
-
-    names = [name for name, _ in GPT(config, device="meta").named_parameters(remove_duplicate=False)]
-    for pattern in hyper.frozen:
-        if not any(replace(hyper, frozen=(pattern,)).freezes(name) for name in names):
-            raise ValueError(f"frozen={pattern!r} is no parameter of it; there are {names[0]} to {names[-1]}")
-    if all(hyper.freezes(name) for name in names):
-        raise ValueError(f"frozen={', '.join(hyper.frozen)} leaves nothing to train; freeze fewer")
 
 
 def check_memory(config: GPTConfig, strategy: Strategy) -> None:

@@ -235,10 +235,7 @@ def freeze(build: Build) -> None:
     config, module, tied = build.config, build.module, {}
     if not build.frozen:
         return
-    everywhere = GPT(config, device="meta") if config else build.module
-    names = [name for name, _ in everywhere.named_parameters(remove_duplicate=False)]
-    if idle := [pattern for pattern in build.frozen if not any(fnmatchcase(name, pattern) for name in names)]:
-        raise ValueError(f"frozen={idle[0]!r} matches no parameter; there are {names[0]} to {names[-1]}")
+    parameter_names(build.model, build.frozen)
     if config and config.tied:
         tied["layers.0.tokens"] = f"layers.{config.num_layers + 1}.out.weight"
     parts = module.parts() if isinstance(module, Stages) else [{p: n for n, p in module.named_parameters()}]
@@ -246,6 +243,15 @@ def freeze(build: Build) -> None:
         names = {name, tied.get(name, name)}
         if any(fnmatchcase(one, pattern) for pattern in build.frozen for one in names):
             param.requires_grad_(False)
+
+
+def parameter_names(model: GPTConfig | nn.Module, frozen: Iterable[str]) -> list[str]:
+    """A tied table under both of its names. ValueError for a pattern that matches none."""
+    everywhere = GPT(model, device="meta") if isinstance(model, GPTConfig) else model
+    names = [name for name, _ in everywhere.named_parameters(remove_duplicate=False)]
+    if idle := [pattern for pattern in frozen if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ValueError(f"frozen={idle[0]!r} matches no parameter; there are {names[0]} to {names[-1]}")
+    return names
 
 
 class SumOfTerms:

@@ -258,7 +258,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--max-positions 8 --length 16", "sequence 16 > max_positions 8"),
         ("--norm batch", "norm = 'batch'"),
         ("--dropout 1", "dropout = 1.0; must be in [0, 1)"),
-        ("--frozen layers.77.*", "frozen='layers.77.*' is no parameter of it; there are layers.0.tokens to"),
+        ("--frozen layers.77.*", "frozen='layers.77.*' matches no parameter; there are layers.0.tokens to"),
         ("--frozen *", "frozen=* leaves nothing to train"),
         ("--preset llama3.1-405b", "401,659,084,800 parameters need 6427 GB on 1 rank, "),
         ("--out text.txt", "text.txt"),
