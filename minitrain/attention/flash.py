@@ -15,8 +15,7 @@ and an inner one of min(that, K). What moves is counted at its line; per head, u
 
 Memory beside inputs and results: one tile, flat in T (CPU: of all batches and heads). Sends nothing.
 Dao et al. 2022, arXiv:2205.14135, algorithms 0 to 4, theorem 2, figure 2; Dao 2023, arXiv:2307.08691,
-algorithms 1, 2. Differs: version 1 skips hidden tiles, too, and keeps lse for l and m; dropout takes all
-scores at once (placed.py); elements are counted, not bytes.
+algorithms 1, 2. Differs: version 1 skips hidden tiles and keeps lse for l and m; dropout takes all scores.
 """
 
 import math

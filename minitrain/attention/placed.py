@@ -241,7 +241,7 @@ def drop_by_place(
 # not, so lse and P are those without dropout, results merge by lse, and a ring sends what it sent:
 #     O = Σ_blocks e^(lse_b - lse) O_b        O_b = (P_b ∘ M'_b) V_b        dV = (P ∘ M')ᵀ dO
 #     dP = M' ∘ (dO Vᵀ)        dS = P ∘ (dP - D)        D = Σ_j P_j dP_j = rowsum(dO · O), still
-# A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, for CUDA none, and neither
+# A and M are made again in backward. torch's flash kernel for CPUs takes A as a mask, for CUDA none, neither
 # takes M: such tiles compute scores as `plain_*` does. Slopes are not trained, and cut as heads.
 
 

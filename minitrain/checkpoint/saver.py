@@ -11,8 +11,8 @@
     after_step    all have written -> rank 0 commits, on its thread -> all know: so two steps later at least
 
 No thread calls a collective. If a rank cannot write, all raise the same NotSaved at the next call: the save
-is dropped, older checkpoints and the training state are as they were, training may go on. Sends 32 bytes to
-each other rank to begin a save, and per step while one is under way; 400 more, of text, if it fails.
+is dropped, and training may go on. Sends 32 bytes to each other rank to begin a save, and per step while one
+is under way; 400 more, of text, if it fails.
 """
 
 from __future__ import annotations

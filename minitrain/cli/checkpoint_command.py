@@ -1,11 +1,4 @@
-"""`minitrain checkpoint`: what is in a folder of checkpoints, is it whole, and to and from Hugging Face.
-
-minitrain checkpoint ls saved                     a line per checkpoint
-minitrain checkpoint verify saved                 every byte; exit code 1 if one has changed
-minitrain checkpoint show saved --step 800        tensors, where they are cut, who saved them
-minitrain checkpoint convert saved model          -> model/config.json, model/model.safetensors
-minitrain checkpoint convert model imported       <- as checkpoint of step 0, weights alone
-"""
+"""`minitrain checkpoint`: what is in a folder of checkpoints, is it whole, and to and from Hugging Face."""
 
 import json
 from dataclasses import asdict, fields

@@ -1,17 +1,16 @@
 """The loop around `run.step`: batches by number, a log, samples of text, checkpoints. It knows no technique.
 
-Every step is a pure function of its number: the batch, the rate and what dropout drops follow from it. So a
-checkpoint is weights, optimizer states and position, by global name: any layout goes on from any other's, in
-the same layout bit for bit as if it had never stopped, in another up to rounding. It may go on longer, with
-other rates or batches (`MAY_CHANGE`): samples are counted, so none comes twice and none is left out.
-
+Every step is a pure function of its number: batch, rate and what dropout drops. So a checkpoint is weights,
+optimizer states and position, by global name: any layout goes on from any other's, in the same one bit for bit
+optimizer states and position, by global name: any layout goes on from any other's, in its own bit for bit as
+if it had never stopped. It may go on longer, with other rates or batches (`MAY_CHANGE`): samples are counted,
+so none comes twice and none is left out.
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
     OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
 
-A loss or norm that is no number, or ranks that see different folders, is one error on every rank; such a
-number never reaches a checkpoint. A damaged checkpoint is passed over for the one before it, as is said.
-Sends what the run's steps send, per report the loss and the held-out loss, and what checkpoint/saver.py says.
-Differs from nanoGPT's train.py: resuming is exact, and the loop is a generator: it knows not who watches.
+A loss or norm that is no number is one error on every rank, and never reaches a checkpoint; a damaged one is
+passed over for the one before, as is said. Sends what steps and checkpoint/saver.py send, and losses. Differs
+from nanoGPT's train.py: resuming is exact, and the loop is a generator: it knows not who watches.
 """
 
 import hashlib

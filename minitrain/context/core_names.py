@@ -1,8 +1,7 @@
 """The cores over ranks by name, and what each asks of sizes, checked before any rank starts. No torch here.
 
 A core's groups are axes of a mesh whose product is cp, in this order (`Mesh(dp=2, ring=2, ulysses=2, tp=2)`),
-and tokens are laid out over all of them; compose/attention_cores.py makes layouts and cores. With Ulysses
-the layout is that of the rings, and each of their ranks deals its tokens to `ulysses` ranks.
+and tokens are laid out over all of them; compose/attention_cores.py makes layouts and cores.
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@
     head        lm_head, or tied and left out     tied to wte                        tied: under both names
 
 Each of these, wrong, gives a model that runs and writes nearly sense: GELU for its tanh form moves logits by
-1e-3, eps 1e-6 for 1e-5 (Llama 1 for 2 and 3) by less. hugging_face.tsv has all names, by family.
+1e-3, eps 1e-6 for 1e-5 by less. hugging_face.tsv has all names, by family.
 DeepSeek-AI 2024, arXiv:2412.19437, sections 2.1.2 and 4.3; Jiang et al. 2024, arXiv:2401.04088, table 1.
 """
 
@@ -69,9 +69,8 @@ def config_of(settings: Mapping) -> GPTConfig:
     """The model of a config.json: sizes and the arithmetic of a forward, not how it was trained.
 
     Refused is what would change logits in silence: settings unknown here, rescaled RoPE (DeepSeek-V3's own
-    file has YaRN, for 163,840 positions; for the 4,096 of pre-training there was none), sliding windows,
-    biases in Llama, a router that chooses or weighs otherwise. V3 takes groups of experts by their 2 best, we
-    by their top_k / topk_group best: the same for its 8 and 4. Its multi-token prediction is left out."""
+    file has YaRN; in pre-training there was none), sliding windows, biases in Llama, other routers. V3 takes
+    groups of experts by their 2 best, we by their top_k / topk_group best: the same for its 8 and 4."""
     if (name := KINDS.get(settings.get("model_type"))) is None:
         raise ValueError(f"model_type {settings.get('model_type')!r}; known here are {', '.join(KINDS)}")
     only = {row["theirs"]: json.loads(row["missing"]) for row in rows_of(name, "only")}
