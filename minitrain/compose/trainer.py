@@ -1,10 +1,10 @@
 """The loop around `run.step`: batches by number, a log, samples of text, checkpoints. It knows no technique.
 
 Every step is a pure function of its number: batch, rate and what dropout drops. So a checkpoint is weights,
-optimizer states and position, by global name: any layout goes on from any other's, in the same one bit for bit
 optimizer states and position, by global name: any layout goes on from any other's, in its own bit for bit as
 if it had never stopped. It may go on longer, with other rates or batches (`MAY_CHANGE`): samples are counted,
 so none comes twice and none is left out.
+
     CHECKPOINT/step-00000800/    a checkpoint every `save_every` steps (checkpoint/store.py)
     OUT/log.jsonl                one line per report: step, loss, held-out loss, norm, tokens per second, MFU
 
