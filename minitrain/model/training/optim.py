@@ -25,13 +25,7 @@ from torch import Tensor
 
 from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.precision.rounding import keep_by_chance
-from minitrain.ranks import collectives
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks import checks, collectives
 from minitrain.ranks.sharding import placement
 
 
@@ -261,13 +255,13 @@ def sum_of_squares(params: list[Tensor], like: Tensor | None = None) -> Tensor:
 
 def _check_settings(group: dict[str, Any]) -> None:
     betas, moment_dtypes = group["betas"], group["moment_dtypes"] or []
-    require_nonnegative(lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
-    require_fractions(betas=betas)
-    require_positive(grad_scale=group["grad_scale"])
+    checks.require_nonnegative(lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
+    checks.require_fractions(betas=betas)
+    checks.require_positive(grad_scale=group["grad_scale"])
     if max(betas) == 1:
         raise ValueError(f"betas={betas}: use fractions below 1")
     if group["tile"] is not None:
-        require_positive_ints(1 << 40, tile=group["tile"])
+        checks.require_positive_ints(1 << 40, tile=group["tile"])
     for name, dtypes in (("master_dtype", [group["master_dtype"]]), ("moment_dtypes", moment_dtypes)):
         if not all(dtype is None or getattr(dtype, "is_floating_point", False) for dtype in dtypes):
             raise ValueError(f"{name}={dtypes}: use floating-point dtypes such as torch.float32, or None")
