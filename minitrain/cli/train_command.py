@@ -266,10 +266,9 @@ def train_on_rank(settings: Settings) -> None:
     say(f"{parameters(settings.config):,} parameters, {strategy}, {there} GFLOP/s; {tokens}")
     if line := emulation(run.model.layers, strategy):
         say(line)
-    resumed = trainer.resume() if settings.resume else ""
     if settings.resume:
-        say(resumed or f"no checkpoint in {settings.folder}: begins at step 0")
-    if settings.start and not resumed:
+        say(trainer.resume() or f"no checkpoint in {settings.folder}: begins at step 0")
+    if settings.start and not trainer.step:
         store = store_of(settings.start)
         run.load_pieces(Saved(store.open(step := step_of(store, None))[1], weights=True))
         say(f"weights of {store.path(step)}")

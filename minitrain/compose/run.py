@@ -146,11 +146,11 @@ class Run:
         if batch.documents is not None and len(batch.documents) != len(batch.tokens):
             what = f"documents of {len(batch.documents)} rows for the {len(batch.tokens)} of this rank"
             raise ValueError(f"{what}; give the lengths in each row")
-        wanted = torch.arange(length, device=self.device) if wanted is None else wanted
-        if given is not None and not torch.equal(given, wanted):
-            what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
-            cure = "of packed rows give documents=document_lengths(segments)"
-            raise ValueError(f"{what}, {wanted[:4].tolist()} ..; {cure}")
+        if given is not None:
+            wanted = torch.arange(length, device=self.device) if wanted is None else wanted
+            if not torch.equal(given, wanted):
+                what = f"positions {given.flatten()[:4].tolist()} .. are not those of this rank's tokens"
+                raise ValueError(f"{what}, {wanted[:4].tolist()} ..; of packed rows give document_lengths")
 
     def _step(self, batch: Batch, clip: float | None) -> StepResult:
         if self.sync.listener:
