@@ -14,7 +14,6 @@ Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader per grou
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,15 @@ class Saved:
         self.files, self.broadcast, self.weights, self._error = list(files), broadcast, weights, None
         self.entries: dict[str, list[Entry]] = {}
         self.plain: dict[str, Any] = {}
+        self._states: dict[str, dict[str, tuple]] = {}
         for file in self.files:
             for entry in file.entries:
                 if weights and entry.name.startswith(("optimizer/", "random/")):
                     continue
                 self.entries.setdefault(entry.name, []).append(entry)
+                parameter, _, key = entry.name.removeprefix("optimizer/").rpartition("/")
+                if entry.name.startswith("optimizer/"):
+                    self._states.setdefault(parameter, {})[key] = entry.dtype, entry.whole
             for key, value in () if weights else file.plain.items():
                 if isinstance(value, dict):
                     self.plain.setdefault(key, {}).update(value)
@@ -58,15 +61,6 @@ class Saved:
         """{"layers.0.tokens": shape of the whole} of all names that begin with kind, as "parameters"."""
         named = [(*name.partition("/"), entries[0].whole) for name, entries in self.entries.items()]
         return {name: whole for begin, _, name, whole in named if begin == kind}
-
-    @cached_property
-    def _states(self) -> dict[str, dict[str, tuple]]:
-        found: dict[str, dict[str, tuple]] = {}
-        for name, (first, *_) in self.entries.items():
-            if name.startswith("optimizer/"):
-                parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
-                found.setdefault(parameter, {})[key] = first.dtype, first.whole
-        return found
 
     def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{"exp_avg": (dtype, shape of the whole)}: what the optimizer had of a parameter."""

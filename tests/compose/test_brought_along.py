@@ -153,7 +153,7 @@ def batch_of(run, rows, **changes) -> Batch:
     [
         (Strategy(cp=2), lambda: dict(positions=None), "a batch without positions, and cp gives each rank"),
         (Strategy(cp=2), lambda: dict(positions=torch.arange(T // 2)), "are not those of this rank's tokens"),
-        (Strategy(), lambda: dict(positions=torch.arange(T) % 4), "of packed rows give documents="),
+        (Strategy(), lambda: dict(positions=torch.arange(T) % 4), "of packed rows give document_lengths"),
         (Strategy(tp=2), lambda: dict(targets=torch.zeros(B, T, dtype=torch.int32)), "expected torch.int64"),
         (Strategy(), lambda: dict(targets=torch.zeros(B, T, dtype=torch.int32)), "expected torch.int64"),
     ],

@@ -75,8 +75,7 @@ class Text(Data):
 
     def __post_init__(self):
         if not isinstance(self.data, bytes):
-            kind = type(self.data).__name__
-            raise ValueError(f"{self.name} is {kind}, tokens are bytes: pass text.encode()")
+            raise ValueError(f"{self.name} is {type(self.data).__name__}, tokens are bytes: text.encode()")
         if not self.data.strip():
             raise ValueError(f"{self.name} is empty: {len(self.data)} bytes, nothing but white space")
         if b"\0" in self.data:
