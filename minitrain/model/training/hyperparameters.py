@@ -42,7 +42,7 @@ class Hyperparameters:
         """Of step 0, 1, 2, ...: up in a line, at `lr` after `warmup` steps, then half a cosine down to
         `min_lr` at `steps`, where it stays. Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5."""
         lr, steps = self.lr, self.steps
-        warmup = min(20, steps) if self.warmup is None else self.warmup
+        warmup = min(20, self.steps) if self.warmup is None else self.warmup
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
         if not 0 <= min_lr <= lr < math.inf:
             raise ValueError(f"lr={lr}, min_lr={min_lr}: need 0 <= min_lr <= lr, finite")
