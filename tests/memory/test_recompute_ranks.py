@@ -3,7 +3,6 @@
 import gc
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -38,27 +37,20 @@ EXPERTS = ExpertsConfig(
     shared_experts=1,
 )
 LAYOUTS = {
-    "tp2": dict(tp=2, microbatches=2),
-    "tp2 sequence": dict(tp=2, sequence_parallel=True),
-    "tp2 overlap": dict(tp=2, overlap=True),
+    "tp2 overlap": dict(tp=2, microbatches=2, overlap=True),
     "tp2 sequence overlap": dict(tp=2, sequence_parallel=True, overlap=True),
     "dp2 zero3": dict(dp=2, zero=3, microbatches=2),
     "dp4 hybrid": dict(dp=4, zero="III", node=2),
     "cp2 ring": dict(cp=2),
-    "cp2 ulysses": dict(cp=2, core="ulysses", layout="contiguous"),
     "cp4 usp": dict(cp=4, core="usp", ulysses=2),
-    "pp2": dict(pp=2, microbatches=4),
-    "pp2 zb": dict(pp=2, microbatches=4, schedule="zb_h1"),
     "pp2 late": dict(pp=2, microbatches=4, post_validation=True),
     "pp2 slices": dict(pp=2, microbatches=2, schedule="seq1f1b", slices=2),
     "pp2 dualpipe": dict(pp=2, microbatches=4, schedule="dualpipe"),
     "pp2 tp2": dict(pp=2, tp=2, microbatches=2, schedule="zb_h1"),
-    "dp2 ep2": dict(dp=2, ep=2),
     "dp2 ep2 chunks": dict(dp=2, ep=2, ep_chunks=3),
     "dp2 ep2 experts": dict(dp=2, ep=2, ep_travel="experts"),
     "dp2 pp2 ep2 pairs": dict(dp=2, pp=2, ep=2, microbatches=4, schedule="dualpipe"),
     "dp2 tp2 ep2": dict(dp=2, tp=2, ep=2, zero=1),
-    "bfloat16": dict(dp=2, precision="bfloat16", zero=1),
     "bfloat16 copies": dict(dp=2, zero=3, precision="bfloat16_jit"),
     "fp8 delayed": dict(tp=2, products="fp8_delayed", precision="bfloat16"),
     "fp8 tiles": dict(tp=2, products="fp8_tiles", sequence_parallel=True),
@@ -144,17 +136,14 @@ def test_all_reduces_of_tensor_parallelism():
     """A block has two sums in forward and two in backward. Of the forward's, a second pass makes again the one
     behind attention; the one behind the MLP only where it does not stop before."""
     layers, rows, t, width, bytes_ = 3, 4, 8, 16, 8
-    words = "none", "full", "keep:core", "keep:out", "selective", "drop:core+act+norm1", "full in parts"
+    words = "none", "full", "keep:core", "keep:out", "selective", "drop:core+act+norm1"
     config = small(num_layers=layers, norm="layer")
     each = rows * t * width * bytes_  # 2(t-1)/t of it for two ranks
     for found in launch.run(calls_of, config, dict(tp=2), words, "all_reduce", "tp", ranks=2):
         calls, bytes_sent = found["none"]
         more = {word: (count - calls, sent - bytes_sent) for word, (count, sent) in found.items()}
-        again = dict.fromkeys(words, 0) | {"full": 1, "keep:core": 1, "full in parts": 1}
+        again = dict.fromkeys(words, 0) | {"full": 1, "keep:core": 1}
         assert more == {word: (layers * again[word], layers * again[word] * each) for word in words}
-    for found in launch.run(calls_of, config, dict(tp=2), words, "all_gather", "tp", ranks=2):
-        gathered = {word: (0, 0) for word in words} | {"full in parts": (layers, layers * each // 2)}
-        assert found == gathered  # Pa: one more of B·T·D a block, of which each rank sends its half
 
 
 def test_gathers_of_sequence_parallelism():
@@ -261,8 +250,7 @@ def kept_on_a_rank(s, b, h, a, words, sequence_parallel=False) -> dict:
     return found
 
 
-@pytest.mark.parametrize("s,b,h,a", [(32, 2, 64, 4), (16, 1, 32, 2)])
-def test_activation_bytes_under_tensor_parallelism(s, b, h, a):
+def test_activation_bytes_under_tensor_parallelism(s=32, b=2, h=64, a=4):
     """Korthikanti's table 2 with t = 2, tensor by tensor: sbh(10 + 24/t), 34sbh/t, and 2sbh kept in t parts."""
     words, t, sbh = ("none", "selective", "full"), 2, s * b * h
     for found in launch.run(kept_on_a_rank, s, b, h, a, (*words, "full in parts"), ranks=2):
@@ -322,27 +310,20 @@ def test_parts_of_a_tensor_whose_size_no_rank_divides():
     assert launch.run(rank, ranks=4) == [(9, True)] * 4
 
 
-# ---- a dry run -------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_is_the_real_run():
-    """FLOPs, bytes and the peak by kind of a step, for words on tp, cp and ZeRO-3."""
-    configs = {dropout: small(num_layers=3, dropout=dropout) for dropout in (0.0, 0.1)}
-
-    def account(base, word):
-        config = configs[0.1 if "tp" in base else 0.0]  # masks by place take most of a dry run
-        strategy = Strategy(precision="float64", recompute=word, **base)
-        with Ledger() as ledger:
-            run = parallelize(config, strategy, lambda params: AdamW(params, lr=1e-2), seed=3)
-            run.step(run.batch(rows_of_problem(Problem(config=config), 0), 0), 0.5)
-        return ledger.flops, ledger.sent_bytes(), ledger.peak_by_kind
+    """FLOPs, bytes and the peak by kind of a step."""
 
     def accounts():
-        found, bases = {}, (dict(tp=2), dict(cp=2), dict(dp=2, zero=3))
-        for base, word in product(bases, ("keep:core", "drop:act+core", "revolve:2")):
-            found[(*base, word)] = account(base, word)
+        layouts = {"keep:core": dict(tp=2), "revolve:2": dict(cp=2), "drop:act+core": dict(dp=2, zero=3)}
+        found = []
+        for word, layout in layouts.items():
+            with Ledger() as ledger:
+                strategy = Strategy(precision="float64", recompute=word, **layout)
+                run = parallelize(small(num_layers=3), strategy, partial(AdamW, lr=1e-2), seed=3)
+                run.step(run.batch(rows_of_problem(Problem(), 0), 0), 0.5)
+            found.append((ledger.flops, ledger.sent_bytes(), ledger.peak_by_kind))
+            del run
             gc.collect()  # the next finds nothing of it
         return found
 
-    real = launch.run(accounts, ranks=2)
-    assert real[1] == dryrun.run(accounts, rank=1, ranks=2)
+    assert launch.run(accounts, ranks=2)[1] == dryrun.run(accounts, rank=1, ranks=2)
