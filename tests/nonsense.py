@@ -111,7 +111,7 @@ INSIDE = {  # doors that are not called here, and who has looked at their argume
     "sizes, names and a device that parallelize or a GPTConfig has looked at": (
         "model.gpt.Block model.gpt.GPT model.layers.MLP model.layers.causal_attention model.layers.drop "
         "model.layers.naive_attention model.mixture.MixtureOfExperts attention.kernel.empty_result memory.recompute.Segment tensor_parallel.model.SharedHead "
-        "data_parallel.zero1.WholeParameters model.config.meant"
+        "data_parallel.zero1.WholeParameters model.config.meant compose.parallelize.parameter_names"
     ),
     "two ranks or more, where its own tests give it wrong sizes": (
         "systems.data_parallel.parameter_server.Worker systems.data_parallel.parameter_server.check "
