@@ -321,7 +321,7 @@ def test_bad_input_gets_one_line():
         for text, make in (
             ("sharding='GIN' is none of NNN, NNI, NNG", lambda: Hybrid(model, intra, inter, sgd, "GIN")),
             ("block=256 is larger than the shard", lambda: ZeroPlusPlus(model, world, intra, inter, sgd)),
-            ("make the mesh with the nodes outside", lambda: ZeroPlusPlus(model, intra, inter, world, sgd)),
+            ("use Mesh", lambda: ZeroPlusPlus(model, intra, inter, world, sgd)),
             ("by_node is 2 x 2", lambda: Hybrid(model, intra, inter, sgd, by_node=(world, world))),
         ):
             with pytest.raises(ValueError, match=text):

@@ -27,15 +27,13 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
     for op in graph.ops:
         for name, term in zip(op.tensors, op.terms):
             if names.setdefault(name, term) != term:
-                said = f"{name} has the dims {names[name]!r}, and in {op.name} {term!r}"
-                raise ValueError(f"{said}; a layout is by name, so give a dim one name everywhere")
+                raise ValueError(f"{name} has the dims {names[name]!r}, in {op.name} {term!r}; give one name")
     known, chosen = {}, {}
     for axis in axes:
         for name, term in names.items():
             cut = [letter for letter in term if layout.get(letter) == axis]
             if len(cut) > 1:
-                said = f"{name} ({term}) would be cut along {' and '.join(cut)} over {axis}"
-                raise ValueError(f"illegal layout: {said}; map one of them to another axis, or to none")
+                raise ValueError(f"illegal layout: {name} has {' and '.join(cut)} on {axis}; move one")
             known |= {(name, axis): Split(term.index(letter)) for letter in cut}
         for op in graph.ops:
             letters = [letter for letter in op.letters if layout.get(letter) == axis]
@@ -143,8 +141,7 @@ def apply(graph: Graph, axes: Mapping[str, int], schedule: Iterable[Tactic]) -> 
     for tactic in schedule:
         for name, dim in tactic.cuts.items():
             if (name, tactic.axis) in state.known:
-                earlier = f"is {state.known[name, tactic.axis]} over {tactic.axis} by an earlier one"
-                raise ValueError(f"tactic {tactic.name}: {name} {earlier}; name another tensor or axis")
+                raise ValueError(f"tactic {tactic.name}: {name} is placed on {tactic.axis}; name another")
             state.annotate(name, tactic.axis, Split(dim))
         state.complete(tactic.axis)
         yield state.placed()

@@ -183,8 +183,7 @@ def local_shape(shape: tuple[int, ...], spec: Spec, axes: Mapping[str, int], wha
         if isinstance(place, Split):
             if local[place.dim] % ranks:
                 size = f"{local[place.dim]} along dim {place.dim} of {list(shape)}"
-                cure = "choose another size, or leave this dim whole"
-                raise ValueError(f"{what}: {size} is not a multiple of the {ranks} ranks of {axis}; {cure}")
+                raise ValueError(f"{what}: {size} is no multiple of {axis}={ranks}; leave it whole")
             local[place.dim] //= ranks
     return tuple(local)
 
@@ -344,8 +343,7 @@ def cheapest(graph: Graph, op: Op, places: Sequence[Place | None], ranks: int, c
 
 
 def place(graph: Graph, axes: Mapping[str, int], known: Mapping, chosen: Mapping) -> Placed:
-    """From what is known by (tensor, axis) and chosen by (operator, axis). Other tensors are whole, of other
-    operators it is the cheapest."""
+    """From what is known by (tensor, axis) and chosen by (operator, axis); else whole, and the cheapest."""
     specs = {name: tuple(known.get((name, axis), BROADCAST) for axis in axes) for name in graph.shapes}
 
     def signature(op: Op, at: int, axis: str) -> Signature:

@@ -51,8 +51,7 @@ class Schedule:
             copied = lambda _, given: (collectives.copy_to(given[0], group), *given[1:])
             self.module.register_forward_pre_hook(copied)
         elif getattr(self.module, "bias", None) is not None:
-            times = f"{group.size()} times in the sum"
-            raise ValueError(f"{self.name}: each rank would add its bias, {times}; use bias=False")
+            raise ValueError(f"{self.name}: each of {group.size()} ranks would add its bias; use bias=False")
         else:
             self.module.register_forward_hook(lambda _, given, y: collectives.reduce_from(y, group))
         self.module.synced = True

@@ -194,8 +194,7 @@ class PeerCopies:
         for rank in range(shares.ranks):
             others = set(peers.get(rank, ())) - {rank}
             if not others or not others <= set(range(shares.ranks)):
-                rule = f"name at least one other of ranks 0 to {shares.ranks - 1}"
-                raise ValueError(f"the share of rank {rank} is to be kept by ranks {sorted(others)}; {rule}")
+                raise ValueError(f"keepers of rank {rank}: {sorted(others)}; name others of {shares.ranks}")
         self.shares, self.chunk_bytes = shares, chunk_bytes
         self.keepers = {rank: sorted(set(peers[rank]) - {rank}) for rank in range(shares.ranks)}
         self.hosted = [rank for rank, keepers in self.keepers.items() if shares.rank in keepers]

@@ -74,6 +74,5 @@ def bruck(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tenso
 def _blocks(x: torch.Tensor, n: int) -> torch.Tensor:
     """[n·d, ..] -> [n, d, ..]"""
     if x.ndim == 0 or x.shape[0] % n:
-        rows = x.shape[0] if x.ndim else "no"
-        raise ValueError(f"x has {rows} rows, not a block for each of n={n} ranks; pad to a multiple of {n}")
+        raise ValueError(f"x {list(x.shape)}: its rows are no multiple of n={n} ranks; pad it")
     return x.detach().unflatten(0, (n, -1))

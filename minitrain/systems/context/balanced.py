@@ -235,8 +235,7 @@ class Sparing:
 
         def again(q: Tensor, *_) -> Tensors:
             if not store or store[0][0].shape[:-1] != q.shape[:-1]:
-                what = f"Sparing: q {list(q.shape)} was not there the first time"
-                raise ValueError(f"{what}; a checkpointed layer must do the same twice")
+                raise ValueError(f"Sparing: q {list(q.shape)} is new; a layer must do the same twice")
             return store.popleft()
 
         return self._using(first), self._using(again)

@@ -39,12 +39,10 @@ def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **ho
     kernel = check_core("wallfacer_attention", q, k, v, **how)
     check_crossing(ring=ring, team=team)
     if v.size(-1) > q.size(-1):
-        what = f"wallfacer_attention: values {v.size(-1)} wide, queries and keys {q.size(-1)}"
-        raise ValueError(f"{what}: they travel in one message as wide as queries; take another core")
+        raise ValueError(f"wallfacer: values are {v.size(-1)} wide, keys {q.size(-1)}; use another core")
     members, teams = team.size(), ring.size()
     if teams % members:
-        what = f"teams of C={members} on P={teams * members} ranks"
-        raise ValueError(f"{what}: {teams / members:g} blocks for a member; take a C whose square divides P")
+        raise ValueError(f"C={members} on P={teams * members} ranks; use a C whose square divides P")
     where = Teams(team, ring, tiles_by_step(team, ring, layout, q.size(TIME), causal))
     out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, kernel)
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]

@@ -41,8 +41,7 @@ def broadcast_parameters(module: nn.Module, group: ProcessGroup, source: int = 0
     for name, tensor in named:
         for cut in placement(tensor).shards:
             if cut.group.size() > 1 and group in (cut.group, collectives.world()):
-                rule = "whose ranks hold different slices; broadcast first"
-                raise ValueError(f"{name} is cut over {collectives.axis_of(cut.group)}, {rule}")
+                raise ValueError(f"{name} is cut over {collectives.axis_of(cut.group)}; broadcast first")
     for same in grouped((tensor for _, tensor in named), kind).values():
         flat = collectives.broadcast(flatten(same), source, group)
         for tensor, part in zip(same, views(flat, same)):

@@ -171,8 +171,7 @@ class ScaledValues(PlainValues):
 
     def written_state(self, one: Flat, state: dict) -> dict[str, Any]:
         if state and (dtype := state["exp_avg"].dtype) != FP8:
-            moments = f"the state of {self.sync.names[one.shard]} has moments in {dtype}"
-            raise ValueError(f"{moments}, this precision in {FP8}; go on with the precision it was saved in")
+            raise ValueError(f"moments are {dtype}, here {FP8}; go on with the precision it was saved in")
         self.sync.mu[one.shard] = state.pop("mu", torch.ones((), device=one.shard.device))
         return state
 

@@ -49,8 +49,7 @@ class ZeroPlusPlus(Zero3):
     ):
         (n, k, nodes), (rank, i, j) = zip(*((g.size(), g.rank()) for g in (group, intra, inter)))
         if (n, rank) != (nodes * k, j * k + i):
-            where = f"rank {rank} of {n} is place {i} of {k} in node {j} of {nodes}"
-            raise ValueError(f"{where}; make the mesh with the nodes outside: Mesh(inter=..., intra=...)")
+            raise ValueError(f"rank {rank} is place {i} of {k} in node {j}; use Mesh(inter=..., intra=...)")
         self.intra, self.inter, self.block = intra, inter, block
         self.weight_bits, self.gradient_bits, self.secondary = weight_bits, gradient_bits, secondary
         self.in_node: dict[UnitBuffer, Tensor] = {}  # this rank's part of the node's copy
@@ -59,8 +58,7 @@ class ZeroPlusPlus(Zero3):
     def make_flat(self, params: list[nn.Parameter], groups: tuple[ProcessGroup, ...]) -> UnitBuffer:
         flat = super().make_flat(params, groups)
         if flat.shard.numel() < self.block and (self.weight_bits or self.gradient_bits):
-            shard = f"the shard of {flat.shard.numel()} elements of a unit with {flat.numel}"
-            raise ValueError(f"block={self.block} is larger than {shard}; use a smaller one")
+            raise ValueError(f"block={self.block} of shards of {flat.shard.numel()}; use a smaller block")
         return flat
 
     def gather(self, flat: UnitBuffer) -> Handle | Chain:

@@ -67,8 +67,7 @@ class ChunkedTraining:
         params = window.parameters_of(self.layers)
         dtypes = {param.dtype for param in params}
         if dtypes not in ({torch.bfloat16}, {torch.float16}):
-            said = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"parameters are {said}: chunks are for one 16-bit dtype with float32 masters")
+            raise ValueError(f"parameters are {dtypes}: chunks are for one 16-bit dtype with float32 masters")
         self.device, dtype = device or params[0].device, params[0].dtype
         packed = pack([param.numel() for param in params], chunk)
         self.chunks = [[params[i] for i in numbers] for numbers in packed]  # parameters of each
@@ -77,8 +76,7 @@ class ChunkedTraining:
         number_of = {param: number for number, owned in enumerate(self.chunks) for param in owned}
         self._needs = [sorted({number_of[param] for param in layer.parameters()}) for layer in self.layers]
         if (most := max(map(len, self._needs))) > room:
-            needs = f"a layer needs {most} chunks of {chunk_bytes:,} bytes at once"
-            raise ValueError(f"{needs}, device_bytes={device_bytes:,} are {room}: give more room")
+            raise ValueError(f"a layer needs {most} chunks, {device_bytes=} are {room}: give more room")
         self._blocks, self.optimizers = [], []
         for owned in self.chunks:
             self._blocks.append(sent_home(owned, chunk))

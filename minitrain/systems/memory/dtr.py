@@ -97,8 +97,7 @@ class Call:
 
     def run(self):
         if self._versions != [version_of(tensor) for tensor in self.plain]:
-            cure = "write to it when no result that may be made again depends on it"
-            raise ValueError(f"{self.name} cannot run again: a constant it reads was written to; {cure}")
+            raise ValueError(f"{self.name} cannot run again: a constant was written to; use a clone")
         args, kwargs = self.arguments(Value.real)
         if torch.Tag.nondeterministic_seeded not in self.func.tags:
             return self.on(args, kwargs)
@@ -219,8 +218,7 @@ class Dynamic(torch_private.DispatchMode):
                 with self._fakes:
                     like = call.on(args, kwargs)
             except (torch_private.DataDependentOutputException, torch_private.DynamicOutputShapeException):
-                cure = "a limit cannot be kept; compute it outside, or with a mask of full size"
-                raise ValueError(f"the size of {call.name}'s result is in the data: {cure}") from None
+                raise ValueError(f"the size of {call.name}'s result is in the data; use a mask") from None
             blocks = [value.block for value in call.values] + [self._constant(x) for x in call.plain]
             shapes = [value.like for value in call.values] + [self._fakes.from_tensor(x) for x in call.plain]
             homes = {storage_id(x.untyped_storage()): block for x, block in zip(shapes, blocks)}

@@ -94,9 +94,7 @@ class FileStore(contextlib.AbstractContextManager):
         other is copied. A name keeps its shape and dtype."""
         if name not in self._records:
             if not 0 < tensor.nbytes <= self.buffer_bytes:
-                sizes = (
-                    f"{name!r} has {tensor.nbytes} bytes, a buffer of {self.place} has {self.buffer_bytes}"
-                )
+                sizes = f"{name!r} has {tensor.nbytes} bytes, a buffer {self.buffer_bytes}"
                 raise ValueError(f"{sizes}: cut it, or use larger buffers")
             self._records[name] = _Record(self._end, tensor.shape, tensor.dtype, tensor.nbytes)
             self._end += _padded(tensor.nbytes)

@@ -49,8 +49,7 @@ class Prefetch:
         if not order or not set(order) <= sizes.keys():
             raise ValueError("give the order in which chunks of known size are used in one pass")
         if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
-            what = f"a chunk has {largest:,} bytes, and there is room for {room_bytes:,}"
-            raise ValueError(f"{what}; give more room, or cut chunks")
+            raise ValueError(f"a chunk has {largest:,} bytes, room is {room_bytes:,}; give more room")
         self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
         self.ahead, self.circular = ahead, circular
         self._fetch, self._evict = fetch, evict

@@ -82,9 +82,7 @@ Parcel = namedtuple("Parcel", "source to expert start stop")
 def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Each owner's experts -> all experts that this rank holds. Differentiable: the owner gets the sum."""
     if any(there[0] != e * group.size() // len(holders) for e, there in enumerate(holders)):
-        rule = (
-            f"expert e of {len(holders)} is owned by rank e·{group.size()}/{len(holders)}, who stands first"
-        )
+        rule = f"the owner of expert e, rank e·{group.size()}/{len(holders)}, stands first"
         raise ValueError(f"holders {[tuple(there) for there in holders]}: {rule}")
     return _passed_on(weights, holders, group)
 

@@ -40,8 +40,7 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
     """What `experts.grouped` gives with the experts of all ranks. `sizes`: the counts in a dry run."""
     n = across.size() * inside.size()
     if {len(counts), len(counts if sizes is None else sizes)} != {n * len(up)}:
-        given = f"counts of {len(counts)} experts, {len(up)} of them on each of {n} ranks"
-        raise ValueError(f"{given}; count the rows of every expert of all ranks, {n * len(up)}")
+        raise ValueError(f"counts of {len(counts)} experts; give all, {len(up)} on each of {n} ranks")
     wants, sizes = Wants(counts, across, inside, sizes), counts.tolist() if sizes is None else sizes
     where = slices(sizes)
 

@@ -33,8 +33,7 @@ class TwoLevelDispatch:
     def __init__(self, routing: Routing, across: ProcessGroup, inside: ProcessGroup, meanwhile=None):
         experts, nodes, n = routing.probs.shape[1], across.size(), across.size() * inside.size()
         if experts % n:
-            found = f"{experts} experts on {nodes} nodes of {inside.size()} ranks"
-            raise ValueError(f"{found}; each rank gets as many, so the ranks divide the experts")
+            raise ValueError(f"{experts} experts on {n} ranks of {nodes} nodes; use a multiple of the ranks")
         self.across, self.meanwhile, per_node = across, meanwhile, experts // nodes
         self.num_tokens = len(routing.experts)
         node = routing.experts.div(per_node, rounding_mode="floor")  # NOWHERE stays below every node
@@ -82,8 +81,7 @@ def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) 
     """x [n·d, ..], d rows for each of all ranks -> [n·d, ..], from each. As `all_to_all` over all of them."""
     nodes, g = across.size(), inside.size()
     if x.dim() == 0 or x.shape[0] % (nodes * g):
-        needed = f"all-to-all over {nodes} nodes of {g} ranks needs a multiple of {nodes * g}"
-        raise ValueError(f"x has {x.shape[0] if x.dim() else 'no'} rows; {needed}")
+        raise ValueError(f"x {list(x.shape)}: {nodes} nodes of {g} ranks need a multiple of {nodes * g} rows")
     blocks = x.unflatten(0, (nodes, g, -1))  # for whom
     met = collectives.all_to_all(blocks.transpose(0, 1).flatten(0, 2), inside)  # by place of the sender, node
     met = met.unflatten(0, (g, nodes, -1)).transpose(0, 1).flatten(0, 2)

@@ -142,8 +142,7 @@ class Balanced(Runner):
     def evict(self, action: Action) -> None:
         flat, self.places[action[1:]] = self.saved[action[1:]].evict()
         if flat.numel() != self.lent.setdefault(self.unit(action), flat.numel()):
-            rule = "what a stage keeps must not depend on the data"
-            raise ValueError(f"{action} moves {flat.numel()} bytes; {rule}")
+            raise ValueError(f"{action} moves {flat.numel()} bytes; they must not depend on the data")
         self.boundary[action] = flat  # the next step of the program sends it
 
     def host(self, action: Action) -> None:

@@ -208,8 +208,7 @@ def period(p: int, forward: Number, backward: Number, message: Number, paired: b
 
 
 def delayed(steps: int, compute: Number, reduce: Number, bound: int) -> Fraction:
-    """Time from step to step: t waits until the sums of all but the last `bound` gradients have come; sums go
-    in turn."""
+    """Time from step to step: t waits for the sums, one by one, of all but the last `bound` gradients."""
     require_positive_ints(steps=steps)
     require_nonnegative(compute=compute, reduce=reduce, bound=bound)
     now, summed, begun = 0, [], []

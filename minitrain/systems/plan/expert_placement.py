@@ -244,8 +244,7 @@ def greedy(loads: Sequence[int], ranks: int) -> Holders:
 
 
 def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Holders | None:
-    """The heaviest replicas first, each to the least loaded rank with room that has none of its expert; None
-    if there is no such rank."""
+    """The heaviest replicas first, each to the least loaded rank with room and none of its expert, if any."""
     total, held = [Fraction(0)] * ranks, [[] for _ in range(ranks)]
     share = [Fraction(load) / number for load, number in zip(loads, copies)]
     for e in sorted(range(len(loads)), key=lambda e: (-share[e], e)):
@@ -348,8 +347,7 @@ def grids(ranks: int, layer: MoELayer, bytes_per_element: int, memory_bytes: int
         if not uneven and here * bytes_per_element <= memory_bytes:
             found.append(Grid(ranks // (ep * tp), ep, tp))
     if not found:
-        rule = f"no grid of {ranks} ranks fits into {memory_bytes:,} bytes each; use more or larger ranks"
-        raise ValueError(f"{experts} experts of {expert:,} elements: {rule}")
+        raise ValueError(f"no grid of {ranks} ranks fits {memory_bytes:,} bytes each; use more ranks")
     return found
 
 

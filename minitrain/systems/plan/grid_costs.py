@@ -152,8 +152,7 @@ def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 
 
 def crossover(layer: Layer, what: str = "forward", most: int = 2**20) -> int | None:
-    """The smallest square 1 < p <= most at which 2-D has less of "forward", "both" or "forward_path" than
-    1-D."""
+    """The smallest square 1 < p <= most at which 2-D has less of `what`, an attribute of Cost, than 1-D."""
     of = attrgetter(what)
     for side in range(2, math.isqrt(most) + 1):
         if of(cost(layer, Grid("2-D", side))) < of(cost(layer, Grid("1-D", side**2))):

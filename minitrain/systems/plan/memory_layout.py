@@ -56,8 +56,7 @@ def best_fit(lifetimes: Sequence[Lifetime]) -> Addresses:
 
 
 def annealed(lifetimes: Sequence[Lifetime], *, steps=2000, seed=0, around=()) -> Addresses:
-    """The best layout of so many tries; equal seeds give equal layouts. `around`: (life, address) of others
-    that lie there already."""
+    """The best layout of so many tries. `around`: (life, address) of others that lie there already."""
     require_ints(steps=steps, seed=seed)
     draw, drop = Random(seed), falling(lifetimes, around)
     bound = most_live([*lifetimes, *(life for life, _ in around)])

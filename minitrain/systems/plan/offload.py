@@ -59,8 +59,7 @@ class ElixirPlan(NamedTuple):
 
 
 def packed(modules: Sequence[Sequence[int]], chunk: int) -> tuple[int, int]:
-    """(chunks, the most that one module needs): tensors lie in order, whole; what no longer fits begins a new
-    chunk."""
+    """(chunks, the most that a module needs): whole tensors in order; what does not fit begins another."""
     used, number, places = 0, 0, [set() for _ in modules]
     for module, own in zip(modules, places):
         for size in module:

@@ -198,8 +198,7 @@ def check_tasks(tasks: Sequence[RecomputeTask], windows: Sequence[Number], room:
     for number, task in enumerate(tasks):
         reads_later = task.after is not None and not 0 <= task.after < number
         if reads_later or task.first < 0 or task.last >= len(windows):
-            rule = f"it has windows 0 to {len(windows) - 1} and reads earlier tasks"
-            raise ValueError(f"Lynx: task {number} is {task}; {rule}")
+            raise ValueError(f"Lynx: task {number}, {task}: use {len(windows)} windows, earlier tasks")
 
 
 class Node(NamedTuple):

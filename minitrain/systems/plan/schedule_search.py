@@ -243,7 +243,6 @@ def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -
             counts[k] += 1
         found += between(unbeaten(partial), counts, [m] * len(late), kinds, limits, most)
     if not found:
-        told = f"completed: limit={limit}, and ranks that repeat the pattern hold {holds}"
-        raise ValueError(f"{told}; search a pattern for that limit")
+        raise ValueError(f"completed: limit={limit}, the pattern holds {holds}; search one for that limit")
     name = f"pattern of period {pattern.period}, completed for m={m}"
     return scheduled(kinds, min(found, key=lambda one: max(one.free)), len(start), name)

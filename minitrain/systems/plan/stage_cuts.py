@@ -116,8 +116,7 @@ def compute_stage(model: Model, layers: range, devices: Devices, cluster: Cluste
 
 
 def plan_dapple(model: Model, cluster: Cluster, m: int) -> Partition:
-    """The cut, replicas and places with the least `latency`, on all devices or fewer; of equal ones, with
-    fewest stages."""
+    """The cut, replicas and places with the least `latency`; of equal ones, with fewest stages."""
     require_ints(1, MOST, m=m)
 
     def choices(end: int, state: tuple[int, Devices, Devices]) -> Iterator[tuple]:

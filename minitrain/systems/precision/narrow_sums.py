@@ -57,9 +57,8 @@ def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None
     scale_a = torch.ones(len(a), parts) if scale_a is None else scale_a
     scale_b = torch.ones(parts, b.shape[1]) if scale_b is None else scale_b
     if scale_a.shape != (len(a), parts) or scale_b.shape != (parts, b.shape[1]):
-        given = f"scale_a {list(scale_a.shape)} and scale_b {list(scale_b.shape)}"
         needed = f"{[len(a), parts]} and {[parts, b.shape[1]]}, one for every {promote} products"
-        raise ValueError(f"tensor_core_matmul: {given}; they must be {needed}")
+        raise ValueError(f"scale_a {list(scale_a.shape)}, scale_b {list(scale_b.shape)}: use {needed}")
     total = torch.zeros(len(a), b.shape[1])
     for part in range(parts):
         accumulator = torch.zeros(len(a), b.shape[1], dtype=torch.float64)

@@ -218,8 +218,7 @@ class CachingAllocator:
         return released >= size
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
-        """The lowest free addresses of a range with room for `size`, backed as far as they were not; None if
-        the device has too few pages."""
+        """The lowest free addresses with room for `size`, now backed; None if there are too few pages."""
         block = self._lowest(pool, size)
         while not block.backed or block.bytes < size:
             bare = block.after if block.backed else block

@@ -109,8 +109,7 @@ class Replay:
 
     @cached_property
     def backed(self) -> list[tuple[int, int, int, int]]:
-        """(address, bytes, from event, until event) of what had memory; pages in a row with one history are
-        one."""
+        """(address, bytes, from event, until event) of what had memory; alike pages in a row are one."""
         since: dict[int, int] = {}
         pages: list[tuple[int, int, int]] = []  # from, until, number
         for event, address, size, gained in self.log:
@@ -134,8 +133,7 @@ def replay(trace: Sequence[Event], allocator) -> Replay:
     live: set[int] = set()
     for event, (what, block, size) in enumerate(trace):
         if what not in ("alloc", "free") or size < 0 or (what == "alloc") == (block in live):
-            cure = "a trace has ('alloc', block, bytes) and then ('free', block, bytes) of each"
-            raise ValueError(f"event {event}: {what} of {size:,} bytes as block {block}; {cure}")
+            raise ValueError(f"event {event}: {what} of block {block}, {size}; give alloc, then free")
         live ^= {block}
     done = Replay(memory.log)
     pieces = {}  # of the block born at an event

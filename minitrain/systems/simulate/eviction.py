@@ -186,9 +186,7 @@ class Evictor:
         while self.resident_bytes + needed > self.limit_bytes:
             if not (candidates := self.candidates()):
                 stays = f"{self.resident_bytes} that cannot go (pinned, or read by it or what waits for it)"
-                cure = (
-                    f"limit_bytes is {self.limit_bytes}, raise it to {self.resident_bytes + needed} or more"
-                )
+                cure = f"raise limit_bytes, {self.limit_bytes}, to {self.resident_bytes + needed} or more"
                 raise ValueError(f"{what} asks for {needed} bytes beside {stays}; {cure}")
             self.evict(min(candidates, key=self.rank))
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes + needed)
@@ -315,8 +313,7 @@ class BestFit(Evictor):
             if not (victims := self.victims(bytes)):
                 sizes = [end - start for start, end in self.holes()]
                 free = f"{sum(sizes)} are free, at most {max(sizes, default=0)} side by side"
-                cure = f"and nothing else can go; raise limit_bytes {self.limit_bytes}"
-                raise ValueError(f"{what} asks for {bytes} bytes; {free}, {cure}")
+                raise ValueError(f"{what} asks for {bytes} bytes; {free}; raise {self.limit_bytes=}")
             for block in victims:
                 evicted.append((block.place, block.bytes))
                 self.evict(block)

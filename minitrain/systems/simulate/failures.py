@@ -102,8 +102,7 @@ def simulate(
 
     for lag_s, room_s in (memory.lag_s, interval_s), (disk.lag_s, ends(every) - disk.stall_s):
         if lag_s > room_s:
-            told = f"a save counts after {lag_s} s, but the next begins after {room_s} s"
-            raise ValueError(f"{told}; make the interval longer")
+            raise ValueError(f"a save counts after {lag_s} s, the next begins at {room_s} s; wait longer")
     inside = ceil(work_s / interval_s) - 1  # saves; nothing is saved at the very end
     end = ends(inside) + work_s - inside * interval_s
     at, resumed_s, last, last_on_disk = 0.0, 0.0, 0, 0  # `at`: seconds that a job without failures needs

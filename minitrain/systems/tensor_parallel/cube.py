@@ -58,8 +58,7 @@ class Linear3D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 2 or x.size(-1) != self.weight.size(1):
-            piece = f"[.., {self.weight.size(1)}], 1/{self.side} of the width"
-            raise ValueError(f"Linear3D: x {list(x.shape)}, but this rank has {piece}: use cut_activations")
+            raise ValueError(f"Linear3D: x {list(x.shape)} is not 1/{self.side} as wide; use cut_activations")
         passes = (partial(way, **self.groups) for way in (cube_forward, cube_backward))
         return linear_vjp(x, self.weight, self.bias, *passes)
 

@@ -44,8 +44,7 @@ def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group, column_gro
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_group) -> Tensor:
     """x `[.., m/q, in/q]`, weight `[out/q, in/q]`, bias `[out/q]` or None -> `[.., m/q, out/q]`."""
     if x.size(-1) != weight.size(1):
-        width = f"{weight.size(1)}: 1/{row_group.size()} of the width; cut it with summa.block"
-        raise ValueError(f"the input is {x.size(-1)} wide, but this rank's block of the weight takes {width}")
+        raise ValueError(f"x is {x.size(-1)} wide, not {weight.size(1)} as here; cut it with summa.block")
 
     forward = lambda x, weight: linear_forward(x, weight, row_group, column_group)
     backward = lambda dys, saved, _: linear_backward(*dys, *saved, row_group, column_group)
@@ -134,8 +133,7 @@ def check_cut(what: str, module: nn.Module, row_group, column_group, depth_group
     check_whole(what, module)
     for name, param in module.named_parameters():
         if wrong := [size for size in param.shape if size % q]:
-            size, shape = f"{wrong[0]} of {name} {list(param.shape)}", f"a grid whose side divides {wrong[0]}"
-            raise ValueError(f"{what}: {size} is not a multiple of q={q}; choose widths that are, or {shape}")
+            raise ValueError(f"{what}: {wrong[0]} of {name} is not a multiple of q={q}; choose others")
 
 
 # ---- the layers of a Transformer, in place; `groups`: row, column (and depth)

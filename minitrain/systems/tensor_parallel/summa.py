@@ -142,12 +142,10 @@ def grid_side(*groups: ProcessGroup) -> int:
     check_crossing(**dict(zip(("row", "column", "depth"), groups)))
     rows, columns, *_ = (group.size() for group in groups)
     if rows != columns:
-        sizes = f"row group of {rows} ranks, column group of {columns}"
-        raise ValueError(f"the grid is not square: {sizes}; use q×q ranks, such as Mesh(row=2, column=2)")
+        raise ValueError(f"a grid of {rows} x {columns} is not square; use Mesh(row=2, column=2)")
     return rows
 
 
 def check_fit(what: str, left: Tensor, right: Tensor, size: int, other: int) -> None:
     if size != other:
-        blocks = f"blocks {list(left.shape)} and {list(right.shape)}"
-        raise ValueError(f"{what}: {blocks} do not fit: {size} and {other} along the dim that is summed")
+        raise ValueError(f"{what}: {list(left.shape)} and {list(right.shape)} sum over {size} and {other}")

@@ -66,7 +66,7 @@ def test_mesh_tensorflow():
     with pytest.raises(ValueError) as refused:
         laid_out(MLP, {"row": 2, "col": 2}, {"b": "row", "f": "row"})
     assert str(refused.value) == (
-        "illegal layout: h (bf) would be cut along b and f over row; map one of them to another axis, or to none"
+        "illegal layout: h has b and f on row; move one"
     )
 
 

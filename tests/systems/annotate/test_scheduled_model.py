@@ -164,7 +164,7 @@ def refused():
     fused["up"].sync("backward", group)
     fused.fuse()
     refused = {
-        "each rank would add its bias": lambda: Schedule(biased)["layers.1.mlp.down"].sync("forward", group),
+        "ranks would add its bias": lambda: Schedule(biased)["layers.1.mlp.down"].sync("forward", group),
         "a fused matrix is not called by itself": lambda: fused.module(torch.ones(1, 1, CONFIG.d_model)),
     }
     for words, call in refused.items():

@@ -315,10 +315,10 @@ def test_refusals(machines):
 
     check_refusals(
         {
-            "the share of rank 1 is to be kept by ranks []; name at least one other": copies(
+            "keepers of rank 1: []; name others": copies(
                 {0: {1}, 1: {1}}
             ),
-            "the share of rank 0 is to be kept by ranks [7]": copies({0: {7}, 1: {0}}),
+            "keepers of rank 0: [7]": copies({0: {7}, 1: {0}}),
             "chunk_bytes=0": copies({0: {1}, 1: {0}}, chunk_bytes=0),
         },
         ranks=2,

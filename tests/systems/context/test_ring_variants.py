@@ -245,7 +245,7 @@ def test_sparing_refuses_what_was_not_there_the_first_time():
         out = core(q, q, q)
     with second:
         assert core(q, q, q).data_ptr() == out.data_ptr()
-        with pytest.raises(ValueError, match="a checkpointed layer must do the same twice"):
+        with pytest.raises(ValueError, match="a layer must do the same twice"):
             core(q, q, q)
 
 

@@ -119,7 +119,7 @@ def broadcast_what_is_cut(group):
 def test_refusals_are_one_line():
     refused = {
         "Tanh has no parameters and no buffers": lambda: broadcast_parameters(nn.Tanh(), collectives.world()),
-        "weight is cut over world, whose ranks hold": lambda: broadcast_what_is_cut(collectives.world()),
+        "weight is cut over world; broadcast first": lambda: broadcast_what_is_cut(collectives.world()),
         "weight is cut over tp": lambda: broadcast_what_is_cut(Mesh(dp=1, tp=2).group("tp")),
     }
     check_refusals(refused, ranks=2)

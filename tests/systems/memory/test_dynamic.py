@@ -320,7 +320,7 @@ def test_what_came_from_outside_must_not_change():
         y = x * 2
         x.add_(1)
         evictor.evict(y.handle.value.block)
-        with pytest.raises(ValueError, match="mul cannot run again: a constant it reads was written to"):
+        with pytest.raises(ValueError, match="mul cannot run again: a constant was written to"):
             y.sum()
 
 
@@ -336,7 +336,7 @@ def test_after_the_block_results_may_be_read():
 
 def test_a_size_in_the_data_is_refused():
     with Dynamic(Evictor(), operator_cost):
-        with pytest.raises(ValueError, match="size of nonzero's result is in the data: a limit cannot be"):
+        with pytest.raises(ValueError, match="size of nonzero's result is in the data"):
             torch.arange(4).nonzero()
         assert int(torch.arange(4).sum()) == 6
 

@@ -188,7 +188,7 @@ def test_the_ledger_sees_every_copy_and_the_buffers_on_the_host(tmp_path):
         (lambda store: store.release("x"), "'x' is not out"),
         (lambda store: store.write("x", numbers(999)), r"\[1000\] torch.float32, got \[999\]"),
         (lambda store: store.write("x", numbers(1000, 0, torch.bfloat16)), "got .* torch.bfloat16"),
-        (lambda store: store.write("y", numbers(9999)), "39996 bytes, a buffer of .* has 8192: cut it"),
+        (lambda store: store.write("y", numbers(9999)), "39996 bytes, a buffer 8192: cut it"),
         (lambda store: store.write("y", numbers(0)), "0 bytes"),
         (
             lambda store: [(store.write(name, numbers(1)), store.read(name)) for name in "abcd"],

@@ -152,7 +152,7 @@ def test_after_clear_a_pass_begins_anew():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="a chunk has 3 bytes, and there is room for 2"):
+    with pytest.raises(ValueError, match="a chunk has 3 bytes, room is 2"):
         Recorded("bca", 2, {"a": 3, "b": 1, "c": 3})
     with pytest.raises(ValueError, match="give the order"):
         Recorded("", 2)

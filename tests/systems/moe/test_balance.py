@@ -535,7 +535,7 @@ def test_bad_input_is_refused_before_anything_is_sent():
             ValueError, match="each expert has holders, all different, of 0 to 3, and each rank"
         ):
             balance.experts_of(((0,), (1,), (2,), last), 4)
-    with pytest.raises(ValueError, match="expert e of 4 is owned by rank e·4/4"):
+    with pytest.raises(ValueError, match="the owner of expert e, rank e·4/4"):
         balance.copied(weights, ((1, 0), (1,), (2,), (3,)), four)
     for sharing in (Group(3), Group(2, rank=1)):
         with pytest.raises(ValueError, match="4 experts on 4 ranks, . gather: neighbours gather"):

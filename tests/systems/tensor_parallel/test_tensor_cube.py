@@ -231,5 +231,5 @@ def test_refuses_in_one_line():
         "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
         f"shard: 3 along dim 0 of [3, {K}] is not a multiple of the 2 ranks of x; {CURE}",
         f"shard: 9 along dim 1 of [{M // 4}, 9] is not a multiple of the 2 ranks of z; {CURE}",
-        "Linear3D: x [4, 12], but this rank has [.., 6], 1/2 of the width: use cut_activations",
+        "Linear3D: x [4, 12] is not 1/2 as wide; use cut_activations",
     ]

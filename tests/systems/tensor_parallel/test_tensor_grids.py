@@ -459,7 +459,7 @@ def test_bad_grids_are_refused_before_anyone_waits():
         calls += [partial(block, x), partial(Linear2D, linear), partial(Norm2D, nn.LayerNorm(8))]
         calls += [lambda row, column: Linear2D(linear, row, column, depth)]
         for call in calls:
-            square = "the grid is not square: row group of 4 ranks, column group of 2; use q×q ranks"
+            square = "a grid of 4 x 2 is not square"
             check_refusals_here({square: partial(call, row, column)})
         shared = "share ranks [1, 5], but must cross in this rank only"
         check_refusals_here(
@@ -488,7 +488,7 @@ def test_bad_sizes_are_refused():
                 "block: the tensor [2, 2] is cut already": lambda: block(once, *flat),
                 "7 of weight [7, 8] is not a multiple of q=2": lambda: Linear2D(nn.Linear(8, 7), *flat),
                 "Norm2D: 7 of weight [7]": lambda: Norm2D(nn.RMSNorm(7), *flat),
-                "the input is 8 wide": lambda: Linear2D(linear, *flat)(zeros(2, 8)),
+                "x is 8 wide": lambda: Linear2D(linear, *flat)(zeros(2, 8)),
                 "Linear2D: weight [4, 8] is cut already": lambda: Linear2D(cut_linear, *flat),
                 "already, along dim 1 over row": lambda: optimus.cut_attention(twice.attention, *flat),
                 "3 along dim 0 of [3, 4] is not a multiple": lambda: block(zeros(6, 4), *groups),

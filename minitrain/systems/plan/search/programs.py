@@ -81,8 +81,7 @@ def in_row(program: Program, names: Sequence[str]) -> dict[str, Operator]:
 
 
 def times(program: Program) -> dict[str, float]:
-    """When each operator ends; a device does what is ready in the program's order. ValueError: no device, or
-    orders and needs in a circle."""
+    """When each operator ends; a device does what is ready in the program's order. ValueError: a circle."""
     if lost := [name for name, operator in program.items() if operator.device is None]:
         raise ValueError(f"{lost[0]} has no device; assign it")
     ends, free, left = {}, {}, dict(program)
@@ -234,8 +233,7 @@ def _price(g: Graph, shapes, rates: Rates) -> tuple[float, int, int]:
 
 
 def optimize(g: Graph, shapes, rates: Rates, rules=(algebra, parallel), most=3000, slack=3.0) -> SearchResult:
-    """The cheapest graph that rewrites lead to: cheapest first, through those that cost up to `slack` times
-    the best, `most` of them."""
+    """The cheapest graph that rewrites lead to, through `most` that cost up to `slack` times the best."""
     best = (seconds(g, shapes, rates), 0, g)  # the number in which it was seen breaks ties
     seen, waiting = {g}, [best]
     while waiting and len(seen) < most:

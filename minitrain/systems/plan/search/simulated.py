@@ -130,8 +130,7 @@ def walk(problem: Problem, steps: int, beta: float | None, seed: int, priced: di
 
 
 def flexflow(problem: Problem, steps: int = 2000, beta: float | None = None, seed: int = 0) -> SearchResult:
-    """The fastest choice that the walk looked at. By default beta accepts one in e that is slower by a fifth
-    of the start."""
+    """The fastest that the walk looked at. By default beta accepts one in e a fifth of the start slower."""
     priced: dict[tuple[Option, ...], float] = {}
     for _ in walk(problem, steps, beta, seed, priced):
         pass

@@ -165,8 +165,7 @@ def every_plan(
 
 
 def by_stages(problem: Problem, stage: Callable, join: Callable) -> Iterator[tuple[float, Plan]]:
-    """(F, its plan) for 1, 2, .. stages. `stage(run, behind)` is (seconds, options), `join` adds the seconds
-    of a stage to those of the rest."""
+    """(F, its plan) for 1, 2, .. stages. `stage(run, behind)`: (seconds, options); `join`: with the rest."""
     layers, sizes = len(problem.layers), sizes_of(problem)
 
     @cache
@@ -417,8 +416,7 @@ def primitives(problem: Problem, plan: Plan, at: int) -> Iterator[Plan]:
 
 
 def resized(problem: Problem, stage: Stage, layers: range, devices: int) -> Stage:
-    """Its layers keep their innermost shardings as far as there are levels; outside them the first one; a new
-    layer is as its neighbour."""
+    """Layers keep their innermost shardings, outside is the first one; a new layer is as its neighbour."""
     old, levels, options = stage.layers, len(problem.mesh(devices)), []
     for i in layers:
         shardings, again = stage.options[min(max(i, old.start), old.stop - 1) - old.start]
