@@ -57,7 +57,7 @@ REFUSED = {
     "q torch.float32, k torch.bfloat16": call(ulysses_attention, core=0, dtype=torch.bfloat16),
     "balanced_attention: 2 queries for 8 keys: it takes whole sequences": call(balanced_attention, queries=2),
     "wallfacer: values are 7 wide, keys 4": call(wallfacer_attention, width=7),
-    "teams of C=4 on P=4 ranks: 0.25 blocks": call(wallfacer_attention, axes=dict(ring=1, team=4)),
+    "C=4 on P=4 ranks; use a C": call(wallfacer_attention, axes=dict(ring=1, team=4)),
     "backward_sends='values'; choose from queries, keys": call(burst_attention, backward_sends="values"),
     "each takes whole ones; take 1 or 2 ranks, and": call(ulysses_attention, heads=2, kv_heads=2, core=0),
     "take 1 or 2 or 3 ranks, and a ring over the others": call(

@@ -84,7 +84,7 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
 @pytest.mark.parametrize(
     "steps, message",
     [
-        ([[(0, 1, True)]], "in the end rank 0 lacks ranks \\[1\\] in chunk 0"),
+        ([[(0, 1, True)]], "at last rank 0 lacks \\[1\\] in chunk 0"),
         ([[(0, 1, True)], [(0, 1, True)]], "step 1: rank 0 sends chunk 0 to rank 1 to be added twice"),
         ([[(0, 1, False), (0, 1, True)]], "another transfer of this step writes"),
         ([[(0, 1, True), (0, 1, False)]], "another transfer of this step writes"),

@@ -143,12 +143,10 @@ def test_a_limit_that_is_too_small_says_what_would_do():
         evictor.constant(2)
     assert str(error.value) == (
         "a constant of 2 bytes asks for 2 bytes beside 3 that cannot go (pinned, or read by it or what "
-        "waits for it); limit_bytes is 4, raise it to 5 or more"
+        "waits for it); raise limit_bytes, 4, to 5 or more"
     )
     (a,) = evictor.run("a", [kept], [1], 1)
-    with pytest.raises(
-        ValueError, match="^b asks for 1 bytes beside 4 that cannot go .* raise it to 5 or more$"
-    ):
+    with pytest.raises(ValueError, match="^b asks for 1 bytes beside 4 that cannot go .* to 5 or more$"):
         evictor.run("b", [a], [1], 1)
     assert a.resident and not evictor.waiting, "after an error nothing is locked"
 

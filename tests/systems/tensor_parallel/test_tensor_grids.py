@@ -483,7 +483,7 @@ def test_bad_sizes_are_refused():
         optimus.cut_block(twice, *flat)
         check_refusals_here(
             {
-                "blocks [4, 3] and [2, 5] do not fit": lambda: summa(zeros(4, 3), zeros(2, 5), *flat),
+                "[4, 3] and [2, 5] sum over 3 and 2": lambda: summa(zeros(4, 3), zeros(2, 5), *flat),
                 "not a multiple of the 2 ranks of row": lambda: block(zeros(3, 4), *flat),
                 "block: the tensor [2, 2] is cut already": lambda: block(once, *flat),
                 "7 of weight [7, 8] is not a multiple of q=2": lambda: Linear2D(nn.Linear(8, 7), *flat),
