@@ -13,13 +13,12 @@ tiles or None; `run_schedule` sends data during the round before, results during
     tile of the query's rank    forward K, V: 2·B·H_kv·T/n·K        backward K, V, dK, dV back: 4·B·H_kv·T/n·K
     tile of a helper            Q, O: 2·B·H·T/n·K, lse: B·H·T/n     Q, dO, dQ: 3·B·H·T/n·K, lse, D: 2·B·H·T/n
 A block goes straight to where it is used: (n²-n)/2 hops in all. Memory: a ring's, and a result on its way in
-and out. Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3. Differs: the schedule
-is data; D = rowsum(dO · O) is sent in place of O; any number of K/V heads; checkpoints of any core.
+and out. Its checkpoint keeps x, O and lse of a layer: memory.recompute(layer, x, results=.., keep={"core"}).
+Li et al. 2023 (DistFlashAttn; first LightSeq), arXiv:2310.03294, section 3. Differs: the schedule is data;
+D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
@@ -203,47 +202,3 @@ def tile_of(work: Work, group: ProcessGroup, q: Tensor) -> Tile:
     """All queries of one rank and all keys of the other."""
     queries, keys = (contiguous(rank, group.size(), q.size(-2) * group.size()) for rank in work)
     return tiles(queries, keys, causal=True)[0]
-
-
-# ---- its checkpoints ---------------------------------------------------------------------------------------
-#
-# A checkpoint around the whole layer computes scores three times, and backward makes them from Q, K, lse
-# anyway. So only a layer's x and O[B, H, T/n, K], lse[B, H, T/n] are kept, all else is computed anew:
-#     core = Sparing(partial(ring_forward, ...), partial(ring_backward, ...))  or any other with an lse
-#     y = checkpoint(layer, x, positions, use_reentrant=False, context_fn=core.contexts)    torch.utils'
-
-
-class Sparing:
-    """A core: `forward(q, k, v) -> out, lse`, `backward(dout, q, k, v, out, lse) -> dq, dk, dv`."""
-
-    def __init__(self, forward: Callable, backward: Callable):
-        self.forward, self.backward, self.attend = forward, backward, forward
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        check_core("Sparing", q, k, v)
-        return recomputed(self.attend, self.backward, q, k, v)
-
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For `context_fn` of torch.utils.checkpoint: around the layer's first pass, where O and lse are
-        computed and kept, and around its second, where they are given back."""
-        store: deque = deque()
-
-        def first(*qkv: Tensor) -> Tensors:
-            results = self.forward(*qkv)
-            store.append(tuple(x.detach() for x in results))
-            return results
-
-        def again(q: Tensor, *_) -> Tensors:
-            if not store or store[0][0].shape[:-1] != q.shape[:-1]:
-                raise ValueError(f"Sparing: q {list(q.shape)} is new; a layer must do the same twice")
-            return store.popleft()
-
-        return self._using(first), self._using(again)
-
-    @contextmanager
-    def _using(self, attend: Callable) -> Iterator[None]:
-        before, self.attend = self.attend, attend
-        try:
-            yield
-        finally:
-            self.attend = before

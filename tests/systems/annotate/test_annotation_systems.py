@@ -65,9 +65,7 @@ def test_mesh_tensorflow():
     assert on_ranks(placed, without="all_reduce")[0] > 1e-3
     with pytest.raises(ValueError) as refused:
         laid_out(MLP, {"row": 2, "col": 2}, {"b": "row", "f": "row"})
-    assert str(refused.value) == (
-        "illegal layout: h has b and f on row; move one"
-    )
+    assert str(refused.value) == ("illegal layout: h has b and f on row; move one")
 
 
 @pytest.mark.parametrize(

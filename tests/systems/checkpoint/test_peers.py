@@ -315,9 +315,7 @@ def test_refusals(machines):
 
     check_refusals(
         {
-            "keepers of rank 1: []; name others": copies(
-                {0: {1}, 1: {1}}
-            ),
+            "keepers of rank 1: []; name others": copies({0: {1}, 1: {1}}),
             "keepers of rank 0: [7]": copies({0: {7}, 1: {0}}),
             "chunk_bytes=0": copies({0: {1}, 1: {0}}, chunk_bytes=0),
         },

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minitrain import collectives, launch
 from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.context.layout import contiguous, positions, striped, zigzag
-from minitrain.context.ring import Rings, burst_attention, ring_attention, ring_backward, ring_forward
+from minitrain.context.ring import Rings, burst_attention, ring_attention, ring_forward
+from minitrain.memory.recompute import Results, recompute
 from minitrain.model.gpt import Block
 from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue
@@ -20,7 +20,6 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import balanced as balanced_module
 from minitrain.systems.context.balanced import (
-    Sparing,
     Work,
     balanced,
     balanced_attention,
@@ -188,16 +187,14 @@ def attention_time(core, n, tokens=1024):
 
 def layer_step(way, group, x, where):
     """A layer forward and backward, its core a ring: as it is, computed again, or but for attention."""
-    core, how = partial(ring_attention, group=group, layout=zigzag), {}
-    if way == "spared":
-        settings = dict(rings=Rings((group,), zigzag, True), kernel=FUSED)
-        core = Sparing(partial(ring_forward, **settings), partial(ring_backward, **settings))
-        how = dict(context_fn=core.contexts)
+    core, results = partial(ring_attention, group=group, layout=zigzag), Results()
     block = Block(small(d_model=64, max_positions=4096), "layers.1", attention=core, dtype=x.dtype)
     for param in block.parameters():
         torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(1))
-    with Ledger() as ledger, set_checkpoint_early_stop(False):
-        layer = block if way == "plain" else partial(checkpoint, block, use_reentrant=False, **how)
+    block.attention.hooks.result, keep = results, {"core"} if way == "spared" else ()
+    again = partial(recompute, block, results=results, keep=keep, early_stop=False)
+    with Ledger() as ledger:
+        layer = block if way == "plain" else again
         y = layer(x, where)
         kept = ledger.live_bytes
         y.square().sum().backward()
@@ -235,18 +232,6 @@ def test_dist_flash_attn():
         return furthest(found[1], found[0]), furthest(found[2], found[0])
 
     assert max(map(max, launch.run(rank, ranks=2))) < TOLERANCE
-
-
-def test_sparing_refuses_what_was_not_there_the_first_time():
-    q, forward, backward = torch.randn(1, 2, 4, 4), *(partial(pass_, causal=True) for pass_ in PLAIN)
-    core = Sparing(forward, backward)
-    first, second = core.contexts()
-    with first:
-        out = core(q, q, q)
-    with second:
-        assert core(q, q, q).data_ptr() == out.data_ptr()
-        with pytest.raises(ValueError, match="a layer must do the same twice"):
-            core(q, q, q)
 
 
 # ---- BurstAttention --------------------------------------------------------------------------------------
@@ -336,20 +321,3 @@ def test_bfloat16_stays_near():
     alone = furthest(whole(dtype=torch.bfloat16), whole())
     for found in launch.run(rank, ranks=4):
         assert all(1e-4 < apart < 2 * alone for apart in found), (found, alone)
-
-
-def test_a_checkpoint_inside_a_checkpoint_ends_itself_alone():
-    computed = []
-
-    def forward(q, k, v):
-        computed.append(q)
-        return q, q[..., 0]
-
-    core, q = Sparing(forward, None), torch.ones(1, 1, 2, 3)
-    outer, inner = core.contexts(), core.contexts()
-    for way in (0, 1):
-        with outer[way]:
-            with inner[way]:
-                core.attend(q, q, q)
-            core.attend(q, q, q)
-    assert len(computed) == 2, "in the second pass both come back"

@@ -186,10 +186,7 @@ def test_never_more_on_the_device_than_its_room_and_each_load_is_one_copy_each_w
 def test_wrong_use_is_refused():
     model = make_model()
     for make, message in (
-        (
-            lambda: chunked(model, 2),
-            "a layer needs . chunks, device_bytes=4096 are 2",
-        ),
+        (lambda: chunked(model, 2), "a layer needs . chunks, device_bytes=4096 are 2"),
         (lambda: chunked(model, 9, 500), "has .* elements, a chunk 500: use larger chunks"),
         (
             lambda: chunked(GPT(small(tied=False)), 9),

@@ -373,8 +373,7 @@ def test_free_bytes_that_are_not_side_by_side():
         evictor.release(hole)
     assert [end - start for start, end in evictor.holes()] == [15, 15, 15, 1]
     with pytest.raises(
-        ValueError,
-        match="large asks for 30 bytes; 46 are free, at most 15 side by side; raise",
+        ValueError, match="large asks for 30 bytes; 46 are free, at most 15 side by side; raise"
     ):
         evictor.run("large", [], [30], 1)
 
