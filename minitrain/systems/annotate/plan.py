@@ -15,7 +15,6 @@ split there, operands that have not are whole, a result that has not is a sum; t
 The program of a `Placed` graph follows: operands are boxed to what the chosen signature asks for, results to
 where they are kept. What was boxed once is there for the next: a weight gathered in forward is not gathered
 again in backward, and stays until the end. Yuan et al. 2021, OneFlow, arXiv:2110.15032, section 3.
-`sharding.Placement` tells of parameters, cut for good; this is about any tensor between two operators.
 """
 
 from __future__ import annotations

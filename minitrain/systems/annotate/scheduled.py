@@ -8,9 +8,8 @@
     block.checkpoint(recompute)                              recompute(forward, *inputs)
     block.cut()                                              a stage ends here: stages(model, schedule)
 
-Each word changes one module of one model, by a hook, a parameter or an attribute of that object. What is said
-is sent: an all-reduce in forward or backward for each `sync`; what is computed again sends its forward's
-again, but for the last product's, which the second pass does not reach. Chen et al. 2024, Slapo,
+What is said is sent: an all-reduce in forward or backward for each `sync`; what is computed again sends its
+forward's again, but for the last product's, which the second pass does not reach. Chen et al. 2024, Slapo,
 arXiv:2302.08005, section 3. Differs: nothing is traced, so fuse() is for modules that hand their matrices to
 `project`, and a stage ends behind a layer of a list.
 """

@@ -9,10 +9,9 @@ Each rank commits alone, in a store of its own: the machine with the only manife
 lost. A rank may fall where others have committed already, so two steps are kept, and the older one goes when
 all ranks have begun the next save. After a failure ranks tell each other what they find, verified; the newest
 step of which every share is somewhere is whole, and shares travel to who wants them. Two levels: memory
-often, disk rarely; `newest_whole` of both stores is where to go on.
-On one computer a machine is a folder that its ranks own. Memory: 2 steps of a share and of what is kept.
-Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once; between
-hosts: `group` is on gloo. Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
+often, disk rarely; `newest_whole` of both stores is where to go on. Memory: 2 steps of a share and of what is
+kept. Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once;
+between hosts: `group` is on gloo. Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
 arXiv:2310.12670, section 4 (RAIM5). Differs: what is sent is the file of the share, hashed, of one format
 with those on disk; parity is made when the share is, so a share that was rebuilt is verified, too.
 """

@@ -6,8 +6,7 @@
 
 A crash at any point of a move leaves the checkpoint complete in hot or cold; the next move goes on from
 there. Moves run on a thread; an error of one is told at the next `begin` or `settle`: what could not move
-stays in hot, and is tried again after the next commit. Memory: 4 MiB. Cai et al. 2024 (InternEvo),
-arXiv:2403.17297.
+stays in hot, and is tried again after the next commit. Cai et al. 2024 (InternEvo), arXiv:2403.17297.
 """
 
 import sys

@@ -12,10 +12,9 @@ Where only ranks add, all of them together send at least 2(n-1) S: ring and dire
 On equal links halving beats the ring at every size. On others distance counts: half of the tensor makes the
 first hop. With `near_first` that is to the neighbour and only S/n goes farthest; with far first rank r ends
 with chunk r, as a reduce-scatter promises. If n exceeds a power of two by e, e ranks first send all to a
-neighbour and get the result in the end, in two more steps.
-Patarasuk and Yuan 2009 (the ring, and the lower bound); Gibiansky 2017, Baidu (the ring in training); Thakur,
-Rabenseifner and Gropp 2005, sections 4 and 4.5 (binomial tree; halving, near first). Differs: Rabenseifner's
-detour has the two neighbours swap halves, so that both add one half each; here one adds everything.
+neighbour and get the result in the end, in two more steps. Patarasuk and Yuan 2009 (the ring, and the lower
+bound); Gibiansky 2017, Baidu (the ring in training); Thakur, Rabenseifner and Gropp 2005, sections 4 and 4.5
+(binomial tree; halving, near first). Differs: of two neighbours one adds everything, not a half each.
 """
 
 from collections.abc import Sequence

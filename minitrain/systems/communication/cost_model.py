@@ -3,11 +3,10 @@
     time of a step = max over its messages of alpha  +  max over links of (bytes crossing it) / bandwidth
 
 A message crosses the sender's port, the receiver's port, and when their racks differ the uplink of the one
-and the downlink of the other. All ranks advance step by step. On equal links this gives the textbook figures;
-on shared links what these hide: a ring whose order jumps from rack to rack, a halving that sends S/2 through
-an uplink. Not modelled: what a message costs apart from its latency (direct exchange looks better than it
-is), the time of additions, ranks out of step. Hockney 1994 (alpha-beta); NCCL's src/graph/tuning.cc; Thakur,
-Rabenseifner and Gropp 2005, section 4. Differs: NCCL's trees attain 0.92 of the bandwidth, here all of it.
+and the downlink of the other. Not modelled: what a message costs apart from its latency (direct exchange
+looks better than it is), the time of additions, ranks out of step. Hockney 1994 (alpha-beta); NCCL's
+src/graph/tuning.cc; Thakur, Rabenseifner and Gropp 2005, section 4. Differs: NCCL's trees attain 0.92 of the
+bandwidth, here all of it.
 """
 
 from collections import Counter, defaultdict

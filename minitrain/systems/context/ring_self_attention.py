@@ -11,9 +11,8 @@ Backward keeps P and takes four passes: V and K once more, and the sums of dV an
     forward    2 passes of n-1 steps, B·H_kv·T/n·K elements each                   backward    4 of them
 
 Each rank holds all its scores: P is B·H·T²/n elements, kept for backward, with dP as many again there;
-ring.py sends the same without them. A causal mask hides scores and saves no work. Li et al. 2021 (Sequence
-Parallelism), arXiv:2105.13120, section 3.2. Differs: any layout, causal too, fewer K/V heads; sums of dK, dV
-go round, half of an all-reduce.
+ring.py sends the same without them. Li et al. 2021 (Sequence Parallelism), arXiv:2105.13120, section 3.2.
+Differs: any layout, causal too, fewer K/V heads; sums of dK, dV go round, half of an all-reduce.
 """
 
 import math

@@ -3,11 +3,10 @@
     W_0[F, D], b_0[F], ..  --broadcast--> everyone       one rank's parameters and buffers, once
     ready_rank in {0,1}^P  --all_reduce-->  count        tensor p may travel when count[p] = n
 
-Data parallelism adds gradients, not weights: replicas that start apart stay apart. A module that draws from a
-random stream of each rank is broadcast once, before an optimizer makes its state and before anything is cut:
-S bytes, each once however often it is tied, in one flat buffer per dtype, (n-1)·S in all, ceil(log2 n)·S from
-the source. Memory: while it runs, two copies of all that has one dtype.
-A network matches collectives by order. If backward finishes gradients in another order on another rank
+Data parallelism adds gradients, not weights: replicas that start apart stay apart. Parameters are broadcast
+once, before an optimizer makes its state: S bytes, each once however often it is tied, in one flat buffer per
+dtype, (n-1)·S in all, ceil(log2 n)·S from the source. Memory: while it runs, two copies of all that has one
+dtype. A network matches collectives by order. If backward finishes gradients in another order on another rank
 (branches), sending each when ready would add up different tensors. So a ready gradient only raises a bit;
 after every `cycle` gradients the ranks add up their bits, and what all have is fused and reduced, in one
 order for all. Both travel while backward goes on: the sum of the bits is read a cycle later, and that of a

@@ -5,13 +5,11 @@
 
 The first `servers` ranks serve, the others work. With staleness 0 it equals data parallelism. With staleness
 d a worker never waits for the answer to its last d pushes, so network and computation overlap, and w[t+1] =
-w[t] - lr · g(w[t-d]): repeatable, and another training run.
-Sends per step, with n workers, s servers and S bytes of weights: a worker S; a server n·S/s, and it receives
-as much (an all-reduce: every rank 2(n-1)/n · S each way). Memory: a server holds its slice of weights and
-optimizer state, the sum and one push; a worker weights, gradients, d answers and, while it pushes and pulls,
-the gradients, an answer and the new weights once more.
-Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3.
-Differs: slices of one vector, not hashed keys; staleness fixed, not bounded, so that a test can compare.
+w[t] - lr · g(w[t-d]): repeatable, and another training run. Sends per step, with n workers, s servers and S
+bytes of weights: a worker S; a server n·S/s, and it receives as much . Memory: a server holds its slice of
+weights and optimizer state, the sum and one push; a worker weights, gradients and d answers. Li et al. 2014,
+Scaling Distributed Machine Learning with the Parameter Server, OSDI, sections 3.1 and 3.3. Differs: slices of
+one vector, not hashed keys; staleness fixed, not bounded, so that a test can compare.
 """
 
 from collections import deque

@@ -6,10 +6,9 @@
     T i    x_{i+1} with a graph ("tape")      B i    the gradient of x_i; lets the graph and x_i go
 
 The actions up to the T of the last layer are the forward pass, the others backward: for each B it goes back
-to an x that is still held and runs forward from there. Every k layers, sqrt(n), revolve and Checkmate are
-lists that differ; `systems/memory/chain.py` runs any of them. `peak_bytes` is exact where `LayerBytes` are.
-Chen et al. 2016, arXiv:1604.06174, section 3 (segments); Griewank and Walther 2000, Algorithm 799 (actions).
-Differs: theirs has no T that outlives the next action.
+to an x that is still held and runs forward from there. `systems/memory/chain.py` runs any plan. `peak_bytes`
+is exact where `LayerBytes` are. Chen et al. 2016, arXiv:1604.06174, section 3 (segments); Griewank and
+Walther 2000, Algorithm 799 (actions). Differs: theirs has no T that outlives the next action.
 """
 
 from collections import Counter

@@ -6,15 +6,13 @@
     layer_pieces  a layer cut at its all-to-alls, for a forward and a backward in turns
 
 All are generators that give way when they have handed rows to the network; `interleave` is the schedule.
-Backward of parts needs none: of a transfer issued before a product and awaited behind it autograd issues the
-gradient before that product's and awaits it behind.
 Sends what dispatch.py sends, by_capacity in r times as many all-to-alls, by_peer as n-1 messages each way;
 reused has 5 crossings of D elements per row, not 4. Memory: of R rows reused holds two chunks while experts
-work, a third while one is sorted; the others keep all R for backward.
-Hwang et al. 2022 (Tutel), arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang
-et al. 2023 (MPipeMoE), IPDPS; DeepSeek-V3 2024, arXiv:2412.19437, section 3.2.1. Differs: FasterMoE pairs
-groups of ranks; MPipeMoE has two fixed buffers and may offload (systems/plan/expert_overlap.py); for a pair a
-thread or NCCL moves the rows, and layers are cut by hand (pipeline/halves.py runs whole stages so, uncut).
+work, a third while one is sorted; the others keep all R for backward. Hwang et al. 2022 (Tutel),
+arXiv:2206.03382, section 3; He et al. 2022 (FasterMoE), PPoPP, section 4.2; Zhang et al. 2023 (MPipeMoE),
+IPDPS; DeepSeek-V3 2024, arXiv:2412.19437, section 3.2.1. Differs: FasterMoE pairs groups of ranks; MPipeMoE
+has two fixed buffers and may offload (systems/plan/expert_overlap.py); for a pair a thread or NCCL moves the
+rows, and layers are cut by hand (pipeline/halves.py runs whole stages so, uncut).
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -10,7 +10,6 @@ STRONGHOLD     the smallest window of layers on the device that hides the transf
 Mobius         more stages than devices, weights from the host: stage s on device order[s mod N] computes
                while those of s + N are on their way; neighbours load through different root complexes
 
-Rates are bytes, or parameters, per second; results are exact.
 Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
 2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
 (Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;

@@ -1,11 +1,9 @@
 """Schedules found by search: the shortest there is, with its proof; a pattern that every microbatch repeats.
 
 `place[s]` is the rank of stage s, [0, 1, 1, 0] a V. `limit` is how many activations of a stage a rank may
-hold, one number for all ranks, or one for each. `split=True` has I and W for B.
-`shortest` tries every order; of partial ones that did the same those stay that no other beats on all ranks.
-They grow fast: p=3, m=4 is what it is for.
-In a pattern microbatch n does action a at start[a] + n·period. On each rank the actions, taken modulo the
-period, must not overlap.
+hold, one number for all ranks, or one for each. `split=True` has I and W for B. `shortest` tries every order;
+of partial ones that did the same those stay that no other beats on all ranks. In a pattern microbatch n does
+action a at start[a] + n·period. On each rank the actions, taken modulo the period, must not overlap.
 
 Qi et al. 2023, arXiv:2401.10241, section 2: zero bubble with one stage per rank needs 2p-1 microbatches. Lin
 et al. 2024 (Tessel), arXiv:2311.15269, sections 3 and 4. Differs: dominance in place of a solver; patterns of

@@ -4,8 +4,7 @@
       in chunks  partial sums of c numbers, then their sum        |error| <= ((1 + u)^(c + K/c - 2) - 1) Σ|x|
     u = 2^-(M+1) for M mantissa bits, rounding to nearest, without overflow
 
-A sum of ones stalls (swamping) at 2^(M+1), where 1 is half a step: 4,096 ones give 2,048 in FP16, 256 in
-BF16, 1,024 with 9 mantissa bits, and 4,096 with these in chunks of 64.
+A sum of ones stalls (swamping) at 2^(M+1): 4,096 ones give 2,048 in FP16.
 
 `tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds 32 exact products to the accumulator:
 it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it loses less

@@ -12,10 +12,9 @@ A block, the memory of one result and its views, can be dropped and made again w
     lru, size      least recently used; largest
 
 Neighbourhood: evicted blocks joined to it by operators, sums in a union-find. Staleness: cost run since its
-last use. BestFit, MegTaiChi and Coop need consecutive addresses for a result. Kirisame et al. 2021 (DTR),
-arXiv:2006.09616, sections 3 and 4; Hu et al. 2022 (MegTaiChi), ICS'22; Zhang et al. 2023 (Coop), NeurIPS'23,
-arXiv:2311.00591. Differs: cost is counted, not timed; MegTaiChi without its partition of tensors over GPUs;
-Coop without updates in place; no rounding, streams or pools.
+last use. Kirisame et al. 2021 (DTR), arXiv:2006.09616, sections 3 and 4; Hu et al. 2022 (MegTaiChi), ICS'22;
+Zhang et al. 2023 (Coop), NeurIPS'23, arXiv:2311.00591. Differs: cost is counted, not timed; MegTaiChi without
+its partition of tensors over GPUs; Coop without updates in place; no rounding, streams or pools.
 """
 
 from __future__ import annotations

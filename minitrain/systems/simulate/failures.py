@@ -9,9 +9,8 @@
 
 Failures are of machines, each renewed where it failed: times between failures of one are exponential (shape
 1) or Weibull (below 1: they come in clusters; above: machines wear out). N machines have 1/N of a machine's
-mean time between failures. Between two failures nothing is random: a failure costs a few operations. Differs
-from a real job: a failure is seen at once, and spare machines never run out. A write that a failure cuts
-short begins again with the run, if memory survived.
+mean time between failures. Differs from a real job: a failure is seen at once, and spare machines never run
+out. A write that a failure cuts short begins again with the run, if memory survived.
 """
 
 import heapq
