@@ -71,12 +71,8 @@ def binomial_reduce(n: int) -> Schedule:
     return Schedule(n, 1, tuple(map(step, _bits_below(n))))
 
 
-def binomial_broadcast(n: int) -> Schedule:
-    return mirror(binomial_reduce(n))
-
-
 def binomial_all_reduce(n: int) -> Schedule:
-    return then(binomial_reduce(n), binomial_broadcast(n))
+    return then(binomial_reduce(n), mirror(binomial_reduce(n)))
 
 
 def halving_reduce_scatter(n: int, near_first: bool = False) -> Schedule:
@@ -226,12 +222,8 @@ def double_tree_all_reduce(n: int, pieces: int = 1) -> Schedule:
 #     within_and_across: torus2d, accl, blueconnect  2(N-1)/N S     all g cards, a g-th each
 #
 # A leader collects whole tensors inside its node and moves S between the nodes; the others wait. In the
-# second family every rank of a node is left a shard, which its holders all-reduce; the argument says how:
-#
-#     torus2d(X, Y)         within_and_across(X, ring(Y))                        2(X-1) + 2(Y-1) steps
-#     accl(n, g)            within_and_across(g, halving_doubling(n/g))          2(g-1) + 2 log2(n/g) steps
-#     blueconnect((p,q,r))  within_and_across(p, within_and_across(q, ring(r)))  2(p-1 + q-1 + r-1) steps
-#
+# second family every rank of a node is left a shard, which its holders all-reduce; the argument says how.
+# Steps: torus2d(X, Y) 2(X-1 + Y-1); accl(n, g) 2(g-1 + log2(n/g)); blueconnect((p,q,r)) 2(p-1 + q-1 + r-1).
 # BlueConnect's levels cost no byte: a rank sends 2(n-1)/n S. Jia et al. 2018, arXiv:1807.11205 (two-level);
 # Mikami et al. 2018, arXiv:1811.05233 (2D-torus); Dong et al. 2021 (ACCL); Cho et al. 2019 (BlueConnect).
 # Differs: two_level reduces over a binomial tree, not in pieces; accl's algorithm is `halving`'s.

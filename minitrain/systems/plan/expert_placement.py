@@ -361,14 +361,10 @@ def step_s(grid: Grid, holders: Holders, loads: Sequence[int], layer: MoELayer, 
     return 3 * rows * costs.compute / tp + 4 * moved * costs.move + 2 * carried * costs.carry / tp
 
 
-def pool_s(grid: Grid, pool: Sequence[Holders], samples, layer: MoELayer, costs: Costs) -> float:
-    """Seconds for a step with each sample, every time with the pool's best plan."""
-    return sum(min(step_s(grid, plan, loads, layer, costs) for plan in pool) for loads in samples)
-
-
 def best_grid(pools: Mapping[Grid, Sequence[Holders]], samples, layer: MoELayer, costs: Costs) -> Grid:
-    """Of equal ones the first."""
-    return min(pools, key=lambda grid: pool_s(grid, pools[grid], samples, layer, costs))
+    """Of least time for a step with each sample, every time with the pool's best plan."""
+    best_s = lambda grid, loads: min(step_s(grid, plan, loads, layer, costs) for plan in pools[grid])
+    return min(pools, key=lambda grid: sum(best_s(grid, loads) for loads in samples))
 
 
 def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: MoELayer, bytes_per_element: int) -> int:

@@ -87,7 +87,7 @@ def test_a_layout_that_means_nothing_is_refused():
         (Op("h", "product", "ab,bc->ac", ("x", "w")), Op("y", "product", "ab,bc->ac", ("h", "w"))),
     )
     outer = Graph({"x": (4,), "w": (4,)}, (Op("y", "product", "a,b->", ("x", "w")),))
-    with pytest.raises(ValueError, match="h has the dims 'ac', and in y 'ab'"):
+    with pytest.raises(ValueError, match="h has the dims 'ac', in y 'ab'"):
         laid_out(square, {"x": 2}, {})
     with pytest.raises(ValueError, match="y sums over a and b on row"):
         laid_out(outer, {"row": 2}, {"a": "row", "b": "row"})
@@ -269,7 +269,5 @@ def test_the_order_of_tactics_decides():
     usual, reverse = ([*apply(MLP, {"batch": 2}, order)][-1] for order in (SCHEDULE[::2], SCHEDULE[2:]))
     assert usual.collectives() == {("all_gather", "batch"): 2} and usual.chosen["h"][0].letter == "b"
     assert reverse.collectives() == {("all_reduce", "batch"): 1} and reverse.chosen["h"][0].letter == "d"
-    with pytest.raises(
-        ValueError, match=r"tactic BP: x is S\(1\) over batch by an earlier one; name another"
-    ):
+    with pytest.raises(ValueError, match="tactic BP: x is placed on batch; name another"):
         [*apply(MLP, {"batch": 2}, [SCHEDULE[2], SCHEDULE[0]])]

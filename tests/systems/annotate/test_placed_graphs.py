@@ -350,7 +350,7 @@ def test_what_was_boxed_once_is_there_for_the_next_operator():
 @pytest.mark.parametrize(
     "words, placed",
     {
-        "4 along dim 1 of [8, 4] is not a multiple of the 3 ranks of x": {"x": {"x": S(1)}},
+        "4 along dim 1 of [8, 4] is no multiple of x=3": {"x": {"x": S(1)}},
         "has no dim 2 to cut over x": {"w1": {"x": S(2)}},
         "w1 is an input, and no sum over x": {"w1": {"x": P}},
     }.items(),

@@ -11,7 +11,7 @@ from minitrain import launch
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.communication import algorithms
-from minitrain.systems.communication.chunk_schedule import Schedule, sent_elements
+from minitrain.systems.communication.chunk_schedule import Schedule, mirror, sent_elements
 from minitrain.systems.communication.interpreter import bruck, pairwise, run_schedule
 
 NUMELS = [840, 1001, 3, 0]  # divisible by 1..8, not divisible, less than one element a chunk, nothing
@@ -84,7 +84,7 @@ def every_primitive(n: int) -> dict:
     compare(
         "reduce", lambda: run_schedule(algorithms.binomial_reduce(n), x, group), total if rank == 0 else None
     )
-    compare("broadcast", lambda: run_schedule(algorithms.binomial_broadcast(n), x, group), everyone[0])
+    compare("broadcast", lambda: run_schedule(mirror(algorithms.binomial_reduce(n)), x, group), everyone[0])
     pieces = torch.cat([each[own] for each in everyone])
     compare("all_to_all pairwise", lambda: pairwise(x, group), pieces)
     compare("all_to_all bruck", lambda: bruck(x, group), pieces)

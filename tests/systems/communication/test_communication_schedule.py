@@ -50,7 +50,7 @@ def test_the_other_collectives():
         check(algorithms.direct_reduce_scatter(n), "reduce_scatter")
         check(mirror(algorithms.direct_reduce_scatter(n)), "all_gather")
         check(algorithms.binomial_reduce(n), "reduce")
-        check(algorithms.binomial_broadcast(n), "broadcast")
+        check(mirror(algorithms.binomial_reduce(n)), "broadcast")
     for n in (1, 2, 4, 8, 16, 32, 64):
         check(algorithms.halving_reduce_scatter(n), "reduce_scatter")
         check(mirror(algorithms.halving_reduce_scatter(n)), "all_gather")
@@ -113,7 +113,7 @@ def test_steps_and_bytes_of_the_flat_algorithms():
         for build, steps in ((algorithms.ring_all_reduce, 2 * (n - 1)), (algorithms.direct_all_reduce, 2)):
             assert len(build(n).steps) == steps and set(sent_shares(build(n))) == {optimal}, (build, n)
         assert len(algorithms.binomial_all_reduce(n).steps) == 2 * height
-        assert sent_shares(algorithms.binomial_broadcast(n))[0] == height
+        assert sent_shares(mirror(algorithms.binomial_reduce(n)))[0] == height
     for n in (2, 3, 7, 16, 33):
         for build in ALL_REDUCES.values():
             assert sum(sent_shares(build(n))) >= 2 * (n - 1), "below the least that any all-reduce can send"

@@ -190,7 +190,7 @@ def test_wrong_use_is_refused():
         (lambda: chunked(model, 9, 500), "has .* elements, a chunk 500: use larger chunks"),
         (
             lambda: chunked(GPT(small(tied=False)), 9),
-            "parameters are torch.float32: chunks are for one 16-bit",
+            "parameters are .torch.float32.: chunks are for one 16-bit",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -30,8 +30,8 @@ def test_states_are_20_bytes_a_parameter_and_activations_2_a_number():
     assert shape.parameters == 7200 and shape.model_state_bytes() == 144_000
     assert shape.checkpoint_bytes(3, 5) == 2 * 3 * 5 * 10 * 6
     assert shape.checkpoint_bytes(3, 5, every=3) == 2 * 3 * 5 * 10 * 2
-    assert shape.activation_bytes(3, 5, every=2) == 3 * 5 * 2 * (160 + 20)
     assert shape.working_bytes() == 2 * 2 * 10 * 40
+    assert shape.activation_bytes(3, 5, every=2) == 3 * 5 * 2 * (160 + 20)
 
 
 def test_the_bandwidths_of_section_4():
