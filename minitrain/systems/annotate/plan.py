@@ -200,8 +200,8 @@ def collective(source: Place, target: Place) -> str | None:
 
 
 def sent(source: Place, target: Place, elements: int | Fraction, ranks: int) -> Fraction:
-    """Elements sent by all ranks together, of so many whole: table 2 of the paper. From B there is a slice, to
-    P there are zeros: nothing is sent."""
+    """Elements sent by all ranks together, of so many whole: table 2 of the paper. From B there is a slice,
+    to P there are zeros: nothing is sent."""
     others = ranks - 1
     factor = {None: 0, "all_to_all": Fraction(others, ranks), "all_gather": others, "reduce_scatter": others}
     return (factor | {"all_reduce": 2 * others})[collective(source, target)] * Fraction(elements)
