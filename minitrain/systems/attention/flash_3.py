@@ -109,12 +109,8 @@ def random_signs(width: int, seed: int = 0) -> Tensor:
 # whatever the scale: an outlier spoils its product, the largest of all, more than its neighbours. Turned,
 # that is a sum of many products whose errors cancel. So block scales alone help little, turning does, and
 # more in long texts. Root mean square errors of 256 queries, means of 16 seeds, K = 128, N(0, 1) and one
-# entry in a thousand more by N(0, 100):
-#
-#     T                     1,024     4,096     8,192     16,384    paper (sizes not given)
-#     one scale a tensor    1.2e-2    1.9e-2    2.1e-2    3.2e-2    2.4e-2
-#     of 128 rows           1.1e-2    1.7e-2    2.0e-2    2.5e-2    2.4e-2
-#     turned, and both      7.7e-3    8.6e-3    9.1e-3    9.4e-3    9.3e-3, 9.1e-3
+# entry in a thousand more by N(0, 100), T = 1,024 to 16,384: with one scale a tensor 1.2e-2 to 3.2e-2 (paper,
+# sizes not given: 2.4e-2), turned and of 128 rows 7.7e-3 to 9.4e-3 (9.1e-3).
 
 
 @torch.no_grad()

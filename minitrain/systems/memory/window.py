@@ -32,16 +32,13 @@ from minitrain.ranks.checks import MOST, require_ints, require_one_of
 class Prefetch:
     """What is used in a known order waits where there is room, and is fetched before it is needed.
 
-        engine = Prefetch(order, sizes, room_bytes, fetch, evict, ahead=1, policy="belady")
-        for chunk in order:
-            value = engine.use(chunk)       valid until the next `use`; those behind it are on their way
-
-    `order` names the chunk of every use of one pass, and passes repeat (`circular`). `fetch` begins to bring
-    one and returns something with `wait()`; `evict(chunk, that)` takes it back. A use that finds its chunk
-    neither here nor on its way is late. After it the chunks of the next `ahead` uses are fetched as long as
-    there is room, or a chunk that is used later than they are to make room: by "belady" the one used again
-    latest (the fewest fetches there can be, for chunks of one size), by "lru" the one not used for longest.
-    With one chunk ahead the room must hold two. Belady 1966, IBM Systems Journal 5(2), section on MIN."""
+    `value = engine.use(chunk)` is valid until the next `use`. `order` names the chunk of every use of one
+    pass, and passes repeat (`circular`). `fetch` begins to bring one and returns something with `wait()`;
+    `evict(chunk, that)` takes it back. A use that finds its chunk neither here nor on its way is late. After
+    it the chunks of the next `ahead` uses are fetched as long as there is room, or a chunk that is used later
+    than they are to make room: by "belady" the one used again latest (the fewest fetches there can be, for
+    chunks of one size), by "lru" the one not used for longest. With one chunk ahead the room must hold two.
+    Belady 1966, IBM Systems Journal 5(2), section on MIN."""
 
     def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, policy="belady", circular=True):
         require_one_of(("belady", "lru"), policy=policy)

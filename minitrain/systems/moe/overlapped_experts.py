@@ -248,15 +248,11 @@ class Piece(NamedTuple):
 def layer_pieces(before, route, work: Work, params, group: ProcessGroup, *, dense=None) -> list[Piece]:
     """The pieces of h = before(x), y = h + experts(h): attention, experts, sum. `route(h)` gives a Routing.
 
-        backward of b   combine | experts, then their weights | attention, then its weights |
-        forward of a            | attention                   | experts                     | sum
-                           issue ^ issue                 issue ^ issue
+        dx, (y, saved) = interleave([backward_turns(saved_b, dy), forward_turns(pieces, x)], enter=2)
 
-        turns = [backward_turns(saved_b, dy), forward_turns(pieces, x)]
-        dx, (y, saved) = interleave(turns, enter=2)
-
-    is the pair (F B) of DualPipe, for any number of layers. With `dense`, the parameters of before and route,
-    gradients of weights come when that of the input has left: more hides, in 5 products of experts, not 4."""
+    is the pair (F B) of DualPipe (drawn in pipeline/halves.py), for any number of layers. With `dense`, the
+    parameters of before and route, gradients of weights come when that of the input has left: more hides, in
+    5 products of experts, not 4."""
 
     def to_experts(x: Tensor):
         h = before(x)

@@ -93,8 +93,7 @@ def cannon(a: Tensor, b: Tensor, row_group: ProcessGroup, column_group: ProcessG
     skew      A(i, j) goes i places left, B(i, j) goes j up:  rank (i, j) has A(i, i+j), B(i+j, j)  (mod q)
     step s    C(i, j) += A(i, i+j+s) · B(i+j+s, j)            then all of A one place left, all of B one up
 
-    Sends what `summa` does, behind the product before, and for the skew mk/q² if i > 0 and kn/q² if j > 0.
-    Memory: two blocks of A and two of B, one in work and one on its way."""
+    Sends what `summa` does, and for the skew mk/q² if i > 0, kn/q² if j > 0. Memory: two blocks of each."""
     side = grid_side(row_group, column_group)
     check_fit("cannon", a, b, a.size(-1), b.size(0))
     i, j = column_group.rank(), row_group.rank()
