@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.random_state import drawing_from, random_state
 from minitrain.systems.memory.chain_plan import Action, check, walk
 
@@ -37,27 +38,10 @@ def chain(layers: Sequence[nn.Module], plan: Sequence[Action], replay: Iterable[
         wanted = [x.requires_grad or any(trained[:i]) for i in range(len(layers))]
         # an operator whose inputs are all without gradient would be left out: tokens have none
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-        return _Chain.apply(x, anchor, _Interpreter(layers, others, plan, wanted, replay))
+        interpreter = _Interpreter(layers, others, plan, wanted, replay)
+        return custom_vjp(interpreter.forward, interpreter.backward, x, anchor)
 
     return run
-
-
-class _Chain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, interpreter) -> Tensor:
-        ctx.interpreter = interpreter
-        interpreter.x[0] = x.detach()
-        return interpreter.play()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        interpreter, ctx.interpreter = ctx.interpreter, None
-        if interpreter is None:
-            raise RuntimeError("chain: backward a second time; a plan lets everything go in the first")
-        interpreter.gradient = dy
-        interpreter.play()
-        return interpreter.gradient, None, None
 
 
 class _Interpreter:
@@ -68,6 +52,18 @@ class _Interpreter:
         self.tapes: dict[int, tuple[Tensor, GradientEdge | None]] = {}  # layer -> its input, its graph's end
         self.first: dict[int, list[Callable]] = {}  # layer -> contexts in which it runs as it did at first
         self.gradient: Tensor | None = None  # of the x at which backward has arrived
+
+    def forward(self, x: Tensor, anchor: Tensor) -> tuple[Tensor, tuple]:
+        self.x[0] = x.detach()
+        return self.play(), ()
+
+    def backward(self, dys: Sequence[Tensor], *_) -> tuple[Tensor | None, None]:
+        if self.steps is None:
+            raise RuntimeError("chain: backward a second time; a plan lets everything go in the first")
+        (self.gradient,) = dys
+        self.play()
+        dx, self.gradient, self.steps = self.gradient, None, None
+        return dx, None
 
     def play(self) -> Tensor | None:
         """Up to the output of the last layer; the next call goes on from there to the end."""

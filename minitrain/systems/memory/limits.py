@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -73,7 +74,7 @@ class LimitedRuns(contextlib.AbstractContextManager):
     def smallest_limit(self, function, *args, most_bytes=1 << 30, step_bytes=1 << 16, timeout_s=60) -> int:
         """The smallest multiple of `step_bytes` that will do, by bisection: log2(most / step) runs."""
         self.run(function, *args, timeout_s=timeout_s)  # from here on only memory can be missing
-        fails, fits = 0, -(-most_bytes // step_bytes)
+        fits = -(-most_bytes // step_bytes)
 
         def will_do(steps: int) -> bool:
             try:
@@ -84,10 +85,7 @@ class LimitedRuns(contextlib.AbstractContextManager):
 
         if not will_do(fits):
             raise ValueError(f"most_bytes={most_bytes:,} will not do either: try {2 * most_bytes:,}")
-        while fits - fails > 1:
-            middle = (fails + fits) // 2
-            fails, fits = (fails, middle) if will_do(middle) else (middle, fits)
-        return fits * step_bytes
+        return step_bytes * bisect_left(range(fits), True, lo=1, key=will_do)
 
 
 def serve(fd: int) -> None:

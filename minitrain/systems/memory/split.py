@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitrain.memory.pools import new_host, to_device, to_host
+from minitrain.ranks.autograd import vjp_of_inputs
 from minitrain.ranks.torch_private import storage_id
 from minitrain.systems.memory.window import sent_home
 
@@ -67,35 +68,29 @@ class TiledLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(sent_home([bias]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Tiled.apply(x, self.weight, self.bias, self.tiles)
+        return vjp_of_inputs(self.tiled, self.tiled_backward, x, self.weight, self.bias)
 
-
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tiles: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tiles, ctx.bias = tiles, bias
+    def tiled(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(*x.shape[:-1], len(weight))
-        biases = [None] * tiles if bias is None else bias.chunk(tiles)
-        for place, part, shift in zip(y.chunk(tiles, -1), weight.chunk(tiles), biases):
+        biases = [None] * self.tiles if bias is None else bias.chunk(self.tiles)
+        for place, part, shift in zip(y.chunk(self.tiles, -1), weight.chunk(self.tiles), biases):
             tile = to_device(part, x.device).wait()
             shift = None if shift is None else to_device(shift, x.device).wait()
             place.copy_(nn.functional.linear(x, tile, shift))
             del tile  # before the next one comes
         return y
 
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, weight = ctx.saved_tensors
+    def tiled_backward(self, dys, saved, _) -> tuple[Tensor, Tensor, Tensor | None]:
+        (dy,), (x, weight, bias), tiles = dys, saved, self.tiles
         rows, dx = x.flatten(0, -2), torch.zeros_like(x)
         dweight = new_host(weight.shape, weight.dtype, kind="gradients")
-        dbias = None if ctx.bias is None else new_host((len(weight),), weight.dtype, kind="gradients")
-        for number, (part, place) in enumerate(zip(weight.chunk(ctx.tiles), dweight.chunk(ctx.tiles))):
+        dbias = None if bias is None else new_host((len(weight),), weight.dtype, kind="gradients")
+        for number, (part, place) in enumerate(zip(weight.chunk(tiles), dweight.chunk(tiles))):
             tile = to_device(part, x.device).wait()
-            dtile = dy.chunk(ctx.tiles, -1)[number].flatten(0, -2)
+            dtile = dy.chunk(tiles, -1)[number].flatten(0, -2)
             dx += (dtile @ tile).view(x.shape)
             del tile
             to_host(dtile.T @ rows, out=place).wait()
             if dbias is not None:
-                to_host(dtile.sum(0), out=dbias.chunk(ctx.tiles)[number]).wait()
-        return dx, dweight, dbias, None
+                to_host(dtile.sum(0), out=dbias.chunk(tiles)[number]).wait()
+        return dx, dweight, dbias
