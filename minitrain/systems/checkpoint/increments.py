@@ -108,9 +108,7 @@ class Restored(Saved):
                 tables.setdefault(name, []).append(Entry(None, name, *place, 0, ""))
             self.entries |= saved.entries | tables
 
-    @property
-    def read_bytes(self) -> int:
-        return sum(saved.read_bytes for saved in self.layers)
+    read_bytes = property(lambda self: sum(saved.read_bytes for saved in self.layers))
 
     def fill(self, piece: Piece) -> None:
         """Of what is saved in rows the newest counts."""

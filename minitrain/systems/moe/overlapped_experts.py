@@ -87,10 +87,7 @@ class Part:
     back: Callable  # [r, D] -> handle of [a, D]
     known: dict  # in a dry run {"sizes": the counts as numbers}, for the work
 
-    @property
-    def home(self) -> Tensor:
-        """From the order of experts back to that of arrival."""
-        return inverse(self.order)
+    home = property(lambda self: inverse(self.order))  # from the order of experts back to that of arrival
 
 
 def by_capacity(x, routing: Routing, group, work: Work, params=(), *, chunks: int = 2) -> Tensor:

@@ -58,9 +58,7 @@ class Grid:
         q = self.side
         return {"2-D": (q, q), "2.5-D": (q, q, self.depth), "3-D": (q, q, q)}.get(self.kind, (q,))
 
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.axes)
+    ranks = property(lambda self: math.prod(self.axes))
 
     def __str__(self) -> str:
         return f"{self.kind} {'x'.join(map(str, self.axes))}"
@@ -92,13 +90,8 @@ class Cost(NamedTuple):
     activations: float
     working: float
 
-    @property
-    def forward(self) -> float:
-        return sum(self.forward_by_axis)
-
-    @property
-    def both(self) -> float:
-        return self.forward + sum(self.backward_by_axis)
+    forward = property(lambda self: sum(self.forward_by_axis))
+    both = property(lambda self: self.forward + sum(self.backward_by_axis))
 
     def memory_bytes(self, weight_bytes: int = 16, element_bytes: int = 2) -> float:
         """A weight has 16 bytes with its gradient and AdamW's state."""

@@ -179,9 +179,7 @@ class TransformerShape(NamedTuple):
     width: int  # D
     heads: int  # H
 
-    @property
-    def parameters(self) -> int:
-        return 12 * self.num_layers * self.width**2
+    parameters = property(lambda self: 12 * self.num_layers * self.width**2)
 
     def model_state_bytes(self) -> int:
         return model_state_bytes(self.parameters, gradient=6)  # the gradient in fp16 and in fp32

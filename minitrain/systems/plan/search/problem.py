@@ -125,9 +125,7 @@ class Problem:
             if not 0 <= i < j - 1 < len(self.layers) - 1:
                 raise ValueError(f"skip {(i, j)} of {len(self.layers)} layers; it goes past at least one")
 
-    @property
-    def devices(self) -> int:
-        return prod(level.devices for level in self.levels)
+    devices = property(lambda self: prod(level.devices for level in self.levels))
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -268,9 +266,7 @@ class Graph:
         for pick, (own, held) in enumerate(zip(self.node[j], self.memory[j])):
             yield from self.every((*picks, pick), cost + own + sum(row[pick] for row in into), size + held)
 
-    @property
-    def size(self) -> int:
-        return prod(map(len, self.options))
+    size = property(lambda self: prod(map(len, self.options)))
 
     def choice(self, picks: Sequence[int]) -> tuple[Option, ...]:
         return tuple(options[pick] for options, pick in zip(self.options, picks))

@@ -24,13 +24,8 @@ class Row(NamedTuple):
     looked_at: int  # partial and whole choices it priced
     size: int  # of its space
 
-    @property
-    def gap(self) -> float:
-        return self.cost / self.best - 1
-
-    @property
-    def share(self) -> float:
-        return self.looked_at / self.size
+    gap = property(lambda self: self.cost / self.best - 1)
+    share = property(lambda self: self.looked_at / self.size)
 
 
 def race(problem: Problem) -> list[Row]:
