@@ -3,7 +3,6 @@
 First  chain_plan, chain   a chain of layers: what is kept and run again, as a list; its interpreter
        dtr                 results dropped when memory is short (DTR)
        split               an operator by parts of the batch (TSPLIT) or of its weight (ZeRO-Infinity's tiles)
-       account             what a layer costs, result by result: where planners start
 then   window              what is used in a known order, fetched before it is needed (ZeRO-Infinity);
                            a window of layers on the device (STRONGHOLD), or one (L2L)
        chunks              PatrickStar: parameters in equal chunks, whose place their gradients take
