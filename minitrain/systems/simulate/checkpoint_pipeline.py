@@ -64,12 +64,10 @@ def snapshot_stall() -> SavePolicy:
 
 
 def torchsnapshot(chunks: int) -> SavePolicy:
-    """Training stops until all is written, but a chunk is written while others are copied."""
     return SavePolicy("write", "forward", chunks, chunks)
 
 
 def checkfreq() -> SavePolicy:
-    """The copy runs beside the next forward and backward, and the update waits for it."""
     return SavePolicy("copy", "update")
 
 
@@ -79,12 +77,10 @@ def datastates(chunks: int, buffers: int) -> SavePolicy:
 
 
 def lightcheck(layers: int) -> SavePolicy:
-    """Layer by layer: copied once it is updated, and only its own next update waits for that."""
     return SavePolicy("copy", "update", layers, layers, by_layer=True)
 
 
 def fastpersist(chunks: int, buffers: int = 2) -> SavePolicy:
-    """Two buffers, one filled while the other is written; the next update waits until all is on disk."""
     return SavePolicy("write", "update", chunks, buffers)
 
 
