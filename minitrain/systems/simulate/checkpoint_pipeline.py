@@ -72,7 +72,7 @@ def checkfreq() -> SavePolicy:
 
 
 def datastates(chunks: int, buffers: int) -> SavePolicy:
-    """The same through a buffer of a given size: copies wait while it is full of what is not written."""
+    """CheckFreq through a buffer of a given size: copies wait while it is full of what is not written."""
     return SavePolicy("copy", "update", chunks, buffers)
 
 
