@@ -88,11 +88,10 @@ def propagate(
     """From annotations of a few tensors, by tensor and axis, all others follow.
 
     An operator is cut along the letter along which one of its tensors is; its other tensors that have this
-    letter and no placement yet get it, both ways, until nothing changes. Operators that leave dims as is
-    come first: they cost nothing where their tensors agree. What is annotated stays; an axis that it does not
-    name is open. Of two letters that compete for an axis the one that costs less to box wins. What nothing
-    reaches is whole. Xu et al. 2021, arXiv:2105.04663, sections 3 and 4. Differs: dims that do not divide are
-    refused, not padded.
+    letter and no placement yet get it, both ways, until nothing changes. Operators that leave dims as is come
+    first: they cost nothing where their tensors agree. What is annotated stays; an axis that it does not name
+    is open. Of two letters that compete for an axis the one that costs less to box wins. What nothing reaches
+    is whole. Xu et al. 2021, arXiv:2105.04663, sections 3 and 4. Differs: uneven dims are refused.
     """
     state = Propagation(graph, axes)
     for name, places in annotations.items():

@@ -137,8 +137,7 @@ def _power_of_two_below(n: int) -> int:
 #     tree 1   rank r at position r; to find a parent move the lowest set bit up by one: 5 -> 6 -> 4 -> 8 -> 0
 #     tree 2   n even: mirrored, rank r at position n-1-r; n odd: shifted, at position r-1
 # Sanders, Speck and Träff 2009; Jeaugey 2019, NVIDIA's blog on NCCL 2.4. Differs: in NCCL pieces go down
-# while others still come up, which hides one filling of the pipe; here the broadcast mirrors the whole
-# reduce.
+# while others still come up, which hides a filling of the pipe; here all of the reduce comes first.
 
 Tree = list[int | None]  # [rank] -> parent; the root has none
 

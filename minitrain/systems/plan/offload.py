@@ -13,8 +13,7 @@ Mobius         more stages than devices, weights from the host: stage s on devic
 Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
 2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
 (Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;
-STRONGHOLD's link is a resource, one window for all phases; Mobius's cut is given, its activations stay on the
-device.
+STRONGHOLD's link is a resource, one window for all phases; Mobius's cut is given, activations do not move.
 """
 
 from collections import Counter

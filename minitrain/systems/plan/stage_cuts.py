@@ -2,8 +2,7 @@
 
 DAPPLE     step = warm-up + steady + ending: F_0+…+F_Q, (m-1)(F_Q+B_Q), B_Q+…+B_0 and the sum of gradients;
            the pivot Q is the stage that never waits in between (`paper_latency`). Links are stages of their
-           own. It leaves out that a pivot waits twice. With `rest` the F+B of the stages behind it and K its
-           warm-up
+           own. It leaves out that a pivot waits twice. With `rest` the F+B of stages behind it, K its warm-up
              latency  =  max over Q of  sum over s <= Q of (F_s+B_s)  +  (m-1)(F_Q+B_Q)  +  w(F_Q)  +  w(B_Q)
              w(t) = max(0, rest - (K-1)·t); for m <= K the larger of the two waits alone
            No step is faster; simulated 1F1B with stage times up to a factor of 3 apart is at most 4 % slower.

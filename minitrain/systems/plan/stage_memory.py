@@ -14,8 +14,8 @@ MPress   while nobody needs a tensor, from its forward to its backward (`idle`),
 
 Sun et al. 2024 (AdaPipe), ASPLOS; Dreuning et al. 2022 (mCAP), Euro-Par; Zhou et al. 2023 (MPress), HPCA.
 Differs: AdaPipe's step is `stage_cuts.latency`, and all unbeaten suffixes are kept; mCAP is for 1F1B, so a
-layer has two numbers; MPress is an exact search in which each swap has its link to itself, theirs profiles a
-run.
+layer has two numbers; MPress is an exact search in which each swap has its link to itself, theirs is
+profiled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
