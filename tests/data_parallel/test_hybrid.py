@@ -320,7 +320,7 @@ def test_bad_input_gets_one_line():
         sgd = lambda shards: torch.optim.SGD(shards, lr=0.1)  # noqa: E731
         for text, make in (
             ("sharding='GIN' is none of NNN, NNI, NNG", lambda: Hybrid(model, intra, inter, sgd, "GIN")),
-            ("block=256 is larger than the shard", lambda: ZeroPlusPlus(model, world, intra, inter, sgd)),
+            ("block=256 of shards", lambda: ZeroPlusPlus(model, world, intra, inter, sgd)),
             ("use Mesh", lambda: ZeroPlusPlus(model, intra, inter, world, sgd)),
             ("by_node is 2 x 2", lambda: Hybrid(model, intra, inter, sgd, by_node=(world, world))),
         ):

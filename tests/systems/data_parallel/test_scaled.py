@@ -387,7 +387,7 @@ def test_refused_in_one_line():
     }
     refused |= {
         "precision='fp8_lm', zero=1, pp=2 and a tied table: the ends": lambda: tied.check(small(), 4),
-        "moments in torch.float32, this precision in torch.float8_e4m3fn; go on with": other_state,
+        "moments are torch.float32, here torch.float8_e4m3fn; go on with": other_state,
         "no gradient for": lambda: scaled_model(collectives.world()).finish(),
     }
     check_refusals(refused, ranks=1)
