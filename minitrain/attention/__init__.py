@@ -2,7 +2,6 @@
 
 First  kernel              attention over some keys, with the log-sum-exp by which outputs merge
        flash               FlashAttention's tiles, and what moves between slow and fast memory
-then   blockwise           attention and MLP by blocks
-       packed              sequences of different lengths in one row
-beside placed              a bias and masks that are functions of the position of a score
+then   packed              sequences of different lengths in one row
+beside placed              a bias, masks and documents, by the positions of a score
 """

@@ -6,5 +6,4 @@ First  linear              columns, then rows, one sum
 then   sequence            between the matrices the sequence is cut
        overlap, ring_overlap                    what is sent behind what is computed
        low_precision       products in few bits, whose scales agree
-beside random              streams of random numbers that agree, or differ
 """

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from minitrain.attention import flash, kernel
-from minitrain.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.attention.flash import SlowMemory, Traffic, flash_1, flash_2, flash_2_forward, flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN, empty_result, merge, row_sums
 from minitrain.course.saved_tensors import SavedTensors
@@ -18,6 +17,7 @@ from minitrain.model.layers import naive_attention
 from minitrain.plan.simulate.links import play
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
+from minitrain.systems.attention.blockwise import blockwise_block, blockwise_layer
 from minitrain.systems.attention.flash_3 import (
     fp8_attention,
     hadamard,

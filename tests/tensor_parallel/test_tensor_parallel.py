@@ -25,11 +25,11 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement, shard
+from minitrain.systems.tensor_parallel import random as tensor_random
+from minitrain.systems.tensor_parallel.random import RandomStates
 from minitrain.tensor_parallel import linear, sequence, vocabulary
-from minitrain.tensor_parallel import random as tensor_random
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import cut_attention, cut_layers, cut_mlp
-from minitrain.tensor_parallel.random import RandomStates
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 LIKE_GPT2 = dict(tied=False, norm="layer", positions="learned", activation="gelu", bias=True, num_kv_heads=4)
