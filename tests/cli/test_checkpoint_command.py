@@ -107,7 +107,7 @@ def test_a_manifest_of_ones_own_need_not_name_a_strategy(tmp_path):
     assert "w " in said("show", tmp_path)[1]
 
 
-def test_a_byte_that_has_changed_is_found(saved):
+def test_a_byte_that_has_changed_is_found(saved, tmp_path):
     root, _ = saved
     assert said("verify", root / "GPT-2") == (0, "step-00000002  whole\nstep-00000004  whole\n")
     file = root / "GPT-2" / "step-00000002" / "rank-00003.safetensors"
@@ -121,6 +121,11 @@ def test_a_byte_that_has_changed_is_found(saved):
     assert [said("verify", root / "GPT-2", "--step", step)[0] for step in (2, 4)] == [1, 0]
     with pytest.raises(ValueError, match="^no checkpoint of step 0 in .*; there are 2, 4$"):
         said("verify", root / "GPT-2", "--step", 0)
+    header = int.from_bytes(data[:8], "little")
+    data[8 + header :: 64] = bytes(byte ^ 4 for byte in data[8 + header :: 64])
+    file.write_bytes(data)
+    with pytest.raises(Damaged, match="rank-00003"):  # no weight is written that is not what was saved
+        said("convert", root / "GPT-2", tmp_path, "--step", 2)
 
 
 @pytest.mark.parametrize("family", MODELS)
