@@ -132,7 +132,7 @@ def test_the_draws_would_notice(what):
         elif what == "whole rows decide who is dropped":
             mixture.MixtureOfExperts.whole_rows = lambda self, chosen, positions: (chosen, None)
         else:
-            placed.Places.at = lambda self, step, first_row: None
+            placed.Places.at = lambda self, step, first_row, documents: None
         return on_rank(case)
 
     reference = one_process(BROKEN[what])

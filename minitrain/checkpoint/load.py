@@ -14,6 +14,7 @@ Jiang et al. 2024, MegaScale, arXiv:2402.15627, section 3.5 (one reader per grou
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,11 @@ class Saved:
         self.files, self.broadcast, self.weights, self._error = list(files), broadcast, weights, None
         self.entries: dict[str, list[Entry]] = {}
         self.plain: dict[str, Any] = {}
-        self._states: dict[str, dict[str, tuple]] = {}
         for file in self.files:
             for entry in file.entries:
                 if weights and entry.name.startswith(("optimizer/", "random/")):
                     continue
                 self.entries.setdefault(entry.name, []).append(entry)
-                parameter, _, key = entry.name.removeprefix("optimizer/").rpartition("/")
-                if entry.name.startswith("optimizer/"):
-                    self._states.setdefault(parameter, {})[key] = entry.dtype, entry.whole
             for key, value in () if weights else file.plain.items():
                 if isinstance(value, dict):
                     self.plain.setdefault(key, {}).update(value)
@@ -64,7 +61,15 @@ class Saved:
 
     def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """{"exp_avg": (dtype, shape of the whole)}: what the optimizer had of a parameter."""
-        return self._states.get(parameter, {})
+        return self._states.get(f"optimizer/{parameter}", {})
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, tuple]]:
+        found: dict[str, dict[str, tuple]] = {}
+        for name, (first, *_) in self.entries.items():
+            parameter, _, key = name.rpartition("/")
+            found.setdefault(parameter, {})[key] = first.dtype, first.whole
+        return found
 
     def check(self, piece: Piece) -> None:
         """ValueError: it was not saved, not all of it, or as something else."""
