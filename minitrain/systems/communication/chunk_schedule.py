@@ -123,7 +123,8 @@ def check(schedule: Schedule, collective: str = "all_reduce") -> None:
             needed = {"reduce_scatter": owned, "reduce": rank == 0}.get(collective, True)
             if needed and held != everyone:
                 missing = [other for other in range(schedule.ranks) if not held >> other & 1]
-                raise ValueError(f"{collective}: at last rank {rank} lacks {missing} in chunk {chunk}")
+                end = f"in the end rank {rank} lacks ranks {missing} in chunk {chunk}"
+                raise ValueError(f"{collective}: {end}")
 
 
 def start_of(schedule: Schedule, collective: str) -> Holdings:

@@ -57,7 +57,7 @@ def test_the_other_collectives():
 
 
 def test_near_first_leaves_the_chunks_in_bit_reversed_order():
-    with pytest.raises(ValueError, match="reduce_scatter: at last rank 1 lacks"):
+    with pytest.raises(ValueError, match="reduce_scatter: in the end rank 1 lacks"):
         check(algorithms.halving_reduce_scatter(8, near_first=True), "reduce_scatter")
     complete = history(algorithms.halving_reduce_scatter(8, near_first=True))[-1]
     assert [row.index(8) for row in complete] == [0b000, 0b100, 0b010, 0b110, 0b001, 0b101, 0b011, 0b111]
@@ -84,7 +84,7 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
 @pytest.mark.parametrize(
     "steps, message",
     [
-        ([[(0, 1, True)]], "at last rank 0 lacks \\[1\\] in chunk 0"),
+        ([[(0, 1, True)]], "in the end rank 0 lacks ranks \\[1\\] in chunk 0"),
         ([[(0, 1, True)], [(0, 1, True)]], "step 1: rank 0 sends chunk 0 to rank 1 to be added twice"),
         ([[(0, 1, False), (0, 1, True)]], "another transfer of this step writes"),
         ([[(0, 1, True), (0, 1, False)]], "another transfer of this step writes"),
