@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitrain.precision.chance import Chance
 from minitrain.precision.fp8_lm import narrow, wide
 from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.policies import Policy
-from minitrain.precision.rounding import Chance
 
 
 def widen(params: Iterable[nn.Parameter], policy: Policy) -> None:

@@ -17,7 +17,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW, adamw_update
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.rounding import Chance
+from minitrain.precision.chance import Chance
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger

@@ -12,7 +12,8 @@ from minitrain.data_parallel import states
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.rounding import Chance, draws, keep_by_chance, round_to
+from minitrain.precision.chance import Chance, draws, keep_by_chance
+from minitrain.precision.rounding import round_to
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, numbers, placement, shard

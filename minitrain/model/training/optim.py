@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitrain.precision.chance import keep_by_chance
 from minitrain.precision.fp8_lm import narrow, wide
-from minitrain.precision.rounding import keep_by_chance
 from minitrain.ranks import checks, collectives
 from minitrain.ranks.sharding import placement
 
