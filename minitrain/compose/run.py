@@ -118,6 +118,7 @@ class Run:
             self.router_losses.weight = batch.num_valid.double() / total
         with module_draws(self, batch):
             result = self._step(batch, clip)
+        self.places.documents = None  # of that batch: whoever calls the model next has other rows
         same_buffers(self)
         experts, low_bits = self.config and self.config.experts, self.strategy.products != "plain"
         if experts or low_bits:
@@ -130,6 +131,10 @@ class Run:
 
     def _check_batch(self, batch: Batch) -> None:
         """That it is one for this layout, if it is not from `batch`."""
+        if batch.documents is not None and not self.config:
+            raise ValueError(
+                f"documents are masked in a GPT, and this is a {type(self.model).__name__}: mask there"
+            )
         if not self.config or is_fake(batch.tokens):
             return
         if batch.targets.dtype != torch.int64:

@@ -155,6 +155,9 @@ def test_wrong_documents_are_refused():
                 says.append("")
             except ValueError as error:
                 says.append(str(error))
+        own = parallelize(torch.nn.Embedding(29, 29), Strategy(dp=1))
+        with pytest.raises(ValueError, match="documents are masked in a GPT, and this is a Embedding"):
+            own.step(batch)
         return says
 
     few, long, empty, right = launch.run(rank, ranks=1)[0]
@@ -179,6 +182,8 @@ def test_a_model_sees_each_document_as_if_it_were_alone():
         assert ledger.flops == wanted
         trained = run.step(Batch(tokens, targets, torch.tensor(1), step=0, documents=LENGTHS)).loss
         alone, whole = 0.0, run.evaluate(Batch(tokens, targets, torch.tensor(1)))
+        run.step(Batch(tokens, targets, torch.tensor(1), step=1, documents=LENGTHS))
+        assert torch.equal(run.model(tokens), run(tokens)), "documents are those of a batch, not of the run"
         for row, lengths in enumerate(LENGTHS):
             parts = zip(tokens[row].split(lengths), targets[row].split(lengths))
             alone += sum(run.evaluate(Batch(a[None], b[None], torch.tensor(1))) for a, b in parts)
