@@ -5,9 +5,9 @@
 
 No layer stores how many heads it has: it counts them in the width it finds, so one that was cut to H/tp heads
 is still the same layer. The *core* of the attention is an argument, `core(q, k, v)` with q `[B, H, T, K]` and
-k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`. Linear layers are
-swapped as modules. `positions` `[T]` or `[B, T]` come with the tokens; what techniques put between layers
-stands in `Hooks`, wrapped by compose/ alone.
+k, v `[B, H_kv, T, K]`; a model with ALiBi gives it `bias=`, one with dropout `dropout=`, packed rows give it
+`documents=`. Linear layers are swapped as modules. `positions` `[T]` or `[B, T]` come with the tokens; what
+techniques put between layers stands in `Hooks`, wrapped by compose/ alone.
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3; Zhang and Sennrich 2019 (RMSNorm), arXiv:1910.07467; Su et
 al. 2021 (RoPE), arXiv:2104.09864, section 3.2.2; Shazeer 2019 (MQA), arXiv:1911.02150; Ainslie et al. 2023
@@ -135,7 +135,8 @@ def heads_of(x: Tensor, head_dim: int) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
     """RoPE: turns the pair (x_i, x_{i+R/2}) of a head by the angle position · theta^(-2i/R).
 
-    x `[B, H, T, R]`; positions `[T]` or `[B, T]`. The product of two depends on their distance only."""
+    x `[B, H, T, R]`; positions `[T]` or `[B, T]`. The product of a rotated query and a rotated key depends on
+    their distance only."""
     exact = torch.promote_types(x.dtype, torch.float32)  # angles in bf16 would be wrong from position 256 on
     exponents = torch.arange(0, x.size(-1), 2, device=x.device, dtype=exact) / x.size(-1)
     angles = (positions.to(exact).unsqueeze(-1) * theta**-exponents).unsqueeze(-3)  # [(B,) 1, T, R/2]

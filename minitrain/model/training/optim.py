@@ -51,7 +51,7 @@ class AdamW(torch.optim.Optimizer):
     makes a denominator, and for a master its gradient, as large as the parameter, or as a `tile` of so many
     elements (DeepSpeed-TED: Singh et al. 2023, arXiv:2303.06318, section 4.2). Moments are kept in
     `moment_dtypes`, else in the dtype of what is updated; gradients are `grad_scale` times too large.
-    `by_chance`: what is kept in bfloat16 is rounded by the numbers of `param.chance` (precision/rounding.py).
+    `by_chance`: what is kept in bfloat16 is rounded by the numbers of `param.chance` (precision/chance.py).
     A parameter with a `largest` is codes with a scale, as gradient and moments are (precision/fp8_lm.py)."""
 
     before_update = None  # if somebody sets it, called with a parameter before it and its state change
