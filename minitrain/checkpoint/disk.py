@@ -40,16 +40,20 @@ def refused(what: str, path: Path) -> Iterator[None]:
 
 
 class Disk:
+    """The real one."""
+
     def __init__(self) -> None:
         self._paths: dict[int, Path] = {}  # of the files that are open, to name them
 
     def create(self, path: Path) -> int:
+        """A new, empty file, open for writing."""
         with refused("create", path):
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._paths[file] = path
         return file
 
     def write(self, file: int, offset: int, data) -> None:
+        """All of `data`, at a place of the file."""
         left = memoryview(data).cast("B")
         with refused("write", self._paths[file]):
             while left:
@@ -68,6 +72,7 @@ class Disk:
             os.close(file)
 
     def make_folder(self, path: Path) -> None:
+        """One that is not there yet."""
         with refused("make the folder", path):
             os.mkdir(path)
 

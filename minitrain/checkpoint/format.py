@@ -221,6 +221,7 @@ class File:
                 self._read_block(file, entry, begin, out[begin - first : end - first])
 
     def verify(self) -> File:
+        """Read all of it, in the memory of one block. Returns itself."""
         held = np.empty(BLOCK_BYTES, np.uint8)
         with reading(self.path) as file:
             for entry in self.entries:

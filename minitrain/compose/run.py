@@ -132,9 +132,7 @@ class Run:
     def _check_batch(self, batch: Batch) -> None:
         """That it is one for this layout, if it is not from `batch`."""
         if batch.documents is not None and not self.config:
-            raise ValueError(
-                f"documents are masked in a GPT, and this is a {type(self.model).__name__}: mask there"
-            )
+            raise ValueError(f"documents= is for a GPT; mask them inside of your {type(self.model).__name__}")
         if not self.config or is_fake(batch.tokens):
             return
         if batch.targets.dtype != torch.int64:

@@ -23,6 +23,8 @@ from minitrain.ranks.collectives import Handle, all_reduce
 
 
 class GradReducer:
+    """Attaches to parameters; the model stays the model."""
+
     def __init__(self, params: Iterable[nn.Parameter], group: ProcessGroup, bucket_bytes: int = 25_000_000):
         self.group, self.enabled = group, True
         self.on_sum: Callable[[GradBucket], None] = lambda bucket: None  # told of each sum that is there

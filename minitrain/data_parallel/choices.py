@@ -110,6 +110,7 @@ def memory_bytes(choice: Choice, parameters: int) -> dict[str, float]:
 
 
 def traffic(choice: Choice, parameters: int, cluster: Cluster, microbatches: int = 1) -> Traffic:
+    """Bytes one rank sends in a step of `microbatches`."""
     return Traffic(*map(float, _sent(choice, parameters, cluster, microbatches)))
 
 

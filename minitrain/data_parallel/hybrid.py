@@ -65,6 +65,8 @@ class Chain:
 
 
 class Hybrid(Zero3):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, hybrid, hybrid)."""
+
     sums_are_final = False  # `complete` adds up over nodes
 
     def __init__(

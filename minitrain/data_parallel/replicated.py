@@ -24,6 +24,8 @@ from minitrain.ranks.sharding import placement
 
 
 class Replicated(Sync):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, sync, sync)."""
+
     stage = 0
 
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer=None, bucket_bytes=25_000_000):

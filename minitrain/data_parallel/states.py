@@ -71,6 +71,7 @@ def full_tensor(sync: Sync, param: nn.Parameter) -> Tensor:
 
 
 def full_grad(sync: Sync, param: nn.Parameter) -> Tensor:
+    """The whole of its gradient, after `finish()`."""
     return _full(sync, sync.shards, lambda one: grad_of(sync, one), param)[sync.names[param]]
 
 

@@ -51,6 +51,8 @@ class WholeParameters(Sync):
 
 
 class Zero1(WholeParameters):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
+
     stage = 1
 
     def __init__(self, model: nn.Module, group: ProcessGroup, make_optimizer, bucket_bytes=25_000_000):

@@ -27,6 +27,8 @@ from minitrain.ranks.collectives import Handle, reduce_scatter
 
 
 class Zero2(WholeParameters):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
+
     stage = 2
 
     def __init__(self, model, group, make_optimizer, bucket_bytes=25_000_000, accumulate="scatter"):

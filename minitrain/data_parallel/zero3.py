@@ -203,6 +203,8 @@ def assign(model: nn.Module, modules: list[nn.Module], make_flat: Callable, key_
 
 
 class Zero3(Sync):
+    """Reducer and optimizer of a training step: train_step(forward_backward, batch, zero, zero)."""
+
     stage = 3
     groups: tuple = ()  # over whose ranks a gradient is a sum, if they are more than one
     sums_are_final = True  # what is scattered needs no more sums once per step

@@ -56,6 +56,8 @@ class _Layer:  # what one layer saved in one forward, and the layer before it
 
 
 class AwayActivations:
+    """Sees what is saved in the forwards of the modules it watches."""
+
     def __init__(self, resident: Callable[[], Iterable[Tensor]]):
         self.resident = resident
         self._hooks: list[saved_tensors_hooks] = []

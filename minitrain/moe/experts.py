@@ -142,7 +142,8 @@ IMPLEMENTATIONS = {"loop": loop, "padded": padded, "blocked": blocked, "grouped"
 
 
 def in_turns(x, tokens: Given, weights: Given, up, down, gate: Given, act: Act, sizes: list[int]) -> Tensor:
-    """Rows of the experts, sizes[e] each, are x; or row r is x[tokens[r]], and y[tokens[r]] += weights[r]·it.
+    """The rows of the experts, sizes[e] of each, are x itself; or row r is x[tokens[r]], and weights[r] times
+    its result is added to y[tokens[r]].
 
         rows · up_e, rows · gate_e -> z      d up_e = rowsᵀ · dz;  d rows = dz · up_eᵀ
         hidden(z) · down_e -> y              d hidden = dy · down_eᵀ;  d down_e = hiddenᵀ · dy

@@ -104,7 +104,8 @@ def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
 def deepseek(scores, k, bias, mask=None, *, nodes=1, node_limit=None, scale=1.0) -> Routing:
     """The k best of sigmoid(scores) + bias, weighted with the sigmoids alone: normalised, times `scale`.
 
-    With experts on `nodes` a token visits `node_limit`, with the largest sums of k / node_limit best."""
+    With equal parts of the experts on `nodes`, a token visits at most `node_limit` of them: those with the
+    largest sums of their k / node_limit best."""
     affinity = _checked(scores, k).sigmoid()
     wanted, limit = affinity.detach() + bias, node_limit or nodes
     fits = 1 <= limit <= nodes and not (scores.shape[1] % nodes or k % limit)

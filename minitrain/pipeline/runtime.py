@@ -35,7 +35,9 @@ from minitrain.ranks.random_state import drawing_from, random_state, set_random_
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions of a microbatch or a slice
 
 
-class RunnerHooks:  # what a technique does at named points of a step; here nothing
+class RunnerHooks:
+    """What a technique does at named points of a step; here nothing."""
+
     for_slices = False  # lets the slices of a sequence see each other
     restarts = False  # `before_backward` may ask for the forwards again
 
@@ -94,7 +96,9 @@ class WholeStages(RunnerHooks):
 
 
 @dataclass(slots=True)
-class InFlight:  # what a forward leaves for its backward
+class InFlight:
+    """What a forward leaves for its backward."""
+
     x: Tensor
     output: object = None  # where the graph of the output begins
     extra_loss: Tensor | None = None  # of the stage itself, as of a router

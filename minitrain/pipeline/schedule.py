@@ -37,7 +37,9 @@ class Action(NamedTuple):
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
-class Pair(NamedTuple):  # a forward and a backward (B or I) of the same rank that run as one
+class Pair(NamedTuple):
+    """A forward and a backward (B or I) of the same rank that run as one."""
+
     forward: Action
     backward: Action
 

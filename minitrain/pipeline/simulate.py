@@ -27,6 +27,8 @@ Time = int | float | Fraction
 
 @dataclass(frozen=True)
 class Costs:
+    """Time of each kind of action, and of a message between two ranks."""
+
     F: Time = 1
     B: Time | None = None
     I: Time = 1
@@ -73,7 +75,9 @@ Span = namedtuple("Span", "entry start end")
 
 
 @dataclass(frozen=True)
-class Simulation:  # `spans[rank]`, in order
+class Simulation:
+    """`spans[rank]`, in order."""
+
     schedule: Schedule
     costs: Costs | Measured
     spans: tuple[tuple[Span, ...], ...]

@@ -34,6 +34,7 @@ DAY_S = 86_400
 
 
 def parameters(config: GPTConfig) -> int:
+    """All of them, counted once each."""
     return sum(parameter_table(config).values())
 
 
@@ -184,6 +185,7 @@ def zero_bytes(parameters: int, ranks: int, stage: int, *, weight=2, gradient=2,
 
 
 def checkpoint_bytes(parameters: int, *, weight: int = 2, optimizer: int = 12) -> int:
+    """What must be written to go on training: the next step computes its gradients itself."""
     require_nonnegative(parameters=parameters, weight=weight, optimizer=optimizer)
     return parameters * (weight + optimizer)
 
@@ -271,12 +273,14 @@ def text_bytes(tokens: float, bytes_per_token: int) -> float:
 
 
 def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2) -> float:
+    """Bytes each device sends: 3 times the parameters, whatever the batch."""
     require_nonnegative(parameters=parameters, element_bytes=element_bytes)
     require_positive_ints(devices=devices)
     return 3 * element_bytes * parameters * (devices - 1) / devices
 
 
 def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
+    """Bytes each device sends: 4 all-reduces of tokens·h per layer, each 2·(t-1)/t of that."""
     require_nonnegative(tokens=tokens, width=width, num_layers=num_layers, element_bytes=element_bytes)
     require_positive_ints(tensor_parallel=tensor_parallel)
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers

@@ -219,7 +219,9 @@ def project(x: Tensor, linears: Sequence["LowLinear"]) -> tuple[Tensor, ...]:
     return tuple(y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears))
 
 
-class LowLinear(nn.Module):  # an nn.Linear with the same parameters
+class LowLinear(nn.Module):
+    """An nn.Linear with the same parameters."""
+
     together = staticmethod(project)
 
     def __init__(self, linear: nn.Linear, products: Products, scales: Scales):

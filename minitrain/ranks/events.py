@@ -28,7 +28,9 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Issue:  # a collective, or one message, handed to the network
+class Issue:
+    """A collective, or one message, handed to the network."""
+
     id: int  # 0, 1, 2, ... in the order of issue on this rank
     op: str  # "all_reduce", ...; a message from one rank to another is "send" or "receive"
     axis: str  # the mesh axis of the group: "dp", "dp_cp", "world"

@@ -90,6 +90,7 @@ class Mesh:
         return [sum(i * stride for i, stride in zip(place, strides)) for place in itertools.product(*steps)]
 
     def rank(self, *axes: str) -> int:
+        """This rank's number in `group(*axes)`."""
         number, here = 0, self.coordinates
         for axis in self._in_mesh_order("rank", axes):
             number = number * self.shape[axis] + here[axis]

@@ -62,6 +62,7 @@ def place(tensor: Tensor, **changes) -> Tensor:
 
 
 def whole_shape(tensor: Tensor) -> list[int]:
+    """The shape of the whole of which this rank has a part."""
     shape = list(tensor.shape)
     for cut in reversed(placement(tensor).shards):
         shape[cut.dim] = cut.size or shape[cut.dim] * cut.group.size()
@@ -102,6 +103,7 @@ def _slice(tensor: Tensor, cut: Shard) -> Tensor:
 
 
 def local_shard(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `like` is."""
     for cut in placement(like).shards:
         whole = _slice(whole, cut)
     return whole

@@ -156,7 +156,7 @@ def test_wrong_documents_are_refused():
             except ValueError as error:
                 says.append(str(error))
         own = parallelize(torch.nn.Embedding(29, 29), Strategy(dp=1))
-        with pytest.raises(ValueError, match="documents are masked in a GPT, and this is a Embedding"):
+        with pytest.raises(ValueError, match="documents= is for a GPT; mask them inside of your Embedding"):
             own.step(batch)
         return says
 

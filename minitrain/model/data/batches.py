@@ -139,6 +139,7 @@ class Text(Data):
         return permute(index, self.num_windows(length), f"{seed}/{epoch}")
 
     def batch(self, step: int, rank: int, size: int, batch_size: int, length: int, seed=0, first=0) -> tuple:
+        """This rank's rows of the global batch: tokens and targets (each the next token), int64 [rows, T]."""
         samples = (first + step * batch_size + row for row in rows_of(rank, size, batch_size))
         starts = np.array([self.window(sample, length, seed) * length for sample in samples])
         windows = np.frombuffer(self.data, np.uint8)[starts[:, None] + np.arange(length + 1)].astype(np.int64)

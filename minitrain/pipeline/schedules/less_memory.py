@@ -124,8 +124,9 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
 
 
 def jitter(schedule: Schedule, costs: Costs, delay: Callable, opportunistic: bool) -> Time:
-    """The makespan when the message with the result of `action` takes delay(action), drawn once. Else idle,
-    an `opportunistic` rank does what is ready: a forward, or an R whose gradient is here (and B after it)."""
+    """The makespan when the message with the result of `action` takes delay(action), drawn once for each.
+    Opportunistic, a rank whose next action lacks its message does another that is ready: a forward, or an R
+    whose gradient is here (and B after it)."""
     place, needs = schedule.place, schedule.needs
     late = {action: delay(action) for action in sorted(place)}  # in an order that does not depend on the play
     left = [list(parts(entries)) for entries in schedule.ranks]

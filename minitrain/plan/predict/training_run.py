@@ -57,7 +57,9 @@ STACKS = {
 
 
 @dataclass(frozen=True)
-class TrainingRun:  # `batch` rows of `length` tokens per step, in the microbatches of the strategy
+class TrainingRun:
+    """`batch` rows of `length` tokens per step, in the strategy's microbatches."""
+
     model: GPTConfig
     strategy: Strategy
     machine: Machine

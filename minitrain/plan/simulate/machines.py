@@ -108,6 +108,7 @@ LINKS, DEVICES, MACHINES = _read()
 
 
 def machine(name: str) -> Machine:
+    """The described machine of that name, for instance "h100"."""
     if name not in MACHINES:
         raise ValueError(f"no machine is called {name!r}; choose from {', '.join(MACHINES)}")
     return MACHINES[name]

@@ -53,7 +53,9 @@ class Account:  # where one rank's step went
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline:  # `spans[rank]` in order of start; the five times below are means over the ranks
+class Timeline:
+    """`spans[rank]` in order of start. The five times below are means over the ranks."""
+
     machine: Machine
     spans: dict[int, list[Span]]
 

@@ -47,7 +47,8 @@ def members(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def axis_of(group: ProcessGroup) -> str:  # of the mesh: "tp", "dp_cp", or "world"
+def axis_of(group: ProcessGroup) -> str:
+    """The mesh axis a group belongs to: "tp", "dp_cp", or "world"."""
     return channel_of(group).axis
 
 
@@ -224,6 +225,7 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
 
 
 def send(x: Tensor, to: int, group: ProcessGroup, *, async_op: bool = False) -> Handle | None:
+    """Give x to rank `to` of the group."""
     ch = open_channel(group, "send", x)
     channel.check_rank(ch, "send to", to, other=True)
     return _transfer(ch, [(x, to)], [], lambda received: None, async_op)

@@ -52,6 +52,7 @@ class Job:
 
 
 def chunk_size(total: int, n: int, index: int) -> int:
+    """Elements of chunk `index` of n: total // n, the first total % n chunks one more."""
     return total // n + (index < total % n)
 
 
@@ -70,6 +71,7 @@ def tree_children(rank: int, n: int, source: int) -> list[int]:
 
 
 def planned_bytes(ch: Channel, job: Job) -> int:
+    """What the algorithms below would hand to the network on this rank, from the cuts alone."""
     n, rank, op, total = ch.size, ch.rank, job.call.op, job.src.numel()
     if op == "all_reduce":  # all chunks but the own, then all but the next rank's
         elements = 2 * total - chunk_size(total, n, rank) - chunk_size(total, n, (rank + 1) % n)

@@ -188,6 +188,7 @@ class MemoryMeter:
         return list(self._kinds)
 
     def trace(self) -> Iterator[tuple[str, int, int]]:
+        """("alloc" or "free", block number, bytes) of the device's blocks; older ones come first."""
         sizes: Counter[int] = Counter()
         for number, change in (*self._older, *zip(self._changes[1::3], self._changes[2::3])):
             if number in self._host or not change:
