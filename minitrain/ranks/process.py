@@ -25,6 +25,8 @@ class Process:
         # groups (functions.py): a ProcessGroup has no attributes, so its channel is found by its id
         self.channels: dict[int, object] = {}
         self.on_open = lambda: None  # what a rank does when it first uses a group on gloo
+        self.on_streams: list = []  # works of NCCL that are under way, and whose calls they are;
+        self.watcher = None  # who looks for those that are done (transport.py)
         self.checked = False  # is checked mode on? (call_log.py)
         # a rank that is gone (channel.py): since when, and how long a wait lasts from then on
         self.lost_since, self.patience_s = None, None

@@ -2,9 +2,9 @@
 
 A process keeps its last `SLOTS` calls in memory (`last_calls`) and, after `log_to(path)`, in a memory-mapped
 file of fixed slots: a copy of 320 bytes and no system call, and of a rank that hangs in the network library
-others can read the last calls (`read_log`). A slot is one state byte (b"i" issued, b"d" done), then fields as
-text between tabs. `observe(callback)` hands records to an instrument such as the ledger. PyTorch's NCCL
-flight recorder is the model. Differs: gloo too, the call site.
+others can read the last calls (`read_log`). A slot is one state byte (b"i" issued, b"q" queued on a stream of
+a GPU, b"d" done), then fields as text between tabs. `observe(callback)` hands records to an instrument such
+as the ledger. PyTorch's NCCL flight recorder is the model. Differs: gloo too, the call site.
 """
 
 import mmap
@@ -55,9 +55,9 @@ class Call:
         return f"{describe(self)} #{self.seq} on {self.axis} at {self.site}"
 
 
-# What `read_log` gives back: fields of a `Call` as text. `done` is False while it is in flight; `members` are
-# "0-3" or "0,2,5", of more than 80 letters the end is a checksum.
-LOGGED = "order done seq op axis members shape dtype payload_bytes peer name group site"
+# What `read_log` gives back: fields of a `Call` as text. `done` is False while it is in flight, `queued` True
+# if then its GPU has been told; `members`: "0-3" or "0,2,5", of more than 80 letters the end is a checksum.
+LOGGED = "order done seq op axis members shape dtype payload_bytes peer name group site queued"
 LoggedCall = namedtuple("LoggedCall", LOGGED)
 
 
@@ -140,11 +140,16 @@ def issued(call: Call) -> Call:
     return call
 
 
-def finished(call: Call) -> None:
+def finished(call: Call, state: bytes = b"d") -> None:
     in_log = PROCESS.num_calls - call.order <= SLOTS  # else its slot already belongs to a later call
     if PROCESS.log_file is not None and in_log:
         start = (call.order % SLOTS) * SLOT_BYTES
-        PROCESS.log_file[start : start + 1] = b"d"
+        PROCESS.log_file[start : start + 1] = state
+
+
+def queued(call: Call) -> None:
+    """Its GPU has been told to do it, and the host goes on."""
+    finished(call, b"q")
 
 
 def announce(kind: str, subject):
@@ -194,10 +199,10 @@ def read_log(path: str | os.PathLike) -> list[LoggedCall]:
     for slot in (data[start : start + SLOT_BYTES] for start in range(0, len(data), SLOT_BYTES)):
         fields = slot[1:].rstrip(b"\0").decode(errors="replace").split("\t")
         try:
-            done = {b"i": False, b"d": True}[slot[:1]]
+            done, queued = {b"i": (False, False), b"q": (False, True), b"d": (True, False)}[slot[:1]]
             order, seq, *what, size, peer, name, group, site = fields
             more = int(size), int(peer) if peer else None, name or None, group, site
-            calls.append(LoggedCall(int(order), done, int(seq), *what, *more))
+            calls.append(LoggedCall(int(order), done, int(seq), *what, *more, queued))
         except (TypeError, ValueError, KeyError):
             continue  # never written, or being written right now
     return sorted(calls, key=lambda call: call.order)

@@ -31,10 +31,10 @@ REFUSED = {
 Sizes = list[int] | None
 
 
-class Channel:  # of one process group, whose data `backend` (transport.py) moves
-    def __init__(self, group: ProcessGroup, backend):
+class Channel:  # of one process group; `doors`: what moves tensors of a kind of device (transport.py)
+    def __init__(self, group: ProcessGroup, doors: dict):
         self._group = weakref.ref(group)  # a channel must not keep a destroyed group alive
-        self.backend = backend
+        self.doors = doors
         self.members = tuple(get_process_group_ranks(group))
         self.who = call_log.span(self.members)
         self.rank, self.size = group.rank(), group.size()
@@ -47,10 +47,18 @@ class Channel:  # of one process group, whose data `backend` (transport.py) move
         # the numbers of the next calls: of collectives under None, of messages under (op, peer)
         self.numbers: defaultdict[object, count] = defaultdict(count)
         self.lanes = (Lane(self.axis), Lane(self.axis))
-        if backend.counts:  # gloo's event loop is there by now
+        if all(door.counts for door in doors.values()):  # of gloo alone; its event loop is there by now
             PROCESS.on_open()
 
     group = property(lambda self: self._group())
+
+    def door(self, op: str, x: Tensor):
+        """What moves x: the device that it is on decides."""
+        door = self.doors.get(x.device.type) or self.doors.get("any")
+        if door is None:
+            moved = " and ".join(self.doors)
+            raise ValueError(f"{op}: x is on {x.device}, and this group moves tensors of {moved}; move x")
+        return door
 
     def lane(self, call: Call) -> "Lane":
         return self.lanes[call.seq % len(self.lanes)]
@@ -98,7 +106,7 @@ def check_patience(started: float) -> None:
     since = PROCESS.lost_since
     if since is not None and time.monotonic() > max(started, since) + PROCESS.patience_s:
         PROCESS.patience_s = 0.0  # nothing that is waited for from now on will come either
-        raise RuntimeError("another rank is gone, and gloo does not end this wait")
+        raise RuntimeError("another rank is gone, and nothing ends this wait")
 
 
 def apart(work: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from torch.distributed import GroupMember, ProcessGroup
 
 from minitrain.ranks.collectives import call_log, channel, transport
 from minitrain.ranks.collectives.channel import Channel, Handle, Sizes, contiguous, new_call
-from minitrain.ranks.collectives.transport import Job, backend_of
+from minitrain.ranks.collectives.transport import Job, doors_of
 from minitrain.ranks.process import PROCESS
 
 Given = Tensor | None
@@ -63,7 +63,7 @@ def channel_of(group: ProcessGroup) -> Channel:
         raise ValueError("this rank is not a member of the group; only members may call its collectives")
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"group is {group!r}; pass a process group: mesh.group('dp'), collectives.world()")
-    channels[id(group)] = Channel(group, backend_of(group))
+    channels[id(group)] = Channel(group, doors_of(group))
     weakref.finalize(group, channels.pop, id(group))
     return channels[id(group)]
 
@@ -72,7 +72,7 @@ def open_channel(group: ProcessGroup, op: str, x: Tensor) -> Channel:
     ch = channel_of(group)
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: x is a {type(x).__name__}; pass a tensor, torch.tensor(x)")
-    ch.backend.check(op, x)
+    ch.door(op, x)
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: x is {x.layout}; use x.to_dense()")
     return ch
@@ -167,7 +167,9 @@ def broadcast(
 
 def barrier(group: ProcessGroup, *, name: str | None = None) -> None:
     ch = channel_of(group)
-    nothing = torch.empty(0)
+    nothing = torch.empty(
+        0, device="cpu" if "cpu" in ch.doors else "cuda"
+    )  # a barrier of hosts, if it can be
     _perform(ch, Job(new_call(ch, "barrier", nothing, name), nothing, nothing), lambda: None, False)
 
 
@@ -193,7 +195,8 @@ def _along(ch: Channel, call, x: Tensor, length: int, out: Given, async_op, send
 
 
 def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
-    backend, call, target = ch.backend, job.call, job.dst
+    call, target = job.call, job.dst
+    backend = ch.door(call.op, target)
     if backend.on_host and target.is_cuda:
         job.src = call_log.announce("buffer", job.src.cpu())
         job.dst = call_log.announce("buffer", torch.empty_like(target, device="cpu"))
@@ -279,7 +282,8 @@ def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, asyn
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x, _ in sends]
         handle = Handle(lambda: None, lambda: pack(copies))
         return handle if async_op else handle.wait()
-    backend, first = ch.backend, (sends + receives)[0][0]
+    first = (sends + receives)[0][0]
+    backend = ch.door("send" if sends else "receive", first)
     there = torch.device("cpu") if backend.on_host else first.device
     outgoing = [(new_call(ch, "send", x, peer=peer), contiguous(x.to(there)), peer) for x, peer in sends]
     room = [(x if x.device == there else torch.empty_like(x, device=there), peer) for x, peer in receives]
@@ -291,11 +295,6 @@ def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, asyn
         call_log.issued(call)
     wait = backend.post(ch, outgoing, incoming)
 
-    def settle() -> None:
-        wait()
-        for call in calls:
-            call_log.finished(call)
-
     def finish():
         ch.unwaited.discard(handle)
         outgoing.clear()
@@ -303,7 +302,7 @@ def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, asyn
             call_log.announce("wait", call)
         return pack([x.to(first.device) for _, x, _ in incoming])
 
-    handle = Handle(settle, finish)
+    handle = Handle(wait, finish)
     ch.unwaited.add(handle)  # if its owner drops it, the buffers must live until the network is done
     return handle if async_op else handle.wait()
 

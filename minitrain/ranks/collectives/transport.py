@@ -15,9 +15,11 @@ data arrives makes gloo's event loop spin (256 KB on 4 ranks: 1.9 ms against 4.1
 2005, section 4, algorithms for long messages. Differs: here they serve every size.
 """
 
+import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Thread
 from typing import Callable
 
 import torch
@@ -27,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks.collectives import call_log
 from minitrain.ranks.collectives.call_log import Call, signature
-from minitrain.ranks.collectives.channel import Channel, apart
+from minitrain.ranks.collectives.channel import LOOK_S, Channel, apart, check_patience
 from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import num_modes, outside_modes
 
@@ -193,7 +195,9 @@ def broadcast(ch: Channel, job: Job, tag: int) -> None:
 
 
 def barrier(ch: Channel, job: Job, tag: int) -> None:
-    ch.group.barrier().wait()
+    how = dist.BarrierOptions()
+    how.device = torch.device("cpu")  # else a group that has NCCL, too, takes that
+    ch.group.barrier(how).wait()
 
 
 ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier)}
@@ -217,6 +221,7 @@ def move(ch: Channel, job: Job) -> None:
 # start(ch, job, in_background)   sets a collective in motion; returns wait
 # post(ch, sends, receives)       sets messages (call, tensor, peer) in motion; returns wait
 #
+# Both mark their calls as finished. A group may have two backends: the tensor's device says which moves it.
 # Where the backend moves the data itself, on NCCL and in a dry run, `planned_bytes` charges the same cuts. In
 # a dry run nothing is cut: a call costs the same Python in a world of 4 and of 131,072.
 
@@ -226,16 +231,9 @@ class Backend:
     adds = True  # are sums taken here, in memory of ours?
     on_host = False  # does the network read and write memory of the host alone?
 
-    def check(self, op: str, x: Tensor) -> None:
-        """ValueError for a tensor that the backend cannot reach."""
-
 
 class Gloo(Backend):
     counts = on_host = True
-
-    def check(self, op: str, x: Tensor) -> None:
-        if not x.is_cpu and not x.is_cuda:
-            raise ValueError(f"{op}: x is on {x.device}, but gloo moves memory of CPU and CUDA; use x.cpu()")
 
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         def drive() -> None:
@@ -273,6 +271,8 @@ class Gloo(Backend):
                     call_log.compare_message(call, header)
                 wait_all([data_work])
             wait_all(works)
+            for call, *_ in (*sends, *receives):
+                call_log.finished(call)
 
         return lambda: apart(wait)
 
@@ -294,7 +294,8 @@ class Dry(Backend):  # nothing moves; results have shapes and no values
         return lambda: call_log.finished(job.call)
 
     def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
-        return lambda: None
+        calls = [call for call, *_ in (*sends, *receives)]
+        return lambda: [call_log.finished(call) for call in calls]
 
 
 def renamed(new: str, old: str) -> Callable:
@@ -303,11 +304,10 @@ def renamed(new: str, old: str) -> Callable:
 
 
 class NCCL(Backend):
-    adds = False
+    """The host tells a stream what to do and goes on; `wait` makes the computing stream wait, and no error
+    ends it. Where others may outlive a dead rank (`grace_s`) the host waits, for as long as they may."""
 
-    def check(self, op: str, x: Tensor) -> None:
-        if not x.is_cuda:
-            raise ValueError(f"{op}: x is on {x.device}, but NCCL moves GPU memory only; use x.cuda()")
+    adds = False
 
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)
@@ -328,7 +328,7 @@ class NCCL(Backend):
             work = dist.broadcast(dst, group_src=job.source, **given)
         else:
             work = dist.barrier(**given)
-        return lambda: (work.wait(), call_log.finished(job.call))
+        return self.told([work], [job.call])
 
     def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         group = ch.group
@@ -339,15 +339,51 @@ class NCCL(Backend):
             both = [(dist.isend, *send) for send in sends] + [(dist.irecv, *receive) for receive in receives]
             ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, _, x, peer in both]
             works = dist.batch_isend_irecv(ops)
-        return lambda: wait_all(works)
+        return self.told(works, [call for call, *_ in (*sends, *receives)])
+
+    def told(self, works: list, calls: list[Call]) -> Callable[[], None]:
+        for call in calls:
+            call_log.queued(call)
+        watch(works, calls)
+
+        def wait() -> None:
+            started = time.monotonic()
+            while PROCESS.patience_s is not None and not all(work.is_completed() for work in works):
+                check_patience(started)
+                time.sleep(0.001)
+            wait_all(works)
+
+        return wait
+
+
+def watch(works: list, calls: list[Call]) -> None:
+    """Marks the calls as finished soon after their stream has done them."""
+
+    def look() -> None:
+        while True:
+            for one in list(PROCESS.on_streams):
+                if all(work.is_completed() for work in one[0]):
+                    for call in one[1]:
+                        call_log.finished(call)
+                    PROCESS.on_streams.remove(one)
+            time.sleep(LOOK_S)
+
+    PROCESS.on_streams.append((works, calls))
+    if PROCESS.watcher is None:
+        PROCESS.watcher = Thread(target=look, daemon=True)
+        PROCESS.watcher.start()
 
 
 BACKENDS = {"nccl": NCCL(), "gloo": Gloo(), "fake": Dry()}
 
 
-def backend_of(group: ProcessGroup) -> Backend:
-    name = dist.get_backend(group)
-    for known, backend in BACKENDS.items():
-        if known in name:
-            return backend
-    raise ValueError(f"backend {name!r}; collectives run on gloo and nccl, and on fake in a dry run")
+def doors_of(group: ProcessGroup) -> dict[str, Backend]:
+    """By kind of device, what moves its tensors in this group; in a dry run "any" kind."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    doors = dict(pair.split(":") for pair in config.split(","))
+    if unknown := set(doors.values()) - BACKENDS.keys():
+        said = f"backend {config!r} has {', '.join(sorted(unknown))}"
+        raise ValueError(f"{said}; collectives run on gloo and nccl, and on fake in a dry run")
+    if "fake" in doors.values():
+        doors["any"] = "fake"
+    return {kind: BACKENDS[name] for kind, name in doors.items()}

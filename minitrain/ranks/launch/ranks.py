@@ -44,6 +44,7 @@ from minitrain.ranks.torch_private import COMPILER, autograd_functions
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NOT_INITIALIZED = 3  # cuda.h: the driver has not been asked for anything yet
 PR_SET_CHILD_SUBREAPER = 36  # who loses its parent becomes our child, not that of init
 ROUNDS = 100  # of killing what is left: it may fork meanwhile
 # Imported by the helper once the caller or a rank has: a torch.optim optimizer pulls in the first, which
@@ -85,10 +86,20 @@ def preload(names: list[str]) -> None:
     for name in names:
         with suppress(Exception):  # a rank that needs the module will say what is wrong with it
             importlib.import_module(name)
+        if cuda_has_begun():
+            what = f"importing {name} calls the CUDA driver, which no process that is forked later could use"
+            sys.exit(f"{what}; let it ask nothing of CUDA when it is imported")
     seed_all()  # the first time costs 15 ms: torch notes where it was called from, for a GPU that may come
-    assert not torch.cuda.is_initialized(), "a process that holds a CUDA context cannot be forked"
     gc.collect()
     gc.freeze()  # what is here now stays shared: the collector of a rank will not write into these pages
+
+
+def cuda_has_begun() -> bool:
+    """In this process, whoever asked: for `torch.cuda.is_available()` torch may, where NVML fails."""
+    with suppress(OSError, AttributeError):  # the driver is not loaded; there is no such flag
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
+    return False
 
 
 class RankGroup:  # the ranks of one launch, as the helper sees them
@@ -259,7 +270,10 @@ class Rank:
         return fn, args
 
     def join(self, request: dict) -> None:
-        torch.set_num_threads(1)
+        gpus = torch.cuda.device_count()
+        torch.set_num_threads(
+            max(1, os.cpu_count() // self.ranks) if gpus else 1
+        )  # else the ranks' own cores
         seed_all()
         PROCESS.on_open = shared_cores.calm
         path = os.fsencode(f"{self.launch.directory}/rendezvous")  # a name that the locale cannot write, too
@@ -287,12 +301,31 @@ def seed_all() -> None:
     numpy.random.seed(0)
 
 
+def device() -> torch.device:
+    """Where this rank puts its tensors: a GPU of its own, or one that ranks share if there are fewer GPUs
+    than ranks, else the CPU. Outside of a launch: the first GPU, or the CPU."""
+    gpus = torch.cuda.device_count()
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))
+    return torch.device("cuda", int(local) % gpus) if gpus else torch.device("cpu")
+
+
 def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """The default process group: NCCL if every rank of this machine has a GPU of its own, else gloo."""
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        backend, more = "nccl", {"device_id": device}
-    else:
-        backend, more = "gloo", {}
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **more)
+    """The default process group: gloo for tensors of the host and, where every rank has a GPU of its own,
+    NCCL for those on it; else gloo for both. No `device_id`: NCCL gives then each pair of ranks in a group a
+    queue of its own for single messages; with it all messages and collectives of a group would share one."""
+    here = device()
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpus(here, store, rank, size) else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def has_own_gpus(here: torch.device, store: dist.Store, rank: int, size: int) -> bool:
+    """Has every rank of the job a GPU that no other has? They say which, so it does not matter who sees how
+    many (Slurm may show each task one). One machine without a GPU asks nobody."""
+    if here.type == "cpu" and size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        return False
+    mine = "" if here.type == "cpu" else str(torch.cuda.get_device_properties(here).uuid)
+    store.set(f"gpu/{rank}", mine)
+    uuids = store.multi_get([f"gpu/{other}" for other in range(size)])
+    return b"" not in uuids and len(set(uuids)) == size

@@ -191,8 +191,9 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
     of_torch = [name for file, _, name in frames if file.endswith(C10D_FILE)]
     in_torch = [name for name in of_torch if name.islower() and not name.startswith(NO_COLLECTIVE)]
     in_ours = any(file.startswith(COLLECTIVES) for file, *_ in frames)
-    unfinished = [call for call in calls if not call.done]
-    if unfinished and in_ours:
+    unfinished = [call for call in calls if not call.done and (in_ours or call.queued)]
+    where = place(frames, cells)
+    if unfinished:
         here = {spot(frame, cells) for frame in frames}
         call = next((call for call in unfinished if call.site in here), unfinished[0])
         peer, group = "", (call.axis, call.members, call.group)
@@ -200,8 +201,9 @@ def stuck(dump: str, calls: list, cells: dict[str, str]) -> Stuck:
             peer, group = f" {'from' if call.op == 'receive' else 'to'} rank {call.peer}", ()
         axis = f"group {call.group!r}" if call.group else call.axis
         axis = "" if axis == "world" else f" of {axis} {call.members}"
-        return Stuck(f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site})", True, group, call.seq)
-    where = place(frames, cells)
+        text = f"wait{{s}} in {call.op}{peer} #{call.seq}{axis} ({call.site}"
+        text += f" on its GPU; the host is at {where})" if call.queued else ")"
+        return Stuck(text, True, group, call.seq)
     if not where:
         return RETURNED
     if in_torch:

@@ -27,7 +27,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
 from minitrain.ranks import collectives
@@ -81,12 +80,6 @@ def run(
         return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, grace_s)
 
 
-def device() -> torch.device:
-    """This rank's: a GPU of its own if there are enough, a shared one if there are fewer, else the CPU."""
-    gpus = torch.cuda.device_count()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
-
-
 class Job:
     """This process as a rank of a torchrun job: joined at the first `run`, kept for the later ones."""
 
@@ -102,9 +95,8 @@ class Job:
                 store = dist.PrefixStore("default", self.store)
                 launch_ranks.init_group(store, self.rank, self.size, FOREVER)
             atexit.register(leave)
-            # results travel as bytes in host memory, whatever moves the tensors
-            self.talk = dist.group.WORLD
-            if dist.get_backend() != "gloo":
+            self.talk = dist.group.WORLD  # results travel as bytes in host memory
+            if "cpu" not in dist.get_backend_config():  # of a script that has made the group itself
                 self.talk = dist.new_group(backend="gloo", timeout=FOREVER)
         collectives.log_to(self.log)
 
@@ -119,10 +111,7 @@ class Job:
                 try:
                     result = fn(*args)
                     collectives.settle()
-                    try:  # every rank runs the same program: with plain pickle classes keep their identity
-                        data = pickle.dumps(result)
-                    except Exception:
-                        data = pickled.result(result)
+                    data = pickled.result(result, same_program=True)
                 except BaseException as failure:  # sys.exit included
                     error = report.record(failure)
                 self.agree(error, timeout_s)

@@ -11,8 +11,8 @@ save's copy and write go into `every`, each as the slowest rank has it (an all-r
 save in the same steps. Mohan et al. 2021 (CheckFreq), FAST. Differs: tuned anew in every window.
 """
 
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -20,18 +20,21 @@ import torch
 from minitrain.checkpoint.saver import Saver
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.clock import now
 
 
 class Frequency:
     """Of one Saver; every rank asks `due` after each step."""
 
-    def __init__(self, saver: Saver, every: Callable[..., int], window: int = 5, clock=time.perf_counter):
+    def __init__(self, saver: Saver, every: Callable[..., int], window: int = 5, clock=None):
         require_positive_ints(window=window)
         self.saver, self.every, self.window, self.clock = saver, every, window, clock
+        if clock is None:  # on a GPU an update ends later than the call of it
+            self.clock = saver.clock = partial(now, saver.device)
         self.steps = window  # between saves, for now
         self._since = 0  # the last save, in steps
         self._times_s: list[tuple[float, float]] = []  # of steps and their updates
-        self._began_s, self._waits = clock(), len(saver.waits)
+        self._began_s, self._waits = self.clock(), len(saver.waits)
 
     def due(self) -> bool:
         waits = self.saver.waits[self._waits :]

@@ -11,7 +11,7 @@ all ranks have begun the next save. After a failure ranks tell each other what t
 step of which every share is somewhere is whole, and shares travel to who wants them. Two levels: memory
 often, disk rarely; `newest_whole` of both stores is where to go on. Memory: 2 steps of a share and of what is
 kept. Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once;
-between hosts: `group` is on gloo. Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
+between hosts (gloo). Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
 arXiv:2310.12670, section 4 (RAIM5). Differs: what is sent is the file of the share, hashed, of one format
 with those on disk; parity is made when the share is, so a share that was rebuilt is verified, too.
 """

@@ -15,7 +15,7 @@ same. One survivor of each place is a checkpoint; without one, or where survivor
 what is missing. Sends nothing after the start. Written after a failure: per survivor all that it holds. Gupta
 et al. 2024, Just-In-Time Checkpointing, EuroSys, doi 10.1145/3627703.3650085. Differs: the error of the
 collective is the detector (theirs is a time-out beside a hanging GPU), the loop says where a step begins; a
-wait that gloo does not end lasts a third of `grace_s` after the death, so the rest must suffice to save.
+wait that nothing ends lasts a third of `grace_s` after the death, so the rest must suffice to save.
 """
 
 import sys

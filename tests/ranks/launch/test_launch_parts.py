@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -76,19 +77,70 @@ def test_the_end_of_a_launch_ends_its_ranks_all_that_they_started_and_its_direct
 # ---- a rank ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus, backend", [(0, "gloo"), (3, "gloo"), (4, "nccl"), (8, "nccl")])
-def test_nccl_where_every_rank_of_this_machine_has_a_gpu(gpus, backend, monkeypatch):
+BOTH = "cpu:gloo,cuda:nccl"
+CARDS = [f"GPU-{number}" for number in range(8)]
+JOBS = {  # GPUs that a rank sees, and what the ranks before it have said: two nodes of four
+    "no GPU anywhere": (0, [""] * 7, "gloo", "cpu"),
+    "no GPU here": (0, CARDS[:7], "gloo", "cpu"),
+    "a GPU each": (4, CARDS[:7], BOTH, "cuda:3"),
+    "more GPUs than ranks": (8, CARDS[:7], BOTH, "cuda:3"),
+    "two ranks share one": (2, [*CARDS[:6], "GPU-7"], "gloo", "cuda:1"),
+    "each task sees its own alone, as Slurm binds them": (1, CARDS[:7], BOTH, "cuda:0"),
+    "a node without": (4, [*CARDS[:3], "", *CARDS[4:7]], "gloo", "cuda:3"),
+}
+
+
+@pytest.mark.parametrize("gpus, others, backend, device", JOBS.values(), ids=JOBS)
+def test_two_doors_where_every_rank_of_the_job_has_a_gpu_of_its_own(
+    gpus, others, backend, device, monkeypatch
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    device, joined = [], []
-    monkeypatch.setattr(torch.cuda, "set_device", device.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=CARDS[7]))
+    store, chosen, joined = dist.HashStore(), [], []
+    for rank, uuid in enumerate(others):
+        store.set(f"gpu/{rank}", uuid)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **more: joined.append((given, more)))
-    ranks.init_group("store", 6, 8, "the time")
-    (((named,), more),) = joined
-    assert named == backend and device == [torch.device("cuda", 2)] * (backend == "nccl")
-    wanted = dict(store="store", rank=6, world_size=8, timeout="the time")
-    assert more == wanted | ({"device_id": device[0]} if device else {})
+    ranks.init_group(store, 7, 8, "the time")
+    assert chosen == [device] * (device != "cpu") and str(launch.device()) == device
+    assert joined == [((backend,), dict(store=store, rank=7, world_size=8, timeout="the time"))]
+
+
+def test_a_task_of_slurm_without_torchrun_finds_its_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert str(launch.device()) == "cuda:2"
+
+
+def test_one_machine_without_gpus_asks_nobody(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert not ranks.has_own_gpus(torch.device("cpu"), None, 7, 8)
+
+
+class Away(torch.Tensor):
+    """A tensor of a GPU, as far as a laptop can have one."""
+
+    device = torch.device("cuda", 1)
+    detach = lambda self: self
+    cpu = lambda self: self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("same_program", [True, False])
+def test_results_come_back_in_memory_of_the_host(same_program):
+    weight = torch.nn.Parameter(torch.ones(3).as_subclass(Away))
+    weight.placed = "here"
+    result = [
+        torch.arange(3.0).as_subclass(Away),
+        torch.ones(2).to(torch.float8_e4m3fn).as_subclass(Away),
+        weight,
+    ]
+    plain, eight, parameter = pickle.loads(pickled.result(result, same_program))
+    assert type(plain) is torch.Tensor and plain.tolist() == [0, 1, 2] and plain.device.type == "cpu"
+    assert eight.dtype == torch.float8_e4m3fn and type(eight) is torch.Tensor
+    assert type(parameter) is torch.nn.Parameter and parameter.placed == "here" and parameter.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,12 @@ def test_who_is_waited_for_is_a_member():
     assert blamed(report.RETURNED, STANDS, report.RETURNED, STANDS) == (1, 3), "nobody waits: those not done"
 
 
-def call(order, done=True, **more):
+def call(order, done=True, queued=False, **more):
     fields = dict(seq=order, op="all_reduce", axis="dp", members="0-3", shape="4", dtype="float32", group="")
-    fields |= dict(order=order, done=done, payload_bytes=16, peer=None, name=None, site="train.py:7") | more
+    fields |= (
+        dict(order=order, done=done, queued=queued, payload_bytes=16, peer=None, name=None, site="train.py:7")
+        | more
+    )
     return LoggedCall(**{name: fields[name] for name in LoggedCall._fields})
 
 
