@@ -46,7 +46,6 @@ from minitrain.model.gpt import GPT, generate
 from minitrain.model.layers import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures, move_biases
 from minitrain.model.training.step import Batch, StepResult, scaled_train_step, train_step, valid_tokens
-from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.mixed import LossScale
@@ -56,6 +55,7 @@ from minitrain.ranks.pieces import Piece, share_out, whole_piece
 from minitrain.ranks.random_state import random_state, set_random_state
 from minitrain.ranks.sharding import placement, whole_shape
 from minitrain.ranks.torch_private import outside_modes
+from minitrain.systems.pipeline.post_validation import PostValidation
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -8,5 +8,4 @@ then   lower, runtime      messages put in; the interpreter on real ranks
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
 beside sliced_attention    slices of a sequence as units
-       post_validation     clipping without a common stop
 """

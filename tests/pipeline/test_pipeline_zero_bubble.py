@@ -17,7 +17,6 @@ from minitrain.model.training.step import Batch, NoReducer
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import lower, messages
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import B, F, I, Schedule, W, check, in_flight, peak
 from minitrain.pipeline.schedules.greedy import greedy, urgency
@@ -26,6 +25,7 @@ from minitrain.pipeline.schedules.zero_bubble import bubble, v_half, v_min, zb_h
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
 from tests.pipeline.lists import peaks, refuse, split
 from tests.pipeline.test_pipeline_runtime import account

@@ -316,11 +316,11 @@ def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timede
     here = device()
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    backend = "cpu:gloo,cuda:nccl" if has_own_gpus(here, store, rank, size) else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if each_has_a_gpu(here, store, rank, size) else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def has_own_gpus(here: torch.device, store: dist.Store, rank: int, size: int) -> bool:
+def each_has_a_gpu(here: torch.device, store: dist.Store, rank: int, size: int) -> bool:
     """Has every rank of the job a GPU that no other has? They say which, so it does not matter who sees how
     many (Slurm may show each task one). One machine without a GPU asks nobody."""
     if here.type == "cpu" and size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):

@@ -2,6 +2,7 @@
 
 bpipe_eviction    activations that leave for another rank (BPipe)
 asynchronous      PipeDream: never emptied
+post_validation   clipping without a common stop (Zero Bubble)
 contrastive       a loss over all samples at once
 traced            a traced model in even stages, unchanged (Merak)
 torch_csv         PyTorch's files of schedules

@@ -117,7 +117,7 @@ def test_a_task_of_slurm_without_torchrun_finds_its_gpu(monkeypatch):
 
 def test_one_machine_without_gpus_asks_nobody(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert not ranks.has_own_gpus(torch.device("cpu"), None, 7, 8)
+    assert not ranks.each_has_a_gpu(torch.device("cpu"), None, 7, 8)
 
 
 class Away(torch.Tensor):

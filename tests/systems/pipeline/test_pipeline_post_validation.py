@@ -14,7 +14,6 @@ from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.model.training.step import Batch, NoReducer, train_step
 from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Send, lower, pause
-from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import B, F, Schedule, check
 from minitrain.pipeline.schedules.bidirectional import chimera
@@ -24,6 +23,7 @@ from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import channel_of
 from minitrain.ranks.sharding import Shard, place, placement
+from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, small
 from tests.pipeline.lists import said_by, split
 from tests.pipeline.test_pipeline_memory import Dropped
