@@ -9,9 +9,10 @@ block of keys again, needs of the others only O and lse, and adds up. P = exp(S 
     dV = Pᵀ dO          dS = P (dO Vᵀ - D)          dQ = dS K / sqrt(K)          dK = dSᵀ Q / sqrt(K)
 
 `plain_*` is these equations and holds scores [Tq, Tk]; `fused_*` calls torch's flash kernels (CPU: any float;
-CUDA: fp16, bf16), which do not. k and v may have fewer heads than q, and v another width than k. Under a
-causal mask query i sees keys 0 .. i + Tk - Tq: queries may be the last ones of a longer text. A tile without
-a visible score is not computed, one that the diagonal crosses gets -inf, others no mask. Sends nothing.
+CUDA: fp16, bf16), which do not, or on a GPU, for what these do not take, the equations for 512 rows at a
+time. k and v may have fewer heads than q, and v another width than k. Under a causal mask query i sees keys
+0 .. i + Tk - Tq: queries may be the last ones of a longer text. A tile without a visible score is not
+computed, one that the diagonal crosses gets -inf, others no mask. Sends nothing.
 Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al.
 2022, arXiv:2205.14135, section 3.1 and appendix B; Dao 2023, arXiv:2307.08691, section 3.1.
 """
@@ -19,7 +20,7 @@ Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from minitrain.ranks import torch_private
 from minitrain.ranks.autograd import custom_vjp
 from minitrain.ranks.checks import MOST, require_ints, require_positive_ints
+from minitrain.ranks.devices import cuda_capability
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -137,13 +139,13 @@ def _scores(q: Tensor, k: Tensor, causal: bool, bias: Callable | None) -> Tensor
 
 
 def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None = None):
-    """By torch's flash kernels. They want q, k and v of one width: a narrower v is padded with zeros."""
+    """By torch's flash kernels. They want q, k and v of one width: narrower ones are padded with zeros."""
     if not _fits_kernel(q, k, v, causal, bias):
-        return plain_forward(q, k, v, causal, bias)
-    width, (k, v) = v.size(-1), repeat_kv(q, k, v)
-    q, k, v = in_rows(q, k, widened(v, q))
+        return (plain_forward if q.is_cpu else forward_by_rows)(q, k, v, causal, bias)
+    width, scale, (k, v) = v.size(-1), 1 / math.sqrt(q.size(-1)), repeat_kv(q, k, v)
+    q, k, v = for_kernel(q, k, v)
     if q.is_cuda:
-        out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal)[:2]
+        out, lse = torch_private.flash_cuda(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
         mask = bias(q.device).unsqueeze(0) if bias else None
         out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=mask)
@@ -152,34 +154,77 @@ def fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable 
 
 def fused_backward(dout, q, k, v, out, lse, causal: bool, bias: Callable | None = None) -> tuple[Tensor, ...]:
     if not _fits_kernel(q, k, v, causal, bias):
-        return plain_backward(dout, q, k, v, out, lse, causal, bias)
-    kv_heads, width, (k, v) = k.size(1), v.size(-1), repeat_kv(q, k, v)
-    dout, v, out = (widened(x, q) for x in (dout, v, out))
-    q, k, v, dout, out = in_rows(q, k, v, dout, out)
+        backward = plain_backward if q.is_cpu else backward_by_rows
+        return backward(dout, q, k, v, out, lse, causal, bias)
+    kv_heads, widths, (k, v) = k.size(1), (q.size(-1), v.size(-1)), repeat_kv(q, k, v)
+    q, k, v, dout, out = for_kernel(q, k, v, dout, out)
     if q.is_cuda:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of no dropout
         how = None, None, q.size(2), k.size(2), 0.0, causal, unused, unused
-        dq, dk, dv = torch_private.flash_cuda_backward(dout, q, k, v, out, lse, *how)
+        saved = dout.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous()  # of lse it reads no strides
+        dq, dk, dv = torch_private.flash_cuda_backward(*saved, *how, scale=1 / math.sqrt(widths[0]))
+        dq, dk = dq[..., : widths[0]], dk[..., : widths[0]]
     else:
         mask = bias(q.device).unsqueeze(0) if bias else None
         dq, dk, dv = torch_private.flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
-    return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., :width], kv_heads)
+    return dq, sum_kv_copies(dk, kv_heads), sum_kv_copies(dv[..., : widths[1]], kv_heads)
 
 
 def _fits_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Callable | None) -> bool:
-    """CPU: any float, and a bias as a mask. CUDA: fp16 and bf16, without a bias. Their triangle is square."""
-    square, half = q.size(-2) == k.size(-2), q.dtype in (torch.float16, torch.bfloat16)
-    return v.size(-1) <= q.size(-1) and (square or not causal) and not (q.is_cuda and (bias or not half))
+    """On a CPU also a bias, as a mask. Their triangle is square."""
+    square = q.size(-2) == k.size(-2)
+    known = has_flash(q.device, q.dtype, q.size(-1)) and not (q.is_cuda and bias)
+    return v.size(-1) <= q.size(-1) and (square or not causal) and known
 
 
-def widened(x: Tensor, q: Tensor) -> Tensor:
-    """x padded with zeros to the width of q."""
-    return x if x.size(-1) == q.size(-1) else F.pad(x, (0, q.size(-1) - x.size(-1)))
+def has_flash(device: torch.device, dtype: torch.dtype, width: int, capability: tuple | None = None) -> bool:
+    """Is there a flash kernel, forward and backward, for heads of this width? On CUDA torch's sdp_utils.cpp
+    asks the same of a card of this compute capability."""
+    if device.type != "cuda":
+        return True
+    card = capability or cuda_capability(device)
+    small = (8, 6) <= card <= (8, 9) or (12, 0) <= card <= (12, 1)  # multiprocessors' memory, in backward
+    fits = width <= 256 and not (small and 192 < width <= 224)
+    return card >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and fits
 
 
-def in_rows(*tensors: Tensor) -> list[Tensor]:
-    """The kernel for CPUs reads K numbers one behind the other wherever they lie, and says nothing."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+def for_kernel(q: Tensor, *others: Tensor) -> list[Tensor]:
+    """All with q's width, on CUDA with the next multiple of 8, and K numbers one behind the other: the kernel
+    for CPUs reads them so wherever they lie, and says nothing."""
+    width = -(-q.size(-1) // 8) * 8 if q.is_cuda else q.size(-1)
+    padded = [x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1))) for x in (q, *others)]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+ROWS = 512  # of scores that there are at once where no kernel fits a device
+
+
+def by_rows(q: Tensor, k: Tensor, causal: bool, bias) -> Iterator[tuple]:
+    """Runs of queries, the keys that they see, and `bias.part` of these."""
+    shift, keys = diagonal(q, k, causal), k.size(-2)
+    for rows in pieces(q.size(-2), ROWS):
+        seen = slice(0, keys if shift is None else rows.stop + shift)
+        yield (..., rows, slice(None)), (..., seen, slice(None)), bias and bias.part(rows, seen)
+
+
+def forward_by_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias=None) -> tuple[Tensor, Tensor]:
+    k, v = repeat_kv(q, k, v)
+    out, lse = q.new_empty(*q.shape[:-1], v.size(-1)), q.new_empty(q.shape[:-1], dtype=wide(q))
+    for mine, seen, here in by_rows(q, k, causal, bias):
+        out[mine], lse[mine[:2]] = plain_forward(q[mine], k[seen], v[seen], causal, here)
+    return out, lse
+
+
+def backward_by_rows(dout, q, k, v, out, lse, causal: bool, bias=None) -> tuple[Tensor, ...]:
+    kv_heads, (k, v) = k.size(1), repeat_kv(q, k, v)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    for mine, seen, here in by_rows(q, k, causal, bias):
+        saved = q[mine], k[seen], v[seen], out[mine], lse[mine[:2]]
+        for total, part in zip(
+            (dq[mine], dk[seen], dv[seen]), plain_backward(dout[mine], *saved, causal, here)
+        ):
+            total += part
+    return dq.to(q.dtype), *(sum_kv_copies(x, kv_heads).to(q.dtype) for x in (dk, dv))
 
 
 PLAIN, FUSED = Kernel(plain_forward, plain_backward), Kernel(fused_forward, fused_backward)

@@ -30,6 +30,7 @@ from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_ints
+from minitrain.ranks.devices import cuda_capability
 from minitrain.ranks.torch_private import scaled_mm
 
 FIRST_AMAX = {"x": formats.E4M3.max, "dy": 1.0}  # of delayed scaling, before the first step
@@ -155,7 +156,7 @@ def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) ->
 
 def has_kernel(device: torch.device) -> bool:
     """Of FP8: on Ada, Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and cuda_capability(device) >= (8, 9)
 
 
 def fits_kernel(a: Blocks, b: Blocks, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import _C, _ops, overrides
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, backend_registration
 
 COMPILER = "torch._dynamo"  # torch.optim's first optimizer imports it, in as much time as torch itself
 C10D_FILE = "distributed_c10d.py"  # torch's collectives: a rank with a frame of it in its stack waits in one
@@ -36,6 +36,8 @@ version_of = attrgetter("_version")  # of a tensor: how often it was written to 
 wrapper_tensor = torch.Tensor._make_wrapper_subclass
 # What a result of shapes depends on, and an operator that those who see every one must know.
 default_device = _C._get_default_device
+# Lets there be a device of this name, for fake tensors; None where torch has no such function.
+python_backend = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 dispatch_keys = _C._dispatch_keys  # of a tensor: a number that says what it is to the dispatcher
 DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not call one
