@@ -230,8 +230,8 @@ class CollectiveMismatch(RuntimeError):
         message     The header travels ahead, and the data's tag has dtype and shape: what the receiver does
                     not expect is never written into its tensor. Sites may differ.
 
-    n-1 headers per call are not counted as sent bytes. Nothing is compared on NCCL, in a dry run, or of a
-    rank that calls nothing: the others wait, and the launch reports the hang."""
+    n-1 headers per call are not counted as sent bytes. Nothing is compared of messages on NCCL, in a dry run,
+    or of a rank that calls nothing: the others wait, and the launch reports the hang."""
 
 
 @lru_cache(maxsize=256)

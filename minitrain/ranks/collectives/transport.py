@@ -19,6 +19,7 @@ import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Callable
 
@@ -204,16 +205,23 @@ ALGORITHMS = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, al
 
 
 def move(ch: Channel, job: Job) -> None:
-    # this tag is for headers, the next two for the data of the first and second half of an all-reduce
-    tag = job.call.seq % 2**27 * 4
     if PROCESS.checked and ch.size > 1:
-        what = call_log.describe(job.call), job.call.name or "", job.call.site
-        counts = job.send_sizes or [""] * ch.size  # elements that go there, where sizes may differ
-        outgoing = [call_log.pack(*what, str(count)) for count in counts]
-        incoming = [header.clone() for header in outgoing]
-        in_rounds(ch, None, outgoing, incoming, tag)
-        call_log.compare(job.call, incoming, job.receive_sizes)
-    ALGORITHMS[job.call.op](ch, job, tag + 1)
+        compare_headers(ch, job)
+    ALGORITHMS[job.call.op](ch, job, tag_of(job.call) + 1)
+
+
+def tag_of(call: Call) -> int:
+    """For headers; the next two are for the data of the first and second half of an all-reduce."""
+    return call.seq % 2**27 * 4
+
+
+def compare_headers(ch: Channel, job: Job) -> None:
+    what = call_log.describe(job.call), job.call.name or "", job.call.site
+    counts = job.send_sizes or [""] * ch.size  # elements that go there, where sizes may differ
+    outgoing = [call_log.pack(*what, str(count)) for count in counts]
+    incoming = [header.clone() for header in outgoing]
+    in_rounds(ch, None, outgoing, incoming, tag_of(job.call))
+    call_log.compare(job.call, incoming, job.receive_sizes)
 
 
 # ---- backends: gloo, NCCL, or nothing (a dry run) --------------------------------------------------------
@@ -305,12 +313,18 @@ def renamed(new: str, old: str) -> Callable:
 
 class NCCL(Backend):
     """The host tells a stream what to do and goes on; `wait` makes the computing stream wait, and no error
-    ends it. Where others may outlive a dead rank (`grace_s`) the host waits, for as long as they may."""
+    ends it. Where others may outlive a dead rank (`grace_s`) the host waits, for as long as they may; in
+    checked mode, for the headers of a collective, which go by gloo."""
 
     adds = False
 
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)
+        compared = None
+        if PROCESS.checked and ch.size > 1 and "cpu" in ch.doors:
+            compared = ch.lane(job.call).submit(partial(compare_headers, ch, job))
+            if not in_background:
+                compared()
         if op == "all_reduce":
             if dst.data_ptr() != src.data_ptr():
                 dst.copy_(src)
@@ -328,7 +342,8 @@ class NCCL(Backend):
             work = dist.broadcast(dst, group_src=job.source, **given)
         else:
             work = dist.barrier(**given)
-        return self.told([work], [job.call])
+        told = self.told([work], [job.call])
+        return told if compared is None else lambda: (compared(), told())
 
     def post(self, ch: Channel, sends: list, receives: list) -> Callable[[], None]:
         group = ch.group

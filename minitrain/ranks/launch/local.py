@@ -38,8 +38,9 @@ NOT_FOR_RANKS = ("minitrain.course", "minitrain.cli")
 # Read when numpy and torch are loaded: a process with threads cannot be forked safely, and the ranks share
 # the cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Read when a process starts: large tensors get pages of 2 MB, 300 times fewer faults for the same memory.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Read when a process starts: large tensors get pages of 2 MB, 300 times fewer faults for the same memory; and
+# torch asks NVML, not the driver, whether there is a GPU: the driver, once asked, does not survive a fork.
+BEFORE_FORKS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, echo: bool, grace_s) -> list:
@@ -263,7 +264,7 @@ class Helper:  # the process, the socket that requests go through, and what it w
                 stderr=self.log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt typed at the terminal is for the caller alone
-                env=HUGE_PAGES | os.environ | ONE_THREAD,
+                env=BEFORE_FORKS | os.environ | ONE_THREAD,
             )
         atexit.register(self.close)
 

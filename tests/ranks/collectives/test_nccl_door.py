@@ -77,6 +77,22 @@ def test_a_call_is_over_in_the_log_when_its_stream_has_done_it(tmp_path):
     assert launch.run(who_is_under_way, str(tmp_path), ranks=2, checked=False)[0] == (True, False, [2.0, 2.0])
 
 
+def disagree(async_op):
+    group, rank = through_nccls_door(), dist.get_rank()
+    x = torch.ones(4, dtype=[torch.float32, torch.int32][rank * async_op])
+    if async_op:
+        collectives.all_gather(x, group, async_op=True).wait()
+    else:
+        (collectives.all_gather if rank else collectives.all_to_all)(x, group)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ranks_that_call_different_collectives_are_told(async_op):
+    """Headers go by gloo, where the group has it; what the streams make of it does not matter any more."""
+    with pytest.raises(launch.RankError, match="CollectiveMismatch: collective #0: rank 0 calls a"):
+        launch.run(disagree, async_op, ranks=2, checked=True, timeout_s=20)
+
+
 class Never(SimpleNamespace):  # the work of a stream that waits for a rank that is gone
     is_completed, wait = (lambda self: False), (lambda self: None)
 
