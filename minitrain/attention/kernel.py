@@ -191,9 +191,13 @@ def has_flash(device: torch.device, dtype: torch.dtype, width: int, capability: 
 def for_kernel(q: Tensor, *others: Tensor) -> list[Tensor]:
     """All with q's width, on CUDA with the next multiple of 8, and K numbers one behind the other: the kernel
     for CPUs reads them so wherever they lie, and says nothing."""
-    width = -(-q.size(-1) // 8) * 8 if q.is_cuda else q.size(-1)
-    padded = [x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1))) for x in (q, *others)]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+    q = F.pad(q, (0, -q.size(-1) % 8)) if q.is_cuda and q.size(-1) % 8 else q
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, *(widened(x, q) for x in others))]
+
+
+def widened(x: Tensor, q: Tensor) -> Tensor:
+    """x padded with zeros to the width of q."""
+    return x if x.size(-1) == q.size(-1) else F.pad(x, (0, q.size(-1) - x.size(-1)))
 
 
 ROWS = 512  # of scores that there are at once where no kernel fits a device
