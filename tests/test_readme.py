@@ -13,8 +13,8 @@ from minitrain.cli import main
 from minitrain.course import house, notebook
 from minitrain.model.config import presets
 from minitrain.model.data.token_files import write_pair
-from minitrain.plan.emit.training_job import Job, write
 from minitrain.plan.strategy import Strategy
+from minitrain.systems.plan.emit.training_job import Job, write
 from tests import layouts
 
 ROOT = Path(__file__).parent.parent

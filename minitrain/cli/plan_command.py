@@ -2,7 +2,7 @@
 
 Names are looked up and sizes checked before torch is loaded; then every layout is predicted, from dry runs of
 one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one for another system, and
-`--compare` reads such a file and predicts it beside the best (plan/emit).
+`--compare` reads such a file and predicts it beside the best (systems/plan/emit).
 """
 
 from pathlib import Path
@@ -12,14 +12,14 @@ from typer import Option, echo
 
 from minitrain.cli.replay_command import among, known, writable
 from minitrain.model.config import presets
-from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
-from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job
 from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
+from minitrain.systems.plan.emit import deepspeed, megatron, torchtitan, training_job
+from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job
 
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")

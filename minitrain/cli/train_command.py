@@ -24,10 +24,10 @@ from minitrain.model.config import ExpertsConfig, GPTConfig, plain_values, prese
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting import parameters
-from minitrain.plan.emit.training_job import read
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.process import in_a_job
+from minitrain.systems.plan.emit.training_job import read
 
 WEEK_S = 7 * 86_400
 OF_TRAINING = ("dropout", "capacity_factor", "balance_alpha", "z_alpha", "bias_speed")  # not of its weights

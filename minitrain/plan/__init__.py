@@ -5,5 +5,4 @@ First  strategy            a layout as plain values; what cannot be, in one line
        predict/            step time, its parts and memory, from a dry run's counts, held to published runs
        planner             the fastest layout of a model on a machine; of several fleets the first
        simulate/           described machines; events replayed on them
-beside emit/               a plan as configuration of Megatron-LM, DeepSpeed and torchtitan, and back
 """

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from minitrain.cli import main, plan_command
 from minitrain.compose.dry_runs import work_of
 from minitrain.model.config import presets
-from minitrain.plan.emit import megatron, torchtitan, training_job
 from minitrain.plan.planner import RECOMPUTE, Task
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
+from minitrain.systems.plan.emit import megatron, torchtitan, training_job
 
 TASK = "--model small --machine a100 --ranks 2 --batch 4 --length 64".split()
 

@@ -14,4 +14,5 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs         what the matrices of a layer cost on a grid
        search/            searches of automatic parallelism, all on one problem
+       emit/              a plan as configuration of Megatron-LM, DeepSpeed and torchtitan, and back
 """

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minitrain.model.config import meant
-from minitrain.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
+from minitrain.systems.plan.emit.training_job import DEFAULTS, Job, Values, from_values, settled
 
 Options = dict[str, object]
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool, "flag": bool, "list": list}

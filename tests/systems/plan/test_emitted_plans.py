@@ -11,11 +11,19 @@ from functools import cache
 import pytest
 
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
-from minitrain.plan.emit import deepspeed, megatron, torchtitan, training_job
-from minitrain.plan.emit.table import flat, nested
-from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, SIZES, STRATEGY, Job, from_values
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE, PRODUCTS
+from minitrain.systems.plan.emit import deepspeed, megatron, torchtitan, training_job
+from minitrain.systems.plan.emit.table import flat, nested
+from minitrain.systems.plan.emit.training_job import (
+    DEFAULTS,
+    EXPERTS,
+    MODEL,
+    SIZES,
+    STRATEGY,
+    Job,
+    from_values,
+)
 
 SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
 LLAMA = presets["llama3-8b"]

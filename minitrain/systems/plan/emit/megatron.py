@@ -15,10 +15,10 @@ import shlex
 from argparse import SUPPRESS, ArgumentParser
 
 from minitrain.model.config import divisors
-from minitrain.plan.emit.table import Options, System, Written, equal_parts
-from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values
 from minitrain.precision.policies import FIRST_SCALE
 from minitrain.ranks.checks import require_positive_ints, require_text
+from minitrain.systems.plan.emit.table import Options, System, Written, equal_parts
+from minitrain.systems.plan.emit.training_job import DEFAULTS, EXPERTS, Job, Values
 
 RANKS = "WORLD_SIZE"  # from the environment, by the launcher
 LAUNCHER = {"--nproc-per-node", "--nnodes", "--nproc_per_node"}  # of torchrun, whose product it is

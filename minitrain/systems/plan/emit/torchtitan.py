@@ -12,8 +12,8 @@ the sequence as well. bfloat16 is what is computed in: weights, gradients and su
 import json
 import tomllib
 
-from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat
-from minitrain.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values, parsed
+from minitrain.systems.plan.emit.table import Options, System, Written, equal_parts, flat
+from minitrain.systems.plan.emit.training_job import DEFAULTS, EXPERTS, MODEL, Job, Values, parsed
 
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
 SCHEDULES |= {"zb_interleaved": "InterleavedZeroBubble", "dualpipe_v": "DualPipeV"}

@@ -11,9 +11,9 @@ MiCS was taken out. Stages 2 and 3 do not go with its pipelines. Rasley et al. 2
 import json
 import math
 
-from minitrain.plan.emit.table import Options, System, Written, equal_parts, flat, nested
-from minitrain.plan.emit.training_job import EXPERTS, MODEL, Job, Values, parsed
 from minitrain.precision.policies import BYTES, FIRST_SCALE, POLICIES
+from minitrain.systems.plan.emit.table import Options, System, Written, equal_parts, flat, nested
+from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job, Values, parsed
 
 IN_CODE = {
     **dict.fromkeys((*MODEL, *EXPERTS), "the model itself"),
