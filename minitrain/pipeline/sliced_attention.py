@@ -48,7 +48,7 @@ def attend(
     shared = q.size(1) != k.size(1)
     # On a CPU torch keeps scores unless values are as wide as keys.
     narrow = v.size(-1) < q.size(-1) and not q.is_cuda
-    values = widened(v, q.size(-1)) if narrow else v
+    values = widened(v, q) if narrow else v
     out = F.scaled_dot_product_attention(q, k, values, seen, dropout, is_causal=first, enable_gqa=shared)
     return out[..., : v.size(-1)] if narrow else out
 

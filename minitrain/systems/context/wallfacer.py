@@ -44,7 +44,7 @@ def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **ho
     if teams % members:
         raise ValueError(f"C={members} on P={teams * members} ranks; use a C whose square divides P")
     where = Teams(team, ring, tiles_by_step(team, ring, layout, q.size(TIME), causal))
-    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q.size(-1)), where, kernel)
+    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, kernel)
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]
 
 
