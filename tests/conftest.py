@@ -3,6 +3,10 @@
 Tests run side by side, and ranks beside them: threads of a caller's small sums would only wait for each other
 (a check took 13 times as long), so torch gets one in every process, the notebooks' kernels too. Hypothesis
 draws the same examples in every run and never looks at the clock: a test that fails does so again.
+
+Tests marked `cuda` are those of a GPU, `pytest -m cuda`, and each runs in one process or on ranks that put
+tensors on `launch.device()`. No other run sees a GPU: its bytes and bits are the CPU's, on every machine. With
+--rehearse they run on the CPU, but for those that are about a GPU alone, `cuda(alone=True)`.
 """
 
 import gc
@@ -12,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from minitrain.course import atlas  # noqa: E402
 from tests.proved import Proved  # noqa: E402
@@ -24,11 +29,22 @@ def pytest_addoption(parser):
     parser.addoption(
         "--atlas", action="store_true", help="fail unless the test of every row of the atlas proves it"
     )
+    parser.addoption("--rehearse", action="store_true", help="tests of a GPU, on the CPU")
 
 
 def pytest_configure(config):
     if config.getoption("--atlas"):
         config.pluginmanager.register(Proved(config, atlas.rows), "proved")
+    if config.getoption("markexpr") != "cuda" or config.getoption("--rehearse"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        mark = item.get_closest_marker("cuda")
+        rehearsed = config.getoption("--rehearse") and mark and not mark.kwargs.get("alone")
+        if mark and not (rehearsed or torch.cuda.is_available()):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and is run by -m cuda"))
 
 
 @pytest.hookimpl(optionalhook=True)

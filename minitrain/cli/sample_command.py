@@ -66,8 +66,7 @@ def sample_on_rank(folder: Path, step: int, config, strategy: Strategy, ids: lis
 
     from minitrain.checkpoint.load import Saved
     from minitrain.compose.parallelize import parallelize
-    from minitrain.ranks import launch
 
-    run = parallelize(config, strategy, device=launch.device())
+    run = parallelize(config, strategy)
     run.load_pieces(Saved(store_of(folder).open(step)[1], weights=True))
     return run.sample(torch.tensor([ids], device=run.device), *how)[0].tolist()

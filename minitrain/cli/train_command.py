@@ -251,11 +251,10 @@ def train_on_rank(settings: Settings) -> None:
     from minitrain.compose.passes import emulation
     from minitrain.compose.trainer import Trainer
     from minitrain.model.training.step import measure_peak_flops
-    from minitrain.ranks import launch
 
     strategy, hyper = settings.strategy, settings.hyper
     data, held_out = open_data(hyper.length, **settings.data)
-    more = dict(seed=hyper.seed, frozen=hyper.frozen, device=launch.device())
+    more = dict(seed=hyper.seed, frozen=hyper.frozen)
     run = parallelize(settings.config, strategy, hyper.make_optimizer, **more)
     peak_flops = measure_peak_flops(run.dtype, run.device)
     more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store())

@@ -43,7 +43,7 @@ from minitrain.pipeline.sliced_attention import attend, look_back
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
 from minitrain.precision.mixed import LossScale
-from minitrain.ranks import collectives
+from minitrain.ranks import collectives, launch
 from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
@@ -73,8 +73,9 @@ def parallelize(
     `loss_fn(outputs, targets)` is the sum over targets, of whole logits; a step divides by how many count.
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated.
     `seed` fills the parameters and draws dropout's masks; `frozen` are patterns of global names
-    ("layers.0.*"). For a pipeline, `schedule` is one of your own in the place of the strategy's, `cuts` the
-    layers of each stage (else even), and `runner` a kind of Runner, for actions of your own."""
+    ("layers.0.*"); a GPT is built on `device`, this rank's if None. For a pipeline, `schedule` is one of your
+    own in the place of the strategy's, `cuts` the layers of each stage (else even), and `runner` a kind of
+    Runner, for actions of your own."""
     settings = seed, tuple(frozen), device, loss_fn, schedule, cuts, runner
     build = Build(model, strategy, make_optimizer, *settings)
     for pass_ in (
@@ -135,7 +136,9 @@ class Build:
 
 
 def check(build: Build) -> None:
-    require_device(device="cpu" if build.device is None else build.device)
+    if build.device is None:
+        build.device = "cpu" if is_fake(torch.empty(0)) else launch.device()  # dry, or on a real rank
+    require_device(device=build.device)
     strategy, ranks = build.strategy, collectives.world().size()
     if build.loss_fn is not cross_entropy_sum:
         build.loss_fn = SumOfTerms(build.loss_fn)

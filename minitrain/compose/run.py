@@ -135,6 +135,9 @@ class Run:
             raise ValueError(f"documents= is for a GPT; mask them inside of your {type(self.model).__name__}")
         if not self.config or is_fake(batch.tokens):
             return
+        if batch.tokens.device != self.device:
+            cure = "move it, or take run.batch(rows, step)"
+            raise ValueError(f"the batch is on {batch.tokens.device}, and this run on {self.device}; {cure}")
         if batch.targets.dtype != torch.int64:
             raise ValueError(f"targets are {batch.targets.dtype}; expected torch.int64")
         ranks = self.context_group.size() if self.context_group else 1
@@ -196,8 +199,8 @@ class Run:
         if self.config and length > (most := self.config.max_positions):
             raise ValueError(f"sequence {length} > max_positions {most}; cut the one or raise the other")
         padding = -length % pieces  # behind the tokens: attention is causal, so it changes nothing
-        x, positions = self._shard(F.pad(tokens, (0, padding))), self._positions(length + padding)
-        logits = self.logits(x, positions, padding)
+        x = self._shard(F.pad(tokens.to(self.device), (0, padding)))
+        logits = self.logits(x, self._positions(length + padding), padding)
         if self.layout:
             logits = layouts.join(logits, self.layout, self.context_group)
         return logits[:, :length]
@@ -248,7 +251,8 @@ class Run:
             raise ValueError(f"sample writes text of a GPT, and this is a {type(self.model).__name__}")
         same = partial(collectives.broadcast, source=0, group=collectives.world())
         with cached(self, most=n - 1) as logits:
-            return generate(self, prompt, n, temperature, seed, top_k=top_k, logits=logits, same=same)
+            how = n, temperature, seed, top_k
+            return generate(self, prompt.to(self.device), *how, logits=logits, same=same)
 
     def train(self, mode: bool = True) -> "Run":
         self.model.train(mode)

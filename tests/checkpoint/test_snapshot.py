@@ -238,7 +238,7 @@ def test_names_say_whose_state_it_is():
     assert [parameter_of(p) for p in pieces] == ["layers.0.w", "layers.0.w", "layers.1.x", "alone"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.cuda(alone=True)
 def test_on_a_gpu_copies_run_on_a_stream_of_their_own():
     values = torch.randn(3000, 1000, device="cuda")
     pieces = [whole_piece("parameters/a", values)]

@@ -219,8 +219,7 @@ def test_which_way_a_device_and_a_dtype_take():
     assert not any(has_kernel("cpu", dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: its grouped product is not run")
+@pytest.mark.cuda(alone=True)
 def test_on_a_gpu():
     outcomes = []
     for way in (experts.grouped, experts.loop):

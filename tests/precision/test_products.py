@@ -403,8 +403,7 @@ def test_torchs_kernel_and_the_emulation_agree(name):
         assert ((by_kernel.float() - emulated.float()).abs() <= most).all()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+@pytest.mark.cuda(alone=True)
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_rows"])
 def test_on_a_gpu_the_kernel_is_used_and_errs_as_the_emulation_does(name, monkeypatch):
     x, weight, dy = (one.bfloat16().cuda() for one in operands(5, 64, 512, 128))

@@ -12,7 +12,6 @@ over microbatches, ranks or tokens. A mean of means is the loss above only if al
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -25,6 +24,7 @@ from minitrain.model.training.optim import clip_grad_norm
 from minitrain.precision.mixed import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.clock import now
 
 
 class Batch(NamedTuple):
@@ -151,13 +151,18 @@ def accumulate(
     return forward_backward
 
 
-def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int = 1024) -> float:
-    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU."""
+def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, size: int | None = None):
+    """FLOP/s of this rank's best [size, size] · [size, size], of a few tries: the 100% of an MFU. On a GPU it
+    is a wide one, and several at a time: else the time to start a kernel would count."""
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    if size is None:
+        size = 1024 if not on_gpu else 8192 if dtype.itemsize <= 2 else 4096
     require_positive_ints(size=size)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    best_s = math.inf
+    best_s, products = math.inf, 8 if on_gpu else 1
     for _ in range(8):
-        started = time.perf_counter()
-        (a @ b)[0, 0].item()  # the number arrives when a GPU is done
-        best_s = min(best_s, time.perf_counter() - started)
-    return 2 * size**3 / best_s
+        started = now(a.device)
+        for _ in range(products):
+            a @ b
+        best_s = min(best_s, now(a.device) - started)
+    return 2 * size**3 * products / best_s

@@ -453,15 +453,15 @@ def test_failures_leave_nothing_open():
     assert open_things() == before
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda(alone=True)
 def test_gpus():
-    """A GPU per rank: NCCL; more ranks: gloo, GPUs shared. Had the helper touched CUDA, ranks could not."""
+    """A GPU per rank: NCCL for what is on it; more ranks: gloo, GPUs shared. Had the helper touched CUDA, ranks
+    could not."""
 
     def look():
         x = torch.full((2,), float(dist.get_rank()), device=launch.device())
         dist.all_reduce(x)
-        return dist.get_backend(), str(launch.device()), x.tolist()
+        return dist.get_backend_config().split(":")[-1], str(launch.device()), x.tolist()
 
     gpus = torch.cuda.device_count()
     total = [gpus * (gpus - 1) / 2] * 2

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from minitrain.systems.simulate.allocator import CachingAllocator
 from minitrain.systems.simulate.device_memory import MiB, replay
@@ -33,7 +32,7 @@ print(json.dumps(bytes_after))
 TRACES = {"random": (drawn(0), 420 * MiB), "fragmented": (BROKEN, CAPACITY)}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda(alone=True)
 @pytest.mark.parametrize("name", TRACES)
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_simulation_is_what_a_gpu_does(settings, name):
