@@ -7,7 +7,9 @@
 the end of its stage, for B or I the gradient at its start. A send stands right after its action and waits for
 nobody. A receive is posted two entries before its use, which costs two tensors; on each link receives keep
 the order of the sends, since the network matches messages by order alone. So a program cannot get stuck if
-its schedule passes `check`, whether sends block (NCCL) or not (gloo). NCCL needs a group for each direction.
+its schedule passes `check`, whether sends block (NCCL) or not (gloo), if each pair of ranks has a queue for
+each direction: on NCCL a group for each, communicators made by pair (no `device_id`), opened by the Runner.
+With one queue a group nearly all schedules hang, with one for each direction 1F1B on 4 ranks still does.
 `Sent(what)` stands where the sent tensor can be freed: an answer that was sent after its use has arrived.
 `Reduce(stage)` stands after a stage's last gradient. Moves (`bpipe`) are messages too: Send(E) is for H,
 Send(G) for L. They run beside one computing entry if no rank then holds more than the largest `peak`, moves

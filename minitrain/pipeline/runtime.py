@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.pipeline.deferred import Deferred
-from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, Step, lower, pause, user_of
+from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, Step, lower, messages, pause, user_of
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W, parts
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
@@ -152,8 +152,9 @@ class Runner:
         self.stages, self.schedule, self.loss_fn, self.reducer = stages, schedule, loss_fn, reducer
         self.rank, self.group, self.down, self.hooks = group.rank(), group, down or group, list(hooks)
         self.program = lower(schedule)[self.rank]
-        tensors = (x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers()))
+        tensors = [x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers())]
         self.dtype = dtype or next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+        self.device = next((x.device for x in tensors), torch.get_default_device())
         self.width, self.sequence_shards = width, sequence_shards
         named = lambda stage: inspect.signature(stage.forward).parameters
         self.with_positions = {number for number, stage in stages.items() if "positions" in named(stage)}
@@ -161,6 +162,7 @@ class Runner:
         self.recomputed = {action[1:] for action in schedule.place if action.kind == "R"}
         homes = {stage: rank for rank in range(group.size())[::-1] for stage in schedule.stages_of(rank)}
         self.homes = [homes[stage] for stage in range(schedule.stages)]  # the first rank that has a stage
+        self.open_links()
 
     def __call__(self, batch) -> Tensor:
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
@@ -174,7 +176,16 @@ class Runner:
             handle.wait()
         return self.loss
 
-    def play_with_restart(self, filling: Program, rest: Program) -> None:
+    def open_links(self) -> None:
+        """An empty message over each link, in one order. At the first NCCL makes a pair's communicator, and
+        both hosts wait there: a receive posted early would wait for what its rank does later."""
+        for source, to in sorted(messages(self.schedule)):
+            if self.rank == source:
+                self.send(torch.empty(0, dtype=self.dtype, device=self.device), to).wait()
+            elif self.rank == to:
+                self.receive(source, (0,), self.dtype)
+
+    def play_with_restart(self, filling: Sequence[Step], rest: Sequence[Step]) -> None:
         """Where a hook says so, the forwards that fill the pipeline run a second time."""
         drawn = random_state(self.device)
         self.play(filling)
@@ -199,7 +210,7 @@ class Runner:
         for hook in self.hooks:
             hook.begin(self)
 
-    def play(self, program: Program) -> None:
+    def play(self, program: Sequence[Step]) -> None:
         for step in program:
             try:
                 self.do(step)

@@ -38,6 +38,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.stage_cuts import GraphSchedule
 from tests import parallel
 from tests.pipeline.lists import GRID, everything, folded, peaks, refuse, split
+from tests.ranks.nccl_order import play, step_of
 
 TWICE = Costs(F=1, B=2)
 
@@ -120,41 +121,6 @@ def test_a_receive_is_posted_two_entries_early_for_the_room_of_two_tensors():
             assert begun == len(entries) and ahead <= EARLY == 2 and not posted
 
 
-def waits(schedule: Schedule) -> list:
-    """Who is left waiting: programs without data; a send, and `Sent`, is over when its receive is posted."""
-    programs = lower(schedule)
-    position, sent, posted, done = [0] * len(programs), set(), set(), set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            while position[rank] < len(program):
-                match step := program[position[rank]]:
-                    case Send(what, _):
-                        sent.add(what)
-                    case Receive(what, _):
-                        posted.add(what)
-                    case Sent(what):
-                        if what not in posted:
-                            break
-                    case Reduce(_):
-                        pass
-                    case _:
-                        if not all(
-                            before in (done if schedule.place[before] == rank else sent & posted)
-                            for before in schedule.needs[step]
-                        ):
-                            break
-                        done.update(parts([step]))
-                position[rank] += 1
-                moved = True
-    return [program[i] for program, i in zip(programs, position) if i < len(program)]
-
-
-def test_programs_end_though_sends_wait_for_their_receives():
-    assert not any(waits(schedule) for schedule in everything() if len(schedule.place) < 700)
-
-
 def circular(schedule: Schedule) -> bool:
     """Another way to see a deadlock: actions are taken off a graph while one has nothing before it."""
     before = {action: set(schedule.needs[action]) for entries in schedule.ranks for action in entries}
@@ -183,7 +149,7 @@ def test_random_deadlocks_are_found():
                 with pytest.raises(ValueError, match="shuffled is stuck: rank"):
                     what(schedule)
         else:
-            assert not waits(schedule)
+            assert not play(step_of(schedule), lazy=True)
     assert 50 < stuck < 250
 
 

@@ -20,7 +20,6 @@ D = rowsum(dO · O) is sent in place of O; any number of K/V heads.
 
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -127,16 +126,13 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
 
 
 def exchange_all(mine: Tensors, to, likes: Tensors, source, group: ProcessGroup) -> list[Handle]:
-    """Starts to send to one rank and receive from another, in pairs, or NCCL's sends wait for each other."""
-    handles = []
-    for x, like in zip_longest(mine, likes):
-        if x is None:
-            handles.append(collectives.receive(like, source, group, async_op=True))
-        elif like is None:
-            handles.append(collectives.send(x, to, group, async_op=True))
-        else:
-            handles.append(collectives.exchange(x, to, source, group, like=like, async_op=True))
-    return handles
+    """Starts to send to one rank and receive from another, in one order of all pairs of ranks: over NCCL a
+    pair's messages are one queue, and at the first of them its hosts wait for each other."""
+    rank = group.rank()
+    sends = [(sorted((rank, to)), rank > to, collectives.send, x, to) for x in mine]
+    receives = [(sorted((rank, source)), source > rank, collectives.receive, x, source) for x in likes]
+    in_order = sorted(sends + receives, key=lambda message: message[:2])
+    return [transfer(x, other, group, async_op=True) for *_, transfer, x, other in in_order]
 
 
 def received(handles: list[Handle]) -> Tensors:
