@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from minitrain.pipeline.deferred import Deferred
 from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, Step, lower, messages, pause, user_of
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W, parts
-from minitrain.ranks import collectives
+from minitrain.ranks import collectives, launch
 from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
 
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions of a microbatch or a slice
@@ -154,7 +154,7 @@ class Runner:
         self.program = lower(schedule)[self.rank]
         tensors = [x for stage in stages.values() for x in (*stage.parameters(), *stage.buffers())]
         self.dtype = dtype or next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
-        self.device = next((x.device for x in tensors), torch.get_default_device())
+        self.device = next((x.device for x in tensors), None) or launch.device()
         self.width, self.sequence_shards = width, sequence_shards
         named = lambda stage: inspect.signature(stage.forward).parameters
         self.with_positions = {number for number, stage in stages.items() if "positions" in named(stage)}

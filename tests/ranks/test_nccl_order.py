@@ -13,7 +13,6 @@ from torch import nn
 from minitrain import launch
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.training.step import Batch, NoReducer, train_step
-from minitrain.pipeline.post_validation import PostValidation
 from minitrain.pipeline.runtime import Runner
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
@@ -23,6 +22,7 @@ from minitrain.ranks.collectives import transport, world
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
+from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.context.cores import in_one_axis, in_two_axes, some
 from tests.layouts import Draw, begin
 from tests.pipeline.lists import everything
