@@ -23,6 +23,7 @@ needs_pretended = pytest.mark.skipif(
 
 def begin() -> None:
     torch.set_num_threads(1)
+    torch.autograd.set_multithreading_enabled(False)  # backward in this thread: an error of it is not lost
     torch_private.python_backend(PRETENDED.split(":")[0])
 
 

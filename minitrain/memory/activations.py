@@ -26,20 +26,20 @@ from minitrain.ranks.torch_private import in_backward, storage_id
 class _Away:  # a block of memory: on the device, on the host, or on its way
     def __init__(self, block: Tensor):
         self.device = block.device
-        self.leaving: Transfer | None = to_host(block)
-        self.host: Tensor | None = None
+        self.leaving: Transfer = to_host(block)
+        self.host: Tensor | None = None  # once the device need not keep the block
         self.coming: Transfer | None = None
         self.uses = 0  # how many saved tensors lie on it and have not been opened
 
     def settle(self) -> None:
-        """The device has its memory back."""
-        if self.leaving is not None:
-            self.host, self.leaving = self.leaving.wait(), None
+        """The device has its memory back, as soon as the copy has ended: no host waits for it."""
+        if self.host is None:
+            self.host = self.leaving.release()
 
     def fetch(self) -> None:
         self.settle()
         if self.coming is None and self.uses:
-            self.coming = to_device(self.host, self.device)
+            self.coming = to_device(self.host, self.device, after=self.leaving)
 
     def open(self) -> Tensor:
         self.uses = max(self.uses, 1)  # opened once more than it was saved: another backward

@@ -48,8 +48,8 @@ class HostOptimizer(torch.optim.Optimizer):
         self.before_update = None  # if set, called with a parameter of the device before its update begins
         self.exposed_elements = 0  # whose update in the last step did not begin inside of a backward
         self._coming: dict[Tensor, Transfer] = {}  # gradients on their way, of this step
-        self._there: set[Tensor] = set()  # parameters of the device whose gradient the host has,
-        self._begun: set[Tensor] = set()  # and whose update in this step has begun
+        self._there: dict[Tensor, Transfer] = {}  # those that the device need not keep, perhaps still on it,
+        self._begun: set[Tensor] = set()  # and the parameters whose update in this step has begun
         self._spare: dict[tuple[Tensor, int], Tensor] = {}  # memory for gradients: two if updates are delayed
         self._pending: list[tuple[Tensor, Future]] = []
         states = dict(optimizer.state)
@@ -65,7 +65,9 @@ class HostOptimizer(torch.optim.Optimizer):
             data = new_host(param.shape, param.dtype, pinned=param.is_cuda, kind="parameters")
             twin = nn.Parameter(to_host(param, out=data).wait())
             twin.grad_dtype = param.grad_dtype
-            vars(twin).update(vars(param))  # where it is, how it is rounded
+            vars(twin).update(
+                vars(param) | vars(twin)
+            )  # how it is cut and rounded; a fake one's device is its own
         self.twin_of[param] = twin
         return twin
 
@@ -88,20 +90,23 @@ class HostOptimizer(torch.optim.Optimizer):
         param.grad = None
 
     def _arrive(self, param: Tensor) -> None:
-        self.twin_of[param].grad = self._coming.pop(param).wait()
-        self._there.add(param)
+        """No host waits for it here: the work that reads the gradient does."""
+        self._there[param] = transfer = self._coming.pop(param)
+        self.twin_of[param].grad = transfer.release()
         if self.early and not self._delays:
             self._begin(param)
 
     def on_finish(self) -> None:  # of a backward
         for param in list(self._coming):
             self._arrive(param)
+        for transfer in () if self.early else self._there.values():
+            transfer.wait()  # the host asks for their norm
 
     def grad_of(self, param: Tensor) -> Tensor | None:
         """The gradient of a parameter of the device, here or there."""
         if param in self._coming:
             self._arrive(param)
-        return self.twin_of[param].grad if param in self._there else param.grad
+        return self._there[param].wait() if param in self._there else param.grad
 
     def step(self) -> None:
         """Begin the update of all gradients; wait for it, or delayed for the one before."""
@@ -109,7 +114,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if delays:
             self.settle()
         self.on_finish()
-        for param in [param for param in self.twin_of if param in self._there - self._begun]:
+        for param in [param for param in self.twin_of if param in self._there.keys() - self._begun]:
             self._begin(param)
         self.updates += 1
         if not delays:
@@ -129,7 +134,7 @@ class HostOptimizer(torch.optim.Optimizer):
         alone.grad_dtype, alone.grad = twin.grad_dtype, twin.grad
         vars(alone).update(vars(twin))
         one = OptimizerOfOne(self.inner, group, alone, self.inner.state.get(twin, {}))
-        self._pending.append((param, pools.work(one.updated, twin)))
+        self._pending.append((param, pools.work(one.updated, twin, after=self._there[param])))
 
     def settle(self) -> bool:
         """Bring the weights of an update under way to the device; False if there is none."""
