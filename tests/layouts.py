@@ -479,7 +479,7 @@ def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # ---- on ranks, real and dry ------------------------------------------------------------------------------
 
 
-def begin(case: Draw, lent: dict | None = None):
+def begin(case: Draw, lent: dict | None = None, device: str = "cpu"):
     """The run, the loss of its first step, and the account of building it and of that step."""
     torch.manual_seed(1000 + collectives.world().rank())  # ranks seeded apart: nothing may depend on it
     with Ledger() as ledger:
@@ -490,6 +490,7 @@ def begin(case: Draw, lent: dict | None = None):
             seed=SEED,
             frozen=case.frozen,
             loss_fn=LOSSES[case.loss],
+            device=torch.device(device),
         )
         if lent:
             run.runner.lent.update(lent)
@@ -578,10 +579,10 @@ def wrong_checkpoint(case: Draw, folder: Path, written, told, state) -> str:
     return f"{other} loads it and {max(found)}" if any(found) else ""
 
 
-def dry_account(case: Draw, rank: int) -> dict:
+def dry_account(case: Draw, rank: int, device: str = "cpu") -> dict:
     """Of one rank."""
     lent = lent_in(case)
-    return dryrun.run(lambda: begin(case, lent)[2], rank=rank, ranks=case.strategy.ranks)
+    return dryrun.run(lambda: begin(case, lent, device)[2], rank=rank, ranks=case.strategy.ranks)
 
 
 @cache

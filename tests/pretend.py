@@ -4,6 +4,7 @@ Functions run in a process of their own: a device's name is given once in a proc
 GPUs this one would stand before them.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -21,10 +22,22 @@ needs_pretended = pytest.mark.skipif(
 )
 
 
+class Absent:
+    """What torch asks of a device's module."""
+
+    is_available = staticmethod(lambda: False)  # so torch makes no tensor there on its way to a fake one
+    is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    manual_seed_all = staticmethod(lambda seed: None)
+
+
 def begin() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # backward in this thread: an error of it is not lost
-    torch_private.python_backend(PRETENDED.split(":")[0])
+    torch_private.python_backend(PRETENDED.split(":")[0], Absent())
 
 
 @cache

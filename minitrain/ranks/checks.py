@@ -42,8 +42,9 @@ def require_fractions(**values) -> None:
 
 
 def require_device(**values) -> None:
-    """A torch.device or its name."""
-    known = lambda value: re.fullmatch(r"(cpu|cuda|meta|mps|xpu)(:\d+)?", str(value))
+    """A torch.device, which torch has checked, or its name."""
+    names = r"(cpu|cuda|meta|mps|xpu)(:\d+)?"
+    known = lambda value: isinstance(getattr(value, "type", None), str) or re.fullmatch(names, str(value))
     _check_each(values, known, "use cpu, cuda, or one of several, such as cuda:1")
 
 
