@@ -65,9 +65,7 @@ class HostOptimizer(torch.optim.Optimizer):
             data = new_host(param.shape, param.dtype, pinned=param.is_cuda, kind="parameters")
             twin = nn.Parameter(to_host(param, out=data).wait())
             twin.grad_dtype = param.grad_dtype
-            vars(twin).update(
-                vars(param) | vars(twin)
-            )  # how it is cut and rounded; a fake one's device is its own
+            vars(twin).update(vars(param) | vars(twin))  # how it is cut and rounded; fake ones' own device
         self.twin_of[param] = twin
         return twin
 

@@ -26,15 +26,16 @@ FIELD = 21  # bits of a number, three in a hash
 
 class Chance:
     """`pieces` of what is updated, in its order: the global name of a parameter, and a function that gives
-    the numbers, in the whole of it, of the elements that are here (sharding.numbers)."""
+    the numbers, in the whole of it, of the elements that are here (sharding.numbers), on any `device`."""
 
-    def __init__(self, pieces: Iterable[tuple[str, Callable[[], Tensor]]], seed: int = 0):
+    def __init__(self, pieces: Iterable[tuple[str, Callable[..., Tensor]]], seed: int = 0):
         self.pieces, self.places = list(pieces), Places(seed)
 
     def bits(self, step: int, like: Tensor) -> Tensor:
         """int64, one for each element; of padding, which comes last, 0."""
         self.places.at(step, 0)
-        found = [hashed(self.places.seed_of(f"{name} rounded"), index()) for name, index in self.pieces]
+        here = dict(device=like.device)  # the host's, if it updates
+        found = [hashed(self.places.seed_of(f"{name} rounded"), index(**here)) for name, index in self.pieces]
         padding = like.numel() - sum(len(bits) for bits in found)
         return torch.cat([*found, torch.zeros(padding, dtype=torch.int64, device=like.device)])
 

@@ -119,9 +119,9 @@ def region_of(tensor: Tensor) -> tuple[list[int], list[int]]:
     return corner, limit
 
 
-def numbers(tensor: Tensor, first: int, last: int) -> Tensor:
+def numbers(tensor: Tensor, first: int, last: int, device: torch.device | None = None) -> Tensor:
     """int64: which elements of the whole, counted along its rows, elements first .. last of this part are."""
-    index = torch.arange(first, last, device=tensor.device)
+    index = torch.arange(first, last, device=device or tensor.device)
     if not placement(tensor).shards:
         return index
     corner, _ = region_of(tensor)

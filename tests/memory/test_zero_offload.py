@@ -387,7 +387,7 @@ def test_what_a_parameter_has_about_it_goes_along(kind):
     for away in (False, True):
         param, settings = torch.nn.Parameter(start.clone()), dict(master_dtype=torch.float32)
         if kind == "rounded by chance":
-            param.chance, settings = Chance([("w", lambda: torch.arange(40))], 3), dict(by_chance=True)
+            param.chance, settings = Chance([("w", lambda device: torch.arange(40))], 3), dict(by_chance=True)
         else:
             param.grad_dtype = torch.float32
         optimizer = AdamW([param], lr=1e-3, **settings)

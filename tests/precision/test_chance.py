@@ -100,7 +100,7 @@ def equal(state, expected):
 def ones(precise: bool, steps: int, lr: float, betas=(0.9, 0.95), **more):
     """Weights of 1 and gradients of 1: each update is lr, once the moments are corrected for their start."""
     weight = torch.nn.Parameter(torch.ones(16, 256, dtype=torch.float32 if precise else torch.bfloat16))
-    weight.chance = Chance([("a", lambda: torch.arange(16 * 256))])
+    weight.chance = Chance([("a", lambda device: torch.arange(16 * 256))])
     optimizer = AdamW([weight], lr=lr, betas=betas, weight_decay=0.0, **more)
     for _ in range(steps):
         weight.grad = torch.ones_like(weight)
@@ -129,7 +129,7 @@ def test_moments_in_bfloat16_follow_when_they_are_rounded_by_chance():
     state = {}
     for by_chance in (True, False):
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-        weight.chance = Chance([("a", lambda: torch.arange(4096))], seed=1)
+        weight.chance = Chance([("a", lambda device: torch.arange(4096))], seed=1)
         bfloat16 = (torch.bfloat16, torch.bfloat16)
         optimizer = AdamW([weight], betas=(0.9, 0.999), by_chance=by_chance, moment_dtypes=bfloat16)
         weight.grad = torch.ones_like(weight)
@@ -164,7 +164,7 @@ def test_weight_and_moments_are_rounded_by_numbers_of_their_own():
     """The first step by hand, to the bit."""
     grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16))
-    weight.chance = Chance([("a", lambda: torch.arange(64 * 32))], seed=4)
+    weight.chance = Chance([("a", lambda device: torch.arange(64 * 32))], seed=4)
     settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.0, by_chance=True)
     optimizer = AdamW([weight], moment_dtypes=(torch.bfloat16, torch.bfloat16), **settings)
     weight.grad = grad
