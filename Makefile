@@ -10,13 +10,13 @@ ARGS   ?=
 TORCH  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help course test lint bench gpu transformers lab doctor install exercises nbgrader clean asked
+.PHONY: help course test lint bench gpu gpus transformers lab doctor install exercises nbgrader clean asked
 
 help:
 	@echo "make course     chapters 00 to 03 from the first cell to the last, about two minutes"
 	@echo "make lab        JupyterLab over your own copies of chapters and exercises, in work/"
 	@echo "make doctor     is everything here that is needed?"
-	@echo "make test       everything that CI runs     (make lint, make bench ONLY=..., make gpu: see the file)"
+	@echo "make test       everything that CI runs     (make lint, make bench ONLY=..., make gpu, make gpus: see the file)"
 	@echo "make clean      remove .venv and what was built; work/ and your answers stay"
 	@echo "Each installs into .venv first. make TORCH=cuda or TORCH=cpu ... names the build of PyTorch."
 
@@ -36,10 +36,12 @@ lint: install
 bench: install
 	@$(BIN)/python -m benchmarks $(ONLY)
 
-gpu: install               # on a machine with a CUDA GPU: the tests that need one, then steps in bf16 and FP8 beside torchao's
-	@test -d build/torchao || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/torchao torchao
-	@$(BIN)/python -m pytest -m cuda tests
-	@$(BIN)/python -m benchmarks.gpu
+gpu: install               # one CUDA GPU, 9 minutes at most: benchmarks/gpu says what it runs; FP8 stands beside torchao's, if it can be had
+	@test -d build/torchao || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/torchao torchao || true
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+gpus: install              # the same for a node with two or more
+	@$(BIN)/python -m benchmarks.gpu --node $(ARGS)
 
 transformers: install      # benchmarks/moe.py runs beside its Mixtral block; it is no dependency, so it stands outside the venv
 	@test -d build/transformers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers transformers==5.23.0

@@ -7,6 +7,7 @@ own each.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure import Row, in_turns, most_in, row, slowest_then_median, stock_group
-from minitrain import launch
+from minitrain import collectives, launch
 from minitrain.data_parallel import states
+from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
+from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
+from minitrain.ranks.clock import now
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8, tied=False)
 BUCKET_BYTES = 4_000_000
@@ -34,18 +38,19 @@ def sgd(params) -> torch.optim.Optimizer:
 
 
 def steps(
-    ours: bool, stage: int, reshard: bool, group: dist.ProcessGroup
+    ours: bool, stage: int, reshard: bool, group: dist.ProcessGroup, config=CONFIG, length=LENGTH
 ) -> tuple[Callable[[], None], Callable[[str], torch.Tensor]]:
     """(one training step, the whole of a parameter by name) of a freshly built model."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    tokens, targets = random_tokens(0, rank, size, 4 * size, LENGTH, CONFIG.vocab_size, seed=1)
-    model = GPT(CONFIG)
+    device = launch.device()
+    drawn = random_tokens(0, rank, size, 4 * size, length, config.vocab_size, seed=1)
+    tokens, targets = (x.to(device) for x in drawn)
+    model = GPT(config, device=device)
     if ours:
-        zero = (
-            Zero3(model, group, sgd, reshard=reshard)
-            if stage == 3
-            else Zero1(model, group, sgd, BUCKET_BYTES)
-        )
+        if stage == 3:
+            zero = Zero3(model, group, sgd, reshard=reshard)
+        else:
+            zero = (Replicated, Zero1, Zero2)[stage](model, group, sgd, BUCKET_BYTES)
 
         def our_step() -> None:
             zero.zero_grad()
@@ -54,8 +59,8 @@ def steps(
             zero.step()
 
         return our_step, lambda name: states.full_tensor(zero, model.get_parameter(name))
-    if stage == 3:
-        mesh = DeviceMesh.from_group(group, "cpu")
+    if stage > 1:
+        mesh = DeviceMesh.from_group(group, device.type)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         wrapped, optimizer = (
@@ -66,9 +71,10 @@ def steps(
         wrapped = DistributedDataParallel(
             model, bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=True, process_group=group
         )
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, process_group=group, lr=1e-3, momentum=0.9
-        )
+        theirs = dict(process_group=group, lr=1e-3, momentum=0.9)
+        optimizer = sgd(model.parameters())
+        if stage == 1:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **theirs)
 
     def their_step() -> None:
         optimizer.zero_grad()
@@ -77,19 +83,22 @@ def steps(
 
     return (
         their_step,
-        lambda name: model.get_parameter(name).full_tensor() if stage == 3 else model.get_parameter(name),
+        lambda name: model.get_parameter(name).full_tensor() if stage > 1 else model.get_parameter(name),
     )
 
 
-def turn(stage: int, reshard: bool, rounds: int) -> tuple[list[float], list[float]]:
+def turn(stage: int, reshard: bool, rounds: int, config=CONFIG, length=LENGTH) -> tuple[list, list]:
     """Seconds of our steps and of theirs on this rank."""
+    torch.set_float32_matmul_precision("high")  # TF32, where there is a GPU
     stock = stock_group()
     (our_step, our_tensor), (their_step, their_tensor) = (
-        steps(True, stage, reshard, dist.group.WORLD),
-        steps(False, stage, reshard, stock),
+        steps(True, stage, reshard, dist.group.WORLD, config, length),
+        steps(False, stage, reshard, stock, config, length),
     )
-    times = in_turns(our_step, their_step, rounds=rounds, meet=dist.barrier)
-    for name, _ in GPT(CONFIG, device="meta").named_parameters():
+    ended = lambda step: lambda: (step(), now(launch.device()))
+    meet = partial(collectives.barrier, collectives.world())
+    times = in_turns(ended(our_step), ended(their_step), rounds=rounds, meet=meet)
+    for name, _ in GPT(config, device="meta").named_parameters():
         drift = (our_tensor(name) - their_tensor(name)).abs().max().item()
         assert drift < 1e-4, f"{name} trained apart by {drift}"
     return times

@@ -22,10 +22,6 @@ from minitrain.ranks.torch_private import DispatchMode, FakeTensor
 from tests.pretend import PRETENDED, needs_pretended, pretended
 
 CUDA, B, H, T, K = torch.device("cuda"), 2, 4, 16, 16
-on_a_card = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU"),
-]
 FLASH = {torch_private.flash_cuda.default: 3, torch_private.flash_cuda_backward.default: 6}
 
 
@@ -182,8 +178,8 @@ def test_by_rows_memory_grows_with_t_and_not_its_square(monkeypatch):
 @pytest.mark.parametrize("cut", [None, 24])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("_", [pytest.param(None, marks=on_a_card)], ids=[""])
-def test_on_a_card(_, width, cut, causal, dtype):
+@pytest.mark.cuda(alone=True)
+def test_on_a_card(width, cut, causal, dtype):
     """Tiles of queries, each with its slice of lse, against the plain equations in float64."""
     q, k, v, dout = (x.to(CUDA, dtype) for x in numbers(48, 48, width=width, values=width))
     exact = [x.double() for x in (q, k, v, dout)]
