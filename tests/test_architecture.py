@@ -114,7 +114,7 @@ def test_imports_follow_the_arrows(path):
     used = {room_of(other) for other in graph()[name] if other != "minitrain"} - {room}
     wrong = {other for other in used if FLOOR[other] >= FLOOR[room]}
     assert not wrong, f"{name} imports from {sorted(wrong)}; allowed: rooms below floor {FLOOR[room]}"
-    if room not in DOOR:
+    if room not in DOOR and not path.name.startswith("first"):  # a page needs torch alone
         taken = {
             alias.name
             for node in ast.walk(tree_of(path))

@@ -1,5 +1,6 @@
 """Checkpoints: nothing lost, any layout to any layout, almost no stall. Read in this order:
 
+first       the technique on 80 lines of plain torch
 disk        the calls to the file system that matter after a crash, in one place
 format      a file per writer, a hash of every block: written once, read in parts
 store       a folder of checkpoints: begin, commit, list, verify, the newest good one

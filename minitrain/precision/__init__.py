@@ -1,5 +1,6 @@
 """Which number has how many bits, to the bit, and what follows for training.
 
+Page   first       masters, a scaled loss, products of 8 bits on 80 lines of plain torch
 First  formats     what each code of a few bits stands for; all formats by name
        rounding    nearest, toward zero, by chance; tensors to codes and back
 then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to NVFP4

@@ -1,5 +1,6 @@
 """The matrices of a layer over ranks.
 
+Page   first               the technique on 80 lines of plain torch
 First  linear              columns, then rows, one sum
        vocabulary          the table and the loss
        model               a whole model: attention by heads, the MLP by hidden units
