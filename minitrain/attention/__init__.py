@@ -2,6 +2,5 @@
 
 First  kernel              attention over some keys, with the log-sum-exp by which outputs merge
        flash               FlashAttention's tiles, and what moves between slow and fast memory
-then   packed              sequences of different lengths in one row
 beside placed              a bias, masks and documents, by the positions of a score
 """

@@ -34,12 +34,10 @@ from minitrain.model.layers import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
 from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import Batch, accumulate
-from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner, RunnerHooks, WholeStages
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import on_each_rank
-from minitrain.pipeline.sliced_attention import attend, look_back
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import mixed
 from minitrain.precision.mixed import LossScale
@@ -50,7 +48,9 @@ from minitrain.ranks.sharding import numbers, place
 from minitrain.ranks.torch_private import outside_modes
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
+from minitrain.systems.pipeline.halves import Halves
 from minitrain.systems.pipeline.post_validation import PostValidation
+from minitrain.systems.pipeline.sliced_attention import attend, look_back
 from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
 from minitrain.tensor_parallel.sequence import local_tokens
 from minitrain.tensor_parallel.vocabulary import whole_logits

@@ -42,7 +42,6 @@ from minitrain.model.training.optim import AdamW
 from minitrain.moe.dispatch import AllToAll, CutExperts, Tokens, place_experts
 from minitrain.moe.experts import LowBits
 from minitrain.moe.router import Routing
-from minitrain.pipeline.halves import Halves
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import products as eight_bits
 from minitrain.precision.products import LowLinear, Scales, emulated
@@ -53,6 +52,7 @@ from minitrain.systems.memory.files import FileOptimizer, FileStore, piece_of
 from minitrain.systems.moe.move_experts import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.overlapped_experts import by_capacity
 from minitrain.systems.moe.two_level import TwoLevels
+from minitrain.systems.pipeline.halves import Halves
 from minitrain.systems.plan.expert_placement import shadowed
 from minitrain.systems.plan.rematerialize import next_checkpoint
 from minitrain.systems.precision import bitnet, int4, int8, narrow_sums

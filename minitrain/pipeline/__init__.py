@@ -5,8 +5,6 @@ First  schedule            a schedule is a list for each rank; what makes one ri
        schedules/          the published ones; schedules_by_name, what a Strategy calls them
        simulate            when everything happens: makespan, idle time, bubble share, overhead
 then   lower, runtime      messages put in; the interpreter on real ranks
-       halves              a forward and a backward in turns, each while rows of the other travel
        deferred            a backward in two halves, dx now and dW later
        partition           where to cut a model into stages
-beside sliced_attention    slices of a sequence as units
 """

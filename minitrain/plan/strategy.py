@@ -159,7 +159,7 @@ class Strategy:
         return sizes | dict(name=self.schedule, recompute=self.recompute == "stage")
 
     def hides_transfers(self, schedule: Schedule | None) -> bool:
-        """Whether halves of a pair take turns while rows travel to experts and back (pipeline/halves.py)."""
+        """Whether halves of a pair take turns while rows travel to experts and back (halves.py)."""
         travel = self.ep > 1 and self.ep_chunks == 1 and self.ep_travel == "tokens"
         return travel and schedule is not None and schedule.pairs
 

@@ -7,12 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.attention.flash import flash_2, flash_attention
-from minitrain.attention.packed import Padding, flop_shares, packed_attention, positions, sequence_lengths
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
 from minitrain.model.layers import naive_attention
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention.lazy import lazy_attention
+from minitrain.systems.attention.packed import (
+    Padding,
+    flop_shares,
+    packed_attention,
+    positions,
+    sequence_lengths,
+)
 
 OFFSETS = [0, 4, 5, 12]
 

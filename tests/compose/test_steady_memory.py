@@ -31,7 +31,6 @@ from minitrain.model.training.step import Batch, accumulate, train_step, valid_t
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.collectives.channel import Handle
@@ -41,6 +40,7 @@ from minitrain.ranks.process import PROCESS
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
 from minitrain.systems.pipeline.asynchronous import AsynchronousRunner, per_microbatch, sgd
+from minitrain.systems.pipeline.sliced_attention import SliceMemory
 from minitrain.systems.tensor_parallel import optimus
 from minitrain.systems.tensor_parallel.rotated import rotate_linears
 from tests.parallel import small

@@ -9,17 +9,17 @@ import torch
 from minitrain import collectives, launch
 from minitrain.attention.flash import flash_1, flash_2, flash_attention
 from minitrain.attention.kernel import FUSED, PLAIN
-from minitrain.attention.packed import document_lengths
 from minitrain.attention.placed import Documents, Placed
 from minitrain.compose.parallelize import parallelize
 from minitrain.context.layout import Tile, zigzag
 from minitrain.context.ring import last_attention, ring_attention
 from minitrain.model.layers import causal_attention
 from minitrain.model.training.step import Batch
-from minitrain.pipeline.sliced_attention import attend
 from minitrain.plan.accounting import forward_flops_per_token
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.attention.packed import document_lengths
+from minitrain.systems.pipeline.sliced_attention import attend
 from tests.context.cores import CORES, HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import K, T, furthest, inputs, over
 from tests.context.test_context_alibi import BY_HAND, over_ranks

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from minitrain import collectives, launch
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.kernel import FUSED, plain_backward
-from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import GAMMA, DropMask, Placed, Places, drop_scores, keep, mix, placed
 from minitrain.context.layout import Tile, split, zigzag
 from minitrain.context.ring import ring_attention
 from minitrain.model.layers import naive_attention
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.attention.packed import packed_attention
 from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel

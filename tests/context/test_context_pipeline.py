@@ -4,7 +4,7 @@ from functools import cache
 
 from minitrain import launch
 from minitrain.pipeline.schedules.one_direction import seq1f1b, terapipe
-from minitrain.pipeline.sliced_attention import SlicedAttention
+from minitrain.systems.pipeline.sliced_attention import SlicedAttention
 from tests.context.test_context_dropout import dropped_in_one_process
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, together, train_pipeline
 

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from minitrain.attention.flash import flash_2, flash_attention
-from minitrain.attention.packed import packed_attention
 from minitrain.attention.placed import Alibi, DropMask
 from minitrain.context.core_names import CORES, check_choice
 from minitrain.context.layout import sliced, zigzag
 from minitrain.context.ring import burst_attention, double_ring_attention, last_attention, ring_attention
 from minitrain.context.ulysses import dealt, loongtrain_attention, switch, ulysses_attention, usp_attention
 from minitrain.model.layers import causal_attention
-from minitrain.pipeline.sliced_attention import attend
 from minitrain.ranks.collectives import world
 from minitrain.ranks.mesh import Mesh
+from minitrain.systems.attention.packed import packed_attention
 from minitrain.systems.context.balanced import balanced_attention
 from minitrain.systems.context.dynamic_sequence import run_stages
 from minitrain.systems.context.wallfacer import wallfacer_attention
+from minitrain.systems.pipeline.sliced_attention import attend
 from tests.parallel import check_refusals
 
 AXES = {

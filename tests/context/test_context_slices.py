@@ -17,9 +17,9 @@ from minitrain.context.ring import last_attention
 from minitrain.context.ulysses import dealt
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.schedule import F
-from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
+from minitrain.systems.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from tests.context.cores import HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, K, T, furthest, inputs, over
 from tests.parallel import TOLERANCE

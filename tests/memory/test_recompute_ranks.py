@@ -17,11 +17,11 @@ from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.gpt import GPT
 from minitrain.model.layers import naive_attention
 from minitrain.model.training.optim import AdamW
-from minitrain.pipeline.sliced_attention import SliceMemory
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
+from minitrain.systems.pipeline.sliced_attention import SliceMemory
 from minitrain.tensor_parallel.model import cut_layers
 from tests.parallel import Problem, rows_of_problem, small
 

@@ -23,8 +23,8 @@ from minitrain.pipeline.schedules.one_direction import (
     terapipe,
 )
 from minitrain.pipeline.simulate import Costs, simulate
-from minitrain.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from minitrain.plan.strategy import Strategy
+from minitrain.systems.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from tests.parallel import (
     TOLERANCE,
     Problem,

@@ -15,7 +15,6 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import mixtures
-from minitrain.pipeline.halves import Halves
 from minitrain.pipeline.runtime import Around, RunnerHooks
 from minitrain.pipeline.schedule import B, F, I, Pair, Schedule, W, check
 from minitrain.pipeline.schedules.bidirectional import dualpipe_v
@@ -23,6 +22,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import RankError, dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.pipeline.halves import Halves
 from minitrain.systems.plan import expert_overlap
 from tests.layouts import STEPS, Draw, Outcome, distance, one_process, step_of
 from tests.parallel import TOLERANCE
