@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from minitrain.ranks import launch
+from minitrain.ranks.clock import now
 from minitrain.ranks.collectives import channel_of
 from minitrain.ranks.launch import shared_cores
 
@@ -80,10 +81,10 @@ def in_turns(
                 policy = ((os.SCHED_BATCH, shared_cores.SLICE_NS), (os.SCHED_OTHER, 0))[which]
                 shared_cores.schedule(os.getpid(), *policy)
             meet()
-            started = time.perf_counter()
+            started = now(launch.device())
             (ours, theirs)[which]()
             if turn >= 0:
-                times[which].append(time.perf_counter() - started)
+                times[which].append(now(launch.device()) - started)
     calmed = [thread for thread in _STOCK_LOOPS if os.sched_getscheduler(thread) != os.SCHED_OTHER]
     assert not calmed, (
         f"the peer's event loops {calmed} run with our priority; give stock_group() all groups of ours"

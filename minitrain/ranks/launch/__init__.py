@@ -11,8 +11,8 @@ beside shared_cores        what Linux's scheduler is asked when ranks share core
 This folder is one module to its users: `from minitrain import launch`.
 """
 
-from minitrain.ranks.launch.ranks import device
+from minitrain.ranks.launch.ranks import device, where
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
 from minitrain.ranks.launch.start import leave, run
 
-__all__ = ["LaunchTimeout", "RankError", "device", "leave", "run"]
+__all__ = ["LaunchTimeout", "RankError", "device", "leave", "run", "where"]

@@ -309,6 +309,14 @@ def device() -> torch.device:
     return torch.device("cuda", int(local) % gpus) if gpus else torch.device("cpu")
 
 
+def where() -> str:
+    """For a person: which devices there are, and what carries messages."""
+    if not (gpus := torch.cuda.device_count()):
+        return "no GPU: tensors are on the CPU, and ranks send them over gloo"
+    models = "models are there and send over NCCL, or gloo where ranks share a GPU"
+    return f"{gpus} x {torch.cuda.get_device_name(0)}: {models}; tensors made on the CPU go over gloo"
+
+
 def init_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
     """The default process group: gloo for tensors of the host and, where every rank has a GPU of its own,
     NCCL for those on it; else gloo for both. No `device_id`: NCCL gives then each pair of ranks in a group a

@@ -115,6 +115,15 @@ def test_a_task_of_slurm_without_torchrun_finds_its_gpu(monkeypatch):
     assert str(launch.device()) == "cuda:2"
 
 
+@pytest.mark.parametrize(
+    "gpus, said", [(0, "no GPU: tensors are on the CPU"), (8, "8 x H100: models are there")]
+)
+def test_a_person_is_told_where_tensors_are(gpus, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    assert launch.where().startswith(said)
+
+
 def test_one_machine_without_gpus_asks_nobody(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert not ranks.each_has_a_gpu(torch.device("cpu"), None, 7, 8)
