@@ -18,10 +18,9 @@ Not played: whether kernels of several communicators fit on a GPU at the same ti
 """
 
 from collections import defaultdict, deque
-from functools import partial
 from typing import Hashable, NamedTuple
 
-from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, lower, messages, pause, user_of
+from minitrain.pipeline.lower import Program, Receive, Reduce, Send, Sent, lower, messages, user_of
 from minitrain.pipeline.schedule import Action, Schedule, parts
 
 
@@ -56,18 +55,15 @@ class Play:
         self.programs, self.lazy = programs, lazy
         self.at = dict.fromkeys(programs, 0)
         self.came = defaultdict(set)  # communicator -> who has come to make it
-        self.heads: defaultdict[tuple, deque] = defaultdict(
-            deque
-        )  # (communicator, rank) -> [[op, parts left]]
+        self.queues = defaultdict(deque)  # (communicator, rank) -> of each operation [its name, parts left]
         self.over: set[tuple[int, Hashable]] = set()
         self.awake = list(programs)
 
     def run(self) -> str:
         while self.awake:
             rank = self.awake.pop()
-            while self.at[rank] < len(self.programs[rank]) and self.step(
-                rank, self.programs[rank][self.at[rank]]
-            ):
+            steps = self.programs[rank]
+            while self.at[rank] < len(steps) and self.step(rank, steps[self.at[rank]]):
                 self.at[rank] += 1
         stuck = [rank for rank, steps in self.programs.items() if self.at[rank] < len(steps)]
         return "; ".join(map(self.why, stuck))
@@ -81,8 +77,8 @@ class Play:
             if not self.made(queue):
                 return False
             self.awake += [other for other in queue[1] if other != rank]
-        self.heads[queue, rank].append([step.op, list(step.parts)])
-        if len(self.heads[queue, rank]) == 1:
+        self.queues[queue, rank].append([step.op, list(step.parts)])
+        if len(self.queues[queue, rank]) == 1:
             self.move(queue, rank)
         return True
 
@@ -94,9 +90,9 @@ class Play:
         begun = [first]
         while begun:
             rank = begun.pop()
-            if not self.heads[queue, rank]:
+            if not self.queues[queue, rank]:
                 continue
-            mine = self.heads[queue, rank][0][1]
+            mine = self.queues[queue, rank][0][1]
             touched = {rank}
             for part in list(mine):
                 kind, peer = part
@@ -104,15 +100,15 @@ class Play:
                     ends, matching = (peer,), ("receive" if kind == "send" else "send", rank)
                 else:
                     ends, matching = [other for other in queue[1] if other != rank], part
-                theirs = [self.heads[queue, end][0][1] for end in ends if self.heads[queue, end]]
+                theirs = [self.queues[queue, end][0][1] for end in ends if self.queues[queue, end]]
                 if len(theirs) == len(ends) and all(matching in there for there in theirs):
                     mine.remove(part)
                     for there in theirs:
                         there.remove(matching)
                     touched.update(ends)
             for other in touched:
-                if self.heads[queue, other] and not self.heads[queue, other][0][1]:
-                    self.over.add((other, self.heads[queue, other].popleft()[0]))
+                if self.queues[queue, other] and not self.queues[queue, other][0][1]:
+                    self.over.add((other, self.queues[queue, other].popleft()[0]))
                     self.awake.append(other)
                     begun.append(other)
 
@@ -121,7 +117,7 @@ class Play:
         if isinstance(step, Post):
             queue = step.queue(rank, self.lazy)
             return f"rank {rank} at {step.op} makes {queue[0]} with {sorted({*queue[1]} - self.came[queue])}"
-        for (queue, owner), ops in self.heads.items():
+        for (queue, owner), ops in self.queues.items():
             if owner == rank and any(op == step.op for op, _ in ops):
                 return f"rank {rank} waits for {step.op} behind {ops[0][0]}, {ops[0][1]} on {queue[0]}"
         return f"rank {rank} waits for {step.op}, which nobody has issued"
@@ -146,8 +142,8 @@ class Issued:
             if rank in (source, to):
                 self.wait(self.post("send", to) if rank == source else self.post("receive", source))
 
-    def post(self, kind: str, peer: int, twin: bool | None = None) -> int:
-        down = (self.twin if twin is None else twin) and (peer < self.rank) == (kind == "send")
+    def post(self, kind: str, peer: int) -> int:
+        down = self.twin and (peer < self.rank) == (kind == "send")
         self.steps.append(Post(len(self.steps), "down" if down else "up", self.members, ((kind, peer),)))
         return len(self.steps) - 1
 
@@ -196,36 +192,3 @@ def step_of(schedule: Schedule, opened: bool = True, twin: bool = True) -> dict[
         issued.play(program)
         issued.settle()
     return {issued.rank: issued.steps for issued in ranks}
-
-
-def two_steps_checked_later(schedule: Schedule, again: bool) -> dict[int, Steps]:
-    """With post validation, over the group for messages up; `again`: the second step's first forwards run twice."""
-    opened, last, made = sorted(messages(schedule)), len(schedule.ranks) - 1, {}
-    for rank, program in enumerate(lower(schedule)):
-        issued, validating = Issued(schedule, rank, opened), []
-        squares = partial(issued.post, twin=False)
-
-        def validate():
-            if rank < last:
-                issued.wait(squares("receive", rank + 1))
-            issued.wait(*validating, *([squares("send", rank - 1)] if rank else []))
-
-        filling, rest = pause(program, rank, schedule)
-        for number in range(2):
-            issued.play(filling)
-            if number:
-                validate()
-            if number and again:
-                stale, issued.sending = issued.sending, {}
-                issued.wait(*issued.coming.values())
-                issued.coming = {}
-                issued.play(filling)
-                issued.wait(*stale.values())
-            issued.play(rest)
-            issued.settle()
-            if rank:
-                issued.wait(squares("receive", rank - 1))
-            validating = [squares("send", rank + 1)] if rank < last else []
-        validate()
-        made[rank] = issued.steps
-    return made
