@@ -129,10 +129,10 @@ def exchange_all(mine: Tensors, to, likes: Tensors, source, group: ProcessGroup)
     """Starts to send to one rank and receive from another, in one order of all pairs of ranks: over NCCL a
     pair's messages are one queue, and at the first of them its hosts wait for each other."""
     rank = group.rank()
-    sends = [(sorted((rank, to)), rank > to, collectives.send, x, to) for x in mine]
-    receives = [(sorted((rank, source)), source > rank, collectives.receive, x, source) for x in likes]
-    in_order = sorted(sends + receives, key=lambda message: message[:2])
-    return [transfer(x, other, group, async_op=True) for *_, transfer, x, other in in_order]
+    sends = [(sorted((rank, to)), collectives.send, x, to) for x in mine]
+    receives = [(sorted((rank, source)), collectives.receive, x, source) for x in likes]
+    in_order = sorted(sends + receives, key=lambda message: message[0])
+    return [transfer(x, other, group, async_op=True) for _, transfer, x, other in in_order]
 
 
 def received(handles: list[Handle]) -> Tensors:
