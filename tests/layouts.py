@@ -2,6 +2,7 @@
 real run to the byte.
 
     python -m tests.layouts --draws 500 --seed 7          as many as you like; a draw is its number: --seed 7 --only 123 runs one again
+    python -m tests.layouts --pretend                     dry, on a device that is not there: where a tensor of the host meets one of it, it raises
     python -m tests.layouts --draws 10 --gpu              ranks have a GPU each, or share them; to 1e-10, and of accounts the bytes sent alone
 
 A draw is a model (heads 6 with 2 or 6 K/V heads, a vocabulary of 101, odd sizes, tied or not, frozen
@@ -29,6 +30,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import combinations_with_replacement, permutations
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -54,6 +56,7 @@ from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.events import DIRECTIONS
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from tests.pretend import PRETENDED, pretended
 from tests.saving import (
     Checkpoint,
     bits,
@@ -479,7 +482,7 @@ def as_torch_has_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # ---- on ranks, real and dry ------------------------------------------------------------------------------
 
 
-def begin(case: Draw, lent: dict | None = None, device: str = "cpu"):
+def begin(case: Draw, lent: dict | None = None, device: torch.device | None = None):
     """The run, the loss of its first step, and the account of building it and of that step."""
     torch.manual_seed(1000 + collectives.world().rank())  # ranks seeded apart: nothing may depend on it
     with Ledger() as ledger:
@@ -490,7 +493,7 @@ def begin(case: Draw, lent: dict | None = None, device: str = "cpu"):
             seed=SEED,
             frozen=case.frozen,
             loss_fn=LOSSES[case.loss],
-            device=torch.device(device),
+            device=device,
         )
         if lent:
             run.runner.lent.update(lent)
@@ -579,10 +582,37 @@ def wrong_checkpoint(case: Draw, folder: Path, written, told, state) -> str:
     return f"{other} loads it and {max(found)}" if any(found) else ""
 
 
-def dry_account(case: Draw, rank: int, device: str = "cpu") -> dict:
+@cache
+def dry_account(case: Draw, rank: int) -> dict:
     """Of one rank."""
     lent = lent_in(case)
-    return dryrun.run(lambda: begin(case, lent, device)[2], rank=rank, ranks=case.strategy.ranks)
+    return dryrun.run(lambda: begin(case, lent)[2], rank=rank, ranks=case.strategy.ranks)
+
+
+def account_on_a_device(case: Draw, rank: int) -> tuple[dict, bool]:
+    """The same on a device that is not there (`tests.pretend`), where whatever meets a tensor of the host
+    raises; and whether torch's fused attention ran, which has another kernel there."""
+    lent, attend = lent_in(case), torch.nn.functional.scaled_dot_product_attention
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", wraps=attend) as fused:
+        account = dryrun.run(
+            lambda: begin(case, lent, torch.device(PRETENDED))[2], rank=rank, ranks=case.strategy.ranks
+        )
+    return account, fused.called
+
+
+def pretended_verdict(case: Draw, rank: int) -> str:
+    """Nothing, or what is wrong on a pretended device: bytes and FLOPs are those of a CPU, and memory but for
+    the small tables that are made on the host and copied."""
+    if case.numbers_decide or case.strategy.post_validation or "parameters" in case.strategy.offloads:
+        return ""  # no dry run; and torch's fake tensors do not change places, as CUDA's real ones do
+    (there, fused), here = pretended(account_on_a_device, case, rank), dry_account(case, rank)
+    for what in ["bytes"] if fused else ["bytes", "FLOPs", "host", "copied"]:
+        if there[what] != here[what]:
+            return f"rank {rank}: {what} of a CPU {here[what]}, of a device {there[what]}"
+    far = sum(there["peak"].values()) / sum(here["peak"].values())
+    return (
+        "" if fused or 1 <= far < 1.05 else f"rank {rank}: peak {here['peak']}, on a device {there['peak']}"
+    )
 
 
 @cache
@@ -765,6 +795,7 @@ def main() -> None:
         "--every-rank", action="store_true", help="compare the dry run of every rank, not of two"
     )
     parser.add_argument("--gpu", action="store_true", help="on GPUs; without it on the CPU, wherever it runs")
+    parser.add_argument("--pretend", action="store_true", help="only dry, on a device that is not there")
     parser.add_argument("--table", action="store_true", help="what was drawn together, as Markdown")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # models are tiny, and ranks want the cores

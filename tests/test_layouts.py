@@ -10,7 +10,18 @@ from minitrain import launch
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.sharding import place
-from tests.layouts import FEATURES, Draw, distance, draw, features, on_rank, one_process, verdict
+from tests.layouts import (
+    FEATURES,
+    Draw,
+    distance,
+    draw,
+    features,
+    on_rank,
+    one_process,
+    pretended_verdict,
+    verdict,
+)
+from tests.pretend import needs_pretended
 
 SEED, DRAWS = 1234, 16
 CONFIG = GPTConfig(
@@ -37,6 +48,14 @@ def one_thread():
 def test_a_drawn_layout_equals_one_process_and_its_dry_run(number):
     case = draw(number, SEED)
     assert not verdict(case), f"python -m tests.layouts --seed {SEED} --only {number}"
+
+
+@needs_pretended
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_a_drawn_layout_keeps_to_its_device(number):
+    case = draw(number, SEED)
+    wrong = pretended_verdict(case, number % case.strategy.ranks)
+    assert not wrong, f"python -m tests.layouts --pretend --seed {SEED} --only {number}"
 
 
 def test_the_draws_meet_every_feature():

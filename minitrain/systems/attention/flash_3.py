@@ -76,7 +76,7 @@ def within(blocks: int, gemm: float, softmax: float) -> list[Task]:
 
 def turned(x: Tensor, signs: Tensor) -> Tensor:
     """x `[.., K]` times M; the same signs `[K]` for Q and K."""
-    return hadamard(x * signs)
+    return hadamard(x * signs.to(x.device))
 
 
 def hadamard(x: Tensor) -> Tensor:

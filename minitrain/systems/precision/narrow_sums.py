@@ -53,14 +53,14 @@ def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None
     _divides("tensor_core_matmul", promote, LANES, "lanes")
     require_ints(2, 40, bits=bits)
     parts = numbers // promote
-    scale_a = torch.ones(len(a), parts) if scale_a is None else scale_a
-    scale_b = torch.ones(parts, b.shape[1]) if scale_b is None else scale_b
+    scale_a = torch.ones(len(a), parts, device=a.device) if scale_a is None else scale_a
+    scale_b = torch.ones(parts, b.shape[1], device=a.device) if scale_b is None else scale_b
     if scale_a.shape != (len(a), parts) or scale_b.shape != (parts, b.shape[1]):
         needed = f"{[len(a), parts]} and {[parts, b.shape[1]]}, one for every {promote} products"
         raise ValueError(f"scale_a {list(scale_a.shape)}, scale_b {list(scale_b.shape)}: use {needed}")
-    total = torch.zeros(len(a), b.shape[1])
+    total = torch.zeros(len(a), b.shape[1], device=a.device)
     for part in range(parts):
-        accumulator = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+        accumulator = torch.zeros_like(total, dtype=torch.float64)
         for k in range(part * promote, (part + 1) * promote, LANES):
             products = a[:, None, k : k + LANES].double() * b.mT[None, :, k : k + LANES].double()
             accumulator = _aligned(torch.cat((accumulator.unsqueeze(-1), products), -1), bits).sum(-1)
