@@ -6,12 +6,35 @@ is not there: the parts of the course that a reader takes home, where whatever m
 """
 
 import ast
+import os
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from minitrain.ranks import checks
+from minitrain.attention.packed import packed_attention
+from minitrain.context.ring import gathered_attention, ring_attention
+from minitrain.context.ulysses import ulysses_attention
+from minitrain.data_parallel.bucketed import GradReducer
+from minitrain.data_parallel.replicated import Replicated
+from minitrain.data_parallel.zero1 import Zero1
+from minitrain.data_parallel.zero2 import Zero2
+from minitrain.data_parallel.zero3 import Zero3
+from minitrain.memory.activations import AwayActivations
+from minitrain.memory.host_optimizer import HostOptimizer
+from minitrain.memory.recompute import recompute
+from minitrain.model.layers import causal_attention
+from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.moe.dispatch import Dispatch
+from minitrain.moe.router import balanced
+from minitrain.ranks import checks, collectives
+from minitrain.ranks.launch import dryrun
+from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
+from tests import nonsense
+from tests.pretend import PRETENDED, needs_pretended, pretended
 
 PACKAGE = Path(__file__).parent.parent / "minitrain"
 ROOMS = "attention checkpoint compose context data_parallel memory model moe pipeline precision systems"
@@ -83,3 +106,150 @@ def test_a_device_is_one_of_torchs_or_a_name():
     for bad in ("gpu:0", "cuda:-1", 3, None, ["cpu"]):
         with pytest.raises(ValueError, match="use cpu, cuda"):
             checks.require_device(device=bad)
+
+
+# ---- on a device that is not there ---------------------------------------------------------------------
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16, device=PRETENDED), nn.GELU(), nn.Linear(16, 8, device=PRETENDED))
+
+
+def attend(core) -> list:
+    q, k, v = (torch.empty(2, 4, 8, 4, device=PRETENDED, requires_grad=True) for _ in range(3))
+    core(q, k, v).sum().backward()
+    return [q.grad, k.grad, v.grad]
+
+
+def trained(net: nn.Module, optimizer, finish=lambda: None, parts=None) -> list:
+    """Two steps."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        (parts or net)(torch.empty(3, 8, device=PRETENDED)).sum().backward()
+        finish()
+        optimizer.step()
+    return list(net.parameters())
+
+
+def synced(make) -> list:
+    net = model()
+    sync = make(net, collectives.world(), partial(AdamW, lr=0.1))
+    return trained(net, sync, sync.finish)
+
+
+def cut_over_ranks() -> list:
+    first, act, last = model()
+    both = nn.Sequential(ColumnLinear(first, collectives.world()), act, RowLinear(last, collectives.world()))
+    return trained(both, torch.optim.SGD(both.parameters(), lr=0.1))
+
+
+def dispatched() -> list:
+    x, scores = (torch.empty(8, n, device=PRETENDED, requires_grad=True) for n in (5, 4))
+    routing = balanced(scores, 2, torch.arange(8, device=PRETENDED).view(1, 8))
+    trip = Dispatch(routing, collectives.world())
+    trip.back(trip.there(x) * 2, routing.weights).sum().backward()
+    return [x.grad]
+
+
+def reduced() -> list:
+    net = model()
+    reducer = GradReducer(net.parameters(), collectives.world())
+    return trained(net, torch.optim.AdamW(net.parameters()), reducer.finish)
+
+
+def on_the_host(delayed: bool) -> list:
+    net = model()
+    host = HostOptimizer(AdamW(net.parameters(), lr=0.1), delayed=delayed, warmup_steps=1)
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: host.on_grad_final(param, param.grad))
+    trained(net, host, host.on_finish)
+    assert {twin.device.type for twin in host.twin_of.values()} == {"cpu"}
+    return list(net.parameters())
+
+
+def away() -> list:
+    net = model()
+    AwayActivations(net.parameters).watch(net, net)
+    return trained(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def again() -> list:
+    net = model()
+    return trained(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), parts=lambda x: recompute(lambda: net(x.tanh()))
+    )
+
+
+def clipped() -> list:
+    net = model()
+    finish = lambda: clip_grad_norm(list(net.parameters()), 1.0)
+    return trained(net, AdamW(net.parameters(), lr=0.1), finish)
+
+
+TAKEN_HOME = {
+    "ring": lambda: attend(partial(ring_attention, group=collectives.world())),
+    "gathered": lambda: attend(partial(gathered_attention, group=collectives.world())),
+    "ulysses": lambda: attend(partial(ulysses_attention, group=collectives.world(), core=causal_attention)),
+    "packed": lambda: attend(lambda *x: packed_attention(*(one[:1] for one in x), cu_seqlens=[0, 3, 8])),
+    "replicated": lambda: synced(Replicated),
+    "zero 1": lambda: synced(Zero1),
+    "zero 2": lambda: synced(Zero2),
+    "zero 3": lambda: synced(Zero3),
+    "gradients": reduced,
+    "tensor parallel": cut_over_ranks,
+    "dispatch": dispatched,
+    "recompute": again,
+    "activations on the host": away,
+    "optimizer on the host": lambda: on_the_host(False),
+    "delayed": lambda: on_the_host(True),
+    "clipping": clipped,
+}
+
+
+def devices_of(name: str) -> set[str]:
+    found = dryrun.run(TAKEN_HOME[name], rank=1, ranks=4)
+    return {str(x.device) for x in found}
+
+
+@needs_pretended
+@pytest.mark.parametrize("name", TAKEN_HOME)
+def test_what_is_taken_home_keeps_to_its_device(name):
+    assert pretended(devices_of, name) == {PRETENDED}
+
+
+def met(room: str) -> tuple[int, list[str]]:
+    """How many doors of a room ran with their tensors on the pretended device, and what met the host's."""
+    every, ran, wrong = nonsense.functions(), 0, []
+    os.chdir(tempfile.mkdtemp())
+    for name, line in nonsense.written().items():
+        if name.startswith(f"{room}.") and name in every:
+
+            def body(door=every[name], line=line):
+                nonsense.names.cache_clear()
+                with torch.device(PRETENDED):
+                    arguments = nonsense.evaluated(door, line)
+                return nonsense.gone_through(door(**arguments))
+
+            try:
+                dryrun.run(body, ranks=1)
+                ran += 1
+            except Exception as error:  # wants numbers, or moves what torch's fake tensors do not let move
+                wrong += [f"{name}: {error}"] * ("same device" in str(error))
+    return ran, wrong
+
+
+@needs_pretended
+@pytest.mark.parametrize("room", ROOMS.split())
+def test_doors_keep_to_their_device(room):
+    ran, wrong = pretended(met, room)
+    assert not wrong and (ran or room in ("checkpoint", "compose", "memory")), wrong
+
+
+def mixed() -> None:
+    dryrun.run(lambda: torch.zeros(3, device=PRETENDED) + torch.zeros(3), ranks=1)
+
+
+@needs_pretended
+def test_a_tensor_of_the_host_would_be_met():
+    with pytest.raises(Exception, match="same device"):
+        pretended(mixed)
