@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from minitrain.attention.packed import packed_attention
 from torch import nn
 
-from minitrain.attention.packed import packed_attention
 from minitrain.context.ring import gathered_attention, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.data_parallel.bucketed import GradReducer
@@ -245,11 +245,14 @@ def test_doors_keep_to_their_device(room):
     assert not wrong and (ran or room in ("checkpoint", "compose", "memory")), wrong
 
 
-def mixed() -> None:
-    dryrun.run(lambda: torch.zeros(3, device=PRETENDED) + torch.zeros(3), ranks=1)
+def mixed() -> str:
+    try:
+        dryrun.run(lambda: torch.zeros(3, device=PRETENDED) + torch.zeros(3), ranks=1)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 @needs_pretended
 def test_a_tensor_of_the_host_would_be_met():
-    with pytest.raises(Exception, match="same device"):
-        pretended(mixed)
+    assert "same device" in pretended(mixed)
