@@ -85,7 +85,7 @@ def convert(
 def export_weights(store, step: int, folder: Path) -> int:
     """config.json and model.safetensors; returns the bytes of the latter."""
     from minitrain.checkpoint.load import Saved
-    from minitrain.model.hugging_face import family_of, outgoing, settings_of, write_tensors
+    from minitrain.systems.checkpoint.hugging_face import family_of, outgoing, settings_of, write_tensors
 
     manifest, files = store.open(step)
     config = config_in(manifest)
@@ -103,8 +103,8 @@ def import_weights(folder: Path, target: Path) -> int:
     from minitrain.checkpoint.format import write_file
     from minitrain.checkpoint.store import Store, file_name
     from minitrain.model.config import plain_values
-    from minitrain.model.hugging_face import Tensors, config_of, incoming
     from minitrain.ranks.pieces import whole_piece
+    from minitrain.systems.checkpoint.hugging_face import Tensors, config_of, incoming
 
     config = config_of(json.loads((folder / "config.json").read_text()))
     head = f"layers.{config.num_layers + 1}.out.weight"  # if it is tied, the table of tokens

@@ -6,5 +6,4 @@ First  config              GPTConfig and ExpertsConfig: every size and choice; p
 then   mixture             a router and its experts in the place of an MLP (routers: moe/)
 beside data/               deterministic batches of text
        training/           one step, its optimizer, hyperparameters
-       hugging_face        the same model under Hugging Face's names, and where conventions differ
 """

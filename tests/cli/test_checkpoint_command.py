@@ -22,10 +22,17 @@ from minitrain.compose.trainer import Trainer
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import Tensors, config_of, family_of, incoming, settings_of, write_tensors
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
+from minitrain.systems.checkpoint.hugging_face import (
+    Tensors,
+    config_of,
+    family_of,
+    incoming,
+    settings_of,
+    write_tensors,
+)
 
 TRANSFORMERS = Path(__file__).parents[2] / "build" / "transformers"
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 20, "Descartes")
@@ -158,7 +165,7 @@ def test_to_hugging_face_and_back(family, saved, tmp_path):
 THEIRS = """
 import sys; from pathlib import Path; sys.path.append(sys.argv[1])
 import torch, transformers
-from tests.model.hugging_face_logits import exactly
+from tests.systems.checkpoint.hugging_face_logits import exactly
 how = dict(dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
 for folder in map(Path, sys.argv[2:]):
     with exactly(), torch.no_grad():

@@ -7,4 +7,5 @@ in_memory     stores in shared memory, a share per rank; others have copies, sen
               (Gemini), or parity (REFT)
 agent         a process that owns the memory, outlives the trainer, and brings steps to disk
 just_in_time  nothing until a rank fails; then the others save
+hugging_face  the same model under Hugging Face's names, and where conventions differ
 """

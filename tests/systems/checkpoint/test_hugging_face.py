@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from minitrain.model.config import presets
 from minitrain.model.gpt import GPT
-from minitrain.model.hugging_face import KINDS, config_of, incoming, outgoing, rows_of
-from tests.model.hugging_face_logits import CASES, DEEPSEEK, STORED, drawn
-from tests.model.hugging_face_logits import TOKENS as THEIR_TOKENS
+from minitrain.systems.checkpoint.hugging_face import KINDS, config_of, incoming, outgoing, rows_of
 from tests.parallel import TOLERANCE
+from tests.systems.checkpoint.hugging_face_logits import CASES, DEEPSEEK, STORED, drawn
+from tests.systems.checkpoint.hugging_face_logits import TOKENS as THEIR_TOKENS
 
 LLAMA = json.loads("""{"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2,
  "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16,

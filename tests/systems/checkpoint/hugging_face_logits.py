@@ -1,6 +1,6 @@
 """Logits of transformers' Mixtral and DeepSeek-V3 with tiny random weights, stored for tests without it.
 
-    make transformers && python -m tests.model.hugging_face_logits          writes hugging_face_logits.json
+    make transformers && python -m tests.systems.checkpoint.hugging_face_logits          writes hugging_face_logits.json
 
 Weights are drawn from their names as files on the hub have them, so that none are stored. The script also
 checks what tests cannot: that transformers reads what we write, with our logits, and saves it bit for bit.
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from minitrain.model.gpt import GPT, seed_of
-from minitrain.model.hugging_face import config_of, incoming, outgoing
+from minitrain.systems.checkpoint.hugging_face import config_of, incoming, outgoing
 
 STORED = Path(__file__).with_suffix(".json")
-TRANSFORMERS = Path(__file__).parents[2] / "build" / "transformers"
+TRANSFORMERS = Path(__file__).parents[3] / "build" / "transformers"
 TOKENS = torch.randint(17, (2, 7), generator=torch.Generator().manual_seed(0))
 ALIKE = dict(vocab_size=17, hidden_size=16, hidden_act="silu", max_position_embeddings=8, rope_scaling=None)
 DEEPSEEK = ALIKE | dict(
