@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from minitrain.attention.packed import packed_attention
 from torch import nn
 
 from minitrain.context.ring import gathered_attention, ring_attention
@@ -32,6 +31,7 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import balanced
 from minitrain.ranks import checks, collectives
 from minitrain.ranks.launch import dryrun
+from minitrain.systems.attention.packed import packed_attention
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from tests import nonsense
 from tests.pretend import PRETENDED, needs_pretended, pretended
@@ -41,7 +41,7 @@ ROOMS = "attention checkpoint compose context data_parallel memory model moe pip
 MAKERS = "arange as_tensor empty empty_strided eye from_numpy full linspace logspace ones rand randint randn"
 MAKERS += " randperm scalar_tensor tensor tril_indices triu_indices zeros"
 ON_THE_HOST = {  # where, and why
-    "attention/packed.py:__init__": "counts on their way to a list",
+    "systems/attention/packed.py:__init__": "counts on their way to a list",
     "checkpoint/load.py:read": "what a file has",
     "checkpoint/snapshot.py:begin": "nothing",
     "checkpoint/snapshot.py:_allocate": "the host's copy",
