@@ -30,7 +30,7 @@ class Post(NamedTuple):
     members: tuple[int, ...]  # global ranks
     parts: tuple[
         tuple[str, int], ...
-    ]  # ("send", to), ("receive", source), or one collective: ("all_reduce", -1)
+    ]  # ("send", to), ("receive", source); of a collective ("all_reduce", -1)
 
     @property
     def alone(self) -> bool:
@@ -161,9 +161,8 @@ class Issued:
                     if self.is_news(what):
                         self.wait(self.post("receive", source))
                     user = user_of(what, self.schedule)
-                    user = (
-                        user._replace(kind="G") if user.kind == "H" else user
-                    )  # a guest is waited for as it leaves
+                    if user.kind == "H":
+                        user = user._replace(kind="G")  # a guest is waited for as it leaves
                     self.coming[user] = self.post("receive", source)
                 case Sent(what):
                     self.wait(self.sending.pop(what))

@@ -21,8 +21,10 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import transport, world
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
+from minitrain.systems.pipeline import contrastive
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from minitrain.systems.pipeline.post_validation import PostValidation
+from minitrain.systems.plan import stage_cuts
 from tests.context.cores import in_one_axis, in_two_axes, some
 from tests.layouts import Draw, begin
 from tests.pipeline.lists import everything
@@ -33,10 +35,11 @@ from tests.ranks.nccl_order import Post, Steps, Wait, play, step_of
 
 @cache
 def schedules() -> tuple[Schedule, ...]:
-    """By name, on 2, 3, 4 and 8 ranks, for the numbers of microbatches where schedules change."""
+    """On 2, 3, 4 and 8 ranks, for the numbers of microbatches where they change."""
     made = [schedule for schedule in everything() if len(schedule.ranks) <= 8]
     for p in (2, 3, 4, 8):
         for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 8, 16}):
+            made += [contrastive.naive(p, m), contrastive.doubled(p, m), stage_cuts.sliced(p, m)]
             for name in NAMES:
                 more = [dict(chunks=k) for k in (1, 2, 3)] if name in CHUNKED else [{}]
                 for sizes in [dict(slices=k) for k in (1, 2, 3)] if name in SLICED else more:
@@ -77,10 +80,8 @@ def recorded() -> Iterator[Steps]:
                 return noted(ch, [(job.call.op, -1)], super().start(ch, job, in_background))
 
             def post(self, ch, sends, receives):
-                both = [("send", peer) for _, _, peer in sends] + [
-                    ("receive", peer) for _, _, peer in receives
-                ]
-                parts = [(what, ch.members[peer]) for what, peer in both]
+                parts = [("send", ch.members[peer]) for _, _, peer in sends]
+                parts += [("receive", ch.members[peer]) for _, _, peer in receives]
                 return noted(ch, parts, super().post(ch, sends, receives))
 
         return Recorder()
@@ -126,9 +127,7 @@ def test_attention_over_ranks_ends(ranks):
 
 class Stage(nn.Linear):
     def forward(self, x):
-        return super().forward(
-            x if x.is_floating_point() else x.unsqueeze(-1).expand(-1, -1, 4).to(torch.float64)
-        )
+        return super().forward(x if x.is_floating_point() else x.unsqueeze(-1).expand(-1, -1, 4).double())
 
 
 def run_pipeline(schedule: Schedule, mode: str, lent: dict, twin: bool = True) -> dict:
@@ -136,10 +135,9 @@ def run_pipeline(schedule: Schedule, mode: str, lent: dict, twin: bool = True) -
     mesh, reducer = Mesh(pp=len(schedule.ranks)), NoReducer()
     group, down = mesh.group("pp"), mesh.twin("pp") if twin else mesh.group("pp")
     stages = {stage: Stage(4, 4, dtype=torch.float64) for stage in schedule.stages_of(group.rank())}
-    kind, settings = Balanced if schedule.evicts else Runner, dict(width=4, dtype=torch.float64, down=down)
-    run = kind(
-        stages, schedule, group, lambda y, targets: (y * targets.unsqueeze(-1)).sum(), reducer, **settings
-    )
+    settings = dict(width=4, dtype=torch.float64, down=down)
+    loss_fn = lambda y, targets: (y * targets.unsqueeze(-1)).sum()
+    run = (Balanced if schedule.evicts else Runner)(stages, schedule, group, loss_fn, reducer, **settings)
     if schedule.evicts:
         run.lent.update(lent)
     tokens = torch.ones(schedule.microbatches // schedule.slices, 6, dtype=torch.int64)
@@ -224,9 +222,9 @@ def test_steps_of_layouts_end(name):
 # ---- controls: what hangs is seen -------------------------------------------------------------------------
 
 EAGER = {  # how many schedules of each kind hang
-    **{"1F1B": 10, "Seq1F1B": 26, "BPipe": 9, "interleaved 1F1B": 14, "breadth-first": 22, "Hanayo": 40},
+    **{"1F1B": 17, "Seq1F1B": 26, "BPipe": 9, "interleaved 1F1B": 14, "breadth-first": 22, "Hanayo": 40},
     **{"ZB-H1": 5, "ZB-V": 13, "V-Half": 16, "V-Min": 22, "interleaved zero bubble": 15},
-    **{"Chimera": 9, "DualPipe": 5, "DualPipeV": 5},
+    **{"Chimera": 9, "DualPipe": 5, "DualPipeV": 5, "two barriers": 3, "doubled microbatches": 8},
 }
 
 
@@ -254,9 +252,8 @@ def test_a_batch_and_a_message_alone_do_not_meet():
     """And where they would, on one queue, an order that crosses hangs, and a batch that crosses does not."""
     message = lambda kind, peer: Post(kind, "g", (0, 1), ((kind, peer),))
     both = lambda peer: Post("both", "g", (0, 1), (("send", peer), ("receive", peer)))
-    alone = {
-        rank: [message("send", 1 - rank), message("receive", 1 - rank), Wait("receive")] for rank in (0, 1)
-    }
+    crossing = lambda peer: [message("send", peer), message("receive", peer), Wait("receive")]
+    alone = {0: crossing(1), 1: crossing(0)}
     assert "rank 0 waits for receive behind send, [('send', 1)] on g" in play(alone, lazy=True)
     assert not play({rank: [both(1 - rank), Wait("both")] for rank in (0, 1)}, lazy=True)
     mixed = {0: [both(1), Wait("both")], 1: alone[1]}
