@@ -791,6 +791,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--only", type=int, help="number of one draw")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after these no draw is begun")
     parser.add_argument(
         "--every-rank", action="store_true", help="compare the dry run of every rank, not of two"
     )
@@ -802,8 +803,11 @@ def main() -> None:
     if not asked.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     numbers = [asked.only] if asked.only is not None else range(asked.first, asked.first + asked.draws)
-    failed, pairs, started = 0, Counter(), time.monotonic()
+    tried, failed, pairs, started = 0, 0, Counter(), time.monotonic()
     for number in numbers:
+        if time.monotonic() - started > asked.seconds:
+            break
+        tried += 1
         case = draw(number, asked.seed)
         try:
             wrong = verdict(case, asked.every_rank, asked.gpu)
@@ -821,7 +825,7 @@ def main() -> None:
     if asked.table:
         print(table(pairs))
     print(
-        f"{len(numbers) - failed} of {len(numbers)} draws equal one process, seed {asked.seed}, {time.monotonic() - started:.0f} s"
+        f"{tried - failed} of {tried} draws equal one process, seed {asked.seed}, {time.monotonic() - started:.0f} s"
     )
     sys.exit(bool(failed))
 

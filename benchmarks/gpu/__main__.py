@@ -49,16 +49,20 @@ def chapter(number: str) -> Section:
 
 DOCTOR = Section("doctor", 60, ("-m", "minitrain", "doctor"))
 TESTS = "-m", "pytest", "-vv", "-m", "cuda", "-p", "no:cacheprovider", "{workers}", "{tests}"
+LAYOUTS = "-m", "tests.layouts", "--gpu", "--draws", "{draws}", "--seconds", "75", "--seed"
 ONE = (
     DOCTOR,
     measured("attention", 60, "beside"),
     measured("bf16", 120, "steps"),
+    Section("tests", 180, TESTS, ("pytest", "hypothesis")),
+    measured("fp8", 180, "steps"),
     measured("offload", 90, "beside"),
     measured("checkpoint", 60, "beside"),
-    measured("fp8", 180, "steps"),
-    Section("tests", 180, TESTS, ("pytest", "hypothesis")),
-    Section("layouts", 90, ("-m", "tests.layouts", "--gpu", "--seed", "7", "--draws", "{draws}")),
-    *map(chapter, ("00", "03", "08", "15")),
+    chapter("00"),
+    chapter("03"),
+    Section("layouts", 110, (*LAYOUTS, "7")),
+    chapter("08"),
+    chapter("15"),
 )
 BOUND = "-m", "benchmarks.gpu.node", "bound"
 NODE = (
@@ -66,7 +70,7 @@ NODE = (
     Section("bound", 60, ("-m", "torch.distributed.run", "--nproc-per-node", "{gpus}", *BOUND)),
     measured("ratios", 150, "node"),
     Section("tests", 240, TESTS, ("pytest", "hypothesis")),
-    Section("layouts", 120, ("-m", "tests.layouts", "--gpu", "--seed", "8", "--draws", "{draws}")),
+    Section("layouts", 110, (*LAYOUTS, "8")),
 )
 SOME_TESTS = ("attention", "memory", "ranks")  # with --tiny
 
