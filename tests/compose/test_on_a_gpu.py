@@ -114,20 +114,21 @@ def test_here(name):
     check(name)
 
 
-def placed(where: str) -> tuple[str, str]:
-    """Where a model is built on a rank whose device is `where`, and what is said of a batch from elsewhere."""
+def placed(where: str) -> tuple[str, str, str]:
+    """Where a rank of that device builds a model, has logits, and what it says of a batch from elsewhere."""
     launch.device = lambda: torch.device(where)  # of this process, which ends with the launch
     run = parallelize(replace(DENSE, num_layers=2), Strategy(precision="float64"))
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     try:
-        return run.device.type, run.step(Batch(tokens, tokens, torch.tensor(4)))
+        said = run.step(Batch(tokens, tokens, torch.tensor(4)))
     except ValueError as error:
-        return run.device.type, str(error)
+        said = str(error)
+    return run.device.type, run(tokens).device.type, said
 
 
 def test_a_model_is_built_on_the_device_of_its_rank():
     said = "the batch is on cpu, and this run on meta; move it, or take run.batch(rows, step)"
-    assert launch.run(placed, "meta", ranks=1) == [("meta", said)]
+    assert launch.run(placed, "meta", ranks=1) == [("meta", "meta", said)]
 
 
 def test_a_dry_run_stays_on_the_cpu_unless_it_is_told(monkeypatch):
