@@ -1,8 +1,8 @@
 """What chapters need around the code they show: print a source, numbers beside formulas, run a notebook.
 
 A notebook owns the question, the module the code: `show(function)` prints what the module holds today, so
-text and code cannot drift apart. `where` says on which device tensors are, `compare` prints the table that
-ends every chapter, `execute` runs a chapter headless.
+text and code cannot drift apart. `compare` prints the table that ends every chapter. `execute` runs a chapter
+headless.
 """
 
 from __future__ import annotations
@@ -54,22 +54,6 @@ def show(*things: Callable, doc: bool = False) -> None:
         for place, said, source in parts
     ]
     display({"text/plain": plain, "text/markdown": "\n\n".join(fences)}, raw=True)
-
-
-def where(ranks: int) -> None:
-    """Print where ranks have what a cell makes and what `parallelize` builds, and over what each travels."""
-    import torch
-
-    from minitrain.ranks import collectives, launch
-
-    def look() -> None:
-        group, made, built = collectives.world(), torch.empty(0), torch.empty(0, device=launch.device())
-        door = lambda x: type(collectives.channel_of(group).door("look", x)).__name__
-        made, built = (f"on {x.device.type}, over {door(x).lower()}" for x in (made, built))
-        if group.rank() == 0:
-            print(f"tensors of a cell: {made}; models of parallelize: {built}")
-
-    launch.run(look, ranks=ranks)
 
 
 def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from minitrain.course import notebook
+from minitrain.course.where import where
 
 UNSTABLE = re.compile(
     r"0x[0-9a-f]{6,}|/(tmp|home|Users)/|\.venv|\b\d+(\.\d+)? ?(it/s|s/it|tokens/s)\b"
@@ -116,6 +117,6 @@ def test_unknown_chapter_is_one_line():
 
 
 def test_where_says_what_ranks_see(capfd):
-    notebook.where(ranks=2)
+    where(ranks=2)
     on_the_host = "on cpu, over gloo"
     assert f"cell: {on_the_host}; models of parallelize: {on_the_host}" in capfd.readouterr().out
