@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from minitrain.compose.parallelize import parallelize
 from minitrain.context.ring import gathered_attention, ring_attention
 from minitrain.context.ulysses import ulysses_attention
 from minitrain.data_parallel.bucketed import GradReducer
@@ -25,10 +26,13 @@ from minitrain.data_parallel.zero3 import Zero3
 from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer
 from minitrain.memory.recompute import recompute
+from minitrain.model.config import GPTConfig
+from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.layers import causal_attention
 from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import balanced
+from minitrain.plan.strategy import Strategy
 from minitrain.ranks import checks, collectives
 from minitrain.ranks.launch import dryrun
 from minitrain.systems.attention.packed import packed_attention
@@ -186,6 +190,16 @@ def clipped() -> list:
     return trained(net, AdamW(net.parameters(), lr=0.1), finish)
 
 
+def by_chance() -> list:
+    """Its numbers are drawn where the update is."""
+    config = GPTConfig(vocab_size=16, d_model=8, num_layers=1, num_heads=2, max_positions=8)
+    strategy = Strategy(dp=4, zero=2, precision="bfloat16_stochastic", offload="optimizer")
+    run = parallelize(config, strategy, AdamW, device=torch.device(PRETENDED))
+    run.step(run.batch(Rows(lambda *at: random_tokens(*at, 8, 8, 16), 8, 8), 0))
+    run.settle()
+    return list(run.model.parameters())
+
+
 TAKEN_HOME = {
     "ring": lambda: attend(partial(ring_attention, group=collectives.world())),
     "gathered": lambda: attend(partial(gathered_attention, group=collectives.world())),
@@ -203,6 +217,7 @@ TAKEN_HOME = {
     "optimizer on the host": lambda: on_the_host(False),
     "delayed": lambda: on_the_host(True),
     "clipping": clipped,
+    "rounded by chance on the host": by_chance,
 }
 
 

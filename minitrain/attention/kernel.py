@@ -204,11 +204,12 @@ ROWS = 512  # of scores that there are at once where no kernel fits a device
 
 
 def by_rows(q: Tensor, k: Tensor, causal: bool, bias) -> Iterator[tuple]:
-    """Runs of queries, the keys that they see, and `bias.part` of these."""
+    """Runs of queries, the keys that they see, and the bias of these, `bias(device, queries, keys)`."""
     shift, keys = diagonal(q, k, causal), k.size(-2)
     for rows in pieces(q.size(-2), ROWS):
         seen = slice(0, keys if shift is None else rows.stop + shift)
-        yield (..., rows, slice(None)), (..., seen, slice(None)), bias and bias.part(rows, seen)
+        here = bias and (lambda device, tile=(rows, seen): bias(device, *tile))
+        yield (..., rows, slice(None)), (..., seen, slice(None)), here
 
 
 def forward_by_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias=None) -> tuple[Tensor, Tensor]:
@@ -224,9 +225,8 @@ def backward_by_rows(dout, q, k, v, out, lse, causal: bool, bias=None) -> tuple[
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for mine, seen, here in by_rows(q, k, causal, bias):
         saved = q[mine], k[seen], v[seen], out[mine], lse[mine[:2]]
-        for total, part in zip(
-            (dq[mine], dk[seen], dv[seen]), plain_backward(dout[mine], *saved, causal, here)
-        ):
+        found = plain_backward(dout[mine], *saved, causal, here)
+        for total, part in zip((dq[mine], dk[seen], dv[seen]), found):
             total += part
     return dq.to(q.dtype), *(sum_kv_copies(x, kv_heads).to(q.dtype) for x in (dk, dv))
 

@@ -270,21 +270,6 @@ class Alibi(NamedTuple):
         return self.slopes.to(exact)[:, None, None] * distance.unsqueeze(-3)
 
 
-class TileBias(NamedTuple):
-    """The bias of one tile, `[(B,) H, Tq, Tk]`, made on the device that asks."""
-
-    bias: Alibi
-    positions: Positions
-
-    def __call__(self, device: torch.device) -> Tensor:
-        return self.bias.between(*self.positions(device))
-
-    def part(self, *parts: slice) -> "TileBias":
-        """That of a run of its queries and a run of its keys."""
-        cut = lambda device: tuple(x[..., part] for x, part in zip(self.positions(device), parts))
-        return self._replace(positions=cut)
-
-
 class Placed(NamedTuple):
     """A `Kernel` for each tile, which knows the positions of the tile's queries and keys."""
 
@@ -333,10 +318,15 @@ class Placed(NamedTuple):
     def at(self, positions: Positions) -> Kernel:
         more = {}
         if self.bias:
-            more["bias"] = TileBias(self.bias, positions)
+            more["bias"] = partial(self.tile_bias, positions)
         if self.mask:
             more["factors"] = partial(self.mask.factors, positions=positions)
         return Kernel(*(partial(pass_, **more) for pass_ in (PLAIN if self.mask else self.kernel)))
+
+    def tile_bias(self, positions: Positions, device: torch.device, *parts: slice) -> Tensor:
+        """`[(B,) H, Tq, Tk]`; or of `parts`, a run of its queries and one of its keys."""
+        places = zip(positions(device), parts or (slice(None), slice(None)))
+        return self.bias.between(*(x[..., part] for x, part in places))
 
 
 def positions_of(runs: list[range], device: torch.device | None = None) -> Tensor:

@@ -5,14 +5,12 @@ takes two dtypes and no bias. None of this is said on a CPU. What it does not ta
 that is equal to the plain equations anywhere.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
 from minitrain.attention import kernel
 from minitrain.attention.kernel import FUSED, PLAIN, Kernel, has_flash
-from minitrain.attention.placed import Alibi, Documents, Placed, TileBias, alibi_slopes
+from minitrain.attention.placed import Alibi, Documents, Placed, alibi_slopes
 from minitrain.context.layout import contiguous, striped, zigzag
 from minitrain.context.ring import Rings, queries_backward, ring_backward, ring_forward
 from minitrain.ranks import collectives, torch_private
@@ -148,10 +146,10 @@ def test_by_rows_equals_the_plain_equations(monkeypatch, shape, causal, biased):
     q, k, v, dout = numbers(**shape)
     positions = torch.arange(k.size(2)) * 2
     alibi = Alibi(torch.tensor(alibi_slopes(4), dtype=torch.float64), positions)
-    bias = TileBias(alibi, lambda device: (positions[-q.size(2) :], positions)) if biased else None
+    places = lambda device: (positions[-q.size(2) :], positions)
     found = []
     for one in (BY_ROWS, PLAIN):
-        one = Kernel(*(partial(pass_, bias=bias) for pass_ in one))
+        one = Placed(one, alibi if biased else None, None).at(places)
         out, lse = one.forward(q, k, v, causal)
         found.append((out, lse, *one.backward(dout, q, k, v, out, lse, causal)))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
