@@ -67,7 +67,7 @@ ELSEWHERE = {  # rooms of the package, and what asks them
         "words of a command line, ranks to start, pictures: tests of their own give them wrong words"
     ),
     "ranks.collectives": "every call is compared across ranks: tests/ranks/collectives gives wrong sizes and types on 2 and 4",
-    "checkpoint.first context.first context.first_ulysses data_parallel.first data_parallel.first_zero memory.first "
+    "checkpoint.first compose.first context.first context.first_ulysses data_parallel.first data_parallel.first_zero memory.first "
     "memory.first_offload moe.first pipeline.first precision.first tensor_parallel.first": (
         "a page is read and pasted, and checks nothing"
     ),

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 from minitrain import launch
 from minitrain.attention.kernel import PLAIN
 from minitrain.checkpoint import first as checkpoint
+from minitrain.compose import first
+from minitrain.compose.parallelize import parallelize
 from minitrain.context import first as ring
 from minitrain.context import first_ulysses as ulysses
 from minitrain.context import layout
@@ -27,14 +31,16 @@ from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.memory import first as memory
 from minitrain.memory import first_offload as offload
 from minitrain.memory.recompute import recompute as general_recompute
+from minitrain.model.config import GPTConfig
 from minitrain.moe import first as moe
 from minitrain.pipeline import first as pipeline
 from minitrain.pipeline.schedules import one_direction
+from minitrain.plan.strategy import Strategy
 from minitrain.precision import first as precision
 from minitrain.tensor_parallel import first as tensor_parallel
 
 PACKAGE = Path(ring.__file__).parent.parent
-PAGES = sorted(PACKAGE.glob("*/first*.py"))
+PAGES = [page for page in sorted(PACKAGE.glob("*/first*.py")) if page.parent.name != "compose"]
 STANDARD = {"torch", *sys.stdlib_module_names}
 CLOSE = dict(rtol=0, atol=1e-12)
 
@@ -430,3 +436,73 @@ def test_any_layout_reads_what_another_wrote(tmp_path):
         checkpoint.load(tmp_path / "step-00000003", whole)
     with pytest.raises(ValueError, match="has not all of"):
         checkpoint.load(tmp_path / "step-00000003", {"v": ((0,), torch.zeros(1))})
+
+
+# ---- all on one page --------------------------------------------------------------------------------------
+
+GPT_SIZES = dict(vocabulary=24, width=16, heads=4, depth=3)
+CONFIG = GPTConfig(vocab_size=24, d_model=16, num_heads=4, num_layers=3, d_ff=64, max_positions=16, norm="rms",
+                   positions="rope", activation="swiglu", bias=False, tied=False)  # fmt: skip
+
+
+def batch_of(step):
+    return torch.randint(24, (8, 17), generator=torch.Generator().manual_seed(step))
+
+
+class Drawn(NamedTuple):
+    batch_size: int = 8
+    length: int = 16
+    documents: None = None
+
+    def draw(self, step, rank, ranks):
+        mine = batch_of(step).chunk(ranks)[rank]
+        return mine[:, :-1], mine[:, 1:]
+
+
+def beside_minitrain(layout):
+    """Losses of three steps, and the largest difference of a parameter afterwards."""
+    torch.set_default_dtype(torch.float64)
+    axes = {axis: layout.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
+    groups = first.make_groups(**axes)
+    page = first.Trainer(groups, GPT_SIZES, 16, 2, layout["zero"], 0.01)
+    optimizer = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95))
+    cut = dict(layout="zigzag") if layout.get("cp", 1) > 1 else {}
+    run = parallelize(CONFIG, Strategy(**layout, **cut, microbatches=2, precision="float64"), optimizer)
+    state = run.state_dict()
+    drawn = {name: first.Layer().draw(name, tuple(one.shape)) for name, one in state["parameters"].items()}
+    run.load_state_dict(state | {"parameters": drawn})
+    losses = []
+    for step in range(3):
+        mine = page.step(batch_of(step))
+        losses.append((mine.item(), run.total(run.step(run.batch(Drawn(), step)).loss).item()))
+    for one in page.shared:
+        one.gather() if layout["zero"] == 3 else None
+    found, apart = run.state_dict()["parameters"], 0.0
+    for layer, number in zip(
+        page.layers, torch.arange(5).tensor_split(axes["pp"])[groups["pp"].rank()].tolist()
+    ):
+        for name, param in layer.named_parameters():
+            whole = next(
+                value
+                for key, value in found.items()
+                if f".{name}." in f"{key}." and key.startswith(f"layers.{number}.")
+            )
+            dim = next((i for i in range(param.dim()) if param.size(i) < whole.size(i)), None)
+            wanted = whole if dim is None else whole.chunk(axes["tp"], dim)[groups["tp"].rank()]
+            apart = max(apart, float((param.detach() - wanted).abs().max()))
+    return losses, apart
+
+
+LAYOUTS = [
+    dict(pp=2, cp=2, tp=2, zero=1),
+    dict(dp=2, pp=2, cp=2, zero=3),
+    dict(dp=2, cp=2, tp=2, zero=2),
+    dict(dp=2, pp=2, tp=2, zero=0),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: " ".join(f"{k}{v}" for k, v in one.items()))
+def test_all_on_one_page_is_minitrain_in_the_same_layout(layout):
+    assert Path(first.__file__).read_text().count("\n") <= 400
+    for losses, apart in launch.run(beside_minitrain, layout, ranks=8):
+        assert apart < 1e-12 and all(abs(a - b) < 1e-12 for a, b in losses) and losses[0] != losses[1]
