@@ -547,7 +547,7 @@ def cache_distance(run: Run, case: Draw) -> float:
     if case.strategy.policy.narrow or case.strategy.products != "plain":
         return 0.0
     length = random.Random(f"text of {case!r}").choice((1, 2, 5, 9))
-    prompt = random_tokens(0, 0, 1, 2, length, case.config.vocab_size, seed=8)[0]
+    prompt = random_tokens(0, 0, 1, 2, length, case.config.vocab_size, seed=8)[0].to(run.device)
 
     def written(logits) -> Tensor:
         seen = []
@@ -567,7 +567,7 @@ def loaded_on_rank(case: Draw, other: Strategy, checkpoint: Checkpoint, state: d
         return f"{sorted(found.keys() ^ state.keys())[:3]} on one side only"
     if [what for what in lost if not what.startswith("random")]:
         return f"{lost}"
-    wrong = [name for name in state if not torch.equal(bits(found[name]), bits(state[name]))]
+    wrong = [name for name in state if not torch.equal(bits(found[name].cpu()), bits(state[name]))]
     return f"{wrong[:3]} have other bits" if wrong else ""
 
 

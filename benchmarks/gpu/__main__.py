@@ -67,7 +67,9 @@ ONE = (
 BOUND = "-m", "benchmarks.gpu.node", "bound"
 NODE = (
     DOCTOR,
-    Section("bound", 60, ("-m", "torch.distributed.run", "--nproc-per-node", "{gpus}", *BOUND)),
+    Section(
+        "bound", 60, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{gpus}", *BOUND)
+    ),
     measured("ratios", 150, "node"),
     Section("tests", 240, TESTS, ("pytest", "hypothesis")),
     Section("layouts", 110, (*LAYOUTS, "8")),

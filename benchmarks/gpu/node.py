@@ -1,6 +1,6 @@
 """Several GPUs: a step of DP and of ZeRO beside torch's, and ranks that see one GPU each, as Slurm has it.
 
-`ratios` is benchmarks/zero.py's turns on a model of 0.4 billion parameters, on as many ranks as GPUs. `bound`
+`ratios` is benchmarks/zero.py's turns on a model of 0.2 billion parameters, on as many ranks as GPUs. `bound`
 runs under torchrun: each rank hides all GPUs but its own, is asked what it talks over, and trains with ZeRO-3
 as one process does.
 """
@@ -25,7 +25,7 @@ from minitrain import collectives, launch
 from minitrain.model.config import GPTConfig
 from minitrain.ranks.collectives import channel_of
 
-LARGE = GPTConfig(vocab_size=2048, d_model=2048, num_layers=8, num_heads=16, max_positions=1024, tied=False)
+LARGE = GPTConfig(vocab_size=2048, d_model=2048, num_layers=4, num_heads=16, max_positions=1024, tied=False)
 PEERS = (
     (0, True, "DistributedDataParallel"),
     (1, True, "ZeroRedundancyOptimizer"),

@@ -43,9 +43,10 @@ def every_one(dtype: torch.dtype) -> dict:
         "rotate, later": collectives.rotate(x, group, -1, async_op=True).wait(),
     }
     if n > 1:
-        first = collectives.send(x, after, group, async_op=True)
-        found["message"] = collectives.receive(x, before, group)
-        first.wait()
+        turns = [lambda: collectives.send(x, 1 - rank, group)]
+        turns.append(lambda: found.update(message=collectives.receive(x, 1 - rank, group)))
+        for turn in turns if rank == 0 else turns[::-1]:  # NCCL has one queue for a pair: no two sends first
+            turn()
     collectives.barrier(group)
     where = {name: y.device.type for name, y in found.items()}
     return found, where, type(channel_of(group).door("sum", x)).__name__
