@@ -111,7 +111,7 @@ def test_pages_run_under_torchrun_where_minitrain_is_not_installed(tmp_path):
         text=True,
         timeout=100,
     )
-    assert done.stdout.split() == ["alone"] * 2, done.stderr[-2000:]
+    assert done.stdout.count("alone") == 2, done.stderr[-2000:]
 
 
 # ---- equal to one process ---------------------------------------------------------------------------------
