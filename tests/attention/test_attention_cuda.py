@@ -26,13 +26,15 @@ FLASH = {torch_private.flash_cuda.default: 3, torch_private.flash_cuda_backward.
 class Refused(DispatchMode):
     """Sees the calls of the two kernels, as their C++ does: raises at what it raises at or misreads."""
 
-    def __init__(self):
+    def __init__(self, width: int):
         super().__init__()
+        self.scale = width**-0.5  # of heads before they were padded
         self.calls = {op: 0 for op in FLASH}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in FLASH:
             self.calls[func] += 1
+            assert abs(kwargs["scale"] - self.scale) < 1e-12
             *rows, lse = args[: FLASH[func]] if FLASH[func] == 6 else (*args[:3], None)
             for x in rows:
                 assert x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.dtype == rows[0].dtype
@@ -50,7 +52,7 @@ def calls_of(name, width=K, dtype=torch.bfloat16, broken=False, rank=1, ranks=4)
 
     def body():
         q, k, v = (torch.empty(B, heads, T, width, dtype=dtype, device=PRETENDED) for heads in (H, 2, 2))
-        with Refused() as seen:
+        with Refused(width) as seen:
             out, lse = forward(q, k, v)
             grads = backward(torch.empty_like(out).mT.contiguous().mT, q, k, v, out, lse)
         assert (out.dtype, out.shape, lse.shape) == (dtype, q.shape, q.shape[:-1])
