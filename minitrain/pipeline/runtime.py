@@ -162,6 +162,9 @@ class Runner:
         self.recomputed = {action[1:] for action in schedule.place if action.kind == "R"}
         homes = {stage: rank for rank in range(group.size())[::-1] for stage in schedule.stages_of(rank)}
         self.homes = [homes[stage] for stage in range(schedule.stages)]  # the first rank that has a stage
+        if down is None and collectives.queues_messages(group, self.device):
+            cure = "give down=, a second group of the same ranks (mesh.twin('pp'))"
+            raise ValueError(f"{schedule.name}: messages both ways would wait for each other on NCCL; {cure}")
         self.open_links()
 
     def __call__(self, batch) -> Tensor:

@@ -34,6 +34,7 @@ from minitrain.ranks.collectives.functions import (
     gather_from,
     gather_to,
     members,
+    queues_messages,
     receive,
     reduce_from,
     reduce_scatter,

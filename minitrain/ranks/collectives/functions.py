@@ -52,6 +52,11 @@ def axis_of(group: ProcessGroup) -> str:
     return channel_of(group).axis
 
 
+def queues_messages(group: ProcessGroup, device: torch.device) -> bool:
+    """Do two ranks of the group have one queue for messages both ways, of tensors on `device` (NCCL)?"""
+    return group.size() > 1 and channel_of(group).door("send", torch.empty(0, device=device)).in_queues
+
+
 def channel_of(group: ProcessGroup) -> Channel:
     """The one channel of a process group; ValueError if this rank cannot talk in it."""
     channels = PROCESS.channels

@@ -238,6 +238,7 @@ class Backend:
     counts = False  # are bytes counted where a buffer is handed to the network?
     adds = True  # are sums taken here, in memory of ours?
     on_host = False  # does the network read and write memory of the host alone?
+    in_queues = False  # do messages of a pair of ranks wait for each other, whichever way they go?
 
 
 class Gloo(Backend):
@@ -316,7 +317,7 @@ class NCCL(Backend):
     ends it. Where others may outlive a dead rank (`grace_s`) the host waits, for as long as they may; in
     checked mode, for the headers of a collective, which go by gloo."""
 
-    adds = False
+    adds, in_queues = False, True
 
     def start(self, ch: Channel, job: Job, in_background: bool) -> Callable[[], object]:
         op, src, dst, given = job.call.op, job.src, job.dst, dict(group=ch.group, async_op=True)

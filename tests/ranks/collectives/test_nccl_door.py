@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from minitrain import collectives, launch
+from minitrain.model.training.step import NoReducer
+from minitrain.pipeline.runtime import Runner
+from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.ranks.collectives import transport
 from minitrain.ranks.launch import report
 from minitrain.ranks.mesh import Mesh
@@ -145,3 +148,14 @@ def test_a_queued_call_is_what_a_host_waits_for_far_from_it():
     found = report.stuck(stack(("train.py", 30, "step")), [under_way], {})
     where = "wait{s} in all_reduce #7 of dp 0-3 (train.py:7 on its GPU; the host is at train.py:30)"
     assert found == report.Stuck(where, True, ("dp", "0-3", ""), 7)
+
+
+def without_a_twin():
+    group = through_nccls_door()
+    stage = torch.nn.Linear(4, 4)
+    Runner({group.rank(): stage}, one_f_one_b(2, 4), group, None, NoReducer(), width=4)
+
+
+def test_a_pipeline_needs_a_group_for_each_direction():
+    with pytest.raises(launch.RankError, match="messages both ways would wait .* give down=, a second"):
+        launch.run(without_a_twin, ranks=2, timeout_s=20)
