@@ -44,7 +44,7 @@ def measured(name: str, limit_s: int, module: str) -> Section:
 
 def chapter(number: str) -> Section:
     command = "-m", "minitrain", "run", number, "--out", str(OUT / "chapters")
-    return Section(f"chapter {number}", 150, command, ("nbclient", "ipykernel", "matplotlib", "pyseccomp"))
+    return Section(f"chapter {number}", 200, command, ("nbclient", "ipykernel", "matplotlib", "pyseccomp"))
 
 
 DOCTOR = Section("doctor", 60, ("-m", "minitrain", "doctor"))
