@@ -600,11 +600,17 @@ def account_on_a_device(case: Draw, rank: int) -> tuple[dict, bool]:
     return account, fused.called
 
 
+def can_be_pretended(case: Draw) -> bool:
+    """It has a dry run, and no parameter changes places (as CUDA's may, and fake tensors may not)."""
+    s = case.strategy
+    return not (case.numbers_decide or s.post_validation or "parameters" in s.offloads)
+
+
 def pretended_verdict(case: Draw, rank: int) -> str:
     """Nothing, or what is wrong on a pretended device: bytes and FLOPs are those of a CPU, and memory but for
     the small tables that are made on the host and copied."""
-    if case.numbers_decide or case.strategy.post_validation or "parameters" in case.strategy.offloads:
-        return ""  # no dry run; and torch's fake tensors do not change places, as CUDA's real ones do
+    if not can_be_pretended(case):
+        return ""
     (there, fused), here = pretended(account_on_a_device, case, rank), dry_account(case, rank)
     for what in ["bytes"] if fused else ["bytes", "FLOPs", "host", "copied"]:
         if there[what] != here[what]:
