@@ -15,7 +15,6 @@ beside saved_tensors   what autograd keeps for a backward, and for whom
        loopback            the kernel's own count of bytes, which the ledger is checked with
        install             PyTorch as it fits the machine, and the tested versions of all else
        pipelines           a pipeline's step beside one process, with a mistake in it or without
-       where               on which device tensors are, and over what they travel
        sequences           attention over ranks against one process, and what it sends
        under_limits        one model under a hard limit of memory, trained in four ways
        crash_model         every state of the disk that a power cut may leave of a save

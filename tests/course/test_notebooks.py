@@ -8,7 +8,6 @@ import nbformat
 import pytest
 
 from minitrain.course import notebook
-from minitrain.course.where import where
 
 UNSTABLE = re.compile(
     r"0x[0-9a-f]{6,}|/(tmp|home|Users)/|\.venv|\b\d+(\.\d+)? ?(it/s|s/it|tokens/s)\b"
@@ -114,9 +113,3 @@ def test_beside_prints_exact_ratio(capsys):
 def test_unknown_chapter_is_one_line():
     with pytest.raises(ValueError, match="there is no chapter '77'; there are"):
         notebook.chapter("77")
-
-
-def test_where_says_what_ranks_see(capfd):
-    where(ranks=2)
-    on_the_host = "on cpu, over gloo"
-    assert f"cell: {on_the_host}; models of parallelize: {on_the_host}" in capfd.readouterr().out
