@@ -111,7 +111,7 @@ def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:
     errors = torch.stack([error.square().sum(dtype=torch.float64) for error in errors])
     if scales.shared(FOUR, dims):
         errors = collectives.all_reduce(errors, scales.group)
-    clip = usable(amax) * shares[errors.argmin()]
+    clip = usable(amax) * shares.take(errors.argmin())
     return quantize(x + (amax - amax).to(x.dtype), FOUR, amax=clip)
 
 
@@ -153,7 +153,7 @@ def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     room = budget - torch.arange(len(falling), device=sizes.device)  # if those before are kept for sure
     rest = falling.flip(0).cumsum(0).flip(0)
     first = (falling * room <= rest).int().argmax()
-    return torch.where(sizes > 0, (sizes * (room[first] / rest[first])).clamp(max=1.0), 0.0)
+    return torch.where(sizes > 0, (sizes * (room.take(first) / rest.take(first))).clamp(max=1.0), 0.0)
 
 
 def bits(scale: Tensor, use: int = 0) -> Tensor:
