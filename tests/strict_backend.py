@@ -4,13 +4,14 @@
 
 A communicator has one thread: what is put on it is done in the order of issue, one after the other, and read when its
 turn comes. A message is over when its receive has had its turn. Lazy: a message alone goes on a communicator of the
-pair, and at the first use of one its members wait for each other. `wait()` raises nothing if a peer is gone: values are
-then what they are. Sums are added as on gloo (transport.py), bytes charged as on NCCL. See tests/ranks/nccl_order.py.
+pair, and at the first use of one its members wait for each other. A work's `wait()` raises nothing if a peer is gone,
+and it is never complete; what follows from works (patience, the log of calls) is transport.py's door to NCCL itself.
+Sums are added as on gloo, bytes charged as on NCCL. See tests/ranks/nccl_order.py.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,8 +20,7 @@ from threading import Event, Thread
 
 import torch
 
-from minitrain.ranks.collectives import call_log
-from minitrain.ranks.collectives.transport import ALGORITHMS, BACKENDS, Backend, doors_of, wait_all
+from minitrain.ranks.collectives.transport import ALGORITHMS, BACKENDS, NCCL, Backend, doors_of, wait_all
 from minitrain.ranks.process import PROCESS
 
 MESSAGES, MEETINGS = 2**30, 2**30 + 2**29  # tags; collectives have those below
@@ -36,24 +36,33 @@ class Communicator:
         while True:
             self.jobs.get()()
 
-    def put(self, calls: list, move: Callable[[], None]) -> Callable[[], object]:
-        over = Event()
+    def put(self, move: Callable[[], None]) -> "Work":
+        work = Work()
 
         def run() -> None:
-            try:
+            with suppress(RuntimeError):  # a peer is gone
                 move()
-                for call in calls:
-                    call_log.finished(call)
-            except RuntimeError:
-                pass  # a peer is gone
-            finally:
-                over.set()
+                work.complete = True
+            work.over.set()
 
         self.jobs.put(run)
-        return over.wait
+        return work
 
 
-class Strict(Backend):
+class Work:
+    def __init__(self):
+        self.over, self.complete = Event(), False
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+    def wait(self) -> None:
+        self.over.wait()  # or there would be no values on a CPU
+
+
+class Strict(NCCL):
+    adds, in_queues = True, False  # as on gloo; what the door would refuse is to hang
+
     def __init__(self, lazy: bool):
         self.lazy = lazy
         self.communicators: dict[tuple, Communicator] = {}
@@ -69,7 +78,7 @@ class Strict(Backend):
     def start(self, ch, job, in_background: bool) -> Callable[[], object]:
         own = replace(job, call=replace(job.call))  # whose bytes are charged already
         move = partial(ALGORITHMS[job.call.op], ch, own, job.call.seq % 2**27 * 4)
-        return self.communicator(ch).put([job.call], move)
+        return self.told([self.communicator(ch).put(move)], [job.call])
 
     def post(self, ch, sends: list, receives: list) -> Callable[[], object]:
         alone = self.lazy and len(sends) + len(receives) == 1
@@ -86,7 +95,7 @@ class Strict(Backend):
                 works += [ch.group.send([some(x)], peer, tag), ch.group.recv([byte()], peer, tag + 1)]
             wait_all(works)
 
-        return on.put([call for call, *_ in (*sends, *receives)], move)
+        return self.told([on.put(move)], [call for call, *_ in (*sends, *receives)])
 
 
 def byte() -> torch.Tensor:

@@ -166,7 +166,8 @@ class Layer(nn.Module):
     def draw(self, name: str, shape: tuple[int, ...], cut: int | None = None, group=None) -> nn.Parameter:
         """The whole tensor, drawn from its name, and of it this rank's part along `cut`."""
         chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = 0.02 * torch.randn(shape, generator=chance) if len(shape) > 1 else torch.ones(shape)
+        normal = torch.randn(shape, generator=chance, device="cpu")
+        whole = 0.02 * normal if len(shape) > 1 else torch.ones_like(normal)
         part = whole if cut is None else whole.chunk(group.size(), cut)[group.rank()].clone()
         return nn.Parameter(part.to(torch.get_default_dtype()).to(torch.get_default_device()))
 

@@ -137,7 +137,7 @@ class Build:
 
 def check(build: Build) -> None:
     if build.device is None:
-        build.device = "cpu" if is_fake(torch.empty(0)) else launch.device()  # dry, or on a real rank
+        build.device = torch.get_default_device() if is_fake(torch.empty(0)) else launch.device()
     require_device(device=build.device)
     strategy, ranks = build.strategy, collectives.world().size()
     if build.loss_fn is not cross_entropy_sum:

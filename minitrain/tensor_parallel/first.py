@@ -9,7 +9,7 @@
 
 Each is the adjoint of the other, so gradients need no further thought. Both ways a rank sends 4(t-1)/t B T D
 elements in forward and backward. The vocabulary's loss needs of the other ranks their maximum, their sum of
-exponentials and the target's logit: 3 numbers a token, where whole logits would be V. Shoeybi et al. 2019,
+exponentials and the target's logit: 3 numbers per token, where whole logits would be V. Shoeybi et al. 2019,
 Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2. General:
 linear.py, sequence.py, vocabulary.py.
 """
