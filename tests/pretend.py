@@ -4,17 +4,23 @@ Functions run in a process of their own: a device's name is given once in a proc
 GPUs this one would stand before them.
 """
 
+import atexit
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from minitrain.ranks import torch_private
+from minitrain.ranks.launch import dryrun
 
 PRETENDED = "gpu:0"
 needs_pretended = pytest.mark.skipif(
@@ -48,3 +54,46 @@ def helper() -> ProcessPoolExecutor:
 def pretended(fn: Callable, *args) -> Any:
     """fn(*args), of a module and with plain results, where there is such a device."""
     return helper().submit(fn, *args).result()
+
+
+# ---- python -m tests.pretend 03 04: the dry runs of chapters, on that device -------------------------------
+
+
+def in_a_chapter() -> None:
+    """What a dry run of this process makes without a word is there; at the end, how many did, and what failed."""
+    real, failed, ran = dryrun.run, [], []
+
+    def run(fn: Callable, *args, **world):
+        def there(*args):
+            with torch.device(PRETENDED):
+                return fn(*args)
+
+        ran.append(fn)
+        try:
+            return real(there, *args, **world)
+        except Exception as error:
+            failed.append(str(error))
+            raise
+
+    begin()
+    dryrun.run = run
+    atexit.register(
+        lambda: print(f"{len(ran)} dry runs", *failed, sep="\n    ", file=open(os.environ["TOLD"], "a"))
+    )
+
+
+def main(numbers: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        startup, told = Path(folder, "profile_default", "startup", "0.py"), Path(folder, "told")
+        startup.parent.mkdir(parents=True)
+        startup.write_text("from tests.pretend import in_a_chapter; in_a_chapter()\n")
+        environ = os.environ | {"IPYTHONDIR": folder, "TOLD": str(told), "PYTHONPATH": os.getcwd()}
+        for number in numbers:
+            command = [sys.executable, "-m", "minitrain", "run", number, "--out", folder]
+            subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
+            print(f"chapter {number}:", told.read_text().strip(), flush=True)
+            told.unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

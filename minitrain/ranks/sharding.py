@@ -194,7 +194,7 @@ def check_parts(optimizer, number: int, param: nn.Parameter, first_states: dict)
             tried.step()
         return (x.detach() - part_of(start)).flatten()
 
-    with outside_modes():
+    with outside_modes(), torch.device("cpu"):  # whatever torch's default device is, or a dry run's
         try:
             whole, first = update(lambda x: x), update(lambda x: x.flatten()[:5])
             parts = torch.cat([first, update(lambda x: x.flatten()[5:])])
