@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -261,3 +262,17 @@ def test_a_batch_and_a_message_alone_do_not_meet():
     turned = {0: alone[0], 1: [alone[1][1], alone[1][0], Wait("send")]}
     assert not play(turned, lazy=True)
     assert "which nobody has issued" in play({0: [Wait("x")]}, lazy=True)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_every_schedule_by_name_ends_in_all_sizes(p):
+    """As they are shipped: lazy, a group for each direction, links opened."""
+    played = 0
+    for name, m in product(NAMES, range(1, 17)):
+        try:
+            schedule = named(name, p, m, chunks=1 + (name in CHUNKED), slices=1 + (name in SLICED))
+        except ValueError:
+            continue  # not for these sizes
+        assert not play(step_of(schedule), lazy=True), schedule.name
+        played += 1
+    assert played >= 16 * 7

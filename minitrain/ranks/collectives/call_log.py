@@ -140,16 +140,20 @@ def issued(call: Call) -> Call:
     return call
 
 
-def finished(call: Call, state: bytes = b"d") -> None:
-    in_log = PROCESS.num_calls - call.order <= SLOTS  # else its slot already belongs to a later call
-    if PROCESS.log_file is not None and in_log:
-        start = (call.order % SLOTS) * SLOT_BYTES
-        PROCESS.log_file[start : start + 1] = state
+def finished(call: Call) -> None:
+    _mark(call, b"d")
 
 
 def queued(call: Call) -> None:
     """Its GPU has been told to do it, and the host goes on."""
-    finished(call, b"q")
+    _mark(call, b"q")
+
+
+def _mark(call: Call, state: bytes) -> None:
+    in_log = PROCESS.num_calls - call.order <= SLOTS  # else its slot already belongs to a later call
+    if PROCESS.log_file is not None and in_log:
+        start = (call.order % SLOTS) * SLOT_BYTES
+        PROCESS.log_file[start : start + 1] = state
 
 
 def announce(kind: str, subject):

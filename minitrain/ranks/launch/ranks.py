@@ -270,10 +270,8 @@ class Rank:
         return fn, args
 
     def join(self, request: dict) -> None:
-        gpus = torch.cuda.device_count()
-        torch.set_num_threads(
-            max(1, os.cpu_count() // self.ranks) if gpus else 1
-        )  # else the ranks' own cores
+        # beside a GPU the host has an optimizer to run; without one the ranks share the cores
+        torch.set_num_threads(max(1, os.cpu_count() // self.ranks) if torch.cuda.device_count() else 1)
         seed_all()
         PROCESS.on_open = shared_cores.calm
         path = os.fsencode(f"{self.launch.directory}/rendezvous")  # a name that the locale cannot write, too
