@@ -104,9 +104,9 @@ def half_received(folder):
     while not x[0]:
         pass
     os.kill(pids[1], signal.SIGKILL)
-    if x[-1]:  # all of it was here: nothing is left to wait for
-        (folder / "said").write_text("another rank is gone")
     note_an_error(folder, lambda: channel.apart(arrival.wait))
+    if x[-1]:  # the rest was in the socket already when its sender died, so the wait could end well
+        (folder / "said").write_text("another rank is gone")
 
 
 def in_the_background(folder):
