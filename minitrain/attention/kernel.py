@@ -231,7 +231,8 @@ def backward_by_rows(dout, q, k, v, out, lse, causal: bool, bias=None) -> tuple[
     return dq.to(q.dtype), *(sum_kv_copies(x, kv_heads).to(q.dtype) for x in (dk, dv))
 
 
-PLAIN, FUSED = Kernel(plain_forward, plain_backward), Kernel(fused_forward, fused_backward)
+PLAIN = Kernel(plain_forward, plain_backward)
+FUSED = Kernel(fused_forward, fused_backward)
 
 
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:

@@ -334,7 +334,7 @@ def positions_of(runs: list[range], device: torch.device | None = None) -> Tenso
     return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
 
 
-def placed(kernel: Kernel, bias: Alibi | None = None, dropout=0.0, documents=None) -> Kernel | Placed:
+def placed(kernel: Kernel = FUSED, bias: Alibi | None = None, dropout=0.0, documents=None) -> Kernel | Placed:
     """The kernel; with ALiBi, a DropMask or Documents one that adds, multiplies by, or stays within them."""
     if isinstance(dropout, int | float):
         require_fractions(dropout=dropout)

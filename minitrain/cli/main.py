@@ -19,6 +19,7 @@ import typer
 from typer import Argument, Option, echo
 
 from minitrain.cli import checkpoint_command, plan_command, replay_command, tokenize_command, train_command
+from minitrain.cli.lift_command import lift_command
 from minitrain.cli.replay_command import among
 from minitrain.cli.sample_command import sample
 from minitrain.course import home, notebook
@@ -70,6 +71,7 @@ app.command()(sample)
 app.command()(tokenize_command.tokenize)
 app.command()(plan_command.plan)
 app.command()(replay_command.replay)
+app.command("lift")(lift_command)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 
 

@@ -67,9 +67,9 @@ def flat_ring(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Ten
 def ring_attention(q, k, v, *, group: ProcessGroup, layout=contiguous, causal=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
     than keys are each rank's last (layout.sliced). `how`: kernel, bias, dropout (`check_core`)."""
-    kernel = check_core("ring_attention", q, k, v, fewer=True, **how)
+    check_core("ring_attention", q, k, v, fewer=True, **how)
     rings = Rings((group,), layout, causal)
-    return recomputed(ring_forward, ring_backward, q, k, v, rings, kernel)
+    return recomputed(ring_forward, ring_backward, q, k, v, rings, placed(**how))
 
 
 class Rings(NamedTuple):
@@ -170,9 +170,8 @@ def last_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel = FUSED, *
     return recomputed(ring_forward, ring_backward, q, k, v, alone, placed(kernel, **places))
 
 
-def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, **places) -> Kernel:
-    """What a core over ranks can be given, before anything is sent -> the kernel with its bias, dropout and
-    documents (placed.py). `fewer`: the core takes fewer queries than keys."""
+def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, **places) -> None:
+    """What a core over ranks can be given, before anything is sent. `fewer`: fewer queries than keys, too."""
     alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
     if q.dim() != 4 or not alike or q.size(2) > k.size(2):
         what = f"{what}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -185,7 +184,6 @@ def check_core(what: str, q, k, v, *, fewer=False, kernel: Kernel = FUSED, **pla
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{what}: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must be of one dtype")
     check_places(what, q, **places)
-    return placed(kernel, **places)
 
 
 # ---- rings within rings ------------------------------------------------------------------------------------
@@ -213,21 +211,22 @@ SIDES = "queries", "keys"
 def double_ring_attention(q, k, v, *, outer, inner, layout=zigzag, causal=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, tokens by `layout` over the ranks outer · M + inner of
     mesh.group("outer", "inner") -> `[B, H, T/n, K]`. `how`: kernel, bias, dropout (ring.check_core)."""
-    kernel = check_core("double_ring_attention", q, k, v, fewer=True, **how)
+    check_core("double_ring_attention", q, k, v, fewer=True, **how)
     check_crossing(outer=outer, inner=inner)
     rings = Rings((outer, inner), layout, causal)
-    return recomputed(ring_forward, ring_backward, q, k, v, rings, kernel)
+    return recomputed(ring_forward, ring_backward, q, k, v, rings, placed(**how))
 
 
 def burst_attention(
     q, k, v, *, inside, across, layout=contiguous, causal=True, backward_sends="queries", **how
 ) -> Tensor:
     """The same; groups `inside`: the M devices of this node, `across`: the N with this one's number."""
-    kernel = check_core("burst_attention", q, k, v, fewer=True, **how)
+    check_core("burst_attention", q, k, v, fewer=True, **how)
     if backward_sends not in SIDES:
         raise ValueError(f"burst_attention: {backward_sends=}; choose from {', '.join(SIDES)}")
     backward = ring_backward if backward_sends == "keys" else queries_backward
-    return recomputed(ring_forward, backward, q, k, v, Rings((across, inside), layout, causal), kernel)
+    rings = Rings((across, inside), layout, causal)
+    return recomputed(ring_forward, backward, q, k, v, rings, placed(**how))
 
 
 def queries_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> Tensors:
@@ -246,7 +245,7 @@ def queries_backward(dout, q, k, v, out, lse, rings: Rings, kernel: Kernel) -> T
 def check_crossing(**groups: ProcessGroup) -> None:
     """Axes of a grid have this rank in common, and no other."""
     for (axis, group), (other, other_group) in combinations(sorted(groups.items()), 2):
-        ours, theirs = (list(collectives.channel_of(g).members) for g in (group, other_group))
+        ours, theirs = (collectives.members(g) for g in (group, other_group))
         if len(shared := sorted(set(ours) & set(theirs))) != 1:
             what = f"{axis} group {ours} and {other} group {theirs} share ranks {shared}"
             names = f"on Mesh({axis}=, {other}=) they are group({axis!r}) and group({other!r})"
@@ -266,8 +265,8 @@ def check_crossing(**groups: ProcessGroup) -> None:
 def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=True, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
     than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
-    kernel = check_core("gathered_attention", q, k, v, fewer=True, **how)
-    seen, order = seen_and_order(q, k, group, layout, causal)
+    check_core("gathered_attention", q, k, v, fewer=True, **how)
+    kernel, (seen, order) = placed(**how), seen_and_order(q, k, group, layout, causal)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensors]:
         keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)

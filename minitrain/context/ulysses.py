@@ -21,7 +21,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -73,11 +72,11 @@ def ulysses_attention(q, k, v, *, group: ProcessGroup, core: Callable, layout=co
 
 def to_heads(tensors: Tensors, group: ProcessGroup) -> Tensors:
     """Each `[B, H, T/n, K]` -> `[B, H/n, T, K]`, of its own heads and width; one message for all."""
-    parts = [rearrange(x, "b (n h) t k -> n b h t k", n=group.size()) for x in tensors]
+    parts = [x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors]  # [n, B, H/n, T/n, K]
     arrived = collectives.all_to_all(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = arrived.split([part[0].numel() for part in parts], 1)
     arrived = (piece.reshape(part.shape) for piece, part in zip(pieces, parts))
-    return tuple(rearrange(piece, "n b h t k -> b h (n t) k") for piece in arrived)
+    return tuple(piece.movedim(0, 2).flatten(2, 3) for piece in arrived)
 
 
 def switch(x: Tensor, group: ProcessGroup, *, cut: int, join: int) -> Tensor:

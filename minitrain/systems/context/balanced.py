@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, recomputed, row_sums, stand_in
+from minitrain.attention.placed import placed
 from minitrain.context.layout import Tile, contiguous, tiles
 from minitrain.context.ring import Tensors, check_core
 from minitrain.ranks import collectives
@@ -143,10 +144,10 @@ def received(handles: list[Handle]) -> Tensors:
 def balanced_attention(q, k, v, *, group: ProcessGroup, schedule: Callable = balanced, **how) -> Tensor:
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, contiguous tokens -> `[B, H, T/n, K]`, causal.
     `schedule`: of n ranks. `how`: kernel, bias, dropout (ring.check_core)."""
-    kernel = check_core("balanced_attention", q, k, v, **how)
+    check_core("balanced_attention", q, k, v, **how)
     work = schedule(group.size())
     check(work)
-    return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, kernel)
+    return recomputed(balanced_forward, balanced_backward, q, k, v, group, work, placed(**how))
 
 
 def balanced_forward(q, k, v, group, schedule: Schedule, kernel: Kernel) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitrain.attention.kernel import GradSum, Kernel, OnlineSoftmax, add_tiles_backward, recomputed, widened
+from minitrain.attention.placed import placed
 from minitrain.context.layout import Layout, Tile, tiles, zigzag
 from minitrain.context.ring import Tensors, check_core, check_crossing, ring_pass
 from minitrain.ranks import collectives
@@ -36,7 +37,7 @@ TIME = 2
 def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **how) -> Tensor:
     """q `[B, H, T/P, K]`, k, v `[B, H_kv, T/P, K]`, tokens by `layout` over the ranks ring · C + team, as in
     mesh.group("ring", "team") -> `[B, H, T/P, K]`. `how`: kernel, bias, dropout (ring.check_core)."""
-    kernel = check_core("wallfacer_attention", q, k, v, **how)
+    check_core("wallfacer_attention", q, k, v, **how)
     check_crossing(ring=ring, team=team)
     if v.size(-1) > q.size(-1):
         raise ValueError(f"wallfacer: values are {v.size(-1)} wide, keys {q.size(-1)}; use another core")
@@ -44,7 +45,7 @@ def wallfacer_attention(q, k, v, *, team, ring, layout=zigzag, causal=True, **ho
     if teams % members:
         raise ValueError(f"C={members} on P={teams * members} ranks; use a C whose square divides P")
     where = Teams(team, ring, tiles_by_step(team, ring, layout, q.size(TIME), causal))
-    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, kernel)
+    out = recomputed(wallfacer_forward, wallfacer_backward, q, k, widened(v, q), where, placed(**how))
     return out if v.size(-1) == q.size(-1) else out[..., : v.size(-1)]
 
 
