@@ -43,7 +43,6 @@ from minitrain.compose.passes import multiply_in, roll_scales
 from minitrain.compose.run import Run, saved_buffers
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
-from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.model.config import FIXED, ROUTERS, ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import MASKED, Rows, random_tokens, rows_of
 from minitrain.model.gpt import GPT, cross_entropy_sum, generate
@@ -51,7 +50,7 @@ from minitrain.model.layers import naive_attention
 from minitrain.model.mixture import RouterLosses, move_biases
 from minitrain.model.training.optim import AdamW
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.plan.strategy import AXES, Strategy
+from minitrain.plan.strategy import AXES, PARO_SHARDINGS, Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.events import DIRECTIONS
 from minitrain.ranks.launch import dryrun

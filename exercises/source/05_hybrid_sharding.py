@@ -731,7 +731,7 @@ expect(
 expect_equal([sent for _, sent in pairs], [700_000_000, 3_150_000_000, 8_400_000_000], *OWN_BYTES)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-from minitrain.data_parallel import choices
+from minitrain.systems.plan import sharding_choices as choices
 
 drawn = (
     (draw.choice([4, 8]), draw.integer(2, 9)),
@@ -792,7 +792,7 @@ expect(
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-from minitrain.data_parallel import choices
+from minitrain.systems.plan import sharding_choices as choices
 
 drawn = (
     (draw.choice([4, 8]), draw.integer(2, 9)),

@@ -126,7 +126,7 @@ class Source:
         """What a name in the module is: a thing of ours, a module of ours, or neither."""
         return (self.module, name) if name in self.defs else target(*self.ours.get(name, ("", "")))
 
-    def found(self, node: ast.AST, bound: Iterable[str] = ()) -> Ours | str | None:
+    def meaning(self, node: ast.AST, bound: Iterable[str] = ()) -> Ours | str | None:
         """The same for a name, or an attribute of a module, where other names are `bound`."""
         match node:
             case ast.Name(id=name) if name not in bound:
@@ -137,7 +137,7 @@ class Source:
 
     def told(self, node: ast.AST) -> ast.expr | None:
         """What a call gives back whose purpose is to tell the ledger."""
-        if isinstance(node, ast.Call) and (found := self.found(node.func)) and found[0] == PLAIN:
+        if isinstance(node, ast.Call) and (found := self.meaning(node.func)) and found[0] == PLAIN:
             return node.args[SILENT[found[1]]] if found[1] in SILENT else None
 
     def walk(self, node: ast.AST | None, dropped: set, bound: frozenset = frozenset()) -> Iterator[tuple]:
@@ -221,7 +221,7 @@ def in_order(modules: Iterable[str]) -> list[str]:
 def bases(one: Ours) -> set[Ours]:
     """A class, and the classes of ours that it is made of."""
     source = source_of(one[0])
-    found = [source.found(base) for node in source.defs[one[1]] for base in getattr(node, "bases", ())]
+    found = [source.meaning(base) for node in source.defs[one[1]] for base in getattr(node, "bases", ())]
     return {one}.union(*(bases(base) for base in found if isinstance(base, tuple)))
 
 
@@ -311,7 +311,7 @@ class Cut:
     def checks(self, call: ast.Call) -> bool:
         """Is this a call of something that only checks? It is called so."""
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        found = self.source.found(call.func)
+        found = self.source.meaning(call.func)
         if not re.match("_?(check|require)", name):
             return False
         if not isinstance(found, tuple):
@@ -385,7 +385,7 @@ class Lifting:
 
     def read(self, source: Source, node: ast.AST, dropped: set, owner: Ours | None = None) -> None:
         for part, bound in source.walk(node, dropped):
-            found = source.found(part, bound)
+            found = source.meaning(part, bound)
             if source.told(part) is None and isinstance(found, tuple) and found[1] not in SILENT:
                 self.todo.append(found)
                 if found[1] in bound:
@@ -415,7 +415,7 @@ class Lifting:
         """Reads members of a class that are needed by now."""
         source, before = source_of(one[0]), len(self.members[one])
         (cls,) = source.defs[one[1]]
-        others = {ast.unparse(base) for base in cls.bases if source.found(base) is None}
+        others = {ast.unparse(base) for base in cls.bases if source.meaning(base) is None}
         record = "NamedTuple" in others or "dataclass" in "".join(map(ast.unparse, cls.decorator_list))
         asked = any(one in bases(whole) for whole, methods in self.methods.items() if not methods)
         called = {
@@ -510,7 +510,7 @@ class Writer:
     def edit(self, node: ast.AST, dropped: set, unused: Iterable[str] = ()) -> None:
         source = self.source
         for part, bound in source.walk(node, dropped):
-            found = source.found(part, bound)
+            found = source.meaning(part, bound)
             if (given := source.told(part)) is not None:
                 (first, last), (begin, end) = source.span(part), source.span(given)
                 self.edits |= {(first, begin): "", (end, last): ""}

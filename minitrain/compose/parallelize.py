@@ -51,6 +51,7 @@ from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from minitrain.systems.pipeline.halves import Halves
 from minitrain.systems.pipeline.post_validation import PostValidation
 from minitrain.systems.pipeline.sliced_attention import attend, look_back
+from minitrain.systems.precision.jit_copies import copy_in_time
 from minitrain.tensor_parallel.model import cut_layers, sequence_sharded_params
 from minitrain.tensor_parallel.sequence import local_tokens
 from minitrain.tensor_parallel.vocabulary import whole_logits
@@ -396,7 +397,7 @@ def sync_gradients(build: Build) -> None:
 
 def save_memory(build: Build) -> None:
     offload(build.module, build.sync, build.strategy)
-    mixed.copy_in_time(build.module.layers if build.config else (), build.strategy.policy)
+    copy_in_time(build.module.layers if build.config else (), build.strategy.policy)
     recompute_in(build.module, build.strategy, build.mesh, build.places)
 
 

@@ -266,7 +266,8 @@ def gathered_attention(q, k, v, *, group, layout=contiguous, causal=True, keep=T
     """q `[B, H, T/n, K]`, k, v `[B, H_kv, T/n, K]`, this rank's tokens -> `[B, H, T/n, K]`. Fewer queries
     than keys are each rank's last. `how`: kernel, bias, dropout (ring.check_core)."""
     check_core("gathered_attention", q, k, v, fewer=True, **how)
-    kernel, (seen, order) = placed(**how), seen_and_order(q, k, group, layout, causal)
+    kernel = placed(**how)
+    seen, order = seen_and_order(q, k, group, layout, causal)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensors]:
         keys_values, softmax = gather(k, v, group, order), OnlineSoftmax(q)

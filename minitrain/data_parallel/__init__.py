@@ -5,6 +5,6 @@ First  naive, buckets, bucketed  gradients summed after backward, or hidden behi
 then   sync                      what all stages share: when gradients are complete, who owns the optimizer
        replicated, zero1, zero2  all whole; optimizer states in shards; gradients, too
        zero3                     parameters too, whole only while a layer needs them
-       hybrid, choices           two levels, inside nodes and across; which sharding fits a cluster
+       hybrid                    two levels, inside nodes and across
        states                    functions of a Sync: whole parameters, checkpoints in pieces
 """

@@ -12,7 +12,7 @@ shards cross nodes. In GGG the slow hop, across nodes, runs ahead of the layer t
 In MiCS the ranks with one copy may fill several nodes: `intra` are all of them, `by_node` is (this node, its
 place on every node), and what goes inside goes node by node, if summed over `intra`: of p ranks on nodes of k
 a node sends (p-k)/p of the whole across, and a flat ring (p-1)/p.
-Bytes sent and memory are the formulas of choices.py, which finds the cheapest sharding under a limit.
+Bytes sent and memory: systems/plan/sharding_choices.py, which finds the cheapest sharding under a limit.
 Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS, arXiv:2205.00119, sections
 3.2 to 3.4; Wu et al. 2023, PaRO, arXiv:2310.06003; Chen et al. 2023, AMSP, arXiv:2311.00257. Differs: factors
 1, p and W, where AMSP allows any; gradients of all shardings are sent per unit of zero3.py.
@@ -20,14 +20,17 @@ Zhao et al. 2023, FSDP, arXiv:2304.11277, section 3.2.2; Zhang et al. 2022, MiCS
 
 import math
 from collections.abc import Callable
+from itertools import combinations_with_replacement
 
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.zero3 import UnitBuffer, Zero3
 from minitrain.ranks.collectives import Handle, all_gather, all_reduce, reduce_scatter
+
+# Letters of parameters, gradients and optimizer state, none cut finer than the next.
+PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
 
 
 class HybridBuffer(UnitBuffer):

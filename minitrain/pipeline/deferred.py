@@ -23,7 +23,7 @@ class Deferred(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.linear and torch.is_grad_enabled():
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-            # a narrow copy knows its parameter (precision/jit_copies.py)
+            # a narrow copy knows its parameter (systems/precision/jit_copies.py)
             params = [getattr(tensor, "copy_of", tensor) for tensor in (weight, bias)]
             trained = isinstance(params[0], nn.Parameter) and params[0].requires_grad
             if trained and (bias is None or params[1].is_leaf):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import combinations_with_replacement
 
 from minitrain.context import core_names as cores
-from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.memory.recompute_policies import parse
 from minitrain.model.config import GATED, GPTConfig, divisors
 from minitrain.pipeline.lower import lower, pause
@@ -25,6 +25,8 @@ from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
 from minitrain.ranks.checks import MOST, require_ints, require_positive_ints, require_text
 
 AXES = ("dp", "pp", "cp", "tp")
+# Letters of parameters, gradients and optimizer state, none cut finer than the next; as in hybrid.py.
+PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
 MOST_CELLS = 1 << 21  # of a schedule, which is made before any rank starts
 SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysses loss_scale_window".split()
 OFFLOADS = ("optimizer", "parameters", "activations")

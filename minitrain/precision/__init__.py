@@ -7,7 +7,6 @@ then   blocks      one scale for a row, a tile, 32 numbers: recipes from INT8 to
        products    the three products of a linear layer, FP8 recipes, where scales come from; such layers
 then   policies    weights, gradients, masters and moments of a run: plain values by name
        mixed       a policy applied to a model and its optimizer; the scale of a loss in float16
-       jit_copies  narrow copies that live while a layer computes
        fp8_lm      weights, gradients and moments as codes with a scale for each tensor: 6 bytes
        chance      16-bit weights without a master: rounding by chance, alike in every layout
 """

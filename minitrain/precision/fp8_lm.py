@@ -7,7 +7,7 @@
     mean of squares    FP16 with a scale       2      state["exp_avg_sq"], "exp_avg_sq_largest"
 
 value = code · amax / largest number of the format. Forward and backward compute with bfloat16 copies made
-just in time (jit_copies.py). Gradients are added up as codes with one scale
+just in time (systems/precision/jit_copies.py). Gradients are added up as codes with one scale
 (systems/data_parallel/scaled.py): in units of A / μ, where A is the largest of any rank, sums of n ranks
 overflow E4M3 unless μ <= 1/n. Ranks seldom agree, so μ starts at 1, halves after a step in which more than
 0.001 % of a tensor's sums were cut off, and else doubles within 1,000 steps. Peng et al. 2023,

@@ -1,7 +1,6 @@
 """A policy applied to a model and its optimizer: passes of `parallelize`, and the scale of the loss.
 
     widen             weights that are kept wider than what is computed with; they start equal to it
-    copy_in_time      and the copies of these
     keep_gradients    .grad in the policy's dtype: autograd adds a bfloat16 dW to a float32 .grad; buckets,
                       shards and messages follow, for they ask the parameter
     keep_states       master and moments in the policy's dtypes, where the optimizer was not told otherwise;
@@ -24,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.precision.chance import Chance
-from minitrain.precision.fp8_lm import narrow, wide
-from minitrain.precision.jit_copies import make_copies
+from minitrain.precision.fp8_lm import narrow
 from minitrain.precision.policies import Policy
 
 
@@ -36,16 +34,6 @@ def widen(params: Iterable[nn.Parameter], policy: Policy) -> None:
             param.data, param.largest = narrow(param.data, kept)
         else:
             param.data = param.data.to(kept)
-
-
-def copy_in_time(layers: Iterable[nn.Module], policy: Policy) -> None:
-    if policy.copies:
-        dtype = getattr(torch, policy.copies)
-
-        def copy_of(param: nn.Parameter) -> torch.Tensor:
-            return (wide(param, param.largest) if policy.scaled else param.detach()).to(dtype)
-
-        make_copies(layers, copy_of)
 
 
 def keep_gradients(params: Iterable[nn.Parameter], policy: Policy) -> None:

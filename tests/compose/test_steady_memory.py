@@ -20,7 +20,6 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.context.core_names import CORES
 from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.config import ExpertsConfig
@@ -31,7 +30,7 @@ from minitrain.model.training.step import Batch, accumulate, train_step, valid_t
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED
-from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy import PARO_SHARDINGS, Strategy
 from minitrain.precision.policies import POLICIES, PRODUCTS
 from minitrain.ranks.collectives.channel import Handle
 from minitrain.ranks.ledger import Ledger

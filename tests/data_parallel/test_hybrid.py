@@ -8,7 +8,6 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.data_parallel import choices
 from minitrain.data_parallel.hybrid import PARO_SHARDINGS, Hybrid
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
@@ -20,6 +19,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.data_parallel.zeropp import ZeroPlusPlus
+from minitrain.systems.plan import sharding_choices as choices
 from tests.parallel import TOLERANCE, Problem, difference, one_process, train_parallel, train_sharded
 
 EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_positions=16, tied=False)

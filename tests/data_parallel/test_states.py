@@ -11,11 +11,10 @@ from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.passes import update_in_files
 from minitrain.data_parallel import states
-from minitrain.data_parallel.choices import PARO_SHARDINGS
 from minitrain.data_parallel.states import WholeTensors, copied
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
-from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy import PARO_SHARDINGS, Strategy
 from tests.parallel import small
 from tests.saving import (
     all_files,

@@ -10,7 +10,6 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.data_parallel import states
 from minitrain.data_parallel.bucketed import GradReducer
-from minitrain.data_parallel.choices import Choice, ShardingPlan, Traffic, cheapest
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2, grad_of
 from minitrain.data_parallel.zero3 import Zero3
@@ -22,6 +21,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import next_cut
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
+from minitrain.systems.plan.sharding_choices import Choice, ShardingPlan, Traffic, cheapest
 from minitrain.systems.tensor_parallel.optimus import norm_forward
 from minitrain.tensor_parallel import sequence, vocabulary
 from tests.parallel import small

@@ -4,6 +4,7 @@ First  functions           all_reduce, ..., the pairs that gradients flow throug
 then   transport           what moves the data: our algorithms over gloo's messages, NCCL, or nothing
        channel             what is known of one process group: numbers, threads; what every call checks
 beside call_log            every call: who, what, how many bytes, from which line; members compare theirs
+       plain               the same in a few lines each, over torch.distributed alone, for `minitrain lift`
 
 This folder is one module to its users: `from minitrain import collectives`.
 """

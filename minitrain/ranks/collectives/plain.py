@@ -1,4 +1,4 @@
-"""The collectives in a few lines each, over torch.distributed alone: what `minitrain lift` writes into a file.
+"""The collectives in a few lines each, over torch.distributed alone, as `minitrain lift` writes them.
 
 Names, arguments and results are those of functions.py. Left out is what makes that longer: algorithms that
 send what the papers say (gloo's reduce-scatter sends an all-reduce), calls that are counted, logged and

@@ -11,6 +11,7 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        offload            what goes to the host or disks: Elixir, Fuyou, ZeRO-Infinity, STRONGHOLD, Mobius
        checkpoint_interval   how often to save; whose memory has whose state
        casts              which operators are worth 16 bits, casts counted (Campo)
+       sharding_choices   which states to cut over which ranks: PaRO, AMSP
        mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs         what the matrices of a layer cost on a grid
        search/            searches of automatic parallelism, all on one problem

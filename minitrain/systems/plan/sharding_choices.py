@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
+from minitrain.plan.strategy import PARO_SHARDINGS
 from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 
-# Letters of parameters, gradients and optimizer state, none cut finer than the next.
-PARO_SHARDINGS = tuple("".join(letters) for letters in combinations_with_replacement("NIG", 3))
 STATE_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # bf16; fp32 master, Adam's two
 WIRE_BYTES = 2  # a parameter or a gradient, bf16
 

@@ -20,8 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from minitrain.precision.fp8_lm import wide
+from minitrain.precision.policies import Policy
 from minitrain.ranks.collectives import announce
 from minitrain.ranks.torch_private import saved_hooks, storage_id
+
+
+def copy_in_time(layers: Iterable[nn.Module], policy: Policy) -> None:
+    """A pass of `parallelize`: the copies of a precision that has them."""
+    if policy.copies:
+        dtype = getattr(torch, policy.copies)
+
+        def copy_of(param: nn.Parameter) -> Tensor:
+            return (wide(param, param.largest) if policy.scaled else param.detach()).to(dtype)
+
+        make_copies(layers, copy_of)
 
 
 def make_copies(layers: Iterable[nn.Module], copy_of: Callable[[nn.Parameter], Tensor]) -> None:

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain import collectives, launch
-from minitrain.data_parallel.choices import (
+from minitrain.ranks.collectives import all_gather, reduce_scatter
+from minitrain.ranks.launch import dryrun
+from minitrain.ranks.ledger import Ledger
+from minitrain.ranks.mesh import Mesh
+from minitrain.systems.communication.algorithms import ring_all_reduce
+from minitrain.systems.plan.sharding_choices import (
     Choice,
     Cluster,
     amsp_choices,
@@ -21,11 +26,6 @@ from minitrain.data_parallel.choices import (
     plans,
     traffic,
 )
-from minitrain.ranks.collectives import all_gather, reduce_scatter
-from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
-from minitrain.ranks.mesh import Mesh
-from minitrain.systems.communication.algorithms import ring_all_reduce
 from tests.parallel import TOLERANCE
 
 NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}

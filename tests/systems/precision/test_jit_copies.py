@@ -7,9 +7,9 @@ from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.pipeline.deferred import Deferred
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.jit_copies import make_copies
 from minitrain.precision.policies import POLICIES
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.precision.jit_copies import make_copies
 from tests.parallel import check_refusals, small
 from tests.precision.training import rows, same, started
 
