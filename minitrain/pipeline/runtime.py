@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.pipeline.deferred import Deferred
-from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, Step, lower, messages, pause, user_of
+from minitrain.pipeline.lower import Receive, Reduce, Send, Sent, Step, lower, messages, user_of
 from minitrain.pipeline.schedule import Action, F, Pair, Schedule, W, parts
 from minitrain.ranks import collectives, launch
-from minitrain.ranks.random_state import drawing_from, random_state, set_random_state
+from minitrain.ranks.random_state import drawing_from, random_state
 
 Unit = tuple[Tensor, Tensor, Tensor]  # tokens, targets, positions of a microbatch or a slice
 
@@ -39,7 +39,6 @@ class RunnerHooks:
     """What a technique does at named points of a step; here nothing."""
 
     for_slices = False  # lets the slices of a sequence see each other
-    restarts = False  # `before_backward` may ask for the forwards again
 
     def begin(self, runner: "Runner") -> None:
         """Nothing is in flight: a step begins, or its forwards are about to run again."""
@@ -55,8 +54,8 @@ class RunnerHooks:
         """(tensor, gradient): where a backward begins besides the stage's output."""
         return []
 
-    def before_backward(self) -> bool:
-        """Once a step, before the first backward. True, on all ranks alike: run the forwards again."""
+    def play(self, runner: "Runner") -> bool:
+        """Runs the program of a step, on all ranks alike; False: it leaves that to the runner."""
         return False
 
     def run_pair(self, runner: "Runner", pair: Pair) -> bool:
@@ -171,9 +170,7 @@ class Runner:
         self.batch, self.units, self.device = batch, self.cut(batch, self.schedule), batch.tokens.device
         self.reducer.enabled = False  # the program says when gradients are complete
         self.begin()
-        if any(hook.restarts for hook in self.hooks):
-            self.play_with_restart(*pause(self.program, self.rank, self.schedule))
-        else:
+        if not any(hook.play(self) for hook in self.hooks):
             self.play(self.program)
         for handle in self.sending.values():
             handle.wait()
@@ -187,21 +184,6 @@ class Runner:
                 self.send(torch.empty(0, dtype=self.dtype, device=self.device), to).wait()
             elif self.rank == to:
                 self.receive(source, (0,), self.dtype)
-
-    def play_with_restart(self, filling: Sequence[Step], rest: Sequence[Step]) -> None:
-        """Where a hook says so, the forwards that fill the pipeline run a second time."""
-        drawn = random_state(self.device)
-        self.play(filling)
-        if any([hook.before_backward() for hook in self.hooks]):
-            for what in list(self.boundary):  # what was sent is received by all, and dropped
-                self.get(what)
-            stale = list(self.sending.values())
-            set_random_state(drawn, self.device)
-            self.begin()
-            self.play(filling)
-            for handle in stale:
-                handle.wait()
-        self.play(rest)
 
     def begin(self) -> None:
         self.gradients_due = self.uses.copy()

@@ -14,6 +14,7 @@ from minitrain.pipeline.runtime import Runner, check_fits
 from minitrain.pipeline.schedule import B, F, Schedule, check, in_flight, peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.ranks.launch import dryrun
+from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.pipeline.lists import said_by
 
 FIRST, LAST = one_f_one_b(2, 3).ranks
@@ -85,12 +86,11 @@ def test_what_routers_have_counted_is_forgotten_when_forwards_run_again():
 
     def on_rank():
         routers = SimpleNamespace(forget=lambda: forgotten.append(len(run.in_flight)))
-        again = SimpleNamespace(begin=lambda runner: None, before_backward=lambda: True)
         run = runner()
-        run.hooks = [ModelHooks(Places(), routers), again]
+        run.hooks, run.play = [ModelHooks(Places(), routers)], lambda program: None
         run.begin()
         run.in_flight[1, 0] = None
-        run.play_with_restart((), ())
+        PostValidation.play(SimpleNamespace(before_backward=lambda: True), run)
 
     forgotten = []
     dryrun.run(on_rank, rank=0, ranks=2)

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from minitrain.pipeline.runtime import RunnerHooks
+from minitrain.pipeline.lower import pause
+from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.ranks import collectives
+from minitrain.ranks.random_state import random_state, set_random_state
 from minitrain.ranks.sharding import placement
 from minitrain.ranks.torch_private import tree_leaves
 
@@ -30,8 +32,6 @@ from minitrain.ranks.torch_private import tree_leaves
 class PostValidation(RunnerHooks):
     """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
     Where parameters are cut over other groups (tp, ZeRO) `squares()` is optim.sum_of_squares of the stage."""
-
-    restarts = True
 
     def __init__(self, optimizer, max_norm: float, group: ProcessGroup, squares: Callable | None = None):
         self.optimizer, self.max_norm, self.group = optimizer, max_norm, group
@@ -64,6 +64,23 @@ class PostValidation(RunnerHooks):
             state = copied(self.inner.state_dict()) if self.inner else {}
             self.before = [param.clone() for param in self.params], state
             self.optimizer.step()
+
+    def play(self, runner: Runner) -> bool:
+        """The forwards that fill the pipeline, and once more if the weights have changed; then the rest."""
+        filling, rest = pause(runner.program, runner.rank, runner.schedule)
+        drawn = random_state(runner.device)
+        runner.play(filling)
+        if self.before_backward():
+            for what in list(runner.boundary):  # what was sent is received by all, and dropped
+                runner.get(what)
+            stale = list(runner.sending.values())
+            set_random_state(drawn, runner.device)
+            runner.begin()
+            runner.play(filling)
+            for handle in stale:
+                handle.wait()
+        runner.play(rest)
+        return True
 
     def before_backward(self) -> bool:
         """Have the weights changed since the forwards of this step? The same on all ranks."""

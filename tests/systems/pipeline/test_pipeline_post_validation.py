@@ -12,7 +12,6 @@ from minitrain.data_parallel import states
 from minitrain.model.gpt import cross_entropy_sum
 from minitrain.model.training.optim import AdamW, clip_grad_norm
 from minitrain.model.training.step import Batch, NoReducer, train_step
-from minitrain.pipeline import runtime
 from minitrain.pipeline.lower import Receive, Send, lower, pause
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.pipeline.schedule import B, F, Schedule, check
@@ -23,6 +22,7 @@ from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import channel_of
 from minitrain.ranks.sharding import Shard, place, placement
+from minitrain.systems.pipeline import post_validation
 from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.parallel import TOLERANCE, Problem, check_refusals, rows_of_problem, small
 from tests.pipeline.lists import said_by, split
@@ -242,7 +242,7 @@ def test_forwards_run_again_draw_again_what_they_drew():
     """A stage of one's own that draws from torch's random numbers."""
 
     class Again(RunnerHooks):
-        restarts = True
+        play = PostValidation.play
 
         def before_backward(self):
             return True
@@ -258,7 +258,7 @@ def test_forwards_run_again_draw_again_what_they_drew():
 
     def rank():
         found = [drawn(False), drawn(True)]
-        runtime.set_random_state = lambda state, device: None
+        post_validation.set_random_state = lambda state, device: None
         return [*found, drawn(True)]
 
     once, twice, control = launch.run(rank, ranks=1)[0]
