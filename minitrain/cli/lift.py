@@ -572,9 +572,15 @@ def imported(theirs: dict[str, Theirs]) -> tuple[str, str]:
 
 
 def commit() -> str:
-    run = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(run, capture_output=True, text=True)
-    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
+    """Of a clone of minitrain; an installed one may lie in somebody else's."""
+    words = "ls-files __init__.py", "describe --always --dirty --exclude=*"
+    try:
+        ran = [
+            subprocess.run(["git", "-C", ROOT, *one.split()], capture_output=True, text=True) for one in words
+        ]
+    except OSError:  # no git
+        return ""
+    return f" (commit {ran[1].stdout.strip()})" if ran[0].stdout else ""
 
 
 def check(text: str, targets: Sequence[str]) -> None:

@@ -30,13 +30,13 @@ LIFTS = {  # what is asked for, and how many lines it may have, blank ones aside
         "context.ring:ring_forward context.ring:ring_backward context.ring:Rings context.layout:zigzag attention.kernel:PLAIN",
     ),
     "ulysses": (300, "context.ulysses:ulysses_attention"),
-    "Runner": (580, "pipeline.runtime:Runner.__call__ pipeline.schedules.one_direction:one_f_one_b"),
+    "Runner": (545, "pipeline.runtime:Runner.__call__ pipeline.schedules.one_direction:one_f_one_b"),
     "experts": (350, "moe.dispatch:Dispatch moe.router:top_k moe.experts:grouped"),
     "fp8": (
         530,
         "precision.products:multiply precision.products:Products precision.products:Scales precision.blocks:RECIPES",
     ),
-    "recompute": (275, "memory.recompute:recompute"),
+    "recompute": (270, "memory.recompute:recompute"),
     "HostOptimizer": (300, "memory.host_optimizer:HostOptimizer.zero_grad,on_grad_final,step"),
     "checkpoint": (
         600,
@@ -81,6 +81,15 @@ def test_a_lifted_file_is_short_and_equals_one_process_where_there_is_no_minitra
         sum(map(bool, text.split("\n"))) <= LIFTS[name][0] and "minitrain lift" in text and "Apache" in text
     )
     assert text.count("raise ValueError") <= 2 or name == "checkpoint"  # which catches them
+
+
+def test_the_head_names_a_commit_of_minitrain_and_of_nobody_else(tmp_path, monkeypatch):
+    run = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    head = subprocess.run(run, capture_output=True, text=True).stdout.strip()
+    assert f"(commit {head}" in lifting.commit() if head else not lifting.commit()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(lifting, "ROOT", tmp_path)
+    assert lifting.commit() == ""
 
 
 def test_errors_of_the_world_stay():
