@@ -40,6 +40,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block: Callable, x: Tensor, *params: Tensor) -> Tensor:
+        """y, without a graph; x and the states are kept."""
         ctx.block, ctx.params, ctx.states = block, params, states(x.device)
         ctx.save_for_backward(x)
         return block(x)  # autograd is off in here
