@@ -22,18 +22,16 @@ class HostOptimizer:
     def __init__(self, params: list[nn.Parameter], make):
         self.params, self.gpu = params, params[0].is_cuda
         self.side = torch.cuda.Stream() if self.gpu else None
-        self.grads = [
-            self.room(param, param.dtype) for param in params
-        ]  # what arrives, in the weights' dtype
+        self.grads = [self.room(param) for param in params]  # what arrives, in the weights' dtype
         self.twins = [nn.Parameter(param.detach().float().cpu()) for param in params]
-        self.results = [self.room(param, param.dtype) for param in params]
+        self.results = [self.room(param) for param in params]
         self.arrived: dict[nn.Parameter, object] = {}  # when the copy of a gradient is complete
         self.optimizers = [make([twin]) for twin in self.twins]  # one each, so that they are stepped in turn
         for param, room in zip(params, self.grads):
             param.register_post_accumulate_grad_hook(lambda param, room=room: self.copy_down(param, room))
 
-    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(like.shape, dtype=dtype, pin_memory=self.gpu, device="cpu")
+    def room(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.gpu, device="cpu")
 
     def copying(self):
         """Copies in here come after all that was computed so far, and beside what is computed later."""
