@@ -16,7 +16,7 @@ from torch import Tensor
 
 def exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
     """Piece i along `cut` goes to rank i; what comes is joined along `join`, in the order of ranks."""
-    pieces = torch.stack(x.chunk(group.size(), dim=cut))
+    pieces = torch.stack(x.chunk(group.size(), dim=cut)).contiguous()
     dist.all_to_all_single(received := torch.empty_like(pieces), pieces, group=group)
     return torch.cat(list(received), dim=join)
 
