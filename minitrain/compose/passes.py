@@ -147,8 +147,7 @@ def multiply_in(module: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 def swap(module: nn.Module | None, products) -> None:
     for name, child in [] if module is None else list(module.named_children()):
         if isinstance(child, nn.Linear):
-            scales = Scales(products.history, device=child.weight.device)
-            setattr(module, name, LowLinear(child, products, scales))
+            setattr(module, name, LowLinear(child, products))
 
 
 def emulation(layers: Iterable[nn.Module], strategy: Strategy) -> str | None:

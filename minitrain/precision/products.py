@@ -221,13 +221,14 @@ def project(x: Tensor, linears: Sequence["LowLinear"]) -> tuple[Tensor, ...]:
 
 
 class LowLinear(nn.Module):
-    """An nn.Linear with the same parameters."""
+    """An nn.Linear with the same parameters. `scales`: its own, unless ranks share what is measured."""
 
     together = staticmethod(project)
 
-    def __init__(self, linear: nn.Linear, products: Products, scales: Scales):
+    def __init__(self, linear: nn.Linear, products: Products, scales: Scales | None = None):
         super().__init__()
-        self.weight, self.bias, self.products, self.scales = linear.weight, linear.bias, products, scales
+        self.weight, self.bias, self.products = linear.weight, linear.bias, products
+        self.scales = scales or Scales(products.history, device=linear.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, (self,))[0]

@@ -1,0 +1,63 @@
+"""docs/experiments.md: each block is a file of 20 lines that prints what stands below it, and would not without its technique."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text()
+NAMES = ("zero2", "ring", "pipeline", "fp8", "checkpoint")
+BLOCKS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.S), strict=True))
+WITHOUT = {  # the essential call, and what stands in its place: another output, or an error
+    "zero2": ("zero.finish)", "lambda: setattr(zero, 'finished', True))"),
+    "ring": ("here, rings)", "here, whole)"),
+    "pipeline": ("/ y.numel(), list", "/ 2, list"),
+    "fp8": ("setattr(mlp, name, LowLinear(child, PRODUCTS[recipe]))", "pass"),
+    "checkpoint": ("states.load_pieces(zero, ", "print("),
+}
+
+
+def lines_of(text: str) -> list[str]:
+    return text.strip().splitlines()
+
+
+@pytest.fixture
+def output_of(tmp_path, monkeypatch, capfd):
+    def run(code: str) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        Path("experiment.py").write_text(code)
+        runpy.run_path("experiment.py", run_name="__main__")
+        return lines_of(capfd.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_is_short_and_prints_what_the_page_says(name, output_of):
+    code, expected = BLOCKS[name]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20, name
+    assert output_of(code) == lines_of(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_technique_it_prints_something_else(name, output_of):
+    (code, expected), (call, instead) = BLOCKS[name], WITHOUT[name]
+    assert code.count(call) == 1
+    try:
+        assert output_of(code.replace(call, instead)) != lines_of(expected)
+    except Exception as error:
+        assert "gradient" in str(error), error
+
+
+@pytest.mark.parametrize("name", ["ring", "checkpoint"])
+def test_under_torchrun_each_rank_prints_it(name, tmp_path):
+    code, expected = BLOCKS[name]
+    (tmp_path / "experiment.py").write_text(code)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "experiment.py"]
+    job = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr[-2000:]
+    printed = [line for line in lines_of(job.stdout) if not line.startswith("this job has")]
+    assert sorted(printed) == sorted(2 * lines_of(expected))
