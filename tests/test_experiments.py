@@ -1,5 +1,6 @@
 """docs/experiments.md: each block is a file of 20 lines that prints what stands below it, and would not without its technique."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "experiments.md").read_text()
 NAMES = ("zero2", "ring", "pipeline", "fp8", "checkpoint")
 BLOCKS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.S), strict=True))
 WITHOUT = {  # the essential call, and what stands in its place: another output, or an error
@@ -61,3 +63,35 @@ def test_under_torchrun_each_rank_prints_it(name, tmp_path):
     assert job.returncode == 0, job.stderr[-2000:]
     printed = [line for line in lines_of(job.stdout) if not line.startswith("this job has")]
     assert sorted(printed) == sorted(2 * lines_of(expected))
+
+
+def closure(path: Path) -> set[Path]:
+    """The file and all files of minitrain that it imports, followed."""
+    found, rest = set(), [path]
+    while rest:
+        if (path := rest.pop()) not in found:
+            found.add(path)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                elif isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                else:
+                    continue
+                places = [ROOT / name.replace(".", "/") for name in names]
+                files = [one for place in places for one in (place.with_suffix(".py"), place / "__init__.py")]
+                rest += [file for file in files if file.exists()]
+    return {file for file in found if file.read_text().strip()}
+
+
+def lines_in(*files: Path) -> int:
+    return sum(bool(line.strip()) for file in files for line in file.read_text().splitlines())
+
+
+def test_the_table_of_lines_is_of_minitrain_as_it_is():
+    cells = re.findall(r"\[(\d+)\]\(\.\./(minitrain/\S+?)\) \(([\d,]+) in (\d+)\)", PAGE)
+    assert len(cells) == 20
+    for lines, name, followed, files in cells:
+        every = closure(ROOT / name)
+        now = lines_in(ROOT / name), lines_in(*every), len(every)
+        assert (int(lines), int(followed.replace(",", "")), int(files)) == now, f"{name}: now {now}"
