@@ -193,17 +193,15 @@ class Block(Layer):
         self.gate, self.up = columns("mlp.gate", 4 * width), columns("mlp.up", 4 * width)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T/c, D], of this rank's rows and positions; whole on every rank of tp."""
         h = Copy.apply(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-5), self.tp)
-        q, k, v = (
-            F.linear(h, w).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for w in (self.q, self.k, self.v)
-        )
+        by_head = lambda weight: F.linear(h, weight).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = map(by_head, (self.q, self.k, self.v))
         mixed = Ring.apply(turned(q, positions), turned(k, positions), v, self.cp)
         x = x + Reduce.apply(F.linear(mixed.transpose(1, 2).flatten(2), self.out), self.tp)
         h = Copy.apply(F.rms_norm(x, x.shape[-1:], self.norm2, 1e-5), self.tp)
-        return x + Reduce.apply(
-            F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down), self.tp
-        )
+        inner = F.silu(F.linear(h, self.gate)) * F.linear(h, self.up)
+        return x + Reduce.apply(F.linear(inner, self.down), self.tp)
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
