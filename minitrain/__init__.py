@@ -4,9 +4,9 @@
     attention  precision  data_parallel  tensor_parallel  context  pipeline  moe  memory  checkpoint
                   the techniques
     model/        a GPT as a list of layers, with data/ and training/
-    plan/         a layout as plain values; formulas, predictions, machines and replay (no torch)
+    plan/         a layout as plain values; formulas, predictions and machines (no torch)
     compose/      where all techniques meet: parallelize, Run, Trainer
-    systems/      the survey: published systems as policies on these engines
+    systems/      the survey: published systems as policies on these engines; the replay on machines
     cli/          the command line            course/    chapters and exercises
 
 Two rooms and one class have short names: `from minitrain import Ledger, collectives, launch`.

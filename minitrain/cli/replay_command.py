@@ -67,7 +67,7 @@ def replay(
     strategy.check(config, strategy.ranks)
     strategy.check_batch(config, hyper.batch_size, hyper.length)
     from minitrain.compose.dry_runs import dry_steps
-    from minitrain.plan.simulate.replay import replay as play
+    from minitrain.systems.simulate.replay import replay as play
 
     ledgers = dry_steps(config, strategy, hyper, fused=fused_optimizer)
     dtype = rate_for(target, strategy)

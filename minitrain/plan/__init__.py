@@ -4,5 +4,5 @@ First  strategy            a layout as plain values; what cannot be, in one line
        accounting          formulas: parameters, FLOPs, memory, bytes
        predict/            step time, its parts and memory, from a dry run's counts, held to published runs
        planner             the fastest layout of a model on a machine; of several fleets the first
-       simulate/           described machines; events replayed on them
+       simulate/           described machines, and what moves on them takes
 """

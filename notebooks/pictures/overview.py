@@ -38,7 +38,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
+from minitrain.systems.simulate.replay import replay
 
 RANKS = 4
 SMALL = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4, max_positions=64)

@@ -13,11 +13,11 @@ from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
+from minitrain.systems.simulate.replay import replay
 
 CONFIG = GPTConfig(vocab_size=64, d_model=32, num_layers=4, num_heads=4)
 HYPER = Hyperparameters(batch_size=16, length=32)

@@ -11,7 +11,6 @@ from minitrain.context.layout import contiguous, split, striped, zigzag
 from minitrain.context.ring import Rings, double_ring_attention, ring_attention, ring_backward, ring_forward
 from minitrain.context.ulysses import dealt, loongtrain_attention, usp_attention
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.collectives import world
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
@@ -19,6 +18,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.context import wallfacer
 from minitrain.systems.context.wallfacer import wallfacer_attention
+from minitrain.systems.simulate.replay import replay
 from tests.context.runs import B, K, distance, furthest, inputs, whole
 from tests.parallel import TOLERANCE
 

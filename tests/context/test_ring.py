@@ -33,11 +33,11 @@ from minitrain.data_parallel import bucketed
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.simulate.replay import replay
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, inputs, over, whole
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
 

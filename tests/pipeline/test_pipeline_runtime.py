@@ -17,8 +17,8 @@ from minitrain.pipeline.runtime import Around, Runner, cut_evenly
 from minitrain.pipeline.schedules.one_direction import breadth_first, gpipe, interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.simulate.replay import replay
 from tests import parallel
 from tests.pipeline.lists import split
 

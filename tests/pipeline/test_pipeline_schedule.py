@@ -32,10 +32,10 @@ from minitrain.pipeline.schedules.one_direction import (
 )
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.stage_cuts import GraphSchedule
+from minitrain.systems.simulate.replay import replay
 from tests import parallel
 from tests.pipeline.lists import GRID, everything, folded, peaks, refuse, split
 from tests.ranks.nccl_order import play, step_of

@@ -25,11 +25,11 @@ from minitrain.plan.predict.rates import PLAIN, RATES, START, Place, Rates, seco
 from minitrain.plan.predict.training_run import STACKS, TrainingRun, published
 from minitrain.plan.predict.work import LAYERS, Operator
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.simulate.replay import replay
 
 SMALL = GPTConfig(vocab_size=2048, d_model=512, num_layers=4, num_heads=8, max_positions=512)
 A100 = machine("a100")

@@ -11,10 +11,10 @@ from minitrain import collectives, launch
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import Block
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.simulate.replay import replay
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import SharedHead, cut_attention, cut_mlp

@@ -17,7 +17,6 @@ from minitrain.model.training.optim import AdamW
 from minitrain.model.training.step import Batch
 from minitrain.plan.accounting import activation_bytes
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import world
 from minitrain.ranks.events import Issue
@@ -25,6 +24,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement, shard
+from minitrain.systems.simulate.replay import replay
 from minitrain.systems.tensor_parallel import random as tensor_random
 from minitrain.systems.tensor_parallel.random import RandomStates
 from minitrain.tensor_parallel import linear, sequence, vocabulary

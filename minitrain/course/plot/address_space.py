@@ -15,8 +15,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, COLOURS, PALE, VERMILLION
-from minitrain.plan.simulate.timeline import join
 from minitrain.systems.simulate.device_memory import Replay
+from minitrain.systems.simulate.timeline import join
 
 Kinds = Mapping[int, str] | None
 OTHER = "blocks"  # those of no kind

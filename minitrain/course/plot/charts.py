@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES, Series
-from minitrain.plan.simulate.timeline import join, outside
+from minitrain.systems.simulate.timeline import join, outside
 
 _BOX = {"facecolor": "white", "edgecolor": "none"}
 _NODE_EDGE = {"color": BLACK, "linewidth": 1.8}

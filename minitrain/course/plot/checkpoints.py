@@ -28,8 +28,8 @@ from minitrain.course.plot.style import (
     VERMILLION,
 )
 from minitrain.plan.simulate.links import Run
-from minitrain.plan.simulate.timeline import outside
 from minitrain.systems.plan.checkpoint_interval import holders
+from minitrain.systems.simulate.timeline import outside
 
 Points = Sequence[tuple[float, float]]
 _TRAINING = {"F": "forward", "B": "backward", "U": "optimizer"}

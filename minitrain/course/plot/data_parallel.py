@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import CENTRED
-from minitrain.plan.simulate.timeline import join, outside
+from minitrain.systems.simulate.timeline import join, outside
 
 _SIZES = {
     "optimizer state": 12,

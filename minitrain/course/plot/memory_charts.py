@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CYCLE, DASHES, GREY, ORANGE, PALE, Runs, Series
-from minitrain.plan.simulate.timeline import outside
+from minitrain.systems.simulate.timeline import outside
 
 _SLOWED = {"facecolor": ORANGE, "hatch": "xxxxx", "edgecolor": BLACK}
 

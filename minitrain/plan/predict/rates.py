@@ -8,7 +8,7 @@
     links        the cost model of plan/simulate/collectives.py at `nvlink` and `network` of the bandwidth
     a layer      layers_s(work, place, again): its operators, and what it waits for on tp, cp and ep
 
-`PLAIN` has no loss of any kind: what plan/simulate/replay.py charges. `RATES` are the shares that were fitted
+`PLAIN` has no loss of any kind: what the replay charges. `RATES` are the shares that were fitted
 (see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
 Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products.
 """

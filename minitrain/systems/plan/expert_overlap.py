@@ -28,10 +28,10 @@ from minitrain.model.config import presets
 from minitrain.plan.accounting import attention_parameters
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
-from minitrain.plan.simulate.replay import replay
-from minitrain.plan.simulate.timeline import Timeline
 from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
 from minitrain.ranks.events import Compute, Event, Issue, Wait
+from minitrain.systems.simulate.replay import replay
+from minitrain.systems.simulate.timeline import Timeline
 
 
 class Line(NamedTuple):  # seconds for n rows

@@ -1,5 +1,7 @@
 """What systems would do on a described machine: memory, links, disks and failures. No torch.
 
+replay           a step's events on a described machine: when everything would happen
+timeline         where the time went, and a file for a browser
 device_memory    a device's memory, the replay of allocations on it, traces that break an allocator
 allocator        PyTorch's caching allocator; GMLake
 eviction         results that are dropped when memory is short, and made again; where bytes lie side by side

@@ -30,7 +30,6 @@ from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules.zero_bubble import block_of, v_half, v_min, zb_v
 from minitrain.pipeline.simulate import simulate
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.systems.communication.algorithms import double_binary_tree, inner
 from minitrain.systems.context.balanced import balanced, unbalanced
@@ -38,6 +37,7 @@ from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory
 from minitrain.systems.plan.rematerialize import revolve
 from minitrain.systems.plan.search.race import Row
+from minitrain.systems.simulate.replay import replay
 from tests.course.plot.pictures import check, colour, words
 from tests.systems.memory.plans import parse
 

@@ -19,8 +19,8 @@ from minitrain.pipeline.schedule import in_flight
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.systems.simulate.replay import replay
 from tests.course.plot.pictures import LONG, check
 
 

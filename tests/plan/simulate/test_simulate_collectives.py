@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from minitrain.plan.simulate.collectives import ALGORITHMS, Placement, by_algorithm, place, seconds
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue, Wait
+from minitrain.systems.simulate.replay import replay
 
 ALPHA, BETA = 2e-6, 1e-10  # one level: 2 us and 10 GB/s
 DEVICE = Device("test", {"float32": 1e12}, 1e9, 1e11, "made up")

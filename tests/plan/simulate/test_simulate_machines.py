@@ -117,7 +117,7 @@ def test_errors_say_what_is_allowed():
 
 def test_no_torch_is_imported():
     program = (
-        "import sys; import minitrain.plan.simulate.replay, minitrain.plan.simulate.machines; "
+        "import sys; import minitrain.systems.simulate.replay, minitrain.plan.simulate.machines; "
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

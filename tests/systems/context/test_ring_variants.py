@@ -13,7 +13,6 @@ from minitrain.context.layout import contiguous, positions, striped, zigzag
 from minitrain.context.ring import Rings, burst_attention, ring_attention, ring_forward
 from minitrain.memory.recompute import Results, recompute
 from minitrain.model.gpt import Block
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -36,6 +35,7 @@ from minitrain.systems.context.ring_self_attention import (
     rows_backward,
     rows_forward,
 )
+from minitrain.systems.simulate.replay import replay
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, over, whole
 from tests.parallel import TOLERANCE, small
 

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Issue
 from minitrain.systems.plan import expert_overlap
 from minitrain.systems.plan.expert_overlap import (
@@ -25,6 +24,7 @@ from minitrain.systems.plan.expert_overlap import (
     pair_timeline,
     schemoe_tasks,
 )
+from minitrain.systems.simulate.replay import replay
 
 # ---- PipeMoE ---------------------------------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ from minitrain.pipeline.schedule import peak
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan import stage_cuts, stage_memory
 from minitrain.systems.plan.stage_memory import fit, mcap, profiled
+from minitrain.systems.simulate.replay import replay
 from tests.parallel import small
 from tests.systems.plan.test_stage_cuts import bound
 

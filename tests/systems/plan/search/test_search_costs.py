@@ -11,11 +11,11 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.plan.simulate.machines import Link, machine
-from minitrain.plan.simulate.replay import replay
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.plan.search.problem import CUT, SHARDINGS, Level, Option, Problem, block, linear
+from minitrain.systems.simulate.replay import replay
 
 ELEMENT = 8
 LAYERS = (linear("a", 16, 32), linear("b", 32, 16), block("c", 16, 64), linear("d", 16, 16))

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.simulate.timeline import Account, Span, Timeline, join, length, outside
 from minitrain.ranks.events import Compute, Copy, Issue
+from minitrain.systems.simulate.timeline import Account, Span, Timeline, join, length, outside
 
 MM = Compute("mm", 10, 30, "forward", "bfloat16", (1, 2, 3, 4), 5)
 SUM = Issue(0, "all_reduce", "dp", (1, 3), 8, 12, 0, "a.py:1", "backward")

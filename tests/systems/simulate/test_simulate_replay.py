@@ -11,9 +11,9 @@ from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.links import Task, play
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
-from minitrain.plan.simulate.replay import Wires, _Transfer, replay
-from minitrain.plan.simulate.timeline import join, length, outside
 from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.systems.simulate.replay import Wires, _Transfer, replay
+from minitrain.systems.simulate.timeline import join, length, outside
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
 # Nothing but whole seconds: an operator of x TFLOP takes x s, and what the wires carry takes bytes / 1e9 s.

@@ -26,9 +26,9 @@ from itertools import count
 
 from minitrain.plan.simulate import collectives, links
 from minitrain.plan.simulate.machines import Machine
-from minitrain.plan.simulate.timeline import Span, Timeline
 from minitrain.ranks.checks import require_nonempty
 from minitrain.ranks.events import Compute, Copy, Event, Issue
+from minitrain.systems.simulate.timeline import Span, Timeline
 
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
