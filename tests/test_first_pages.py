@@ -506,3 +506,56 @@ def test_all_on_one_page_is_minitrain_in_the_same_layout(layout):
     assert Path(first.__file__).read_text().count("\n") <= 400
     for losses, apart in launch.run(beside_minitrain, layout, ranks=8):
         assert apart < 1e-12 and all(abs(a - b) < 1e-12 for a, b in losses) and losses[0] != losses[1]
+
+
+# ---- what a script would stumble over ----------------------------------------------------------------------
+
+
+def pasted(folder):
+    group, rank, n = here()
+    q = torch.randn(1, 4, 2, 6).double().transpose(1, 2).requires_grad_()  # turned, as a model has it
+    ring.Ring.apply(q, q, q, group, ring.contiguous).sum().backward()
+    sums = []
+    for stage in (1, 2, 3):  # two backwards in a step
+        layer = nn.Linear(2, 1, bias=False).double()
+        shared = zero.Shared(layer, group, stage)
+        for _ in range(2):
+            layer(torch.ones(1, 2).double()).sum().backward()
+        shared.finish()
+        sums.append(shared.shard.grad.tolist())
+    model, said = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), []
+    buckets = data_parallel.Buckets(model, group)
+    model[0](torch.ones(1, 2)).sum().backward()  # and not the other
+    w = torch.arange(8.0)
+    checkpoint.save(folder, 1, {"w": ((0,), w)}, group)  # the same from both ranks
+    checkpoint.load(checkpoint.newest(folder), {"w": ((2,), again := torch.zeros(6))})
+    checkpoint.save(folder, 2, {"w": ((0,), w[:4]), "all of w": ((0,), w)}, group)
+    for wrong in (
+        buckets.finish,
+        lambda: checkpoint.load(checkpoint.newest(folder), {"w": ((0,), torch.zeros(8))}),
+    ):
+        try:
+            wrong()
+        except (AssertionError, ValueError) as error:
+            said.append(str(error))
+    return sums, again.tolist(), said
+
+
+def test_what_a_script_of_ones_own_does_is_right_or_refused(tmp_path):
+    for sums, again, said in launch.run(pasted, tmp_path, ranks=2):
+        assert sums == [[4.0]] * 3 and again == [2, 3, 4, 5, 6, 7]
+        assert said[0] == "a parameter had no gradient" and said[1].endswith("has not all of ['w']")
+
+
+def test_small_gradients_of_float16_keep_their_scale_and_unused_parameters_stay():
+    for value in (3e-4, 1e-7, 0.0):
+        x = torch.full((2, 128), value, dtype=torch.float16)
+        codes, scale = precision.quantize(x, precision.E5M2, True)
+        assert scale.min() > 0 and torch.equal((codes.float() * scale.view(2, 1)).half(), x)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    before = [param.detach().clone() for param in model.parameters()]
+    host = offload.HostOptimizer(list(model.parameters()), lambda params: torch.optim.SGD(params, lr=1))
+    model[0](torch.ones(1, 2)).sum().backward()
+    host.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters())]
+    assert changed == [True, True, False, False]

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Start = tuple[int, ...]  # of a rectangle
-
 
 def write(path: Path, data: bytes) -> None:
     """All of it under that name, or nothing, whenever the power fails."""
@@ -34,10 +32,12 @@ def write(path: Path, data: bytes) -> None:
     os.close(folder)  # the disk, too
 
 
-def save(folder: Path, step: int, pieces: dict[str, tuple[Start, Tensor]], group: dist.ProcessGroup) -> None:
-    """`pieces`: what this rank has. Where ranks have the same, one of them gives it."""
+def save(folder: Path, step: int, pieces: dict[str, tuple[tuple, Tensor]], group: dist.ProcessGroup) -> None:
+    """`pieces`: what this rank has. `group`: all ranks; `folder`: the same for all of them."""
     place, name = folder / f"step-{step:08d}", f"rank-{group.rank()}.pt"
     place.mkdir(parents=True, exist_ok=True)
+    (place / "manifest.json").unlink(missing_ok=True) if group.rank() == 0 else None  # of a step saved again
+    dist.barrier(group)
     mine = {tensor: (start, values.detach().cpu().clone()) for tensor, (start, values) in pieces.items()}
     torch.save(mine, buffer := io.BytesIO())
     write(place / name, buffer.getvalue())
@@ -54,7 +54,7 @@ def newest(folder: Path) -> Path | None:
     return max((manifest.parent for manifest in folder.glob("step-*/manifest.json")), default=None)
 
 
-def overlap(start: Start, shape, other_start: Start, other_shape) -> tuple | None:
+def overlap(start: tuple, shape, other_start: tuple, other_shape) -> list | None:
     """What two rectangles have in common, as slices of the first and of the second."""
     low = [max(pair) for pair in zip(start, other_start)]
     high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, other_start, other_shape)]
@@ -63,9 +63,9 @@ def overlap(start: Start, shape, other_start: Start, other_shape) -> tuple | Non
 
 
 @torch.no_grad()
-def load(step: Path, into: dict[str, tuple[Start, Tensor]]) -> None:
+def load(step: Path, into: dict[str, tuple[tuple, Tensor]]) -> None:
     """Fills this rank's rectangles. ValueError where a file is damaged or something is in none."""
-    left = {one: values.numel() for one, (_, values) in into.items()}
+    left = {one: torch.ones(values.shape, dtype=torch.bool) for one, (_, values) in into.items()}
     for name, told in json.loads((step / "manifest.json").read_text()).items():
         common = into.keys() & told["pieces"].keys()
         wanted = {one: overlap(into[one][0], into[one][1].shape, *told["pieces"][one]) for one in common}
@@ -74,7 +74,7 @@ def load(step: Path, into: dict[str, tuple[Start, Tensor]]) -> None:
                 raise ValueError(f"{step / name} is damaged")
             found = torch.load(io.BytesIO(data))
             for one, (here, there) in ((one, both) for one, both in wanted.items() if both):
-                into[one][1][here] = (values := found[one][1][there]).to(into[one][1].device)
-                left[one] -= values.numel()
-    if missing := [one for one, count in left.items() if count]:
+                into[one][1][here] = found[one][1][there].to(into[one][1].device)
+                left[one][here] = False
+    if missing := [one for one, mask in left.items() if mask.any()]:
         raise ValueError(f"{step} has not all of {missing}")

@@ -7,8 +7,8 @@ is kept; of others, and of one that was asked for with methods, what is called b
 
     ranks/collectives   those of plain.py take their place
     the ledger          calls that tell it something go
-    checks              go, unless `with_checks`: assert, `if ..: raise ValueError`, calls of what only
-                        checks, and what is worked out for these alone; all stay if something catches them
+    checks              of arguments go, unless `with_checks`: assert, `if ..: raise ValueError`, calls of
+                        what only checks, what is worked out for these; all stay if something catches them
     annotations         with classes that nothing needs go
     names that collide  get that of their module in front
 """
@@ -57,7 +57,8 @@ def lift(targets: Sequence[str], with_checks: bool = False) -> str:
     command = f"minitrain lift {' '.join(targets)}{' --with-checks' * with_checks}"
     said = (
         f"Lifted from minitrain {version('minitrain')}{commit()} by `{command}`, out of {len(read)} modules "
-        f"with {sum(read):,} lines. Needs {needs}. Collectives are torch's. Left out: what tells the ledger, "
+        f"with {sum(read):,} lines. Needs {needs or 'Python alone'}."
+        f"{' Collectives are those of torch.' * (PLAIN in modules)} Left out: what tells the ledger, "
         f"{'' if with_checks else 'checks of arguments, '}what nothing here calls. Licence: Apache 2.0."
     )
     first = ast.get_docstring(source_of(next(iter(methods))[0]).tree, clean=False).rstrip()
@@ -232,7 +233,8 @@ class Cut:
     """Of one function, or another statement: what goes. `only_checks`: nothing is left of it."""
 
     def __init__(self, source: Source, top: ast.stmt, owner: Ours | None, with_checks: bool):
-        self.source, self.owner, self.with_checks = source, owner, with_checks
+        own = isinstance(top, ast.FunctionDef) and len(top.args.args) == 1  # a method that looks at itself
+        self.source, self.owner, self.with_checks = source, owner, with_checks or bool(own and owner)
         self.dropped: set[ast.stmt] = set()
         self.only_checks = False
         before, self.unused = Counter(self.asked(top)), set()  # names that only what goes has asked for
@@ -568,7 +570,8 @@ def imported(theirs: dict[str, Theirs]) -> tuple[str, str]:
         ]
         texts.append("\n".join(written) + "\n")
     packages = {module.partition(" ")[0].partition(".")[0] for _, module in sections[False]}
-    return "\n".join(texts), ", ".join(sorted(packages, key=lambda one: (one != "torch", one)))
+    named = sorted(packages, key=lambda one: (one != "torch", one))
+    return "\n".join(texts), ", ".join(named).replace("torch", "torch 2.11 or newer", 1)
 
 
 def commit() -> str:

@@ -23,7 +23,8 @@ def lift_command(
         Option("--list", help="what can be lifted, with its lines, blank ones aside; names are words then"),
     ] = False,
 ) -> None:
-    """Write a part of minitrain to the screen as one file that needs torch alone, to be used anywhere.
+    """Write a part of minitrain to the screen as one file, to be used anywhere that has torch (the head says
+    if it needs more).
 
     A class keeps its public methods; with Class.method what that needs. A name may be private.
 
@@ -51,7 +52,7 @@ def list_all(words: list[str]) -> None:
                 if (
                     name.startswith("_")
                     or path.stem.startswith("first")
-                    or not all(word.lower() in said.lower() for word in words)
+                    or not all(word in said.lower() for word in " ".join(words).lower().split())
                 ):
                     continue
                 try:

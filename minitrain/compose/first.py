@@ -1,4 +1,4 @@
-"""All on one page: a GPT in data, tensor, pipeline and context parallelism with ZeRO. Read it after nanoGPT.
+"""Five on one page: a GPT in data, tensor, pipeline and context parallelism with ZeRO. Read it after nanoGPT.
 
     torchrun --nproc-per-node 8 first.py --pp 2 --cp 2 --tp 2 --zero 1 --file README.md     dp is what is left
 
@@ -8,7 +8,8 @@
     pp   the layers cut into stages; microbatches flow through them, one forward, one backward (1F1B)
     dp   rows of the batch; with cp it is who sums gradients, and over both ZeRO cuts what a rank keeps
 
-The parts are the pages of the techniques, pasted (first.py in their folders explain them). What is new is who
+The parts are the pages of the techniques, pasted (first.py in their folders explain them), but that `Shared`
+adds up microbatches. What is new is who
 needs which group, and one divisor: a loss is summed over tokens and divided by all tokens of the batch, so
 gradients are sums wherever they are added. Parameters are drawn by name: a layout changes none of them.
 """
@@ -144,7 +145,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, sums, delta = torch.zeros_like(q), [torch.zeros_like(q)] * 2, (dout * out).sum(-1, keepdim=True)
+        dq, sums, delta = torch.zeros_like(q), [q.new_zeros(q.shape)] * 2, (dout * out).sum(-1, keepdim=True)
         for (keys, values), seen in around([k.contiguous(), v.contiguous()], q.size(-2), ctx.group):
             dk, dv = sums[0].clone(), sums[1].clone()
             for rows, columns, diagonal in seen:
@@ -311,7 +312,7 @@ def run(stage, inputs: list[Tensor], loss_fn, shape, like: Tensor, up, down) -> 
         return room
 
     def send(x: Tensor, group: dist.ProcessGroup, to: int) -> None:
-        sending.append((dist.isend(x.contiguous(), group=group, group_dst=to), x))
+        sending.append((dist.isend(x := x.contiguous(), group=group, group_dst=to), x))
 
     for kind, i in one_f_one_b(rank, up.size(), len(inputs)):
         if kind == "F":
@@ -379,7 +380,8 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
-    dp = dist.get_world_size() // (asked.tp * asked.pp * asked.cp)
+    dp, rest = divmod(dist.get_world_size(), asked.tp * asked.pp * asked.cp)
+    assert not rest and not asked.rows % (dp * asked.microbatches) and not asked.length % (2 * asked.cp)
     groups = make_groups(dp=dp, pp=asked.pp, cp=asked.cp, tp=asked.tp)
     model = dict(vocabulary=256, width=64, heads=4, depth=4)
     trainer = Trainer(groups, model, asked.length, asked.microbatches, asked.zero, asked.lr)

@@ -1,6 +1,6 @@
 """Ring attention on a page: tokens are cut over n ranks, queries stay, and keys and values go round.
 
-    O = softmax(Q K^T / sqrt(K)) V, causal        lse = the logarithm of the row sums of exp
+    O = softmax(Q K^T / sqrt(d)) V, causal        lse = the logarithm of the row sums of exp
     of all keys    lse = log(exp lse_1 + exp lse_2)    O = O_1 exp(lse_1 - lse) + O_2 exp(lse_2 - lse)
 
 In step s a rank has the keys of the rank s before it, and passes them on while it computes. Backward goes
@@ -65,7 +65,7 @@ class Ring(torch.autograd.Function):  # q, k, v [B, H, T/n, K] of this rank's ch
     @staticmethod
     def backward(ctx, dout):
         (q, k, v, out, lse), (layout, group) = ctx.saved_tensors, ctx.where
-        dq, sums, delta = torch.zeros_like(q), [torch.zeros_like(q)] * 2, (dout * out).sum(-1, keepdim=True)
+        dq, sums, delta = torch.zeros_like(q), [q.new_zeros(q.shape)] * 2, (dout * out).sum(-1, keepdim=True)
         for (keys, values), seen in around([k.contiguous(), v.contiguous()], q.size(-2), layout, group):
             dk, dv = sums[0].clone(), sums[1].clone()
             for rows, columns, diagonal in seen:

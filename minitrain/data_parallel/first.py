@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Buckets:
-    """Each step: zero_grad(), loss.backward(), finish(), optimizer.step(). All parameters are used once."""
+    """Each step: zero_grad(), one backward through all parameters, finish(), step. Ranks must start equal."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25_000_000):
         self.group, self.buckets, self.works = group, [], []
@@ -45,6 +45,7 @@ class Buckets:
 
     def finish(self) -> None:
         """All gradients are sums when it returns: how long it takes is what was not hidden."""
+        assert not any(missing for _, missing, _ in self.buckets), "a parameter had no gradient"
         for work in self.works:
             work.wait()
         self.works.clear()

@@ -7,8 +7,8 @@
 
 A layer's parameters are views of one flat buffer, of which each rank owns a piece, the only thing that the
 optimizer sees. Stage 3 frees the buffer's memory after use; in backward what autograd has saved of it lies
-there again. A rank sends 2 or, in stage 3, 3 (n-1)/n of the parameters' bytes. Rajbhandari et al. 2020, ZeRO,
-arXiv:1910.02054, sections 5 and 7. General modules: zero1, zero2, zero3.py (overlap, tied weights, clipping).
+there again. A rank sends 2(n-1)/n of the parameters' bytes, in stage 3 3(n-1)/n. Rajbhandari et al. 2020,
+ZeRO, arXiv:1910.02054, sections 5 and 7. General: zero1, zero2, zero3.py (overlap, tied weights, clipping).
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Shared:
-    """A layer whose parameters are all used, once in a step. Its `shard` is what is trained."""
+    """A layer of one output, whose parameters are all used. The optimizer gets the `shard`s, no others."""
 
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup, stage: int):
         self.group, self.stage, self.params = group, stage, list(layer.parameters())
@@ -52,8 +52,8 @@ class Shared:
         if self.params[0].grad is not None:
             flat = torch.cat([param.grad.flatten() for param in self.params])
             pieces = nn.functional.pad(flat, (0, self.padding)).chunk(self.group.size())
-            self.shard.grad = torch.empty_like(self.shard)
-            dist.reduce_scatter(self.shard.grad, list(pieces), group=self.group)
+            dist.reduce_scatter(mine := torch.empty_like(self.shard), list(pieces), group=self.group)
+            self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
             for param in self.params:
                 param.grad = None
             self.flat.untyped_storage().resize_(0 if self.stage == 3 else self.bytes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class HostOptimizer:
-    """Each step: loss.backward(), step(). `make`: an optimizer of a list of parameters, made on the host."""
+    """Each step: one backward, step(). `make`: an optimizer of a list of parameters, made on the host."""
 
     def __init__(self, params: list[nn.Parameter], make):
         self.params, self.gpu = params, params[0].is_cuda
@@ -51,6 +51,8 @@ class HostOptimizer:
     def step(self) -> None:
         every = zip(self.params, self.twins, self.grads, self.results, self.optimizers)
         for param, twin, grad, result, optimizer in every:
+            if param not in self.arrived:
+                continue  # no gradient in this step
             if self.gpu:
                 self.arrived[param].synchronize()  # of the host, which computes now
             twin.grad = grad.float() if grad.dtype != twin.dtype else grad
@@ -58,5 +60,6 @@ class HostOptimizer:
             result.copy_(twin.detach())  # rounded
             with self.copying():
                 param.data.copy_(result, non_blocking=True)
+        self.arrived.clear()
         if self.gpu:
             torch.cuda.current_stream().wait_stream(self.side)  # the next forward reads what has come

@@ -6,7 +6,8 @@ Rank r of n has the E/n experts from r E/n on. Its N k rows are sorted by expert
 the rows, in one uneven all-to-all. On arrival they are sorted by expert again, so that each expert is one
 product, and go back the same way; the rank that sent a token weighs and adds up its rows. A rank sends about
 2 N k D (n-1)/n elements forward and as many in backward. Nothing is dropped. The balancing loss is E times
-the sum over experts of their share of rows times their mean probability, 1 at best.
+the sum over experts of their share of rows times their mean probability: 1 when both are even. An expert's
+gradients are complete where it is; the router's are summed over the ranks.
 Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021,
 Switch, arXiv:2101.03961, section 2.2. General: router.py, dispatch.py, experts.py.
 """

@@ -8,8 +8,8 @@ A schedule is a list of (F, i) and (B, i) for each rank, and `run` carries out a
 gradients at its start, once a microbatch. Activations go up on one group and gradients down on another of
 the same ranks: on NCCL the messages of a pair and group stand in one queue, where a send that waits for its
 receiver would hold up the receive that this receiver waits for.
-Huang et al. 2019, GPipe, arXiv:1811.06965; Narayanan et al. 2019, PipeDream (1F1B), SOSP. General: schedule
-(schedules/ has interleaved, zero bubble, both directions), lower and runtime.py.
+Huang et al. 2019, GPipe, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (1F1B).
+General: schedule (schedules/ has interleaved, zero bubble, both directions), lower and runtime.py.
 """
 
 import torch
@@ -41,7 +41,7 @@ def run(stage: nn.Module, schedule: list, inputs, loss_fn, shape, up, down) -> T
         return room
 
     def send(x: Tensor, group: dist.ProcessGroup, to: int) -> None:
-        sending.append((dist.isend(x.contiguous(), group=group, group_dst=to), x))  # x lives till then
+        sending.append((dist.isend(x := x.contiguous(), group=group, group_dst=to), x))  # x lives till then
 
     for kind, i in schedule:
         if kind == F:

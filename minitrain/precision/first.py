@@ -1,15 +1,16 @@
 """Precision on a page: products in 16 or 8 bits, weights learned in 32.
 
-    BF16    8 bits of exponent, 8 of mantissa        the range of float32, so nothing overflows
-    FP16    5 and 11                                 gradients under 6e-8 vanish: the loss is scaled first
+    BF16    8 bits of exponent, 7 of mantissa        the range of float32, so nothing overflows
+    FP16    5 and 10                                 gradients under 6e-8 vanish: the loss is scaled first
     FP8     E4M3 to 448 for x and w, E5M2 to 57,344 for gradients: each tensor, or each tile, has a scale
 
-The optimizer has float32 masters: an update of 1/256 of a weight or less is lost in bfloat16. `Masters` steps
+The optimizer has float32 masters: an update under 1/512 of a weight is lost in bfloat16. `Masters` steps
 them and rounds; a step whose scaled gradients overflow is left out and halves the scale, `patience` good ones
 double it. An FP8 linear computes y = (x/s_x as codes) (w/s_w as codes)^T s_x s_w, sums in float32 or wider;
-tiles of 128 elements in a row have scales of their own, so that one outlier costs its tile alone. Memory of a
-weight: 2 + 4 bytes and 8 of Adam's. Micikevicius et al. 2018, arXiv:1710.03740; 2022, arXiv:2209.05433;
-DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. General: mixed.py, products.py (GPU kernels), blocks.py.
+tiles of 128 elements in a row have scales of their own, so that one outlier costs its tile alone. Bytes of a
+weight: 2, its master's 4, 8 of Adam's, 2 or 4 of a gradient. Micikevicius et al. 2018, arXiv:1710.03740;
+2022, arXiv:2209.05433; DeepSeek-V3 2024, arXiv:2412.19437, section 3.3. General: mixed.py, products.py (GPU
+kernels), blocks.py.
 """
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """Each step: (loss * masters.scale).backward(), masters.step(). `make`: an optimizer of a list."""
+    """Each step: (loss * masters.scale).backward(), masters.step(). `make`: an optimizer of a list; `scale`:
+    2**16 for FP16. Ranks that have parts of a model must agree on what step() returns."""
 
     def __init__(self, params: list[nn.Parameter], make, scale: float = 1.0, patience: int = 2000):
         self.params, self.scale, self.patience, self.good = params, scale, patience, 0
@@ -33,6 +35,7 @@ class Masters:
             self.optimizer.step()
             for param, master in zip(self.params, self.masters):
                 param.data.copy_(master.data)  # rounds to the nearest
+                master.grad = None
         self.good = self.good + 1 if finite else 0
         if not finite or self.good == self.patience:
             self.scale, self.good = self.scale * (2 if finite else 0.5), 0
@@ -44,9 +47,9 @@ E4M3, E5M2, TILE = torch.float8_e4m3fn, torch.float8_e5m2, 128
 
 def quantize(x: Tensor, dtype: torch.dtype, tiles: bool) -> tuple[Tensor, Tensor]:
     """Codes, and what they are to be multiplied with: one scale, or one for each TILE along the last dim."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # a scale of float16 might be 0
     parts = x.unflatten(-1, (-1, TILE)) if tiles else x.flatten().unsqueeze(0)
-    largest = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12)
-    scale = (largest.float() / torch.finfo(dtype).max).to(x.dtype)
+    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(dtype).max
     return (parts / scale).to(dtype).view(x.shape), scale
 
 
@@ -56,9 +59,9 @@ def product(a: Tensor, b: Tensor, dtypes, tiles: bool) -> Tensor:
     spread = []
     for x, dtype in zip((a, b), dtypes):
         codes, scale = quantize(x, dtype, tiles)
-        parts = codes.to(x.dtype).unflatten(-1, (-1, TILE)) * scale if tiles else codes.to(x.dtype) * scale
-        spread.append(parts.view(x.shape))
-    return spread[0] @ spread[1].T
+        wide = codes.to(scale.dtype)
+        spread.append((wide.unflatten(-1, (-1, TILE)) * scale).view(x.shape) if tiles else wide * scale)
+    return (spread[0] @ spread[1].T).to(a.dtype)
 
 
 class Linear8(torch.autograd.Function):

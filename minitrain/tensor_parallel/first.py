@@ -7,11 +7,11 @@
     f'  gather    forward all-gather       backward reduce-scatter     between layers X is [B, T/t, D]: norms
     g'  scatter   forward reduce-scatter   backward all-gather         and dropout work on 1/t of the tokens
 
-Each is the adjoint of the other, so gradients need no further thought. Both ways a rank sends 4(t-1)/t B T D
-elements in forward and backward. The vocabulary's loss needs of the other ranks their maximum, their sum of
-exponentials and the target's logit: 3 numbers per token, where whole logits would be V. Shoeybi et al. 2019,
-Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2. General:
-linear.py, sequence.py, vocabulary.py.
+Each is the adjoint of the other. With f' and g' gradients of what works on 1/t of the tokens (norms, biases)
+are terms of a sum over the ranks. Both ways a rank sends 4(t-1)/t B T D elements in all. The vocabulary's
+loss needs of other ranks their maximum, sum of exponentials and the target's logit: 3 numbers per token,
+where whole logits would be V. Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et
+al. 2022, arXiv:2205.05198, section 4.2. General: linear.py, sequence.py, vocabulary.py.
 """
 
 import torch
@@ -26,7 +26,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op=dist.ReduceOp.SUM) -> Ten
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_gather(parts := [torch.empty_like(x) for _ in range(group.size())], x.contiguous(), group)
+    x = x.contiguous()
+    dist.all_gather(parts := [torch.empty_like(x) for _ in range(group.size())], x, group)
     return torch.cat(parts, dim=1)  # of tokens
 
 
@@ -36,16 +37,16 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
-def adjoint(forward, backward) -> type[torch.autograd.Function]:
+def adjoint(there, back) -> type[torch.autograd.Function]:
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, group):
             ctx.group = group
-            return forward(x, group)
+            return there(x, group)
 
         @staticmethod
         def backward(ctx, dy):
-            return backward(dy, ctx.group), None
+            return back(dy, ctx.group), None
 
     return Pair
 

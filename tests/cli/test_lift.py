@@ -24,7 +24,7 @@ LIFTS = {  # what is asked for, and how many lines it may have, blank ones aside
     "GradReducer": (200, "data_parallel.bucketed:GradReducer"),
     "linear": (200, "tensor_parallel.linear:ColumnLinear tensor_parallel.linear:RowLinear"),
     "Zero1": (400, "data_parallel.zero1:Zero1.zero_grad,finish,step"),
-    "Zero3": (550, "data_parallel.zero3:Zero3.zero_grad,finish,step"),
+    "Zero3": (560, "data_parallel.zero3:Zero3.zero_grad,finish,step"),
     "ring": (
         450,
         "context.ring:ring_forward context.ring:ring_backward context.ring:Rings context.layout:zigzag attention.kernel:PLAIN",
@@ -33,7 +33,7 @@ LIFTS = {  # what is asked for, and how many lines it may have, blank ones aside
     "Runner": (545, "pipeline.runtime:Runner.__call__ pipeline.schedules.one_direction:one_f_one_b"),
     "experts": (350, "moe.dispatch:Dispatch moe.router:top_k moe.experts:grouped"),
     "fp8": (
-        530,
+        540,
         "precision.products:multiply precision.products:Products precision.products:Scales precision.blocks:RECIPES",
     ),
     "recompute": (270, "memory.recompute:recompute"),
