@@ -80,7 +80,7 @@ def test_a_lifted_file_is_short_and_equals_one_process_where_there_is_no_minitra
     assert (
         sum(map(bool, text.split("\n"))) <= LIFTS[name][0] and "minitrain lift" in text and "Apache" in text
     )
-    assert text.count("raise ValueError") <= 2 or name == "checkpoint"  # which catches them
+    assert text.count("raise ValueError") <= 3 or name == "checkpoint"  # of its own state; which catches them
 
 
 def test_the_head_names_a_commit_of_minitrain_and_of_nobody_else(tmp_path, monkeypatch):
