@@ -80,7 +80,7 @@ def test_the_readme_is_short_and_leads_to_a_chapter_at_once():
 def test_chapters_and_their_minutes_are_those_of_the_notebooks():
     told = {
         n: (title, int(m))
-        for n, title, m in re.findall(r"^\| (\d\d) \| \[(.*?)\]\S+ \| (\d+) \|", README, re.M)
+        for n, title, m in re.findall(r"^\| (\d\d\w?) \| \[(.*?)\]\S+ \| (\d+) \|", README, re.M)
     }
     assert told.keys() == notebook.chapters().keys()
     for number, path in notebook.chapters().items():
@@ -88,7 +88,7 @@ def test_chapters_and_their_minutes_are_those_of_the_notebooks():
         minutes = re.search(r"(\d+) of them for the core path", text) or re.search(
             r"\*\*Time\*\* (\d+) min", text
         )
-        title = re.search(r"# \d\d · ([^\\:]+)", text)[1]
+        title = re.search(r"# \d\d\w? · ([^\\:]+)", text)[1]
         assert told[number] == (title, int(minutes[1])), number
 
 

@@ -73,10 +73,10 @@ def _meant(wish: str, names: dict[str, Path]) -> list[str]:
     """The names that "03", "notebooks/03" or "exercises/03" stands for. Raises ValueError if none is."""
     folder, _, number = wish.rpartition("/")
     among = {name: path for name, path in names.items() if name.startswith(folder)}
-    numbers = {path.name[:2]: path for path in among.values()}
+    numbers = {path.name.partition("_")[0]: path for path in among.values()}
     where = f" in {folder}" if folder else ""
     key = key_among(number, numbers, f"there is no chapter {{!r}}{where} to make fresh")
-    return [name for name, path in among.items() if path.name.startswith(key)]
+    return [name for name, path in among.items() if path.name.startswith(f"{key}_")]
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _copied(work: Path, names: dict[str, Path], anew: set[str]) -> list[str]:
             _replace(copy, original.read_bytes())
         elif mine != now:
             if before != now:
-                wish = f"{name.partition('/')[0]}/{original.name[:2]}"
+                wish = f"{name.partition('/')[0]}/{original.name.partition('_')[0]}"
                 way = f"`minitrain lab --fresh {wish}` takes it and sets yours aside"
                 told.append(f"work/{name} is as you left it; there is a newer one: {way}")
             continue

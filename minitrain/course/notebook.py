@@ -82,8 +82,9 @@ def _number(value) -> str:
 
 
 def numbered(folder: Path, suffix: str) -> dict[str, Path]:
-    """{"00": path, ...} in reading order."""
-    return {path.name[:2]: path for path in sorted(folder.glob(f"[0-9][0-9]_*{suffix}"))}
+    """{"00": path, ..., "14": path, "14b": its appendix, ...} in reading order."""
+    found = {path.name.partition("_")[0]: path for path in folder.glob(f"[0-9][0-9]*_*{suffix}")}
+    return dict(sorted(found.items()))
 
 
 def key_among(number: str | int, known: dict[str, Path], otherwise: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from minitrain.course.notebook import CHAPTERS, chapters, heading
 
 ROOT = CHAPTERS.parent
-WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 18  # of technical text; of code; a picture takes a minute
+WORDS, CODE_LINES, OUTPUT_LINES = 200, 8, 30  # that are read in a minute; a picture takes one too
 SHOWN = re.compile(
     r"\[`(minitrain/[\w/]+\.py):(\d+)`\]\(\.\./minitrain/[\w/]+\.py#L\d+\)(.*\n\n```python\n)(.*)"
 )
@@ -24,7 +24,7 @@ CODE = re.compile(r"(```.*?```|\[[^]\n]*\]\([^)\n]*\)|^#.*?$)", re.S | re.M)  # 
 
 
 def minutes(cells: list[dict]) -> tuple[int, int]:
-    """(all, without optional sections): of words, lines of code, shown sources, pictures; to 5 minutes."""
+    """(all, without optional sections): words, code, shown sources, printed lines, pictures; to 5 minutes."""
     total = core = 0.0
     optional_level = 0
     for cell in cells:
@@ -34,15 +34,19 @@ def minutes(cells: list[dict]) -> tuple[int, int]:
                 level = len(part) - len(part.lstrip("#"))
                 if level and (not optional_level or level <= optional_level):
                     optional_level = level if "optional" in part.partition("\n")[0] else 0
-                spent = len(NOT_READ.sub("", part).split()) / WORDS_PER_MINUTE
+                spent = len(NOT_READ.sub("", part).split()) / WORDS
                 total, core = total + spent, core + spent * (not optional_level)
             continue
-        lines, pictures = len(source.splitlines()), 0
+        spent = len(source.splitlines()) / CODE_LINES
         for output in cell["outputs"]:
             data = output.get("data", {})
-            pictures += "image/png" in data or "image/svg+xml" in data
-            lines += len("".join(data.get("text/markdown", "")).splitlines())
-        spent = lines / LINES_PER_MINUTE + pictures
+            if "image/png" in data or "image/svg+xml" in data:
+                spent += 1
+            elif "text/markdown" in data:  # shown sources
+                spent += len("".join(data["text/markdown"]).splitlines()) / CODE_LINES
+            else:
+                text = "".join(output.get("text", "")) or "".join(data.get("text/plain", ""))
+                spent += len(text.splitlines()) / OUTPUT_LINES
         total, core = total + spent, core + spent * (not optional_level)
     return max(5, 5 * round(total / 5)), max(5, 5 * round(core / 5))
 
@@ -85,7 +89,7 @@ def _linked(text: str, number: str) -> str:
         piece = re.sub(r"`((?:minitrain|exercises|benchmarks)/[\w/.]+)`", module, piece)
         parts = re.split(r"(\[[^]\n]*\]\([^)\n]*\)|`[^`\n]*`)", piece)
         for index in range(0, len(parts), 2):
-            parts[index] = re.sub(r"\b([Cc]hapter) (\d\d)\b(?! \(planned)", chapter, parts[index])
+            parts[index] = re.sub(r"\b([Cc]hapter) (\d\d[a-z]?)\b(?! \(planned)", chapter, parts[index])
             parts[index] = re.sub(
                 r"\barXiv:(\d{4}\.\d{5})\b", r"[arXiv:\1](https://arxiv.org/abs/\1)", parts[index]
             )

@@ -66,7 +66,9 @@ class TestChapter:
         # a class belongs in a module
         assert not [cell for cell in cells(path, "code") if re.search(r"^class ", cell.source, re.M)]
         title, facts = notebook.heading(path)
-        assert title.startswith(path.name[:2]), f"the title {title!r} starts with the number of the chapter"
+        assert title.startswith(path.name.partition("_")[0] + " "), (
+            f"the title {title!r} starts with the number of the chapter"
+        )
         assert all(word in facts for word in ("Time", "Ranks", "Hardware")), (
             f"the second line tells time, ranks, hardware: {facts!r}"
         )
@@ -83,7 +85,7 @@ def test_source_and_outputs_are_normalised():
     for path in CHAPTERS:
         raw = json.loads(path.read_text())
         assert [cell["id"] for cell in raw["cells"]] == [f"cell-{i:03d}" for i in range(len(raw["cells"]))], (
-            f"{path.name}: save it with `minitrain run {path.name[:2]} --save`"
+            f"{path.name}: save it with `minitrain run {path.name.partition('_')[0]} --save`"
         )
         assert "widget-view" not in path.read_text(), (
             f"{path.name} holds a widget, which is gone with its kernel and has another id every time"

@@ -15,6 +15,9 @@ import pytest
 from minitrain.course import notebook, reading
 
 CHAPTERS = notebook.chapters()
+APPENDICES = {
+    number for number in CHAPTERS if len(number) > 2
+}  # further systems; the chapter asks and breaks
 ROOT = notebook.CHAPTERS.parent
 GUESS = re.compile(r"^guess = None  # .+\bbefore you run on$", re.M)
 SECTIONS = ["## Exercise", "## The bridge", "## What you measured, and what you modelled", "## Sources"]
@@ -22,6 +25,10 @@ COST = re.compile(r"\b(bytes|sent|[KMG]B|ms|makespan|peak|held|overhead|bubble|p
 # How many tables of costs older chapters have without a prediction: these numbers only get smaller.
 NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 4, 2)))
 NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 3, 3, 7, 6, 4)))
+# Core paths of more than an hour: these numbers only get smaller.
+LONGER = dict(zip(("01", "02", "04", "06", "07", "08", "09"), (90, 85, 80, 110, 95, 95, 115)))
+LONGER |= dict(zip(("10", "11", "12", "13", "14", "15", "16"), (90, 105, 115, 90, 115, 150, 115)))
+LONGER |= dict(zip(("17", "18", "19", "22"), (85, 125, 115, 80)))
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
     r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row"
@@ -58,6 +65,11 @@ class TestChapter:
         # run: python -m minitrain.course.reading
         assert json.dumps(reading.set_right(found, number)) == before
 
+    def test_the_core_path_takes_an_hour(self, number):
+        """What does not fit is an optional section, which nothing in the core path needs, or an appendix."""
+        _, core = reading.minutes(json.loads(CHAPTERS[number].read_text())["cells"])
+        assert core <= LONGER.get(number, 60), f"{core} minutes"
+
     def test_links_lead_somewhere(self, number):
         for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", prose(number)):
             assert (CHAPTERS[number].parent / target).exists(), target
@@ -71,7 +83,9 @@ class TestChapter:
     def test_predictions_are_answered_soon_and_folded(self, number):
         code = cells(number, "code")
         asked = [at for at, cell in enumerate(code) if re.search(r"^guess(?:es)? *=", cell["source"], re.M)]
-        assert len(asked) >= 2 and len(asked) == prose(number).count("**Predict.**")
+        assert len(asked) >= 2 * (number not in APPENDICES) and len(asked) == prose(number).count(
+            "**Predict.**"
+        )
         for at in asked:
             assert GUESS.search(code[at]["source"]), code[at]["source"]
             answers = [cell for cell in code[at : at + 6] if notebook.answers_a_prediction(cell["source"])]
@@ -87,7 +101,7 @@ class TestChapter:
         assert len(bare) <= most, f"ask for a number first, before the tables {bare}"
 
     def test_has_something_to_break(self, number):
-        assert any(
+        assert number in APPENDICES or any(
             re.search(r"^\w[^\n]*# turn me", cell["source"], re.M) for cell in cells(number, "code")
         ), "a parameter for the reader, with the comment `# turn me: values to try`"
 
@@ -101,7 +115,8 @@ class TestChapter:
 
     def test_ends_with_the_same_sections(self, number):
         headings = re.findall(r"^## .*$", prose(number), re.M)
-        assert headings[-len(SECTIONS) :] == SECTIONS
+        ends = SECTIONS[number in APPENDICES :]  # an appendix has no exercise
+        assert headings[-len(ends) :] == ends
         last = prose(number).partition(SECTIONS[2])[2].partition(SECTIONS[3])[0]
         assert re.search(r"\*\*Measured", last), last
         assert re.search(r"\*\*(Modelled|Computed|Replayed|Simulated|Quoted)", last), last
@@ -174,7 +189,9 @@ def texts() -> dict[str, str]:
 
 def test_a_chapter_that_is_to_come_is_marked_as_planned():
     for name, text in texts().items():
-        for number, planned in re.findall(r"\b[Cc]hapters? (\d\d)\b(?:\]\([^)]*\))?( \(planned\))?", text):
+        for number, planned in re.findall(
+            r"\b[Cc]hapters? (\d\d[a-z]?)\b(?:\]\([^)]*\))?( \(planned\))?", text
+        ):
             assert (number in CHAPTERS) != bool(planned), f"{name}: chapter {number}{planned}"
 
 
@@ -217,9 +234,10 @@ def copied(solution: list[str], shown: list[str]) -> float:
     return sum(block.size for block in blocks if block.size >= 6) / len(solution)
 
 
-@pytest.mark.parametrize("number", CHAPTERS)
+@pytest.mark.parametrize("number", sorted(CHAPTERS.keys() - APPENDICES))
 def test_no_solution_stands_in_its_chapter(number):
-    shown = [(function.name, tokens(function)) for function in functions(sources_shown(number))]
+    cells_of = [sources_shown(one) for one in CHAPTERS if one.startswith(number)]
+    shown = [(function.name, tokens(function)) for one in cells_of for function in functions(one)]
     source = next((ROOT / "exercises/source").glob(f"{number}_*.py")).read_text()
     for cell in re.split(r"(?m)^# %%", source):
         if not cell.startswith(" answer="):
