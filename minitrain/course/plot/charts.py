@@ -118,7 +118,8 @@ def bars_by_kind(
         widths = numpy.array([parts.get(kind, 0) for parts in rows.values()])
         colour = style.colour_of(kind, kinds)
         ax.barh(range(len(rows)), widths / scale, left=ends / scale, height=0.7, label=kind, color=colour)
-        look = {**CENTRED, "fontsize": 8, "color": style.ink_on(colour)}
+        look = {**CENTRED, "fontsize": 8, "color": style.ink_on(colour), "zorder": 3}
+        look["bbox"] = {"facecolor": colour, "edgecolor": "none", "pad": 1}  # above the line of the limit
         for y in numpy.flatnonzero(widths > 0.075 * widest):
             ax.text((ends[y] + widths[y] / 2) / scale, y, f"{widths[y] / scale:.3g}", **look)
         ends += widths

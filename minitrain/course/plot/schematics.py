@@ -55,9 +55,9 @@ def one_matrix() -> Figure:
     _arrow(ax, (9.0, 2.46), (4.05, 1.0), ORANGE)
     _arrow(ax, (0.8, 2.46), (1.2, 1.17), SKY)
     ax.text(1.15, 1.7, "X is kept: an activation", fontsize=8, color=BLUE)
-    ax.text(9.2, 1.5, "dY", fontsize=9, color=BLACK)
+    ax.text(8.55, 1.45, "dY", fontsize=9, color=BLACK)
     return style.finished(
-        figure, "One matrix, one step: three products of the same size, and a tensor that waits"
+        figure, "One matrix, one step: three products of equal size; X is kept for backward"
     )
 
 
