@@ -26,7 +26,7 @@ COST = re.compile(r"\b(bytes|sent|[KMG]B|ms|makespan|peak|held|overhead|bubble|p
 NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 4, 2)))
 NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 3, 3, 7, 6, 4)))
 # Core paths of more than an hour: these numbers only get smaller.
-LONGER = dict(zip(("01", "02", "04", "06", "07", "08", "09"), (90, 85, 80, 110, 95, 95, 115)))
+LONGER = dict(zip(("04", "06", "07", "08", "09"), (80, 110, 95, 95, 115)))
 LONGER |= dict(zip(("10", "11", "12", "13", "14", "15", "16"), (90, 105, 115, 90, 115, 150, 115)))
 LONGER |= dict(zip(("17", "18", "19", "22"), (85, 125, 115, 80)))
 PER_UNIT = re.compile(
