@@ -6,7 +6,7 @@
     forward     layer i saves x -> to_host(x) begins           x is free when layer i + 1 begins
     backward    layer i opens the first of its tensors         all of layer i is fetched, and of layer i - 1
 
-Sent over the link: what autograd keeps, down and up once in a microbatch; of many views of a block one.
+Sent over the link: what autograd keeps, there and back once in a microbatch; of many views of a block one.
 Memory: on the device what two layers keep, on the host what all keep of every microbatch under way. Rhu et
 al. 2016 (vDNN), arXiv:1602.08124, section 3.2; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857,
 section 5.1.2. Differs: all that is saved moves, the last layer's too.

@@ -4,9 +4,9 @@
     step()      the host updates a tensor -> copied to the device     while it updates the next
 
 Of Psi parameters in bfloat16 the device keeps 2 Psi bytes and the gradients under way, not 16 Psi; over the
-link go 2 Psi down and 2 Psi up a step. On a GPU copies run on a stream of their own, from pinned memory, and
-events order them: an update waits for its gradient, the next forward for all weights. Without a GPU both
-memories are the same, and copies are plain. Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840, section 4.
+link go 2 Psi to the host and 2 Psi back per step. On a GPU copies run on a stream of their own, from pinned
+memory, and events order them: an update waits for its gradient, the next forward for all weights. Without a
+GPU both memories are the same, and copies are plain. Ren et al. 2021, arXiv:2101.06840, section 4.
 General: host_optimizer.py (updates begin in backward, delayed by a step, over ZeRO's shards), pools.py.
 """
 
@@ -28,7 +28,7 @@ class HostOptimizer:
         self.arrived: dict[nn.Parameter, object] = {}  # when the copy of a gradient is complete
         self.optimizers = [make([twin]) for twin in self.twins]  # one each, so that they are stepped in turn
         for param, room in zip(params, self.grads):
-            param.register_post_accumulate_grad_hook(lambda param, room=room: self.copy_down(param, room))
+            param.register_post_accumulate_grad_hook(lambda param, room=room: self.to_host(param, room))
 
     def room(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.gpu, device="cpu")
@@ -40,7 +40,7 @@ class HostOptimizer:
         self.side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.side)
 
-    def copy_down(self, param: nn.Parameter, room: Tensor) -> None:
+    def to_host(self, param: nn.Parameter, room: Tensor) -> None:
         with self.copying():
             room.copy_(param.grad, non_blocking=True)
             self.arrived[param] = self.side.record_event() if self.gpu else None

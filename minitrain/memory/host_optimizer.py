@@ -6,9 +6,9 @@
     device      2Ψ bytes and the gradients under way     host  2Ψ parameters, 2Ψ gradients, 12Ψ states
 
 for Ψ parameters in bfloat16 with float32 masters; all on the device are 16Ψ. Sent over the link in a step: 2Ψ
-down and 2Ψ up, once however many microbatches there are. It listens to a Sync (data_parallel/sync.py), which
-calls `on_grad_final` with every sum over ranks. Clipping and a scaled loss need the norm of all gradients
-before the first update: then `early` is False. With `early` a step that fails in backward is lost.
+each way, once however many microbatches there are. It listens to a Sync (data_parallel/sync.py), which calls
+`on_grad_final` with every sum over ranks. Clipping and a scaled loss need the norm of all gradients before
+the first update: then `early` is False. With `early` a step that fails in backward is lost.
 
     delayed     the update of step k runs beside step k + 1, which computes with the weights before it; but
                 for the first `warmup_steps` updates

@@ -34,7 +34,7 @@ def address_space(done: Replay, kinds: Kinds = None, *, title: str) -> Figure:
         cure = f"replay a part of the trace, at most {_MOST_BLOCKS:,}"
         raise ValueError(f"{len(done.placed):,} blocks cannot be read as a picture; {cure}")
     folded = _Folded(done)
-    unit, scale = style.unit_for(max(folded.end, 1), "bytes")
+    unit, scale = "MiB", 2**20
     figure, ax = style.canvas(height=3.6)
     boxes: dict[str, list[Rectangle]] = {_HOLES: []}
     for address, size, born, dies in done.backed:
@@ -56,7 +56,7 @@ def address_space(done: Replay, kinds: Kinds = None, *, title: str) -> Figure:
         look = {"facecolor": "white", "edgecolor": VERMILLION, "hatch": "/////", "linewidth": 1.2}
         ax.add_patch(Rectangle((left, 0), wide, asked, **look))
         hole = done.died.largest_bytes / scale
-        told = f"asked for: {asked:.3g} {unit}\nlargest hole: {hole:.3g} {unit}"
+        told = f"asked for: {asked:,.0f} {unit}\nlargest hole: {hole:,.0f} {unit}"
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
         look = {"fontsize": 8, "color": VERMILLION, "va": "top", "bbox": box}
         ax.text(0.01 * done.events, max(top, asked), told, **look)
@@ -72,7 +72,7 @@ def strips(moments: Mapping[str, tuple[Replay, int]], kinds: Kinds = None, *, ti
     """{label: (replay, event)}: what lies where after the event, on one scale; white is not reserved."""
     folds = {label: _Folded(done) for label, (done, _) in moments.items()}
     longest = max([fold.end for fold in folds.values()], default=1) or 1
-    unit, scale = style.unit_for(longest, "bytes")
+    unit, scale = "MiB", 2**20
     figure, ax = style.canvas(height=1.2 + 0.55 * len(moments))
     seen: set[str] = set()
     for row, (label, (done, event)) in enumerate(moments.items()):
@@ -87,7 +87,7 @@ def strips(moments: Mapping[str, tuple[Replay, int]], kinds: Kinds = None, *, ti
             for address, size in placed.pieces:
                 edge = "white" if len(live) <= 60 else "none"
                 _bar(ax, fold(address) / scale, row, size / scale, _colour(kind, kinds), edge)
-        held = f"{done.allocated[event] / scale:.3g} of {done.reserved[event] / scale:.3g} {unit} in use"
+        held = f"{done.allocated[event] / scale:,.0f} of {done.reserved[event] / scale:,.0f} {unit} in use"
         ax.text(0, row - 0.42, held, fontsize=7, va="bottom", color=BLACK)
     style.row_labels(ax, list(moments), top=-0.75)
     ax.set(xlim=(0, longest / scale), xlabel=f"address ({unit})")

@@ -39,7 +39,8 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
     lanes = []
     for rank in ranks:
         spans = timeline.spans[rank]
-        axes = dict.fromkeys(span.event.axis for span in spans if span.kind == "transfer")
+        moved = (span for span in spans if span.kind == "transfer" and span.end_s > span.start_s)
+        axes = dict.fromkeys(span.event.axis for span in moved)
         lanes += [(f"rank {rank}", _computation(spans))]
         lanes += [(axis, _transfers(timeline, rank, axis)) for axis in axes]
     figure, ax = style.canvas(height=1.35 + 0.24 * len(lanes))

@@ -7,7 +7,7 @@ All microbatches pass a layer before the next one is asked for. Layers must do t
 place, not by torch's stream. For L layers of P/L parameters in n bytes:
 
     LayerWindow     STRONGHOLD: while layer i computes, the next m are here or coming; copied on the device
-                    n·P/L·(m + 1) parameters, 2·n·P/L gradients; up n·P/L·(2·L - m - 1), down n·P
+                    n·P/L·(m + 1) parameters, 2·n·P/L gradients; to device n·P/L·(2·L - m - 1), to host n·P
     LayerToLayer    L2L: m = 1, the same bytes for any number of microbatches; inputs wait where `stash` says
 
 How large must m be? See plan/offload.py. Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022,

@@ -3,7 +3,7 @@
 Elixir         chunk size, chunks cached, chunks on the host: the fastest step within a cap. A chunk of c
                parameters is 2c bytes where it is gathered; its shard is 2c/N and its states 12c/N
 Fuyou          one device with disks: the share of activations that is swapped, the others are recomputed
-               phase = max(GPU, bus up, bus down, SSD, CPU), updates on the CPU during the backward
+               phase = max(GPU, bus to host, bus to device, SSD, CPU), updates on the CPU during the backward
 ZeRO-Infinity  states 20·P bytes, P = 12·L·D²; kept activations 2·b·s·D·L / c; working memory 4·D·4D
                efficiency = ait·bandwidth / (ait·bandwidth + peak); ait: `flops_per_byte`
 STRONGHOLD     the smallest window of layers on the device that hides the transfers of the others
@@ -125,14 +125,14 @@ def fuyou_phases(work: Work, server: Server, share: Number) -> dict[str, dict[st
     deep = max(0, swapped - server.host_bytes)
     forward = {
         "GPU": work.forward_s,
-        "bus down": divided(weights, server.bus),
-        "bus up": divided(swapped, server.bus),
+        "bus to device": divided(weights, server.bus),
+        "bus to host": divided(swapped, server.bus),
         "SSD": divided(weights, server.read) + divided(deep, server.write),
     }
     backward = {
         "GPU": work.backward_s + (1 - share) * work.recompute_s,
-        "bus down": divided(weights + swapped, server.bus),
-        "bus up": divided(weights, server.bus),
+        "bus to device": divided(weights + swapped, server.bus),
+        "bus to host": divided(weights, server.bus),
         "SSD": divided(weights + states + deep, server.read) + divided(weights + states, server.write),
         "CPU": divided(work.parameters, server.update),
     }
@@ -280,8 +280,8 @@ def crossed(roots: Sequence[int]) -> list[int]:
 
 
 def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch: bool = True) -> list[Task]:
-    """A step, on the links "down r" and "up r" of each root complex r. Without prefetch a stage is loaded
-    into the room of the one before it on its device, when that has ended."""
+    """A step, on the links "to device r" and "to host r" of each root complex r. Without prefetch a stage
+    is loaded into the room of the one before it on its device, when that has ended."""
     require_ints(0, len(roots) - 1, order=order)
     require_positive_ints(m=m)
     made, n, numbers = [], len(order), range(len(stages))
@@ -292,7 +292,7 @@ def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch
         d, needs = order[s % n], [f"{kind}{before}.0"] * (before in numbers)
         if load:
             freed = f"begin {kind}{room}" if prefetch else f"{kind}{room}.{m - 1}"
-            link, wait = (f"down {roots[d]}",), (freed,) * (room in numbers)
+            link, wait = (f"to device {roots[d]}",), (freed,) * (room in numbers)
             made.append(Task(f"load {kind}{s}", f"loads {d}", stages[s].bytes, link, wait))
             needs.append(f"load {kind}{s}")
         made.append(Task(f"begin {kind}{s}", f"device {d}", 0, after=tuple(needs)))
@@ -305,5 +305,5 @@ def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch
     for s in reversed(numbers):  # the last stages are still here
         add("B", s, stages[s].backward_s, s + 1, s + n, s + n in numbers)
         d, after = order[s % n], (f"B{s}.{m - 1}",)
-        made.append(Task(f"store {s}", f"stores {d}", stages[s].bytes, (f"up {roots[d]}",), after))
+        made.append(Task(f"store {s}", f"stores {d}", stages[s].bytes, (f"to host {roots[d]}",), after))
     return made

@@ -26,26 +26,26 @@ from minitrain.systems.simulate.storage import LRU
 
 
 def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], layer_s: Number) -> list[Task]:
-    """Forwards that swap out, device d what is in sets[d], all over the link "up". Layer l + 2 needs the
-    memory of layer l's tensor, if that is to go."""
+    """Forwards that swap out, device d what is in sets[d], all over the link "to host". Layer l + 2
+    needs the memory of layer l's tensor, if that is to go."""
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):
             gone = (f"out {d}.{layer - 2}",) if layer - 2 in swapped else ()
             tasks.append(Task(f"F {d}.{layer}", f"device {d}", layer_s, after=gone))
             if layer in swapped:
-                tasks.append(Task(f"out {d}.{layer}", f"copies {d}", size, ("up",), (f"F {d}.{layer}",)))
+                tasks.append(Task(f"out {d}.{layer}", f"copies {d}", size, ("to host",), (f"F {d}.{layer}",)))
     return tasks
 
 
 def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list[Task]:
-    """Each device sends `size` bytes up and fetches as many, in turns, over the links "up" and "down".
+    """Each device sends `size` bytes and fetches as many, in turns, over the links "to host" and "to device".
     Opposed: every second device fetches while the others send, so that no two of a pair share a direction."""
     return [
         Task(f"{link} {d}.{turn}", f"copies {d}", size, (link,))
         for d in range(devices)
         for turn in range(rounds)
-        for link in (("down", "up") if opposed and d % 2 else ("up", "down"))
+        for link in (("to device", "to host") if opposed and d % 2 else ("to host", "to device"))
     ]
 
 
@@ -129,7 +129,7 @@ def offloading(residents: Sequence[int], layers: int, layer_s: Number, layer_byt
             here, needs = t * layers + layer, ()
             if layer >= min(before, number):
                 ahead = (f"use {here - 2}",) if here > 1 else ()
-                tasks.append(Task(f"fetch {here}", "copies", layer_bytes, ("down",), ahead))
+                tasks.append(Task(f"fetch {here}", "copies", layer_bytes, ("to device",), ahead))
                 needs = (f"fetch {here}",)
             tasks.append(Task(f"use {here}", "device", layer_s, after=needs))
     return tasks
@@ -201,12 +201,12 @@ def host_bytes(sizes: Sizes, *, near: bool) -> dict[str, Number]:
 
 def updating(parameters: int, devices: int, sizes: Sizes, *, near: bool, chunks: int = 1) -> list[Task]:
     """The update of all parameters, whose states lie on `devices` in stripes, chunk by chunk, over the links
-    "down" and "up" of the host, "read d" and "write d" of each storage device. The gradient is written first,
+    "to disks" and "to host", "read d" and "write d" of each storage device. The gradient is written first,
     which is when its chunk can be updated; the new parameter is read last."""
     tasks, amount = [], parameters // (devices * chunks)
     for d in range(devices):
         inside = (f"read {d}",), (f"write {d}",)
-        to_host, from_host = (f"read {d}", "up"), (f"write {d}", "down")
+        to_host, from_host = (f"read {d}", "to host"), (f"write {d}", "to disks")
         read, write = inside if near else (to_host, from_host)
         for c in range(chunks):
             here = f"{d}.{c}"

@@ -46,7 +46,7 @@ def colour(patch):
 
 
 def areas(figure):
-    """{colour: bytes times events} of all that address_space drew, in GB."""
+    """{colour: bytes times events} of all that address_space drew, in MiB."""
     found = {}
     for boxes in figure.axes[0].collections:
         name = matplotlib.colors.to_hex(boxes.get_facecolor()[0]).upper()
@@ -63,20 +63,19 @@ def test_everything_fits_and_the_file_is_small(name):
 def test_blocks_are_as_large_as_their_bytes_and_lives():
     """The areas are sums over the replay: of kinds, and of what is reserved."""
     drawn = areas(PICTURES["died"]())
-    GB = 1e9
     work = sum(100 * MiB for _ in range(10))  # each for one event
     kept = sum(68 * MiB * (30 - (3 * i + 2)) for i in range(10))
-    assert drawn[SKY] == pytest.approx(work / GB)
-    assert sum(drawn.values()) - drawn[SKY] - drawn[PALE.upper()] == pytest.approx(kept / GB)
-    assert drawn[PALE.upper()] == pytest.approx(sum(DIED.reserved) / GB)
+    assert drawn[SKY] == pytest.approx(work / MiB)
+    assert sum(drawn.values()) - drawn[SKY] - drawn[PALE.upper()] == pytest.approx(kept / MiB)
+    assert drawn[PALE.upper()] == pytest.approx(sum(DIED.reserved) / MiB)
 
 
 def test_the_request_that_failed_is_drawn_to_scale():
     ax = PICTURES["died"]().axes[0]
     (box,) = [patch for patch in ax.patches if patch.get_hatch()]
-    assert box.get_height() == pytest.approx(0.3 * 1000 * MiB / 1e9) and box.get_x() >= DIED.events
+    assert box.get_height() == pytest.approx(300) and box.get_x() >= DIED.events
     assert matplotlib.colors.to_hex(box.get_edgecolor()).upper() == VERMILLION
-    assert [text.get_text() for text in ax.texts] == ["asked for: 0.315 GB\nlargest hole: 0.0336 GB"]
+    assert [text.get_text() for text in ax.texts] == ["asked for: 300 MiB\nlargest hole: 32 MiB"]
     assert not [patch for patch in PICTURES["pages"]().axes[0].patches if patch.get_hatch()]
 
 
@@ -87,12 +86,11 @@ def test_strips_show_the_holes_between():
     pale = PALE.upper()
     shown = lambda row, hole: [p for p in row if (colour(p) == pale) == hole]
     widths = [[sum(p.get_width() for p in shown(row, hole)) for hole in (True, False)] for row in rows]
-    MB = MiB / 1e9
-    assert widths[0] == pytest.approx([1000 * MB, 680 * MB])
+    assert widths[0] == pytest.approx([1000, 680])
     for row in widths[1:]:
-        assert row == pytest.approx([980 * MB, 980 * MB])
+        assert row == pytest.approx([980, 980])
     assert len([p for p in rows[2] if colour(p) != pale]) == 10 + 2
-    assert [text.get_text() for text in ax.texts][0] == "0.713 of 1.05 GB in use"
+    assert [text.get_text() for text in ax.texts][0] == "680 of 1,000 MiB in use"
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "segments", "expandable", "stitched", "region",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from minitrain.systems.simulate import swaps
 from tests.course.plot.pictures import LONG, check
 
 SETS = [{0, 2, 4, 6}, {0, 2, 4, 7}]
-TMOF = play(swaps.swapping_forward(SETS, [15] * 8, 4), {"up": 5})
+TMOF = play(swaps.swapping_forward(SETS, [15] * 8, 4), {"to host": 5})
 WORK = offload.Work(13, 220, 5, 10, 5)
 SERVER = offload.Server(bus=20, read=32, write=24, update=Fraction(5, 2), host_bytes=60)
 POINTS = [

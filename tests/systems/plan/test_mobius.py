@@ -10,13 +10,13 @@ from minitrain.systems.plan import offload
 from minitrain.systems.plan.offload import StageLayer as Layer
 
 ROOTS = (0, 0, 1, 1)
-LINKS = {f"{way} {root}": 4 for way in ("up", "down") for root in (0, 1)}
+LINKS = {f"{way} {root}": 4 for way in ("to host", "to device") for root in (0, 1)}
 ORDERS = {"in order": [0, 1, 2, 3], "crossed": offload.crossed(ROOTS)}
 
 
 def alone_s(stages, devices, m, bytes_per_s=4, prefetch=True):
     """If every copy has its link to itself."""
-    links = {f"{way} {d}": bytes_per_s for way in ("up", "down") for d in range(devices)}
+    links = {f"{way} {d}": bytes_per_s for way in ("to host", "to device") for d in range(devices)}
     tasks = offload.mobius_tasks(stages, m, [*range(devices)], range(devices), prefetch=prefetch)
     return play(tasks, links).end_s
 

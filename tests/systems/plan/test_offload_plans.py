@@ -128,19 +128,25 @@ def test_without_activations_nothing_is_swapped():
 def test_phases_by_hand():
     work, server = Work(2, 60, 7, 9, 6), Server(bus=4, read=8, write=2, update=1, host_bytes=10)
     assert fuyou_phases(work, server, Fraction(1, 3)) == {
-        "forward": {"GPU": 7, "bus down": 1, "bus up": 5, "SSD": Fraction(1, 2) + 5},
-        "backward": {"GPU": 13, "bus down": 6, "bus up": 1, "SSD": Fraction(4 + 24 + 10, 8) + 14, "CPU": 2},
+        "forward": {"GPU": 7, "bus to device": 1, "bus to host": 5, "SSD": Fraction(1, 2) + 5},
+        "backward": {
+            "GPU": 13,
+            "bus to device": 6,
+            "bus to host": 1,
+            "SSD": Fraction(4 + 24 + 10, 8) + 14,
+            "CPU": 2,
+        },
     }
     assert fuyou_s(work, server, Fraction(1, 3)) == 7 + Fraction(75, 4)
     serial = 7 + 13 + max(3 + 14, 2)
     assert fuyou_s(work, server, Fraction(1, 3), overlapped=False) == serial
 
 
-LINKS = {"up": SERVER.bus, "down": SERVER.bus, "disk": 1}
+LINKS = {"to host": SERVER.bus, "to device": SERVER.bus, "disk": 1}
 
 
 def fuyou_tasks(work: Work, server: Server, share: Number, layers: int) -> list[Task]:
-    """The same layer by layer, for `play(.., {"up": bus, "down": bus, "disk": 1})`: disks count in seconds.
+    """The same layer by layer, for `play(.., {"to host": bus, "to device": bus, "disk": 1})`: disks count in seconds.
 
     States are read ahead; the backward begins when all of the forward has ended. Nothing waits for room."""
     one = Work(*(divided(amount, layers) for amount in work))
@@ -158,9 +164,9 @@ def fuyou_tasks(work: Work, server: Server, share: Number, layers: int) -> list[
             compute = f"compute {i}"
             tasks += [
                 Task(f"read {i}", "reads", read, ("disk",), lasts),
-                Task(f"load {i}", "loads", weights + back * swapped, ("down",), (f"read {i}",)),
+                Task(f"load {i}", "loads", weights + back * swapped, ("to device",), (f"read {i}",)),
                 Task(compute, "device", seconds, after=(f"load {i}",)),
-                Task(f"send {i}", "sends", weights if back else swapped, ("up",), (compute,)),
+                Task(f"send {i}", "sends", weights if back else swapped, ("to host",), (compute,)),
             ]
             made = (f"send {i}",)
             if back:
@@ -183,8 +189,8 @@ def test_tasks_move_the_bytes_of_the_model():
     share = Fraction(3, 5)
     run = play(fuyou_tasks(WORK, SERVER, share, 10), LINKS)
     phases = fuyou_phases(WORK, SERVER, share)
-    assert run.carried("up") == SERVER.bus * sum(phase["bus up"] for phase in phases.values())
-    assert run.carried("down") == SERVER.bus * sum(phase["bus down"] for phase in phases.values())
+    assert run.carried("to host") == SERVER.bus * sum(phase["bus to host"] for phase in phases.values())
+    assert run.carried("to device") == SERVER.bus * sum(phase["bus to device"] for phase in phases.values())
     assert run.carried("disk") == sum(phase["SSD"] for phase in phases.values())
     busy = sum(run.end(name) - run.start(name) for name in run.lane("CPU"))
     assert busy == phases["backward"]["CPU"]
@@ -192,7 +198,7 @@ def test_tasks_move_the_bytes_of_the_model():
 
 def test_an_update_needs_the_gradient_and_the_states():
     for server in (SERVER, SERVER._replace(read=2), SERVER._replace(bus=2)):
-        links = {"up": server.bus, "down": server.bus, "disk": 1}
+        links = {"to host": server.bus, "to device": server.bus, "disk": 1}
         run = play(fuyou_tasks(WORK, server, Fraction(1, 2), 6), links)
         for i in range(6):
             needed = max(run.end(f"send B{i}"), run.end(f"states B{i}"))

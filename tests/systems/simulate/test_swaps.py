@@ -15,7 +15,7 @@ DISJOINT = [{0, 2, 4, 6}, {1, 3, 5, 7}]
 
 def forward(sets, copy_s):
     """8 layers whose tensors take copy_s seconds over a link that is not shared."""
-    return play(swaps.swapping_forward(sets, [copy_s * 5] * 8, LAYER_S), {"up": 5})
+    return play(swaps.swapping_forward(sets, [copy_s * 5] * 8, LAYER_S), {"to host": 5})
 
 
 def at_once(run):
@@ -36,7 +36,7 @@ def test_tmof(copy_s):
     assert at_once(same) == 2 and at_once(disjoint) == 1
     assert all(same.is_slowed(name) for name in copies)
     assert not any(disjoint.is_slowed(name) for name in disjoint.tasks)
-    assert same.carried("up") == disjoint.carried("up") == 8 * 5 * copy_s, "as many bytes leave"
+    assert same.carried("to host") == disjoint.carried("to host") == 8 * 5 * copy_s, "as many bytes leave"
 
 
 @pytest.mark.parametrize("copy_s", [5, 6, 8, 12])
@@ -50,13 +50,16 @@ def test_a_link_that_is_too_slow_for_both_is_still_used_better(copy_s):
 @pytest.mark.parametrize("devices, rounds", [(2, 1), (2, 3), (4, 2), (6, 1)])
 def test_opposed_directions_use_both_ways_of_the_bus(devices, rounds):
     size, rate = 12, 3
-    links = {"up": rate, "down": rate}
+    links = {"to host": rate, "to device": rate}
     together = play(swaps.exchanges(devices, rounds, size, opposed=False), links)
     opposed = play(swaps.exchanges(devices, rounds, size, opposed=True), links)
     assert together.end_s == 2 * devices * rounds * Fraction(size, rate)
     assert opposed.end_s == devices * rounds * Fraction(size, rate), "half: no way is ever idle"
     assert (
-        together.carried("up") == opposed.carried("up") == opposed.carried("down") == devices * rounds * size
+        together.carried("to host")
+        == opposed.carried("to host")
+        == opposed.carried("to device")
+        == devices * rounds * size
     )
 
 
@@ -103,7 +106,9 @@ def stall(free, dynamic, layers=6, layer_s=2, layer_bytes=10, rate=2):
     stay = swaps.resident(free, layer_bytes, layers, dynamic=dynamic)
     for number, room in zip(stay, free):
         assert number == layers <= room // layer_bytes or number * layer_bytes <= room - 2 * layer_bytes
-    return play(swaps.offloading(stay, layers, layer_s, layer_bytes), {"down": rate}).stall("device"), stay
+    return play(swaps.offloading(stay, layers, layer_s, layer_bytes), {"to device": rate}).stall(
+        "device"
+    ), stay
 
 
 def test_static_and_dynamic_offload():
@@ -113,7 +118,7 @@ def test_static_and_dynamic_offload():
     (static, kept), (dynamic, follows) = (stall(varying, dynamic) for dynamic in (False, True))
     assert kept == [0] * 6 and follows == [6, 0, 2, 3, 0, 6]
     assert 0 < dynamic < static
-    run = play(swaps.offloading(follows, 6, 2, 10), {"down": 2})
+    run = play(swaps.offloading(follows, 6, 2, 10), {"to device": 2})
     fetched = [sum(f"fetch {6 * t + i}" in run.tasks for i in range(6)) for t in range(6)]
     assert fetched == [6, 6, 6, 4, 6, 6], "what was dropped is fetched again, what newly stays for once"
     for room in (20, 30, 45, 60):
@@ -132,7 +137,7 @@ def test_stall_of_a_fixed_placement_is_a_formula(rate, number):
     not here waits max(0, copy - layer)."""
     steps, layers, layer_s, size = 5, 6, 2, 10
     copy = Fraction(size, rate)
-    run = play(swaps.offloading([number] * steps, layers, layer_s, size), {"down": rate})
+    run = play(swaps.offloading([number] * steps, layers, layer_s, size), {"to device": rate})
     each = max(0, copy - layer_s)
     first = copy + (layers - 1) * each
     assert run.stall("device") == first + (steps - 1) * (layers - number) * each
@@ -142,6 +147,6 @@ def test_stall_of_a_fixed_placement_is_a_formula(rate, number):
 
 def test_a_layer_is_fetched_one_ahead_of_use():
     """The third when the first has been used: there are never more than two of those that come and go."""
-    run = play(swaps.offloading([0], 4, 3, 1), {"down": 1})
+    run = play(swaps.offloading([0], 4, 3, 1), {"to device": 1})
     assert [run.start(f"fetch {layer}") for layer in range(4)] == [0, 1, 4, 7]
     assert run.end_s == 1 + 4 * 3

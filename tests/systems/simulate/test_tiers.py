@@ -125,7 +125,7 @@ HOST, DEVICE = 16, 2  # bytes per second each way, of the host's link and of eac
 def played(devices, near, sizes=Sizes(), chunks=1, per_device=960):
     tasks = swaps.updating(per_device * devices, devices, sizes, near=near, chunks=chunks)
     inside = {f"{way} {d}": DEVICE for d in range(devices) for way in ("read", "write")}
-    return play(tasks, {"up": HOST, "down": HOST, **inside})
+    return play(tasks, {"to host": HOST, "to disks": HOST, **inside})
 
 
 def test_smart_infinity():
@@ -133,8 +133,8 @@ def test_smart_infinity():
     gradient goes both ways, the new parameter one; near the storage: the gradient in, the parameter out."""
     n = 960 * 3
     cpu, near = (played(3, near) for near in (False, True))
-    assert cpu.carried("up") + cpu.carried("down") == n * (24 + 2 * 4 + 2)
-    assert near.carried("down") == n * 4 and near.carried("up") == n * 2
+    assert cpu.carried("to host") + cpu.carried("to disks") == n * (24 + 2 * 4 + 2)
+    assert near.carried("to disks") == n * 4 and near.carried("to host") == n * 2
     assert swaps.host_bytes(Sizes(), near=True) == {"written": 4, "read": 2}
     assert swaps.host_bytes(Sizes(), near=False) == {"written": 18, "read": 16}
     inside = [
