@@ -206,7 +206,7 @@ def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all t
     wish = " ".join(words or [])
     found = search(wish)
     for row in found:
-        echo(f"{row.chapter}  {row.kind:5} {row.name}")
+        echo(f"{row.chapter:3} {row.kind:5} {row.name}")
         echo(textwrap.indent(textwrap.fill(row.idea, 70), " " * 10))
         echo(f"{' ' * 10}{row.module}  shown {SHOWN[row.shown]} by {row.test}")
         if row.differs != "-":

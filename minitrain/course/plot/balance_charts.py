@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, DASHES, Series
+from minitrain.systems.simulate.timeline import Timeline
 
 _SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
 _COLOURS = [*CYCLE, style.YELLOW]
@@ -66,3 +68,33 @@ def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: 
         ax.grid(axis="x", visible=False)
     panels[0].set_ylabel("rows, by expert")
     return style.finished(figure, title)
+
+
+@style.styled
+def pairs(timelines: Mapping[str, Timeline], links: Mapping[str, str], *, title: str) -> Figure:
+    """{order: `pair_timeline`}, one under the other, coloured by microbatch (the last letter of a name); rows
+    for products and for each of `links` {axis: its label}. Hatched is a transfer while nothing computes."""
+    figure = style.Picture(figsize=(style.WIDTH, 0.9 + 1.3 * len(timelines)))
+    colours = {"F": style.SKY, "B": style.BLUE, "W": style.BLUE}
+    hidden = {"facecolor": "none", "hatch": "/////", "edgecolor": "white", "linewidth": 0}
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for ax, (name, timeline) in zip(axes, timelines.items()):
+        rows = {"": 0} | {axis: y for y, axis in enumerate(links, 1)}
+        for span in timeline.spans[0]:
+            if span.kind != "wait":
+                y = rows[span.event.axis if span.kind == "transfer" else ""] - 0.4
+                bar = [(1e3 * span.start_s, 1e3 * span.duration_s)]
+                whose = getattr(span.event, "site", span.name)[-1]
+                ax.broken_barh(bar, (y, 0.8), facecolor=colours[whose], edgecolor="white")
+        for axis in links:
+            bars = [(1e3 * start, 1e3 * (end - start)) for start, end in timeline.exposed(0, axis)]
+            ax.broken_barh(bars, (rows[axis] - 0.4, 0.8), **hidden)
+        style.row_labels(ax, ["computing", *links.values()])
+        exposed = 1e3 * timeline.exposed_communication_s
+        ax.set_title(f"{name}: {1e3 * timeline.step_s:.1f} ms, {exposed:.1f} of them exposed", fontsize=9)
+        ax.grid(axis="y", visible=False)
+    ax.set_xlabel("time (ms)")
+    names = {"F": "microbatch a, forward", "B": "microbatch b, backward"}
+    handles = [Patch(facecolor=colours[whose], label=label) for whose, label in names.items()]
+    handles.append(Patch(facecolor=style.GREY, hatch="/////", edgecolor="white", label="nothing computes"))
+    return style.finished(figure, title, handles)

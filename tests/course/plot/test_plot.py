@@ -20,6 +20,7 @@ from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.systems.plan.expert_overlap import DEEPSEEK_V3, REPORTED, pair_timeline
 from minitrain.systems.simulate.replay import replay
 from tests.course.plot.pictures import LONG, check
 
@@ -58,6 +59,7 @@ OWNED = [[4 if rank == chunk else rank for chunk in range(4)] for rank in range(
 CHUNKS = [[[1] * 4 for _ in range(4)], OWNED]
 LOADS = [[64, 64, 0, 0], [64, 32, 32, 0], [32, 32, 32, 32]]  # [steps][experts], two a token
 PLACED = {"before": [{0: 90, 1: 30}, {2: 30, 7: 10}], "after": [{0: 45, 1: 30}, {0: 45, 2: 30, 7: 10}]}
+PAIR = pair_timeline(DEEPSEEK_V3, 16, REPORTED, "turns")
 CHOSEN = [[0.25, 0.0, 0.75], [1.0, 0.0, 0.0]]  # weights by token and expert
 PICTURES = {
     "timeline": lambda: plot.timeline(step(), title=LONG),
@@ -107,6 +109,7 @@ PICTURES = {
         title=LONG,
     ),
     "placements": lambda: plot_balance.placements(PLACED, title=LONG),
+    "pairs": lambda: plot_balance.pairs({"in turns": PAIR}, dict(across="across nodes"), title=LONG),
     "flow": lambda: plot_experts.flow(
         [[3, 0, 1], [4, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
     ),
