@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, DASHES, Series
+from minitrain.course.plot.style import BLACK, CENTRED, CYCLE
 from minitrain.systems.simulate.timeline import Timeline
 
 _SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
@@ -29,23 +29,6 @@ def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, ti
     panels[0].set_ylabel("expert")
     figure.colorbar(image, ax=panels, label="share of tokens", pad=0.01)
     return style.finished(figure, title)
-
-
-@style.styled
-def balance_curves(ratios: Series, losses: Mapping[str, Mapping], *, limit: float, title: str) -> Figure:
-    """Left the ratios by step under the largest there can be, right {run: {step: held-out loss}}."""
-    figure = style.Picture(figsize=(style.WIDTH, 2.9))
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for i, (name, ys) in enumerate(ratios.items()):
-        look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)], "label": name}
-        left.plot(range(1, len(ys) + 1), ys, **look)
-        right.plot(list(losses[name]), list(losses[name].values()), marker=style.MARKERS[i], **look)
-    left.axhline(limit, color=BLACK, linewidth=0.8)
-    left.text(1, 1.02 * limit, "all tokens at the same experts", fontsize=8, va="bottom")
-    left.axhline(1, color=style.GREY, linewidth=0.8)
-    left.set(xlabel="step", ylabel="largest load / mean", ylim=(0.8, 1.1 * limit))
-    right.set(xlabel="step", ylabel="held-out loss (nats per token)")
-    return style.finished(figure, title, left.get_legend_handles_labels()[0])
 
 
 @style.styled
@@ -72,29 +55,24 @@ def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: 
 
 @style.styled
 def pairs(timelines: Mapping[str, Timeline], links: Mapping[str, str], *, title: str) -> Figure:
-    """{order: `pair_timeline`}, one under the other, coloured by microbatch (the last letter of a name); rows
-    for products and for each of `links` {axis: its label}. Hatched is a transfer while nothing computes."""
+    """{order: `pair_timeline`}, coloured by microbatch: the last letter of a name. Rows for products and for
+    `links` {axis: label}; hatched is a transfer while nothing computes."""
     figure = style.Picture(figsize=(style.WIDTH, 0.9 + 1.3 * len(timelines)))
-    colours = {"F": style.SKY, "B": style.BLUE, "W": style.BLUE}
-    hidden = {"facecolor": "none", "hatch": "/////", "edgecolor": "white", "linewidth": 0}
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for ax, (name, timeline) in zip(axes, timelines.items()):
-        rows = {"": 0} | {axis: y for y, axis in enumerate(links, 1)}
-        for span in timeline.spans[0]:
-            if span.kind != "wait":
-                y = rows[span.event.axis if span.kind == "transfer" else ""] - 0.4
+        for y, axis in enumerate(["", *links]):
+            spans = [span for span in timeline.spans[0] if getattr(span.event, "axis", "") == axis]
+            for span in (span for span in spans if span.kind != "wait"):
+                colour = style.SKY if getattr(span.event, "site", span.name).endswith("F") else style.BLUE
                 bar = [(1e3 * span.start_s, 1e3 * span.duration_s)]
-                whose = getattr(span.event, "site", span.name)[-1]
-                ax.broken_barh(bar, (y, 0.8), facecolor=colours[whose], edgecolor="white")
-        for axis in links:
+                ax.broken_barh(bar, (y - 0.4, 0.8), facecolor=colour, edgecolor="white")
             bars = [(1e3 * start, 1e3 * (end - start)) for start, end in timeline.exposed(0, axis)]
-            ax.broken_barh(bars, (rows[axis] - 0.4, 0.8), **hidden)
+            ax.broken_barh(bars, (y - 0.4, 0.8), facecolor="none", hatch="/////", edgecolor="white")
         style.row_labels(ax, ["computing", *links.values()])
         exposed = 1e3 * timeline.exposed_communication_s
         ax.set_title(f"{name}: {1e3 * timeline.step_s:.1f} ms, {exposed:.1f} of them exposed", fontsize=9)
-        ax.grid(axis="y", visible=False)
     ax.set_xlabel("time (ms)")
-    names = {"F": "microbatch a, forward", "B": "microbatch b, backward"}
-    handles = [Patch(facecolor=colours[whose], label=label) for whose, label in names.items()]
+    looks = {"microbatch a, forward": style.SKY, "microbatch b, backward": style.BLUE}
+    handles = [Patch(facecolor=colour, label=label) for label, colour in looks.items()]
     handles.append(Patch(facecolor=style.GREY, hatch="/////", edgecolor="white", label="nothing computes"))
     return style.finished(figure, title, handles)

@@ -72,10 +72,6 @@ def choices(panels: Mapping[str, Table], *, title: str) -> Figure:
     return style.finished(figure, title, patches)
 
 
-def _shade(weight: float) -> tuple[str, str]:
-    return style.blend(_PALE_BLUE, BLUE, min(1.0, weight)) if weight > 0 else "white", ""
-
-
 @style.styled
 def heat(table: Table, *, title: str, rows: Sequence[str], columns: Sequence[str]) -> Figure:
     """Numbers in cells; the diagonal, what stays at home, is grey."""

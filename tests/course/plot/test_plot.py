@@ -102,14 +102,8 @@ PICTURES = {
     "expert_loads": lambda: plot_balance.expert_loads(
         {"layer 1": LOADS, "layer 2": LOADS[::-1]}, top_k=2, title=LONG
     ),
-    "balance_curves": lambda: plot_balance.balance_curves(
-        {"none": [4, 4, 3.9], "a loss": [4, 2, 1.1]},
-        {"none": {1: 3.0, 3: 2.5}, "a loss": {1: 3.1, 3: 2.6}},
-        limit=4,
-        title=LONG,
-    ),
     "placements": lambda: plot_balance.placements(PLACED, title=LONG),
-    "pairs": lambda: plot_balance.pairs({"in turns": PAIR}, dict(across="across nodes"), title=LONG),
+    "pairs": lambda: plot_balance.pairs({"in turns": PAIR}, dict(across="a", inside="b"), title=LONG),
     "flow": lambda: plot_experts.flow(
         [[3, 0, 1], [4, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
     ),
