@@ -125,7 +125,8 @@ def bars_by_kind(
             ax.text((ends[y] + widths[y] / 2) / scale, y, f"{widths[y] / scale:.3g}", **look)
         ends += widths
     for y, total in enumerate(totals):
-        ax.text(total / scale, y, f" {total / scale:.4g}", va="center", fontweight="bold", fontsize=8)
+        look = {"fontweight": "bold", "fontsize": 8, "bbox": {**_BOX, "pad": 1}, "zorder": 3}
+        ax.text(total / scale, y, f" {total / scale:.4g}", va="center", **look)
     if limit:
         ax.axvline(limit[0] / scale, color=BLACK, linestyle="--", linewidth=1)
         ax.text(limit[0] / scale, -0.5, f"{limit[1]} ", ha="right", va="bottom", fontsize=8)
