@@ -22,7 +22,7 @@ from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES, Series
 from minitrain.systems.simulate.timeline import join, outside
 
-_BOX = {"facecolor": "white", "edgecolor": "none"}
+_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0}
 _NODE_EDGE = {"color": BLACK, "linewidth": 1.8}
 _ONE = "#DCEBF5"  # a chunk of one rank alone: pale blue
 
@@ -119,14 +119,12 @@ def bars_by_kind(
         widths = numpy.array([parts.get(kind, 0) for parts in rows.values()])
         colour = style.colour_of(kind, kinds)
         ax.barh(range(len(rows)), widths / scale, left=ends / scale, height=0.7, label=kind, color=colour)
-        look = {**CENTRED, "fontsize": 8, "color": style.ink_on(colour), "zorder": 3}
-        look["bbox"] = {"facecolor": colour, "edgecolor": "none", "pad": 1}  # above the line of the limit
+        look = CENTRED | {"size": 8, "color": style.ink_on(colour), "bbox": _BOX | {"facecolor": colour}}
         for y in numpy.flatnonzero(widths > 0.075 * widest):
             ax.text((ends[y] + widths[y] / 2) / scale, y, f"{widths[y] / scale:.3g}", **look)
         ends += widths
     for y, total in enumerate(totals):
-        look = {"fontweight": "bold", "fontsize": 8, "bbox": {**_BOX, "pad": 1}, "zorder": 3}
-        ax.text(total / scale, y, f" {total / scale:.4g}", va="center", **look)
+        ax.text(total / scale, y, f" {total / scale:.4g}", va="center", weight="bold", size=8, bbox=_BOX)
     if limit:
         ax.axvline(limit[0] / scale, color=BLACK, linestyle="--", linewidth=1)
         ax.text(limit[0] / scale, -0.5, f"{limit[1]} ", ha="right", va="bottom", fontsize=8)
