@@ -8,18 +8,18 @@
 #
 #     minitrain grade 17
 #
-# The grader runs the same checks and hidden ones with other sizes, other graphs, other limits and more steps than a search could try. Three rules:
+# The grader runs the same checks and hidden ones with other sizes, other graphs, other limits and longer chains than a search could try. Three rules:
 #
 # - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
-# - Tasks 1 and 2 use autograd. Layers of theirs ask for a number from outside each time they run, so it is known how often and in which order they ran.
-# - `torch.utils.checkpoint` is switched off: it is what you write in task 1.
+# - Tasks 1 and 2 use autograd. Their layers ask for a number from outside each time they run, so it is known how often and in which order they ran.
+# - `torch.utils.checkpoint` is what you write in task 1: a layer that any of its functions runs refuses, under whatever name you call it.
 #
 # Sources: Griewank and Walther 2000 (Algorithm 799: revolve), Chen et al. 2016 (arXiv:1604.06174), Jain et al. 2020 (Checkmate, arXiv:1910.02653, section 4),
 # Kirisame et al. 2021 (DTR, arXiv:2006.09616, sections 2 and 4), Li et al. 2023 (DistFlashAttention, arXiv:2310.03294, section 3.3).
 
 # %% given="setup"
 import math
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -59,7 +59,7 @@ def fetched(outcome, rank=0):
 # layer 2 runs again, and it is afterwards where it was when the backward pass came to this layer. Which three states are there to remember?
 #
 # > **API** `run(x, generator)` returns a tensor of x's shape and may be called with autograd on or off. `generator` is a `torch.Generator`:
-# > `get_state()` returns a tensor that is a copy, `set_state(state)` takes it. All of torch's autograd is there, `torch.utils.checkpoint` is not.
+# > `get_state()` returns a tensor that is a copy, `set_state(state)` takes it. All of torch's autograd may be used, `torch.utils.checkpoint` may not.
 # > Return y, a tensor that autograd knows.
 
 
@@ -92,19 +92,31 @@ def recomputed(run, x, generator):
 
 # %% driver="through_layers"
 import ctypes
-
-import torch.utils.checkpoint
-
-
-def switched_off(*_, **__):
-    """On a rank it stands where torch has task 1 ready-made."""
-    return collectives.checkpoint  # there is none: whoever gets here is told to write it
+import os
+import sys
 
 
-def layers_alone():
-    """From here on this process has no ready-made recomputation, whoever imported it before."""
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = switched_off
-    torch.utils.checkpoint.CheckpointFunction.apply = switched_off
+def codes(code):
+    """What a piece of code runs and names, and so for all that is defined in it."""
+    inner = [codes(const) for const in code.co_consts if hasattr(const, "co_code")]
+    return {(code.co_code, code.co_names)}.union(*inner)
+
+
+with open(os.path.join(torch.utils.__path__[0], "checkpoint.py")) as file:
+    READY_MADE = codes(compile(file.read(), "torch", "exec"))
+
+
+def runs(name, like, group):
+    """The factor from outside that tells that a layer runs; none if torch's recomputation runs it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_code.co_code, frame.f_code.co_names) in READY_MADE:
+            return collectives.checkpoint  # there is none: whoever gets here is told to write it
+        frame = frame.f_back
+    return group.fetch(name, like.new_empty(()))
+
+
+def give_memory_back():
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(
@@ -114,14 +126,14 @@ def layers_alone():
 
 def layer(number, weight, keep, group, x, generator):
     """A few operators and a mask. A factor from outside tells that the layer runs."""
-    factor = group.fetch(f"layer {number}", x.new_empty(()))
+    factor = runs(f"layer {number}", x, group)
     mask = torch.rand(x.shape, generator=generator, dtype=x.dtype) < keep
     return torch.sin(torch.tanh(x * weight * factor) * x) * mask + x
 
 
 def through_layers(x, weights, keep, seed, dy, group):
     """x [B, D] through layers with weights [D], and back. Draws before, between and after."""
-    layers_alone()
+    give_memory_back()
     x = x.requires_grad_()
     weights, generator = [w.requires_grad_() for w in weights], torch.Generator().manual_seed(seed)
     draws, y = [torch.rand(2, generator=generator)], x
@@ -139,7 +151,7 @@ def through_layers(x, weights, keep, seed, dy, group):
 
 def through_large_layers(rows, width, weights, keep, seed, group):
     """The same with x of ones, which is made here; what comes back are sums."""
-    layers_alone()
+    give_memory_back()
     x = torch.ones(rows, width, dtype=torch.float64)
     y, dx, grads, draws = through_layers(x, weights, keep, seed, x.clone(), group)
     return [y.detach().sum(), dx.sum(), grads, draws]
@@ -293,7 +305,7 @@ def parts_of(number, weights, group):
     wq, wk, wv, wo, w1 = weights
 
     def tells(part, like):
-        return group.fetch(f"{part} {number}", like.new_empty(()))
+        return runs(f"{part} {number}", like, group)
 
     def gathered(k, v):
         both = collectives.all_gather(torch.cat((k, v), 1), group)
@@ -325,7 +337,7 @@ def parts_of(number, weights, group):
 
 def through_blocks(x, blocks, dy, group):
     """x [T/n, D] of this rank through blocks, and back -> y, dx and the gradients of all weights."""
-    layers_alone()
+    give_memory_back()
     x, y = x.requires_grad_(), x
     for number, weights in enumerate(blocks):
         parts = parts_of(number, [w.requires_grad_() for w in weights], group)
@@ -337,24 +349,24 @@ def through_blocks(x, blocks, dy, group):
 
 def through_large_blocks(tokens, width, blocks, group):
     """The same with parts that have no products, and x of 8 MB: what is alive at a time is what counts."""
-    layers_alone()
+    give_memory_back()
     x = torch.linspace(-1, 1, tokens * width, dtype=torch.float64).view(tokens, width)
     x, y = x.requires_grad_(), x
 
     def before(number, x):
-        u = torch.sin(torch.tanh(x) * group.fetch(f"before {number}", x.new_empty(())))
+        u = torch.sin(torch.tanh(x) * runs(f"before {number}", x, group))
         return torch.sin(u), torch.cos(u), torch.tanh(u)
 
     def core(number, q, k, v):
-        group.fetch(f"core {number}", q.new_empty(()))
+        runs(f"core {number}", q, group)
         return q * k + v, q.sum(-1)
 
     def core_backward(number, dout, q, k, v, out, lse):
-        group.fetch(f"core_backward {number}", q.new_empty(()))
+        runs(f"core_backward {number}", q, group)
         return dout * k, dout * q, dout
 
     def after(number, out, x):
-        u = torch.tanh(torch.sin(out) * group.fetch(f"after {number}", x.new_empty(())))
+        u = torch.tanh(torch.sin(out) * runs(f"after {number}", x, group))
         return torch.sin(torch.cos(u) * x)
 
     for number in range(blocks):
@@ -490,81 +502,76 @@ expect_blocks(2, draw.integer(2, 5), draw.integer(2, 6), draw.integer(2, 3))
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 3. The fewest steps (2 points)
+# ## 3. The cheapest plan of an uneven chain (2 points)
 #
-# A chain has n steps: step i takes state i to state i + 1. Its backward pass needs state n-1 first, then n-2, down to 0, and at most c states can be
-# kept, state 0 among them. Beside them there is one working copy. A schedule is a list of actions:
+# A chain has n steps: step i takes state i to state i + 1 and costs `costs[i]`. Its backward pass needs state n-1 first, then n-2, down to 0, and at most
+# c states can be kept, state 0 among them. Besides these there is one working copy. A schedule is a list of actions:
 #
 #     ("keep", i)         keep the working copy, which is state i
-#     ("forward", i, j)   take the working copy from state i to state j > i: j - i steps
+#     ("forward", i, j)   take the working copy from state i to state j > i: steps i to j - 1 run
 #     ("load", i)         the working copy becomes the kept state i
 #     ("free", i)         keep state i no longer
 #     ("back", i)         the backward pass of step i, from the working copy of state i. It uses the copy up: a load comes before the next step
 #
-# At the beginning the working copy is state 0 and nothing is kept. Backward passes come in the order n-1, ..., 0. What counts are the forward steps;
-# those inside of `back` do not.
+# At the beginning the working copy is state 0 and nothing is kept. Backward passes come in the order n-1, ..., 0. What counts is the cost of the forward
+# steps; those inside of `back` do not count.
 #
-# `forwards(n, c)` is the smallest number there is. n may be 10^12: a table of all chains is too much, and a search as well. Think of how often a
-# step is run at most: with c states kept and each step run at most r times a chain of C(c + r, c) steps can be run backward, C being the binomial coefficient. How
-# many of the n steps run r times? `schedule(n, c)` returns actions that reach this number, for n up to a few hundred.
+# `schedule(costs, c)` returns actions with the smallest total cost. Where every step costs the same, revolve's formula in chapter 17 tells that cost; here
+# layers differ, as where one of them is a mixture of experts, and the formula tells neither the cost nor the plan. Which state is kept next, and what
+# remains to be done on either side of it, with how many states?
 #
-# n = 16, c = 4: 27 steps, 15 of which every schedule needs. n = 3, c = 1: keep 0, forward 0 to 2, back 2, load 0, forward 0 to 1, back 1, load 0, back 0: 3 steps.
+# With equal costs of 1, n = 16 and c = 4 cost 27. With costs [1, 9, 1, 1] and c = 2 the best is 12: keep 0, forward 0 to 2, keep 2, forward 2 to 3, back 3,
+# load 2, back 2, free 2, load 0, forward 0 to 1, back 1, load 0, back 0.
 #
-# > **API** Two pure functions of two ints. `forwards` returns an int, exact for n up to 10^12 (`math.comb`); `schedule` returns a list of
-# > tuples such as `("forward", 0, 2)`.
+# > **API** A pure function: `schedule(costs, c)` gets a list of n >= 1 positive ints and an int c >= 1, and returns a list of tuples such as
+# > `("forward", 0, 2)`. n is at most 60, c at most 12.
 
 
 # %% answer="revolve"
-def forwards(n, c):
-    """The smallest number of forward steps for a chain of n >= 1 steps with c >= 1 kept states: an int."""
-    ### BEGIN SOLUTION
-    low, high = 0, 1
-    while math.comb(c + high, c) < n:
-        low, high = high, 2 * high
-    while low < high:  # the smallest r with C(c + r, c) >= n
-        middle = (low + high) // 2
-        low, high = (low, middle) if math.comb(c + middle, c) >= n else (middle + 1, high)
-    return low * n - math.comb(c + low, c + 1)
-    ### END SOLUTION
-
-
-def schedule(n, c):
-    """A list of tuples as above, with forwards(n, c) steps."""
+def schedule(costs, c):
+    """A list of tuples as above, whose forward steps cost the least."""
 
     ### BEGIN SOLUTION
-    actions = []
+    @cache
+    def best(start, end, left):
+        """(cost, the state kept next) once `start` is kept and is the working copy; `left` more may be kept."""
+        size = end - start
+        if left == 0 or size < 3:
+            return sum(sum(costs[start:to]) for to in range(start + 1, end)), None
+        ways = (
+            (
+                sum(costs[start:middle])
+                + best(middle, end, left - 1)[0]
+                + best(start, middle, left)[0],
+                middle,
+            )
+            for middle in range(start + 1, end)
+        )
+        return min(ways)
 
     def reverse(start, end, left):
-        """The working copy is state `start`, which is not kept yet; `left` states may be kept."""
-        actions.append(("keep", start))
-        while end - start > 1:
-            size = end - start
-            if left == 1:
-                actions.append(("forward", start, end - 1))
-                actions.append(("back", end - 1))
-                middle = end - 1
-            else:
-                middle = start + min(
-                    range(1, size),
-                    key=lambda k: k + forwards(size - k, left - 1) + forwards(k, left),
-                )
-                actions.append(("forward", start, middle))
-                reverse(middle, end, left - 1)
-            actions.append(("load", start))
-            end = middle
-        actions.append(("back", start))
-        actions.append(("free", start))
+        """The working copy is state `start`, which is kept."""
+        middle = best(start, end, left)[1]
+        if middle is None:
+            for to in range(end - 1, start, -1):
+                yield from [("forward", start, to), ("back", to), ("load", start)]
+            yield ("back", start)
+            return
+        yield from [("forward", start, middle), ("keep", middle)]
+        yield from reverse(middle, end, left - 1)
+        yield from [("free", middle), ("load", start)]
+        yield from reverse(start, middle, left)
 
-    reverse(0, n, c)
-    return actions
+    return [("keep", 0), *reverse(0, len(costs), c - 1), ("free", 0)]
     ### END SOLUTION
 
 
 # %% judge="expect_schedule"
-def steps_of(actions, n, c):
-    """Carry the actions out; the number of forward steps. Raises Failure."""
+def cost_of(actions, costs, c):
+    """Carry the actions out; what their forward steps cost. Raises Failure."""
+    n = len(costs)
     where = f"(seen with {n} steps and {c} states)"
-    kept, at, next_back, steps = set(), 0, n - 1, 0
+    kept, at, next_back, total = set(), 0, n - 1, 0
     expect(isinstance(actions, list) and len(actions) > 0, "a list of actions", where)
     for action in actions:
         known = isinstance(action, (tuple, list)) and len(action) in (2, 3)
@@ -580,7 +587,7 @@ def steps_of(actions, n, c):
         elif kind == "forward":
             expect(at == i, "what is kept is there", f"a step starts from another state {where}")
             expect(i < action[2] < n, "forward", f"to a later state that has a step {where}")
-            steps, at = steps + action[2] - i, action[2]
+            total, at = total + sum(costs[i : action[2]]), action[2]
         elif kind == "load":
             expect(
                 i in kept, "what is kept is there", f"a state is loaded that is not kept {where}"
@@ -595,20 +602,21 @@ def steps_of(actions, n, c):
             expect(i == next_back and at == i, "backward passes in order", hint)
             next_back, at = i - 1, None
     expect(next_back == -1, "backward passes in order", f"steps are left over {where}")
-    return steps
+    return total
 
 
-def expect_fewest(pairs, wanted):
-    hint = "is every state used, and is the chain cut where both sides cost the same for one step more?"
-    for (n, c), most, actions in zip(pairs, wanted, ask_each(schedule, pairs), strict=True):
-        steps = steps_of(actions, n, c)
-        expect(steps <= most, "the fewest steps", f"{hint} (seen with {n} steps and {c} states)")
+def expect_cheapest_plans(pairs, wanted, property):
+    hint = "does each kept state stand where both sides together cost the least? What do the steps before it cost?"
+    for (costs, c), most, actions in zip(pairs, wanted, ask_each(schedule, pairs), strict=True):
+        total = cost_of(actions, costs, c)
+        expect(total <= most, property, f"{hint} (seen with {len(costs)} steps and {c} states)")
 
 
-# %% check="revolve-count" points=1
-# The smallest number, for chains of any length.
-said = ask_each(forwards, [(16, 4), (3, 1), (1, 3), (5, 5), (10**6, 10**6)])
-expect_equal(said, [27, 3, 0, 4, 999_999], "the number of steps", "try small chains by hand")
+# %% check="revolve-even" points=1
+# Steps that cost the same: revolve's number is reached.
+pairs = [([1] * n, c) for n, c in ((3, 1), (1, 1), (16, 4), (6, 2), (5, 5))]
+expect_cheapest_plans(pairs, [3, 0, 27, 8, 4], "the fewest steps")
+expect_cheapest_plans([([1, 9, 1, 1], 2)], [12], "the smallest cost")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
@@ -625,48 +633,62 @@ def by_levels(n, c):
     return total
 
 
-def by_table(most, states):
-    table = [[0] * (most + 1) for _ in range(states + 1)]
-    table[1] = [n * (n - 1) // 2 for n in range(most + 1)]
-    for c in range(2, states + 1):
-        for n in range(2, most + 1):
-            table[c][n] = min(k + table[c - 1][n - k] + table[c][k] for k in range(1, n))
-    return table
+def least(costs, states):
+    """By a table from short pieces to long ones; more of a piece's states only where they pay."""
+    n = len(costs)
+    until = [sum(costs[:i]) for i in range(n + 1)]
+    table = {(i, i + 1, c): 0 for i in range(n) for c in range(1, states + 1)}
+    for size in range(2, n + 1):
+        for i in range(n - size + 1):
+            j = i + size
+            table[i, j, 1] = sum(until[k] - until[i] for k in range(i, j))
+            for c in range(2, states + 1):
+                table[i, j, c] = min(
+                    until[k] - until[i] + table[k, j, c - 1] + table[i, k, c]
+                    for k in range(i + 1, j)
+                )
+    return table[0, n, states]
 
 
-table = by_table(40, 5)
-pairs = [(draw.integer(2, 40), draw.integer(1, 5)) for _ in range(60)]
-wanted = [table[c][n] for n, c in pairs]
-expect_equal(ask_each(forwards, pairs), wanted, "the number of steps", "seen with short chains")
-pairs = [(draw.integer(10**11, 10**12), draw.integer(5, 40)) for _ in range(20)]
-pairs += [(math.comb(c + r, c) + d, c) for c, r in ((8, 12), (20, 9)) for d in (-1, 0, 1)]
-wanted = [by_levels(n, c) for n, c in pairs]
-hint = "seen with long chains, and where the largest number of runs changes"
-expect_equal(ask_each(forwards, pairs), wanted, "the number of steps", hint)
-n = draw.integer(10**11, 10**12)
-expect_equal(ask(forwards, n, 1), n * (n - 1) // 2, "the number of steps", "seen with one state")
+sizes = [(draw.integer(2, 30), draw.integer(1, 6)) for _ in range(12)]
+sizes += [(draw.integer(40, 60), draw.integer(3, 9)), (draw.integer(20, 50), 12), (35, 3), (36, 3)]
+expect_cheapest_plans(
+    [([1] * n, c) for n, c in sizes], [by_levels(*s) for s in sizes], "the fewest steps"
+)
+pairs = [([draw.choice([1, 1, 2, 9]) for _ in range(9)], c) for c in (1, 2, 3)]
+expect_cheapest_plans(pairs, [least(*pair) for pair in pairs], "the smallest cost")
 ### END HIDDEN TESTS
 
-# %% check="revolve-schedule" points=1
-# Actions that reach it.
-expect_fewest([(3, 1), (1, 1), (16, 4), (6, 2)], [3, 0, 27, 8])
+# %% check="revolve-uneven" points=1
+# Some steps are dear: the smallest cost is reached.
+pairs = [([1, 1, 1, 5, 1, 1, 1, 1], 3), ([7, 1, 1, 1, 1, 1], 2), ([4, 3, 2, 1], 2)]
+expect_cheapest_plans(pairs, [15, 17, 12], "the smallest cost")
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
-def by_levels(n, c):
-    total, r, covered = 0, 0, 1
-    while covered < n:
-        r += 1
-        level = math.comb(c + r - 1, c - 1)
-        total += r * min(level, n - covered)
-        covered += level
-    return total
+def least(costs, states):
+    n = len(costs)
+    until = [sum(costs[:i]) for i in range(n + 1)]
+    table = {(i, i + 1, c): 0 for i in range(n) for c in range(1, states + 1)}
+    for size in range(2, n + 1):
+        for i in range(n - size + 1):
+            j = i + size
+            table[i, j, 1] = sum(until[k] - until[i] for k in range(i, j))
+            for c in range(2, states + 1):
+                table[i, j, c] = min(
+                    until[k] - until[i] + table[k, j, c - 1] + table[i, k, c]
+                    for k in range(i + 1, j)
+                )
+    return table[0, n, states]
 
 
-pairs = [(draw.integer(2, 30), draw.integer(1, 6)) for _ in range(12)]
-pairs += [(draw.integer(60, 300), draw.integer(3, 9)), (draw.integer(20, 50), 50), (35, 3), (36, 3)]
-expect_fewest(pairs, [by_levels(*pair) for pair in pairs])
+pairs = [
+    ([draw.choice([1, 1, 2, 20]) for _ in range(draw.integer(6, 25))], draw.integer(2, 6))
+    for _ in range(10)
+]
+pairs += [([draw.integer(1, 99) for _ in range(60)], 12), ([1] * 20 + [200] + [1] * 20, 3)]
+expect_cheapest_plans(pairs, [least(*pair) for pair in pairs], "the smallest cost")
 ### END HIDDEN TESTS
 
 # %% [markdown]

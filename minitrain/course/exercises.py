@@ -37,7 +37,7 @@ from minitrain.course.home import at_home
 from minitrain.course.lab import ROOT, written
 
 PROGRAM = "python -m minitrain.course.exercises"
-TIME_LIMIT_S = 20.0  # for one run of an answer; the slowest honest one takes a second
+TIME_LIMIT_S = 20.0  # of a processor, for one run of an answer; the slowest honest one takes a second
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from psutil import process_iter, virtual_memory
 from minitrain.course.grading import kit
 from minitrain.course.grading.inside.frames import pack, tensor_bytes
 from minitrain.course.grading.network import HELD_LIMIT_BYTES, Network
-from minitrain.course.grading.trial import Broken, Failure, Outcome, Trial
+from minitrain.course.grading.trial import HANG, Broken, Failure, Outcome, Trial
 from minitrain.course.notebook import EXERCISES
 
 HERE, PACKAGE = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
@@ -109,19 +109,21 @@ class Judge(AbstractContextManager):
         """Run `code` on len(calls) processes, rank r once with each tuple of calls[r]; results come as lists.
 
         With a `network` each call gets the group last. `secrets[r]` are tensors rank r fetches by name;
-        `budget_bytes` is what a rank may allocate beyond its inputs, held by the kernel. Raises Failure.
+        `time_limit_s` is a processor's time, HANG times as long on the clock; `budget_bytes` is what a rank
+        may allocate beyond its inputs, held by the kernel. Raises Failure.
         """
         ranks = len(calls)
         if not 1 <= ranks <= MOST_RANKS or len(set(map(len, calls))) > 1:
             raise ValueError(f"{ranks} ranks; 1 to {MOST_RANKS} get as many calls each")
         order = {**vars(code), "is": "start", "ranks": ranks, "network": network, "pickled": None}
         order |= {"collectives": kit.source(code.collectives), "no_autograd": not autograd}
-        order |= {"time_limit_s": max(0.1, time_limit_s - 0.3), "budget_bytes": budget_bytes}
+        told_s = [max(0.1, times * time_limit_s - 0.3) for times in (1, HANG)]
+        order |= {"told_s": told_s, "budget_bytes": budget_bytes}
         hidden = [{name: tensor_bytes(x) for name, x in own.items()} for own in secrets or [{}] * ranks]
         held = HELD_LIMIT_BYTES if budget_bytes is None else ranks * budget_bytes
         self.start()
         memory_bytes = min(MEMORY_LIMIT_BYTES, max(1 << 30, virtual_memory().available // 2) // ranks)
-        cpu_s = 4 * int(time_limit_s) + 10  # the clock on the wall comes first
+        cpu_s = 4 * int(time_limit_s) + 10  # the trial comes first
         limits = {"DATA": memory_bytes, "CPU": cpu_s, "NPROC": self.threads}
         spawn = {"spawn": self.users[:ranks], "limits": limits}
         try:

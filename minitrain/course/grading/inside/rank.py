@@ -37,8 +37,10 @@ def live(line: Line, statm: int | None) -> None:
         without_autograd()
     for name, text in start["sources"].items():
         remember(name, text)
+    signal.signal(signal.SIGPROF, tell_where)
     signal.signal(signal.SIGALRM, tell_where)
-    signal.setitimer(signal.ITIMER_REAL, start["time_limit_s"])
+    for timer, seconds in zip((signal.ITIMER_PROF, signal.ITIMER_REAL), start["told_s"]):
+        signal.setitimer(timer, seconds)
     try:
         fn = cloudpickle.loads(pickled) if pickled else defined(start)
         calls = unpack(arguments["value"], packed)
