@@ -32,10 +32,10 @@ from minitrain.course.grading.answer_checks import (
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
 # %% [markdown]
-# ## 1. Pass it on, and nobody waits for ever (4 points)
+# ## 1. Pass a tensor on without a deadlock (4 points)
 #
 # Ranks form a ring. Each rank sends a tensor to its right neighbour (rank + 1; the last rank sends to rank 0) and receives
-# the tensor of its left neighbour. Below is what most people write first. Run it, and read who waits for whom.
+# the tensor of its left neighbour. Below is a first attempt. Run it, and read which rank waits for which.
 #
 # > **API** `group.rank()`, `group.size()`: which rank this is, and how many there are.
 # > `collectives.send(x, to, group)` returns when rank `to` has asked for the message.
@@ -98,7 +98,7 @@ def expect_passed_on(given, hint):
 
 
 # %% check="pass_on-result" points=2
-# Every rank holds its left neighbour's tensor, each sends its own once, and nobody waits for ever.
+# Every rank holds its left neighbour's tensor, each sends its own once, and there is no deadlock.
 for ranks in (2, 4):
     expect_passed_on(
         [torch.tensor([10.0 * rank, 1.0]) for rank in range(ranks)],
@@ -142,7 +142,7 @@ for ranks in (5, draw.integer(7, 9)):
 # %% [markdown]
 # ## 2. A sum without a collective (3 points)
 #
-# `collectives.all_reduce` adds up one tensor from each rank and gives the sum to everybody. Write it yourself from `send`
+# `collectives.all_reduce` adds up one tensor from each rank and returns the sum on all ranks. Write it yourself from `send`
 # and `receive`. The network may carry at most 2(n-1) tensors on n ranks: not every rank to every other, which would
 # be n(n-1).
 #

@@ -282,12 +282,12 @@ expect_kept(
 # %% [markdown]
 # ## 4. Accumulate a stream (3 points)
 #
-# Here nobody knows the divisor in advance. Microbatches come one by one from a loader, and they do not look alike: other
-# numbers of rows, other lengths, other masks. Leave in every `param.grad` the gradient of the batch's loss: the **mean over all
-# tokens of the batch that are not masked**. How many those are is known when the loader has no more.
+# Here the divisor is not known in advance. Microbatches come one by one from a loader and differ in their numbers of rows,
+# lengths and masks. Leave in every `param.grad` the gradient of the batch's loss: the **mean over all
+# tokens of the batch that are not masked**. Their number is known when the loader is exhausted.
 #
 # Three more things are graded. What was in `param.grad` before belongs to the last batch and must not count. The loader gives a
-# microbatch only when the backward of the one before has been done. And no more than one microbatch's activations are alive at
+# microbatch only when the backward of the previous one is done. And no more than one microbatch's activations are alive at
 # a time; that is what microbatches are for.
 #
 # > **API** `loader` is an iterator, to be read once: `for tokens, targets in loader`, both int64 [rows, length], masked targets

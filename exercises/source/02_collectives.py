@@ -33,11 +33,11 @@ from minitrain.course.grading.answer_checks import (
 draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 
 # %% [markdown]
-# ## 1. The first half of a ring that turns left (4 points)
+# ## 1. The first half of a ring that sends to the left (4 points)
 #
 # Every rank has a flat tensor of n·d elements, where n is the number of ranks. Rank r returns elements r·d to (r+1)·d of
-# the **sum** of all tensors. Write it as a ring, from `send` and `receive`. The chapter's ring turns right; this one turns
-# **left**: each rank sends only to its left neighbour (rank - 1, and rank 0 to the last rank), one chunk of d elements in each
+# the **sum** of all tensors. Write it as a ring, from `send` and `receive`. The chapter's ring sends to the right; this
+# one to the **left**: each rank sends only to its left neighbour (rank - 1, and rank 0 to the last rank), one chunk of d elements in each
 # of n-1 steps, and it adds its own part to what arrives from the right.
 #
 # Which chunk must leave rank r first, so that the last one to arrive there is its own?
@@ -149,7 +149,7 @@ expect(
 # ## 2. Pieces of unequal size (2 points)
 #
 # 1,001 elements on four ranks are 251, 250, 250 and 250; with other cuts a rank may even have nothing. Every rank has its
-# piece and knows all sizes; everyone returns all pieces in the order of ranks. No padding: all ranks together may put
+# piece and knows all sizes; every rank returns all pieces in the order of ranks. No padding: all ranks together may put
 # (n-1)·S on the wire, where S is the whole result, and not a byte more.
 #
 # > **API** as in task 1: `send` and `receive`, blocking or with `async_op=True`, and no collective. `sizes` is a list of n ints,

@@ -199,8 +199,8 @@ for ranks in (3, draw.integer(4, 5)):
 # %% [markdown]
 # ## 2. A reducer that does not wait (4 points)
 #
-# Write the heart of `torch.nn.parallel.DistributedDataParallel`. Gradients are collected in buckets; a bucket that is full starts its
-# all-reduce at once, in the background, while backward computes the earlier layers. `finish()` waits for what is left.
+# Write the main part of `torch.nn.parallel.DistributedDataParallel`. Gradients are collected in buckets; a bucket that is full starts its
+# all-reduce at once, in the background, while backward computes the earlier layers. `finish()` waits for the remaining ones.
 #
 # The buckets are cut for you, from the last parameter to the first, which is the order in which backward usually gets to
 # them. The order is not certain: a model with branches may finish its layers in another order on another rank. And the network adds up the
@@ -225,7 +225,7 @@ def buckets_of(params, bucket_bytes):
 
 # %% [markdown]
 # Four properties are graded: the sums, in every step; one all-reduce per bucket; a full bucket starts before backward computes
-# the next gradient; and backward waits for nobody.
+# the next gradient; and backward does not wait.
 
 
 # %% answer="GradReducer"
@@ -270,10 +270,10 @@ class GradReducer:
 
 
 # %% [markdown]
-# How is "before backward computes the next gradient" checked without a clock? Below is the backward that your reducer
-# meets. A rank cannot know a layer's gradient before that layer's turn: only then is the gradient fetched, from outside, and
-# the moment is written down among your messages. It is handed over when nothing else moves, as if computing a layer took
-# longer than the network needs for what was started before. Then everything runs once more with ranks that go one after the
+# How is "before backward computes the next gradient" checked without a clock? Below is the backward that calls your
+# reducer. A rank cannot know a layer's gradient in advance: the gradient is requested when backward reaches the layer, and the
+# request is recorded among your messages. It is answered when no message is in flight, as if computing a layer took
+# longer than the network needs for what was started before. Then the ranks run once more, one after the
 # other: rank 1 begins its backward when rank 0 has ended its own.
 
 
@@ -415,7 +415,7 @@ for ranks, bucket_bytes in ((3, 1), (draw.integer(3, 4), draw.choice([100, 10_00
 ### END HIDDEN TESTS
 
 # %% check="GradReducer-order" points=1
-# Ranks finish their layers in orders of their own, and start the same buckets in the same order.
+# Ranks finish their layers in different orders, and start the same buckets in the same order.
 expect_reduced([[4]] * 6, [list(range(6))] * 2, 64, "sum over ranks", "first let the sums be right")
 expect_reduced(
     [[4]] * 3,

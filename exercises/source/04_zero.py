@@ -36,10 +36,10 @@ draw = Draw()  # hidden checks draw sizes, numbers of ranks and values
 # ## 1. Cut the flat buffer (1 point)
 #
 # All parameters are laid one after the other into one flat buffer, which is padded at its end to P elements, the next multiple of N.
-# Rank r holds the shard of elements r·P/N to (r+1)·P/N. A cut asks nobody where a parameter ends, so a parameter may straddle ranks.
+# Rank r holds the shard of elements r·P/N to (r+1)·P/N. Cuts ignore where parameters end, so a parameter may straddle ranks.
 #
 # Say for each rank which pieces of which parameters its shard holds. A piece `(i, start, stop)` is elements start to stop-1 of the
-# flattened parameter i. Pieces stand in the order of the buffer; none is empty, and padding is no piece.
+# flattened parameter i. Pieces are in the order of the buffer; none is empty, and padding is not a piece.
 #
 # > **API** A pure function of a list of ints and an int. Return a tuple: P, an int, and a list of N lists, one per rank in rank order, of
 # > tuples of three ints (i, start, stop). A rank that has only padding has an empty list.

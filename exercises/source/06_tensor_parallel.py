@@ -73,11 +73,11 @@ def all_reduce_bytes(numel, ranks):
 # %% [markdown]
 # ## 1. The pair f and g, for slices of the sequence (2 points)
 #
-# All communication of a tensor-parallel layer is in two functions: f stands before a matrix cut by columns, g behind a matrix cut by rows.
+# All communication of a tensor-parallel layer is in two functions: f is before a matrix cut by columns, g after a matrix cut by rows.
 # With sequence parallelism a rank has T/t of the tokens outside of the two, and all T tokens between them:
 #
-#     f   forward: everyone's tokens, in rank order     backward: this rank's tokens of the sum of the ranks' gradients
-#     g   forward: this rank's tokens of the sum of x   backward: everyone's gradient, in rank order
+#     f   forward: all ranks' tokens, in rank order     backward: this rank's tokens of the sum of the ranks' gradients
+#     g   forward: this rank's tokens of the sum of x   backward: all ranks' gradients, in rank order
 #
 # Write both as functions that autograd can differentiate: a `torch.autograd.Function` whose `forward` and `backward` you write, and a call
 # of its `apply`. x stays as it was. Each pass sends what one all-gather or one reduce-scatter of [B, T, D] sends, (t-1)/t of it.
@@ -460,7 +460,7 @@ expect_rows(4, draw.integer(2, 3), draw.integer(2, 4), draw.integer(5, 7), draw.
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 4. Which heads belong to whom (1 point)
+# ## 4. Which heads belong to which rank (1 point)
 #
 # Attention is cut by whole heads. There are `heads` query heads and `kv_heads` heads of keys and values, which divide `heads`: query head i
 # uses K/V head i // (heads / kv_heads). Here as `nn.Linear` keeps them, W_q has heads·head_dim rows, head after head, W_k and W_v have

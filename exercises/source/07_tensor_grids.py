@@ -11,9 +11,9 @@
 # The grader runs the same checks and hidden ones with other sizes, other grids and other values. Three rules:
 #
 # - An answer cell stands alone. It may use read-only cells, but for those that say they are for checks, and not your other cells.
-# - On a grid of q×q ranks, rank i·q + j stands in row i and column j. `row` is the group of the q ranks in your row, `column` that of your
+# - On a grid of q×q ranks, rank i·q + j is in row i and column j. `row` is the group of the q ranks in your row, `column` that of your
 #   column. Inside `row` you are told apart by your column: `row.rank()` is j, and `column.rank()` is i.
-# - Between ranks there is a network and nothing else. Each task's box says what your answer may call.
+# - Ranks share nothing but a network. Each task's box says what your answer may call.
 #
 # Tasks 1 and 3 multiply C = A·B, task 2 is one half of its backward. Every matrix is cut into q×q blocks, rank i·q + j holds block (i, j) of
 # each, and
@@ -164,7 +164,7 @@ for side in (1, 4, draw.integer(5, 9)):
 # of that column. It is the mirror of the product that chapter 07 shows, whose sums travel along rows.
 #
 # Each term is computed by the read-only `term(l, a, c, group)`, which multiplies by a **factor from outside**. Why a factor? A check sees
-# messages, and nothing of your memory. The factor is handed over when your rank asks for it, so that moment stands among your messages, and
+# messages, not your memory. The factor is sent when your rank asks for it, so this request is recorded among your messages, and
 # the check knows which blocks and sums had arrived. A term computed without asking has the wrong value. Each rank has its own factor for each l.
 #
 # Graded: the sum; the bytes, at most q-1 blocks of A and q-1 blocks of sums sent by each rank; and how much is here at a time. When a
@@ -372,7 +372,7 @@ for side in (3, 4):
 # %% [markdown]
 # ## 3. Cannon's algorithm (2 points)
 #
-# C = A·B again, and nobody speaks to anybody but neighbours, once the blocks are skewed. A rank sends
+# C = A·B again, and after the skew ranks send to neighbours only. A rank sends
 #
 # 1. **skew**: one message with its block of A, i places to the left, if i > 0, and one with its block of B, j places up, if j > 0. One
 #    message to where the block belongs, not i times to the neighbour.
@@ -470,7 +470,7 @@ def expect_cannon(a_blocks, b_blocks, factors, exactly=False):
 
 
 # %% check="cannon-product" points=1
-# Every rank returns its block of the product, and speaks to neighbours after the skew.
+# Every rank returns its block of the product, and sends to neighbours only after the skew.
 expect_cannon(*counted_up(), [torch.ones((), dtype=torch.float64)] * 2)
 expect_cannon(*drawn(2, 2, 3, 4))
 print("the visible checks pass")

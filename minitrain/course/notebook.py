@@ -59,7 +59,7 @@ def show(*things: Callable, doc: bool = False) -> None:
 def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:
     """("minitrain/file.py:line", the first paragraph of the docstring, the source)."""
     lines, number = inspect.getsourcelines(thing)
-    source, text = textwrap.dedent("".join(lines)), inspect.getdoc(thing)
+    source, text = textwrap.dedent("".join(lines)), inspect.cleandoc(thing.__doc__ or "")
     if not doc and text and '"""' in source:
         before, _, rest = source.partition('"""')
         source = before.rstrip(" ") + rest.partition('"""')[2].lstrip("\n")

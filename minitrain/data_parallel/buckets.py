@@ -121,7 +121,7 @@ class InOrder:
         self.waiting = deque(self.buckets)
 
     def complete(self, param: nn.Parameter) -> None:
-        """ValueError if its bucket is on its way: what is added now would be lost, or sent by some only."""
+        """ValueError if its bucket is in flight: what is added now would be lost, or sent by some ranks."""
         bucket = self.bucket_of[param]
         if bucket not in self.waiting:
             cure = "give layers that share it one backward, or call on_step_grads(params) with enabled=False"

@@ -89,7 +89,7 @@ class Hybrid(Zero3):
         return HybridBuffer(params, groups, self.param_cuts, self.state_cuts)
 
     def gather(self, flat: HybridBuffer) -> Handle | Chain:
-        """Whole parameters from what ranks hold: inside the node, or across and then inside."""
+        """Whole parameters from the pieces that ranks hold: inside the node, or across and then inside."""
         intra, inter = flat.groups
         if self.param_cuts == 1 and self._by_node(intra):
             pieces = all_gather(flat.param_shard, self.by_node[1], async_op=True)
@@ -158,7 +158,7 @@ class Hybrid(Zero3):
 
 
 def hierarchical_all_gather(shard: Tensor, intra: ProcessGroup, inter: ProcessGroup, out=None) -> Tensor:
-    """Everyone's shard [d, ..], in the order of rank = inter.rank()·k + intra.rank(): [p·d, ..]."""
+    """Every rank's shard [d, ..], in the order of rank = inter.rank()·k + intra.rank(): [p·d, ..]."""
     if out is None:
         out = shard.new_empty((intra.size() * inter.size() * shard.shape[0], *shard.shape[1:]))
     return gather_inside(all_gather(shard, inter), intra, inter, out)

@@ -82,7 +82,7 @@ class UnitBuffer(Flat):
         return flat.narrow(0, self.start_of[param], param.numel()).view(param.shape)
 
     def start(self, gather: Callable) -> None:
-        """Start the gather, unless the whole is there or on its way."""
+        """Start the gather, unless it is done or in flight."""
         if not self.whole.untyped_storage().nbytes():
             self._resize(self.numel)
             self.handle = gather(self)
@@ -290,7 +290,7 @@ class Zero3(Sync):
         self._make_whole(unit)
 
     def _make_whole(self, unit: Unit) -> None:
-        """Gather what the unit needs, and start on its neighbour."""
+        """Gather what the unit needs, and start to gather the next unit."""
         for flat in unit.flats:
             flat.start(self.gather)
         for flat in unit.flats:

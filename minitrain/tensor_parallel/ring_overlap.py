@@ -48,7 +48,7 @@ def row(x: Tensor, linear: nn.Module, group: ProcessGroup, *, dw_by_slice: bool 
 
 
 def pass_round(x: Tensor, group: ProcessGroup, visit: Callable[[int, Tensor], None]) -> None:
-    """visit(j, X_j) for the slice of each rank j, the own one first; the next arrives while it computes."""
+    """visit(j, X_j) for the slice of each rank j, its own first; the next arrives while it computes."""
     rank, size = group.rank(), group.size()
     for step in range(size - 1):
         arriving = collectives.rotate(x, group, async_op=True)

@@ -33,7 +33,7 @@ from minitrain.systems.communication.chunk_schedule import (
 
 
 def ring_reduce_scatter(n: int) -> Schedule:
-    """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits everyone and ends at its owner."""
+    """Rank r passes chunk r-1-s on to r+1 in step s: a chunk visits every rank and ends at its owner."""
     return _ring(n, first=-1, reduce=True)
 
 

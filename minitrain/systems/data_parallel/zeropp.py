@@ -104,7 +104,7 @@ def quantized_all_gather(shard: Tensor, group: ProcessGroup, bits=8, block=256) 
 
 
 def two_hop_reduce_scatter(flat: Tensor, intra, inter, bits: int | None = 4, block=256) -> Tensor:
-    """Slice inter.rank()·L + intra.rank() of the sum over both groups of everyone's flat [n·d]: [d]. In the
+    """Slice inter.rank()·L + intra.rank() of the sum over both groups of every rank's flat [n·d]: [d]. In the
     first hop place i gets what the places i of all nodes need, slices i, L+i, .., which are not neighbours:
         flat [N, L, d]  -- reorder -> [L, N, d]  -- over intra, add -> [N, d]  -- over inter, add -> [d]"""
     places, nodes = intra.size(), inter.size()

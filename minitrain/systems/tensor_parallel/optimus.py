@@ -67,7 +67,7 @@ class Linear2D(nn.Module):
 
 
 def over_depth(module: nn.Module, depth_group: ProcessGroup | None) -> list[Tensor | None]:
-    """Weight and bias on their way into work that differs by depth: backward sums their gradients over it."""
+    """Weight and bias, used on different rows at each depth: backward sums their gradients over depth."""
     params = [module.weight, module.bias]
     if depth_group is None:
         return params

@@ -62,7 +62,7 @@ def rotated_backward(dy, x: Tensor, weight: Tensor, bias, group: ProcessGroup, i
 
 
 def passing(weight: Tensor, group: ProcessGroup, in_place: bool) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's shard in turn, the own one first, and whose it is. In place `weight` itself is yielded."""
+    """Every rank's shard in turn, its own first, and the owner. In place `weight` itself is yielded."""
     ranks, held = group.size(), weight.detach()
     for step in range(ranks):
         next_one = rotate(held, group, async_op=True) if step < ranks - 1 and not in_place else None
