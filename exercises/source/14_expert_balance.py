@@ -21,6 +21,7 @@
 
 # %% given="setup"
 import math
+from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 
@@ -41,141 +42,123 @@ from minitrain.course.grading.answer_checks import (
     run_on_ranks,
 )
 
-SECONDS = 5  # for a pure function and many cases
+SECONDS = 20  # on the wall, for many cases: whoever tries all sets of hundreds never ends
 LISTED = "all_reduce all_to_all"
 draw = Draw()  # hidden checks draw sizes, numbers of ranks, loads and values
 
 # %% [markdown]
 # ## 1. A bias and a loss (2 points)
 #
-# The batch of a step comes in parts, one for each microbatch and rank. `chosen` [N, k] of a part are the experts of its tokens; a masked
-# token has -1 in all its places. All parts together are the batch. There are two ways to keep its experts equally busy.
+# The batch of a step comes in parts, one for each microbatch and rank. `chosen` [B, T, k] of a part are the experts of the tokens of its B
+# rows; a masked token has -1 in all its places. All parts together are the batch. There are two ways to keep its experts equally busy.
 #
-# **A bias, no loss.** The router adds `bias` [E] to its scores when it chooses. After each step the bias of an expert that got fewer tokens
-# than the mean of all experts *in the whole batch* goes up by `speed`, that of one that got more goes down by `speed`, and one that got
-# exactly the mean keeps its own. `moved_bias` returns the new bias.
+# **A bias, counted in steps.** The bias of an expert is `steps[e]` times a speed that is not needed here. After each step of training
+# `steps[e]` goes up by 1 if expert e got fewer tokens than the mean of all experts *in the whole batch*, down by 1 if it got more, and stays
+# if it got exactly the mean. `moved` returns the new steps. They are whole numbers, so the result is int64: a division would make floats.
 #
-# **A loss.** `probs` [N, E] of a part are its tokens' probabilities of all experts; a masked token's row is 0. The loss of the batch is
+# **A loss, by its gradient.** Tokens are grouped by a scope: "row" (each row is a group), "microbatch" (each part is one) or "batch" (all
+# tokens are one). `probs` [B, T, E] are the tokens' probabilities of all experts. The loss is
 #
-#     alpha · E · Σ_e f_e · P_e        f_e: the share of expert e among all choices of the batch
-#                                      P_e: the mean probability of expert e over the tokens of the batch
+#     alpha · E / N · Σ over tokens n and experts e of  f_e(group of n) · probs[n, e]
 #
-# which is alpha if all is even. Masked tokens count nowhere. `part_losses` returns one loss for each part. They add up to the loss of the
-# batch, and so do their gradients, yet each may depend on the probabilities of its own part alone: a microbatch goes backward without the
-# others. What must it know of the others beforehand?
+# with N tokens in the batch, and f_e(group) the share of expert e among all choices of the group. Masked tokens count nowhere. f is a count
+# and has no gradient, so the gradient of the loss by `probs` does not depend on `probs`. `slopes` returns it for each part, 0 for masked
+# tokens.
 #
-# > **API** Pure functions, no network. `bias` is float64 [E], `chosen` int64 with -1 for masked, `probs` float64 and may need a gradient.
-# > `moved_bias` returns a new tensor [E]; `part_losses` a list with one tensor without dimensions per part, with its graph.
-# > `torch.bincount(x, minlength=E)` counts whole numbers, none of them negative.
+# > **API** Pure functions, no network. `steps` is int64 [E], `parts` a list of int64 tensors [B, T, k], -1 for masked; B and T may differ.
+# > `moved` returns int64 [E]; `slopes` a list with one float64 tensor [B, T, E] per part.
+# > `torch.bincount(x, minlength=E)` counts whole numbers, none of them negative; int64 / int64 is float32, and `.double()` is float64.
 #
-# Two experts, two parts of one token each, k = 1: chosen `[[0]]` and `[[0]]`, probs `[[.75, .25]]` and `[[.5, .5]]`. At speed 0.1 a bias of
-# `[0., 0.]` becomes `[-.1, .1]`. With alpha = 1 the losses are 0.75 and 0.5, together 1.25.
+# Two experts, two parts of one row with two tokens each, k = 1: chosen `[[[0], [0]]]` and `[[[0], [1]]]`. Steps of `[0, 0]` become `[-1, 1]`. With
+# alpha = 1 every token has the slope `[.375, .125]` for the scope "batch"; for "row" those of the first part have `[.5, 0]`.
 
 
 # %% answer="balance"
-def moved_bias(bias, parts, speed):
-    """bias [E] float64, parts a list of chosen [N, k] -> [E], the bias after the step."""
+def moved(steps, parts):
+    """steps [E] int64, parts a list of chosen [B, T, k] -> [E] int64, the steps of the bias after the step."""
     ### BEGIN SOLUTION
     chosen = torch.cat([part.flatten() for part in parts])
-    counts = torch.bincount(chosen[chosen != NOWHERE], minlength=len(bias))
-    return bias + speed * torch.sign(counts.sum() - counts * len(bias)).to(bias.dtype)
+    loads = torch.bincount(chosen[chosen != NOWHERE], minlength=len(steps))
+    return steps + torch.sign(loads.sum() - loads * len(steps))
     ### END SOLUTION
 
 
-def part_losses(parts, alpha):
-    """parts a list of (probs [N, E], chosen [N, k]) -> a list of losses, float64 tensors without dims."""
+def slopes(parts, num_experts, alpha, scope):
+    """parts a list of chosen [B, T, k] -> a list of [B, T, E] float64, the gradient of the loss by each token's probs."""
     ### BEGIN SOLUTION
-    chosen = torch.cat([own for _, own in parts])
-    num_experts, tokens = parts[0][0].shape[1], (chosen[:, 0] != NOWHERE).sum()
-    counts = torch.bincount(chosen[chosen != NOWHERE], minlength=num_experts)
-    weights = alpha * num_experts * counts.to(parts[0][0].dtype) / (counts.sum() * tokens)
-    return [(weights * probs.sum(0)).sum() for probs, _ in parts]
+    batch, found = torch.cat([part.flatten() for part in parts])[None], []
+    tokens = sum(int((part[..., 0] != NOWHERE).sum()) for part in parts)
+    for part in parts:
+        groups = {"row": part.flatten(1), "microbatch": part.flatten()[None], "batch": batch}[scope]
+        hits = torch.stack([(groups == e).sum(1) for e in range(num_experts)], 1).double()
+        shares = hits / hits.sum(1, keepdim=True).clamp(min=1)
+        found.append(alpha * num_experts / tokens * shares[:, None] * (part[..., :1] != NOWHERE))
+    return found
     ### END SOLUTION
-
-
-# %% driver="each_part"
-def each_part(parts, alpha):
-    """The loss of each part, and its gradient by the probabilities of every part."""
-    inputs = [probs.clone().requires_grad_() for probs, _ in parts]
-    losses = part_losses([(x, chosen) for x, (_, chosen) in zip(inputs, parts)], alpha)
-    slopes = []
-    for loss in losses:
-        grads = [torch.zeros_like(x) for x in inputs]
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
-        slopes.append(list(grads))
-    return [loss.detach() for loss in losses], slopes
 
 
 # %% judge="expect_balance"
-def drawn_parts(experts, k, sizes, idle=(), masked=True):
-    """Parts with so many tokens: probabilities, and choices that do not follow from them; nobody chooses the idle ones."""
+def drawn_parts(experts, k, shapes, idle=()):
+    """Parts of so many rows and tokens, some masked; nobody chooses the idle experts."""
     parts, open_ones = [], [e for e in range(experts) if e not in idle]
-    for size in sizes:
-        probs = (2 * draw.real(size, experts)).softmax(-1)
-        chosen = torch.tensor([draw.several(open_ones, k) for _ in range(size)])
-        if masked:
-            mask = draw.mask(size)
-            probs, chosen = probs * mask[:, None], chosen.masked_fill(~mask[:, None], NOWHERE)
-        parts.append((probs, chosen))
+    for rows, tokens in shapes:
+        chosen = torch.tensor([draw.several(open_ones, k) for _ in range(rows * tokens)])
+        chosen = chosen.masked_fill(~draw.mask(rows * tokens)[:, None], NOWHERE)
+        parts.append(chosen.view(rows, tokens, k))
     return parts
 
 
-def expect_bias(bias, parts, speed, signs):
+def expect_moved(steps, parts, signs):
     """signs: -1, 0 or 1 for each expert."""
-    said = ask(moved_bias, bias, parts, speed)
-    where = f"(seen with {len(bias)} experts in {len(parts)} parts)"
-    wanted = bias + speed * torch.tensor(signs, dtype=torch.float64)
-    expect_equal(said * 0, bias * 0, "a bias", f"a number for each expert {where}")
-    moved = said - bias
-    size = torch.tensor([abs(sign) for sign in signs], dtype=torch.float64) * speed
+    said = ask(moved, steps, parts)
+    where = f"(seen with {len(steps)} experts in {len(parts)} parts)"
+    hint = f"one for each expert; what does a division make of them? {where}"
+    expect_equal(
+        said * 0 if isinstance(said, torch.Tensor) else said, steps * 0, "whole numbers", hint
+    )
+    wanted = steps + torch.tensor(signs)
     expect(
-        torch.allclose(moved.abs()[size > 0], size[size > 0], rtol=0, atol=1e-12),
+        bool(((said - steps).abs() <= 1).all()),
         "a step of one size",
-        f"by speed, up or down, however far a load is from the mean {where}",
+        f"by 1, up or down, however far a load is from the mean {where}",
     )
     busy = torch.cat([chosen.flatten() for chosen in parts]).unique()
-    some = torch.isin(torch.arange(len(bias)), busy)
+    some = torch.isin(torch.arange(len(steps)), busy)
     hint = f"are loads those of the whole batch, and which of them are above the mean? {where}"
-    expect_equal(said[some], wanted[some], "up where tokens are missing", hint, atol=1e-12)
-    hint = f"it has fewer than the mean {where}"
-    expect_equal(said, wanted, "an expert without tokens", hint, atol=1e-12)
+    expect_equal(said[some], wanted[some], "up where tokens are missing", hint)
+    expect_equal(said, wanted, "an expert without tokens", f"it has fewer than the mean {where}")
 
 
-def expect_losses(parts, alpha, wanted, slope):
-    """wanted: the loss of the batch; slope [E]: its gradient by each token's probabilities."""
-    losses, slopes = ask(each_part, parts, alpha)
-    where = f"(seen with {len(slope)} experts in {len(parts)} parts)"
-    expect(len(losses) == len(parts), "a loss for each part", f"as many as parts {where}")
-    hint = f"what do they add up to? f and P are of the whole batch {where}"
-    wanted = torch.as_tensor(wanted, dtype=torch.float64)
-    expect_equal(sum(losses, wanted * 0), wanted, "the loss of the batch", hint, atol=1e-12 * alpha)
-    for i, own in enumerate(slopes):
-        others = [grad for j, grad in enumerate(own) if j != i]
-        expect(
-            all(not grad.any() for grad in others),
-            "its own part alone",
-            f"a part's loss has a gradient for another part's probabilities {where}",
-        )
-    for i, (probs, chosen) in enumerate(parts):
-        real = chosen[:, 0] != NOWHERE  # what a masked row's gradient is does not matter
-        found, goal = slopes[i][i][real], slope.expand_as(probs)[real]
-        hint = f"of the batch's loss by a token's probabilities; whose shares are f? {where}"
-        expect_equal(found, goal, "gradients of the batch", hint, atol=1e-12 * alpha)
+def expect_slopes(parts, num_experts, alpha, scope, wanted):
+    """wanted: for each part the gradient by each token's probabilities."""
+    said = ask(slopes, parts, num_experts, alpha, scope)
+    where = f"(seen with {num_experts} experts in {len(parts)} parts)"
+    expect(
+        isinstance(said, list) and len(said) == len(parts),
+        "one gradient for each part",
+        f"a list with as many tensors as there are parts {where}",
+    )
+    for found, chosen, goal in zip(said, parts, wanted):
+        hint = f"one number for each row, token and expert, in float64 {where}"
+        zeros = found * 0 if isinstance(found, torch.Tensor) else found
+        expect_equal(zeros, goal * 0, "a gradient [B, T, E]", hint)
+        hint = f"a masked token has no gradient {where}"
+        expect(not found[chosen[..., 0] == NOWHERE].any(), "masked tokens count nowhere", hint)
+    hint = f"whose choices are counted in f, and over how many tokens is the mean taken? {where}"
+    expect_equal(said, wanted, f"f of the {scope}", hint, atol=1e-12 * alpha)
 
 
 # %% check="balance-bias" points=1
 # The bias follows the loads of the whole batch, by a step of one size.
-expect_bias(
-    torch.zeros(2, dtype=torch.float64), [torch.tensor([[0]]), torch.tensor([[0]])], 0.1, [-1, 1]
+expect_moved(
+    torch.tensor([0, 0]), [torch.tensor([[[0], [0]]]), torch.tensor([[[0], [1]]])], [-1, 1]
 )
-expect_bias(
-    torch.tensor([0.5, 0.0, -0.25], dtype=torch.float64),
-    [torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 2], [-1, -1], [0, 1], [1, 2], [-1, -1]])],
-    0.01,
+expect_moved(
+    torch.tensor([5, 0, -2]),
+    [torch.tensor([[[0, 1], [0, 1]]]), torch.tensor([[[0, 2], [-1, -1]], [[0, 1], [1, 2]]])],
     [-1, -1, 1],
 )
-expect_bias(torch.ones(3, dtype=torch.float64), [torch.tensor([[0], [1], [1]])], 0.5, [0, -1, 1])
+expect_moved(torch.ones(3, dtype=torch.long), [torch.tensor([[[0], [1], [1]]])], [0, -1, 1])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
@@ -189,111 +172,118 @@ def signs_of(parts, experts):
 for _ in range(4):
     experts = draw.integer(4, 8)
     idle = draw.several(range(experts), draw.integer(0, 2))
-    sizes = [draw.integer(3, 9) for _ in range(draw.integer(2, 4))]
-    parts = [chosen for _, chosen in drawn_parts(experts, draw.integer(1, 2), sizes, idle)]
-    bias = draw.exact(experts)
-    expect_bias(bias, parts, draw.choice([0.5, 0.001]), signs_of(parts, experts))
+    shapes = [(draw.integer(1, 3), draw.integer(2, 5)) for _ in range(draw.integer(2, 4))]
+    parts = drawn_parts(experts, draw.integer(1, 2), shapes, idle)
+    steps = torch.tensor([draw.integer(-9, 9) for _ in range(experts)])
+    expect_moved(steps, parts, signs_of(parts, experts))
 for part in (  # one above the mean in most parts and below it in all; all tokens on one
-    [torch.tensor([[0], [0], [1]]), torch.tensor([[0], [0], [1]]), torch.tensor([[1]] * 5)],
-    [torch.full((draw.integer(2, 5), 1), 3), torch.full((2, 1), NOWHERE)],
+    [torch.tensor([[[0], [0], [1]]]), torch.tensor([[[0], [0], [1]]]), torch.tensor([[[1]] * 5])],
+    [torch.full((1, draw.integer(2, 5), 1), 3), torch.full((2, 1, 1), NOWHERE)],
 ):
-    expect_bias(draw.exact(4), part, 0.25, signs_of(part, 4))
+    expect_moved(torch.tensor([draw.integer(-9, 9) for _ in range(4)]), part, signs_of(part, 4))
 ### END HIDDEN TESTS
 
 # %% check="balance-loss" points=1
-# Losses of parts add up to that of the batch, and so do their gradients.
-half = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-more = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
-two = [(more, torch.tensor([[0]])), (half, torch.tensor([[0]]))]
-expect_losses(two, 1.0, 1.25, torch.tensor([1.0, 0.0], dtype=torch.float64))
-three = [(half, torch.tensor([[1]])), (torch.cat([more, 0 * half]), torch.tensor([[0], [-1]]))]
-expect_losses(three, 0.5, 0.5, torch.tensor([0.25, 0.25], dtype=torch.float64))
+# The gradient of the loss, per row, per microbatch and of the whole batch.
+two = [torch.tensor([[[0], [0]]]), torch.tensor([[[0], [1]]])]
+mixed, half = [[[0.375, 0.125]] * 2], [[[0.25, 0.25]] * 2]
+for scope, first, second in (("batch", mixed, mixed), ("microbatch", [[[0.5, 0.0]] * 2], half)):
+    wanted = [torch.tensor(part, dtype=torch.float64) for part in (first, second)]
+    expect_slopes(two, 2, 1.0, scope, wanted)
+rows = [torch.tensor([[[0], [0]], [[1], [-1]]])]
+wanted = torch.tensor([[[1, 0], [1, 0]], [[0, 1], [0, 0]]], dtype=torch.float64)
+expect_slopes(rows, 2, 3.0, "row", [2 * wanted])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
-def of_batch(parts, alpha):
-    """The loss of one process with all tokens, and its gradient by each token's probabilities."""
-    probs, chosen = (torch.cat(both) for both in zip(*parts))
-    probs.requires_grad_()
-    real = chosen[:, 0] != NOWHERE
-    hits = torch.nn.functional.one_hot(chosen[real], probs.shape[1]).double()
-    loss = alpha * probs.shape[1] * (hits.mean((0, 1)) * probs[real].mean(0)).sum()
-    (grad,) = torch.autograd.grad(loss, probs)
-    return loss.detach(), grad[real][0]
+def by_hand(parts, experts, alpha, scope):
+    """Token by token, in whole numbers until the end."""
+    real = lambda tokens: [choice for token in tokens for choice in token if choice != NOWHERE]
+    everyone = real([token for part in parts for row in part.tolist() for token in row])
+    count = sum(token[0] != NOWHERE for part in parts for row in part.tolist() for token in row)
+    found = []
+    for part in parts:
+        here = real([token for row in part.tolist() for token in row])
+        numbers = []
+        for row in part.tolist():
+            group = {"row": real(row), "microbatch": here, "batch": everyone}[scope]
+            share = [
+                alpha * experts * group.count(e) / max(1, len(group)) / count
+                for e in range(experts)
+            ]
+            numbers.append([share if token[0] != NOWHERE else [0.0] * experts for token in row])
+        found.append(torch.tensor(numbers, dtype=torch.float64))
+    return found
 
 
 for k in (1, 2, draw.integer(1, 3)):
     experts, alpha = draw.integer(5, 8), draw.choice([0.01, 1.0, 3.0])
-    sizes = [draw.integer(3, 9) for _ in range(draw.integer(2, 4))]
-    idle = draw.several(range(experts), draw.integer(0, 2))
-    parts = drawn_parts(experts, k, sizes, idle)
-    parts.append((torch.zeros(2, experts).double(), torch.full((2, k), NOWHERE)))  # a masked part
-    expect_losses(parts, alpha, *of_batch(parts, alpha))
-parts = [(0 * half.expand(3, 2) + torch.tensor([0.0, 1.0]), torch.ones(3, 1, dtype=torch.long))] * 2
-expect_losses(parts, 0.5, *of_batch(parts, 0.5))
+    shapes = [(draw.integer(2, 3), draw.integer(2, 5)) for _ in range(draw.integer(2, 4))]
+    parts = drawn_parts(experts, k, shapes, draw.several(range(experts), draw.integer(0, 2)))
+    parts.append(torch.full((1, 2, k), NOWHERE))  # a masked part
+    for scope in ("row", "microbatch", "batch"):
+        expect_slopes(parts, experts, alpha, scope, by_hand(parts, experts, alpha, scope))
 ### END HIDDEN TESTS
 
 # %% [markdown]
 # ## 2. Which experts to shadow (2 points)
 #
-# n ranks own E experts: expert e belongs to rank e // (E/n). `counts[r][e]` is how many rows rank r has for expert e. Rows travel to the
-# owner, who works on them and sends the results back. Or the expert is *shadowed* for this layer: its weights travel to all other ranks,
-# each rank works on its own rows, and no row travels.
+# `rows[r]` are the experts that the rows of rank r are for, one number per row, in any order. Expert e belongs to rank `owner[e]`; a rank may
+# own several experts, or none. A row travels to the owner and its result comes back, unless its own rank has a *copy* of the expert for this
+# layer. A copy travels from the owner to one rank.
 #
-# **By traffic.** Without a shadow each row of another rank puts `d_model` elements on the owner's link on its way in, and as many on its
-# way out. A shadow puts all weights of the expert there once: `matrices` matrices of `d_model`·`d_ff` elements. `by_traffic` returns the
-# experts to shadow so that all owners' links together carry least; of equal sets the one with the fewest experts. There may be hundreds of
-# experts.
+# **By traffic, copy by copy.** A row that travels puts `d_model` elements on the owner's link on its way in, and as many on its way out. A
+# copy puts all weights of the expert there: `matrices` matrices of `d_model`·`d_ff` elements. `by_traffic` returns the copies with which all
+# owners' links together carry least; of equal sets the one with the fewest copies. There may be hundreds of experts.
 #
-# **By time.** What a layer really waits for is the busiest rank and the busiest link. Forward and backward together take
+# **By time, expert by expert.** Now an expert is *shadowed* or not: if it is, each rank but the owner that has rows for it gets a copy, and
+# works on its own rows. What a layer waits for is the busiest rank and the busiest link. Forward and backward together take
 #
 #     3 · compute · (rows that the busiest rank works on)
 #     + 4 · move · (rows on the busiest link: the most that leave a rank, or arrive at one)
-#     + 2 · carry · (the most shadows that arrive at a rank)
+#     + 2 · carry · (the most copies that arrive at a rank)
 #
-# The weights of a shadow arrive once at every rank but its owner. (No link has more to send: they leave the owner in slices, which the
-# others pass on.) `by_time` returns the set that takes least time; of equally fast ones the one with the fewest experts, and of these the
-# one that comes first as a list, [0, 3] before [1, 2]. There are 10 experts at most here, so it may try all sets. All numbers are whole.
+# `by_time` returns the set of experts that takes least time; of equally fast ones the one with the fewest experts, and of these the one that
+# comes first as a list, [0, 3] before [1, 2]. There are 10 experts at most here, so it may try all sets.
 #
-# > **API** Pure functions of lists and ints, no tensors, no network. `counts` is a list of n lists of E ints; everything else is an int of
-# > any size, so keep to whole numbers. Return a list of ints. `itertools.combinations` may help in `by_time`.
+# > **API** Pure functions of lists and ints, no tensors, no network. `rows` is a list of n lists of ints, `owner` a list of E ints; everything
+# > else is an int of any size, so keep to whole numbers. `by_traffic` returns a list of pairs (expert, rank) in rising order, `by_time` a list
+# > of experts in rising order. `collections.Counter(rows[r])` counts; `itertools.combinations` may help in `by_time`.
 #
-# Both return the numbers of the experts in rising order. n = 2, E = 2, counts `[[2, 0], [9, 1]]`: rank 1 has 9 rows for expert 0. With
-# d_model = 4 and matrices = 2 it is shadowed by traffic if d_ff is 8, as 2·9·4 > 2·4·8, and not if d_ff is 9. Without shadows the layer
-# takes 3·11·compute + 4·9·move, and with a shadow of expert 0 it takes 3·10·compute + 2·1·carry.
+# Two ranks, rows `[[0, 0], [1] + 9 * [0]]`, owner `[0, 1]`: rank 1 has 9 rows for expert 0. With d_model = 4 and matrices = 2 it gets a copy by
+# traffic, `[(0, 1)]`, if d_ff is 8, as 2·9·4 > 2·4·8, and none if d_ff is 9. Without shadows the layer takes 3·11·compute + 4·9·move, and
+# with a shadow of expert 0 it takes 3·10·compute + 2·1·carry.
 
 
 # %% answer="shadows"
-def by_traffic(counts, d_model, d_ff, matrices):
-    """counts: a list for each rank, with whole numbers for all experts -> a list of experts."""
+def by_traffic(rows, owner, d_model, d_ff, matrices):
+    """rows: a list of experts for each rank; owner: a rank for each expert -> a list of pairs (expert, rank)."""
     ### BEGIN SOLUTION
-    each, found = len(counts[0]) // len(counts), []
-    for e in range(len(counts[0])):
-        remote = sum(row[e] for r, row in enumerate(counts) if r != e // each)
-        if 2 * remote * d_model > matrices * d_model * d_ff:
-            found.append(e)
-    return found
+    found = []
+    for r, mine in enumerate(rows):
+        for e, here in Counter(mine).items():
+            if owner[e] != r and 2 * here * d_model > matrices * d_model * d_ff:
+                found.append((e, r))
+    return sorted(found)
     ### END SOLUTION
 
 
-def by_time(counts, compute, move, carry):
-    """The same counts, and three whole prices -> a list of experts."""
+def by_time(rows, owner, compute, move, carry):
+    """The same rows and owners, and three whole prices -> a list of experts."""
     ### BEGIN SOLUTION
-    n, num = len(counts), len(counts[0])
+    n, num, counts = len(rows), len(owner), [Counter(mine) for mine in rows]
 
     def time(shadows):
         worked, sent, received, taken = ([0] * n for _ in range(4))
         for e in range(num):
-            owner = e // (num // n)
             for r in range(n):
-                if e in shadows:
-                    worked[r] += counts[r][e]
-                    taken[r] += r != owner
-                else:
-                    worked[owner] += counts[r][e]
-                    sent[r] += counts[r][e] if r != owner else 0
-                    received[owner] += counts[r][e] if r != owner else 0
+                here = counts[r][e]
+                stays = e in shadows or r == owner[e]
+                worked[r if stays else owner[e]] += here
+                sent[r] += 0 if stays else here
+                received[owner[e]] += 0 if stays else here
+                taken[r] += e in shadows and r != owner[e] and here > 0
         return 3 * compute * max(worked) + 4 * move * max(sent + received) + 2 * carry * max(taken)
 
     sets = (list(some) for size in range(num + 1) for some in combinations(range(num), size))
@@ -303,134 +293,162 @@ def by_time(counts, compute, move, carry):
 
 # %% judge="expect_shadows"
 def loads(n, experts, hot, low=20, high=60):
-    """Rows of each rank for each expert: a few for all, many for the `hot` ones."""
+    """Numbers of rows of each rank for each expert: a few for all, many for the `hot` ones; some ranks have none."""
     return [
-        [draw.integer(low, high) if e in hot else draw.integer(0, 6) for e in range(experts)]
+        [
+            draw.integer(low, high) if e in hot else max(0, draw.integer(-2, 6))
+            for e in range(experts)
+        ]
         for _ in range(n)
     ]
 
 
-def expect_shadows(asked, *cases):
-    """Cases (arguments, wanted set, time of a set or None)."""
-    said = ask_each(asked, [arguments for arguments, _, _ in cases], time_limit_s=SECONDS)
+def listed(counts):
+    """The same as lists of experts, one number per row, in a drawn order."""
+    each = [[e for e, number in enumerate(own) for _ in range(number)] for own in counts]
+    return [draw.several(own, len(own)) for own in each]
+
+
+def expect_traffic(*cases):
+    """Cases (rows, owner, d_model, d_ff, matrices, wanted pairs)."""
+    said = ask_each(by_traffic, [case[:-1] for case in cases], time_limit_s=SECONDS)
+    for found, (rows, owner, *prices, wanted) in zip(said, cases):
+        where = f"(seen with {len(rows)} ranks, {len(owner)} experts and the numbers {prices})"
+        whole = lambda pair: isinstance(pair, (list, tuple)) and [*map(type, pair)] == [int, int]
+        expect(
+            isinstance(found, (list, tuple)) and all(map(whole, found)),
+            "pairs of expert and rank",
+            f"a list of pairs of whole numbers {where}",
+        )
+        found = [tuple(pair) for pair in found]
+        expect(
+            found == sorted(set(found)),
+            "pairs of expert and rank",
+            f"each once, in rising order {where}",
+        )
+        expect(
+            all(0 <= r < len(rows) and e in rows[r] and owner[e] != r for e, r in found),
+            "a copy that is used",
+            f"the owner needs none, nor does a rank without rows for it {where}",
+        )
+        hint = f"another set costs less; what does each copy cost, and the rows that travel without it? {where}"
+        expect(set(wanted) <= set(found), "the least cost", hint)
+        expect(
+            found == wanted, "no shadow for nothing", f"with fewer copies it costs no more {where}"
+        )
+
+
+def expect_time(*cases):
+    """Cases (arguments, wanted set, time of a set)."""
+    said = ask_each(by_time, [arguments for arguments, _, _ in cases], time_limit_s=SECONDS)
     for found, (arguments, wanted, time) in zip(said, cases):
-        counts, prices = arguments[0], arguments[1:]
-        num = len(counts[0])
-        where = f"(seen with {len(counts)} ranks, {num} experts and the numbers {prices})"
+        (rows, owner), prices = arguments[:2], arguments[2:]
+        where = f"(seen with {len(rows)} ranks, {len(owner)} experts and the numbers {prices})"
         expect(
             isinstance(found, (list, tuple))
-            and all(type(e) is int and 0 <= e < num for e in found)
+            and all(type(e) is int and 0 <= e < len(owner) for e in found)
             and list(found) == sorted(set(found)),
             "a set of experts",
             f"numbers of experts, each once, in rising order {where}",
         )
+        hint = f"with fewer shadows it costs no more {where}"
         expect(
-            not set(wanted) < set(found) or (time and time(found) != time(wanted)),
+            not set(wanted) < set(found) or time(found) != time(wanted),
             "no shadow for nothing",
-            f"with fewer shadows it costs no more {where}",
+            hint,
         )
-        hint = f"another set costs less; what does each expert cost with a shadow, and without? {where}"
-        cheapest = list(found) == wanted or (time and time(found) == time(wanted))
-        expect(cheapest, "the least cost", hint)
+        hint = f"another set costs less; which rank, and which link, is the busiest? {where}"
+        expect(time(found) == time(wanted), "the least cost", hint)
         hint = f"of equally fast sets the smallest, then the first {where}"
         expect(list(found) == wanted, "no shadow for nothing", hint)
 
 
-# %% check="shadows-traffic" points=1
-# Experts whose rows put more on their owner's link than their weights would.
-expect_shadows(
-    by_traffic,
-    (([[2, 0], [9, 1]], 4, 8, 2), [0], None),
-    (([[2, 0], [9, 1]], 4, 9, 2), [], None),
-    (([[7, 9, 5, 9], [0, 3, 8, 8]], 8, 4, 2), [2, 3], None),
-)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-
-
-def cheapest(counts, d_model, d_ff, matrices):
-    """By trying every set: what all links carry, then how many shadows."""
-    num, n = len(counts[0]), len(counts)
-    owners = [e * n // num for e in range(num)]
-    costs = [
-        2 * d_model * sum(counts[r][e] for r in range(n) if r != owners[e]) for e in range(num)
-    ]
-    sets = [some for size in range(num + 1) for some in combinations(range(num), size)]
-    price = matrices * d_model * d_ff
-    return list(
-        min(sets, key=lambda s: (len(s) * price + sum(costs) - sum(costs[e] for e in s), len(s)))
-    )
-
-
-cases = []
-for n, each in ((2, 3), (3, 2), (4, 2), (3, 3), (5, 1)):
-    counts = loads(n, n * each, draw.several(range(n * each), 2), 1, 12)
-    remote = sum(row[0] for row in counts[1:])
-    for matrices, d_ff in ((2, max(1, remote)), (2, draw.integer(2, 12)), (3, draw.integer(1, 9))):
-        prices = (
-            draw.choice([1, 8, 13]),
-            d_ff,
-            matrices,
-        )  # the first: expert 0 costs the same both ways
-        cases.append(((counts, *prices), cheapest(counts, *prices), None))
-counts = [[0] * 6 for _ in range(3)]
-cases.append(((counts, 4, 1, 2), [], None))  # nobody has rows
-counts = [[0, 0, 40 + r, 0] for r in range(2)]
-cases.append(((counts, 4, 8, 3), cheapest(counts, 4, 8, 3), None))  # all on one
-n, num = 8, 64 * draw.integer(2, 4)
-counts = [[draw.integer(0, 9) for _ in range(num)] for _ in range(n)]
-remote = [sum(row[e] for r, row in enumerate(counts) if r != e * n // num) for e in range(num)]
-cases.append(((counts, 64, 30, 2), [e for e in range(num) if remote[e] > 30], None))
-expect_shadows(by_traffic, *cases)
-### END HIDDEN TESTS
-
-# %% check="shadows-time" points=1
-# The set with which the busiest rank and the busiest link are done first.
-expect_shadows(
-    by_time,
-    (([[2, 0], [9, 1]], 1, 1, 10), [0], None),
-    (([[2, 0], [9, 1]], 1, 1, 30), [], None),
-    (([[2, 0], [9, 1]], 2, 0, 3), [], None),
-    (([[0, 3, 8, 2], [1, 2, 9, 4]], 1, 2, 12), [0, 2], None),
-    (([[4, 0, 20], [0, 9, 12], [3, 1, 0]], 1, 1, 20), [2], None),
-)
-print("the visible checks pass")
-### BEGIN HIDDEN TESTS
-
-
-def timed(counts, compute, move, carry):
-    """The time of a set of shadows under these loads and prices."""
-    ranks, num = range(len(counts)), len(counts[0])
-    owned = [range(num * r // len(counts), num * (r + 1) // len(counts)) for r in ranks]
+def timed(rows, owner, compute, move, carry):
+    """The time of a set of shadows: what each rank computes, sends, receives and takes, found rank by rank."""
+    ranks = range(len(rows))
+    away = [[[e for e in rows[r] if owner[e] == q] for q in ranks] for r in ranks]  # from r to q
 
     def time(found):
-        rows = []
-        for r in ranks:
-            own = sum(counts[r][e] for e in found)
-            rows.append(own + sum(counts[q][e] for e in owned[r] if e not in found for q in ranks))
-        ways = []
-        for r in ranks:
-            kept = [e for e in range(num) if e not in found]
-            out = sum(counts[r][e] for e in kept if e not in owned[r])
-            into = sum(counts[q][e] for e in kept if e in owned[r] for q in ranks if q != r)
-            ways.append((max(out, into), sum(e not in owned[r] for e in found)))
-        links = [max(way[i] for way in ways) for i in (0, 1)]
-        return 3 * compute * max(rows) + 4 * move * links[0] + 2 * carry * links[1]
+        travel = [[sum(e not in found for e in away[r][q]) for q in ranks] for r in ranks]
+        into = [sum(travel[q][r] for q in ranks if q != r) for r in ranks]
+        out = [sum(travel[r][q] for q in ranks if q != r) for r in ranks]
+        work = [len(rows[r]) - out[r] + into[r] for r in ranks]
+        copies = [len({e for e in rows[r] if e in found and owner[e] != r}) for r in ranks]
+        return 3 * compute * max(work) + 4 * move * max(into + out) + 2 * carry * max(copies)
 
     return time
 
 
-def fastest(counts, *prices):
+# %% check="shadows-traffic" points=1
+# Copies whose rows would put more on the owner's link than the weights do.
+both = [[0, 0], [1] + 9 * [0]]
+expect_traffic(
+    (both, [0, 1], 4, 8, 2, [(0, 1)]),
+    (both, [0, 1], 4, 9, 2, []),
+    ([[3, 1, 1, 3, 3], [0, 0, 2, 0, 3], [1, 0, 1, 2, 1]], [2, 1, 1, 0], 8, 2, 2, [(0, 1), (1, 2)]),
+)
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def cheapest(rows, owner, d_model, d_ff, matrices):
+    """Each possible copy against the rows that would travel without it."""
+    price, found = matrices * d_model * d_ff, []
+    for e, home in enumerate(owner):
+        for r in range(len(rows)):
+            if r != home and sum(2 * d_model for one in rows[r] if one == e) > price:
+                found.append((e, r))
+    return found
+
+
+cases = []
+for n, num in ((2, 6), (3, 4), (4, 8), (3, 9), (5, 5)):
+    rows = listed(loads(n, num, draw.several(range(num), 2), 1, 12))
+    owner = [draw.integer(0, n - 1) for _ in range(num)]
+    some = [row.count(e) for r, row in enumerate(rows) for e in set(row) if owner[e] != r]
+    for matrices, d_ff in (
+        (2, draw.choice([1, *some])),
+        (2, draw.integer(2, 12)),
+        (3, draw.integer(1, 9)),
+    ):
+        prices = (
+            draw.choice([1, 8, 13]),
+            d_ff,
+            matrices,
+        )  # the first: a copy costs the same both ways
+        cases.append((rows, owner, *prices, cheapest(rows, owner, *prices)))
+cases.append(([[], [], []], [0, 2, 1], 4, 1, 2, []))  # nobody has rows
+far = [[2] * 40, [2] * 41]
+cases.append((far, [1, 0, 1], 4, 8, 3, cheapest(far, [1, 0, 1], 4, 8, 3)))  # all for one
+n, num = 8, 64 * draw.integer(2, 4)
+rows = listed([[draw.integer(0, 9) for _ in range(num)] for _ in range(n)])
+owner = [draw.integer(0, n - 1) for _ in range(num)]
+cases.append((rows, owner, 64, 5, 2, cheapest(rows, owner, 64, 5, 2)))
+expect_traffic(*cases)
+### END HIDDEN TESTS
+
+# %% check="shadows-time" points=1
+# The set with which the busiest rank and the busiest link are done first.
+both = [[0, 0], [1] + 9 * [0]]
+for prices, wanted in (((1, 1, 10), [0]), ((1, 1, 30), []), ((2, 0, 3), [])):
+    expect_time(((both, [0, 1], *prices), wanted, timed(both, [0, 1], *prices)))
+four = [[2, 2, 3, 2, 2, 1, 1, 1, 3, 2, 2, 2, 2], [0, 3, 2, 3, 2, 2, 2, 1, 2, 3, 1, 2, 2, 2, 2, 3]]
+expect_time(((four, [0, 0, 1, 1], 1, 2, 12), [0, 2], timed(four, [0, 0, 1, 1], 1, 2, 12)))
+print("the visible checks pass")
+### BEGIN HIDDEN TESTS
+
+
+def fastest(*arguments):
     """A case, by trying every set."""
-    num, time = len(counts[0]), timed(counts, *prices)
+    num, time = len(arguments[1]), timed(*arguments)
     sets = [list(some) for size in range(num + 1) for some in combinations(range(num), size)]
-    return (counts, *prices), min(sets, key=lambda some: (time(some), len(some), some)), time
+    return arguments, min(sets, key=lambda some: (time(some), len(some), some)), time
 
 
-def in_order_of_loads(counts, *prices):
+def in_order_of_loads(rows, owner, *prices):
     """FasterMoE's own way: the heaviest experts first, as long as it gets faster."""
-    num, time, chosen = len(counts[0]), timed(counts, *prices), []
-    for e in sorted(range(num), key=lambda e: -sum(row[e] for row in counts)):
+    time, chosen = timed(rows, owner, *prices), []
+    for e in sorted(range(len(owner)), key=lambda e: -sum(row.count(e) for row in rows)):
         if time([*chosen, e]) >= time(chosen):
             break
         chosen.append(e)
@@ -439,8 +457,8 @@ def in_order_of_loads(counts, *prices):
 
 def apart(arguments, best, time):
     """What a case with this best set tells apart."""
-    counts, *prices = arguments
-    alike, longer = (combinations(range(len(counts[0])), len(best) + more) for more in (0, 1))
+    rows, owner, *prices = arguments
+    alike, longer = (combinations(range(len(owner)), len(best) + more) for more in (0, 1))
     if time(in_order_of_loads(*arguments)) > time(best):
         yield "the order of loads"
     if best and any(time(some) == time(best) for some in longer):
@@ -448,32 +466,45 @@ def apart(arguments, best, time):
     if any(time(some) == time(best) and list(some) > best for some in alike):
         yield "the first of equals"
     forward = [Fraction(price, passes) for price, passes in zip(prices, (3, 2, 2))]
-    if time(fastest(counts, *forward)[1]) > time(best):
+    if time(fastest(rows, owner, *forward)[1]) > time(best):
         yield "forward and backward"
+    everywhere = lambda some: max(sum(owner[e] != r for e in some) for r in range(len(rows)))
+    sets = [
+        list(some)
+        for size in range(len(owner) + 1)
+        for some in combinations(range(len(owner)), size)
+    ]
+    without = timed(rows, owner, *prices[:2], 0)
+    if time(min(sets, key=lambda some: without(some) + 2 * prices[2] * everywhere(some))) > time(
+        best
+    ):
+        yield "copies where rows are"
 
 
-cases, missing = (
-    [],
-    {"the order of loads": 3, "a tie": 3, "the first of equals": 2, "forward and backward": 2},
-)
+cases, missing = [], {"the order of loads": 3, "a tie": 3, "the first of equals": 2}
+missing |= {"forward and backward": 2, "copies where rows are": 2}
 for _ in range(500):
-    n, each = draw.choice([(2, 2), (2, 3), (3, 2), (4, 1), (4, 2), (3, 1)])
-    hot = draw.several(range(n * each), draw.integer(1, min(3, n * each)))
-    high = draw.choice([6, 60])
-    counts = loads(n, n * each, hot, high // 3, high)
+    n, num = draw.choice([(2, 4), (2, 6), (3, 6), (4, 4), (3, 3), (3, 5)])
+    hot = draw.several(range(num), draw.integer(1, min(3, num)))
+    high = draw.choice([6, 30])
+    counts = loads(n, num, hot, high // 3, high)
+    counts[draw.integer(0, n - 1)][hot[0]] = 0
+    owner = [draw.integer(0, n - 1) for _ in range(num)]
     prices = draw.integer(0, 3), draw.integer(0, 3), draw.integer(1, 2 * high)
-    case = fastest(counts, *prices)
+    case = fastest(listed(counts), owner, *prices)
     found = [kind for kind in apart(*case) if missing[kind]]
     missing |= {kind: missing[kind] - 1 for kind in found}
     cases += [case] if found else []
     if not any(missing.values()):
         break
-all_on_one = [[0, 0, 0, 0, 30 + r, 0] for r in range(3)]
-nobody = [[0, 0] for _ in range(2)]
-cases += [fastest(all_on_one, 1, 1, 8), fastest(nobody, 1, 1, 1)]
-counts = loads(draw.choice([2, 5]), 10, draw.several(range(10), 2))
-cases.append(fastest(counts, 1, 1, draw.integer(4, 40)))
-expect_shadows(by_time, *cases)
+cases += [fastest([[4] * (30 + r) for r in range(3)], [0, 0, 1, 1, 2], 1, 1, 8)]  # all for one
+cases += [fastest([[], []], [1, 0], 1, 1, 1)]  # nobody has rows
+n = draw.choice([2, 5])
+counts = loads(n, 10, draw.several(range(10), 2), 9, 20)
+cases.append(
+    fastest(listed(counts), [draw.integer(0, n - 1) for _ in range(10)], 1, 1, draw.integer(4, 40))
+)
+expect_time(*cases)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -786,13 +817,14 @@ for ranks in (4, draw.integer(3, 5)):
 #
 # Experts can work on some rows while others travel: cut the rows of a layer into r chunks. How many, and what is started when?
 #
-# **The number.** A transfer of n rows takes a + b·n, the work on them c + d·n. All transfers share one link, which carries one at a time:
-# first the r dispatches, chunk by chunk, then the r combines. The expert works on one chunk at a time, in the same order. Work on a chunk
-# begins when the chunk has arrived and the work before it is done; its combine begins when its work is done and the link is free. The layer
-# ends with the last combine. Each chunk has rows/r rows, a whole number or not. `chunk_count` returns an r from 1 to `most` with which the
-# layer takes least time; of equally good ones any.
+# **The number.** Rows go out in one byte per number and come home in two, so the two ways have prices of their own: n rows take a + b·n
+# with (a, b) = `out` to the experts, `work` on them, and `home` back. All transfers share one link, which carries one at a time: first the r
+# dispatches, chunk by chunk, then the r combines. The expert works on one chunk at a time, in the same order. Work on a chunk begins when the
+# chunk has arrived and the work before it is done; its combine begins when its work is done and the link is free. The layer ends with the
+# last combine. Each chunk has rows/r rows, a whole number or not. `chunk_count` returns an r from 1 to `most` with which the layer takes
+# least time; of equally good ones any.
 #
-# rows = 12, transfer (1, 1), work (2, 2): r = 1 takes 13 + 26 + 13 = 52, and r = 2 takes 7 + 2·14 + 7 = 42.
+# rows = 12, out (1, 1), work (2, 2), home (1, 2): r = 1 takes 13 + 26 + 25 = 64, and r = 2 takes 7 + 2·14 + 13 = 48.
 #
 # **The layer.** Each rank has one expert, and x [A, D]: rows for rank 0 first, then those for rank 1, and so on. `send_sizes` says how many
 # for each rank, `receive_sizes` how many come from each. Of the c rows from one rank to another, chunk j has rows start to stop of `cut(c,
@@ -817,14 +849,17 @@ def cut(c, j, r):
 
 
 # %% answer="chunks"
-def chunk_count(rows, transfer, work, most):
-    """rows and most whole numbers; transfer (a, b) and work (c, d) -> a number of chunks."""
+def chunk_count(rows, out, work, home, most):
+    """rows and most whole numbers; out, work and home pairs (a, b) -> a number of chunks."""
 
     ### BEGIN SOLUTION
     def time(r):
-        move = transfer[0] + transfer[1] * Fraction(rows, r)
-        busy = work[0] + work[1] * Fraction(rows, r)
-        return max(2 * r * move, 2 * move + r * busy)
+        sent, busy, back = (a + b * Fraction(rows, r) for a, b in (out, work, home))
+        done, link = 0, r * sent
+        ends = [done := max(done, (j + 1) * sent) + busy for j in range(r)]
+        for end in ends:
+            link = max(link, end) + back
+        return link
 
     return min(range(1, most + 1), key=time)
     ### END SOLUTION
@@ -892,12 +927,12 @@ def layer_in_chunks(x, send_sizes, receive_sizes, r, ahead, group):
 
 # %% judge="expect_chunks"
 def expect_count(*cases):
-    """Cases (rows, transfer, work, most, time): time(r) is what r chunks take."""
+    """Cases (rows, out, work, home, most, time): time(r) is what r chunks take."""
     given = [case[:-1] for case in cases]
     for r, (rows, *prices, most, time) in zip(
         ask_each(chunk_count, given, time_limit_s=SECONDS), cases
     ):
-        where = f"(seen with {rows} rows, transfer {prices[0]}, work {prices[1]}, most {most})"
+        where = f"(seen with {rows} rows, out, work, home {prices}, most {most})"
         expect(type(r) is int and 1 <= r <= most, "a number of chunks", f"from 1 to {most} {where}")
         hint = f"another number is faster; who waits for whom, the link or the expert? {where}"
         expect(time(r) == min(map(time, range(1, most + 1))), "the fastest number", hint)
@@ -980,48 +1015,54 @@ def expect_order(events, rank, sizes, pieces, width, r, where):
 # %% check="chunks-count" points=1
 # As many chunks as make the layer fastest.
 expect_count(
-    (12, (1, 1), (2, 2), 4, {1: 52, 2: 42, 3: 40, 4: 40}.get),
-    (8, (3, 1), (0, 0), 4, {1: 22, 2: 28, 3: 34, 4: 40}.get),
-    (8, (2, 1), (0, 9), 3, {1: 92, 2: 84, 3: Fraction(244, 3)}.get),
+    (12, (1, 1), (2, 2), (1, 2), 4, {1: 64, 2: 48, 3: 44, 4: 44}.get),
+    (8, (3, 1), (0, 0), (3, 1), 4, {1: 22, 2: 28, 3: 34, 4: 40}.get),
+    (8, (2, 1), (0, 9), (1, 0), 3, {1: 83, 2: 79, 3: Fraction(233, 3)}.get),
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 
 
-def lived(rows, transfer, work, most):
-    """A case; its time is lived through, chunk by chunk."""
+def lived(rows, *prices, most):
+    """A case; its time is the longest way through the layer, from the first dispatch to the last combine."""
 
     def time(r):
-        move, busy = (a + b * Fraction(rows, r) for a, b in (transfer, work))
-        link, expert, done = r * move, 0, []
-        for j in range(r):
-            expert = max(expert, (j + 1) * move) + busy
-            done.append(expert)
-        for end in done:
-            link = max(link, end) + move
-        return link
+        sent, busy, back = (a + b * Fraction(rows, r) for a, b in prices)
+        ways = [r * (sent + back)]  # the link has no pause
+        for first in range(
+            r
+        ):  # the expert works without a pause from chunk `first` to chunk `last`
+            for last in range(first, r):
+                ways.append((first + 1) * sent + (last - first + 1) * busy + (r - last) * back)
+        return max(ways)
 
-    return rows, transfer, work, most, time
+    return *[rows, *prices], most, time
 
 
+a_few = lambda: draw.integer(200, 400)
 expect_count(
-    lived(7, (0, 1), (0, 1), 9),
-    lived(5, (9, 0), (9, 0), 6),
-    lived(64, (1, 4), (16, 1), 8),
-    lived(400, (1, 2), (8, 5), 1),
-    lived(draw.integer(200, 400), (2, 3), (draw.integer(20, 40), 5), 32),  # a valley within
+    lived(7, (0, 1), (0, 1), (0, 1), most=9),
+    lived(5, (9, 0), (9, 0), (4, 0), most=6),
+    lived(64, (1, 4), (16, 1), (1, 8), most=8),
+    lived(400, (1, 2), (8, 5), (1, 2), most=1),
+    lived(a_few(), (2, 3), (draw.integer(20, 40), 5), (2, 6), most=16),  # a valley within
     lived(
-        draw.integer(200, 400), (draw.integer(10, 20), 3), (1, 7), 32
+        a_few(), (draw.integer(10, 20), 3), (1, 7), (9, 3), most=16
     ),  # where link and expert meet
-    lived(draw.integer(200, 400), (draw.integer(5, 9), 9), (3, 1), 32),
+    lived(a_few(), (draw.integer(5, 9), 9), (3, 1), (5, 18), most=16),
+    lived(
+        a_few(), (3, 1), (2, 4), (draw.integer(20, 40), 9), most=16
+    ),  # home is the longest of the three
+    lived(a_few(), (draw.integer(20, 40), 9), (2, 6), (3, 1), most=16),  # out is
     *(
         lived(
             draw.integer(20, 500),
             (draw.integer(0, 30), draw.integer(1, 5)),
             (draw.integer(0, 40), draw.integer(1, 9)),
-            draw.integer(2, 40),
+            (draw.integer(0, 30), draw.integer(1, 9)),
+            most=draw.integer(2, 20),
         )
-        for _ in range(12)
+        for _ in range(14)
     ),
 )
 ### END HIDDEN TESTS
